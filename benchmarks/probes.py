@@ -1,0 +1,163 @@
+"""Plugins and plain scripts that the benchmarks measure; each runs in a process of its own.
+
+python benchmarks/probes.py plain-first|plain-loop|forge-first|forge-loop|plain-loss|chunked-loss
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SHAPE = (
+    "decoder.dim=256",
+    "decoder.layers=6",
+    "decoder.heads=16",
+    "decoder.hidden=768",
+    "decoder.vocabulary=2048",
+    "train.sequence=512",
+    "train.global_batch=4",
+    "train.micro_batch=4",
+    "text.isolate=false",
+    "cosine.warmup=2",
+)
+STEPS, WARM_UP = 16, 4
+
+
+def report(**values: float) -> None:
+    """Print what was measured, with the peak of this process's memory."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({**values, "cpu": time.process_time(), "peak": peak}), flush=True)
+
+
+def build() -> Any:
+    """The benchmark's model, 6 M parameters, made of forge's own modules but without forge's run."""
+    import torch
+
+    from forge_train.initialise import materialise
+    from forge_train.nn import Embedding, Linear, RMSNorm, RoPE
+    from forge_train.protocols import Layer
+    from forge_train_plugins._decoder.model import Block, Transformer
+    from forge_train_plugins._gqa import GroupedQueryAttention
+    from forge_train_plugins._sdpa import Kernel
+    from forge_train_plugins._swiglu import DenseFeedForward
+
+    rope = RoPE(16, length=4096)
+    layer = Layer(index=0, count=6, dim=256, heads=16, kv_heads=16, head_dim=16, hidden=768, rope=rope)
+    kernel = Kernel()
+    with torch.device("meta"):
+        blocks = [
+            Block(RMSNorm(256), GroupedQueryAttention(layer, kernel), RMSNorm(256), DenseFeedForward(layer, "swiglu"))
+            for _ in range(6)
+        ]
+        model = Transformer(
+            Embedding(2048, 256), blocks, RMSNorm(256), Linear(256, 2048), max_sequence=4096, tied=False
+        )
+    materialise(model, torch.device("cpu"), 0)
+    return model
+
+
+def plain(steps: int) -> None:
+    """A hand-written loop: AdamW, clipping, a look at the loss every ten steps."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    torch.manual_seed(0)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    batches = [torch.randint(0, 256, (4, 513)) for _ in range(4)]
+    started = time.process_time()
+    for step in range(1, steps + 1):
+        tokens = batches[step % 4]
+        logits = model.head(model(tokens[:, :-1]))
+        loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == WARM_UP:
+            started = time.process_time()
+        if step % 10 == 0:
+            loss.item()
+    report(loop=time.process_time() - started)
+
+
+def forge(steps: int, *, first: bool) -> None:
+    """The same through `forge train`, with its loggers on."""
+    from forge_train_cli import main
+
+    probe = "forge_train_benchmarks:FirstStep" if first else "forge_train_benchmarks:Loop"
+    sys.modules["forge_train_benchmarks"] = sys.modules["__main__"]
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [part for value in (*SHAPE, f"train.steps={max(steps, 3)}") for part in ("--set", value)]
+        options = ["--run-dir", folder, "--plugins", probe]
+        (Path(folder) / "bench.toml").write_text("")
+        sys.argv = ["forge", "train", str(Path(folder) / "bench.toml"), *options, *settings]
+        main()
+
+
+def loss(chunk: int) -> None:
+    """Forward and backward of the loss alone: 2,048 tokens, 32,768 words, dim 256."""
+    import torch
+
+    from forge_train.nn import Linear
+    from forge_train_plugins._cross_entropy import ChunkedCrossEntropy
+
+    hidden = torch.randn(1, 2048, 256, requires_grad=True)
+    head = Linear(256, 32768)
+    labels = torch.randint(0, 32768, (1, 2048))
+    ChunkedCrossEntropy(chunk=64)(hidden[:, :64], head, labels[:, :64]).backward()
+    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    ChunkedCrossEntropy(chunk=chunk)(hidden, head, labels).backward()
+    report(extra=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - base)
+
+
+def __getattr__(name: str) -> Any:
+    """The probe plugins, made when asked for: plain scripts here must not import forge."""
+    if name not in ("FirstStep", "Loop"):
+        raise AttributeError(name)
+    from forge_train import Plugin, StepResult, hookimpl
+
+    class FirstStep(Plugin):
+        """Reports CPU time at the first finished step, and ends the process."""
+
+        @hookimpl
+        def on_step(self, step: StepResult) -> None:
+            report()
+            os._exit(0)
+
+    class Loop(Plugin):
+        """Reports CPU time between the end of the warm-up and the last step."""
+
+        @hookimpl
+        def on_step(self, step: StepResult) -> None:
+            if step.step == WARM_UP:
+                self.started = time.process_time()
+            if step.step == STEPS:
+                report(loop=time.process_time() - self.started)
+
+    return {"FirstStep": FirstStep, "Loop": Loop}[name]
+
+
+if __name__ == "__main__":
+    import torch
+
+    torch.set_num_threads(1)
+    match sys.argv[1]:
+        case "plain-first":
+            plain(1)
+        case "plain-loop":
+            plain(STEPS)
+        case "forge-first":
+            forge(1, first=True)
+        case "forge-loop":
+            forge(STEPS, first=False)
+        case "plain-loss":
+            loss(1 << 30)
+        case "chunked-loss":
+            loss(0)

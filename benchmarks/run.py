@@ -1,0 +1,219 @@
+"""Measures forge against plain PyTorch and plain Python on this machine, and writes benchmarks/results/core.md.
+
+    python benchmarks/run.py            # everything
+    python benchmarks/run.py loop data  # some of it: startup, first, loop, loss, data, quickstart, trials
+
+Each ratio is of two things measured alternately in one go, by the CPU time of one thread, and the best of each counts:
+other work on the machine adds time and never takes any away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "core.md"
+FORGE = [sys.executable, "-m", "forge_train_cli"]
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    what: str
+    measured: str
+    bar: str
+    ok: bool
+
+
+def cpu_seconds(command: list[str], times: int) -> float:
+    """The least CPU time of a command over several runs."""
+    best = float("inf")
+    for _ in range(times):
+        before = children()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        best = min(best, children() - before)
+    return best
+
+
+def children() -> float:
+    """CPU seconds of the processes that this one started and saw end."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def probe(name: str) -> dict[str, float]:
+    """Run one of `probes.py` in a fresh process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "probes.py"), name]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
+    return {key: float(value) for key, value in json.loads(line).items()}
+
+
+def best(names: tuple[str, ...], key: str, times: int) -> dict[str, float]:
+    """The least of a value for each probe, measured alternately."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(times):
+        for name in names:
+            found[name].append(probe(name)[key])
+    return {name: min(values) for name, values in found.items()}
+
+
+def startup() -> list[Row]:
+    rows = []
+    base = cpu_seconds([sys.executable, "-c", "pass"], 15)
+    for arguments, bar in ((["--version"], 5), (["--help"], 12), (["plugins", "list"], 12)):
+        ratio = cpu_seconds([*FORGE, *arguments], 10) / base
+        rows.append(
+            Row(
+                f"CPU time of `forge {' '.join(arguments)}` / `python -c pass`",
+                f"{ratio:.1f}",
+                f"≤ {bar}",
+                ratio <= bar,
+            )
+        )
+    return rows
+
+
+def first() -> list[Row]:
+    cpu = best(("plain-first", "forge-first"), "cpu", 5)
+    extra = cpu["forge-first"] - cpu["plain-first"]
+    what = f"`forge train` to the first finished step, CPU s beyond a bare script ({cpu['plain-first']:.2f} s)"
+    return [Row(what, f"{extra:.2f}", "≤ 1.5", extra <= 1.5)]
+
+
+def loop() -> list[Row]:
+    runs: dict[str, list[dict[str, float]]] = {"plain-loop": [], "forge-loop": []}
+    for _ in range(4):
+        for name, results in runs.items():
+            results.append(probe(name))
+    seconds = {name: min(result["loop"] for result in results) for name, results in runs.items()}
+    peak = {name: min(result["peak"] for result in results) for name, results in runs.items()}
+    speed = seconds["plain-loop"] / seconds["forge-loop"]
+    memory = peak["forge-loop"] / peak["plain-loop"]
+    return [
+        Row("tokens per CPU-second, forge / hand-written loop", f"{speed:.3f}", "≥ 0.98", speed >= 0.98),
+        Row("peak memory, forge / hand-written loop", f"{memory:.3f}", "≤ 1.05", memory <= 1.05),
+    ]
+
+
+def loss() -> list[Row]:
+    extra = best(("plain-loss", "chunked-loss"), "extra", 2)
+    share = extra["chunked-loss"] / extra["plain-loss"]
+    return [Row("peak memory of the loss at 32,768 words, chunked / plain", f"{share:.2f}", "≤ 0.30", share <= 0.3)]
+
+
+def data() -> list[Row]:
+    from types import SimpleNamespace
+
+    import torch
+
+    from forge_train_plugins.text import Text
+
+    torch.set_num_threads(1)
+    job = SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(micro_batch=8, sequence=512)),
+        dist=SimpleNamespace(data_rank=0, data_ranks=1),
+        seed=0,
+        device=torch.device("cpu"),
+    )
+    loader = Text(Text.Config()).build_data(job, "train")
+    for _ in range(20):
+        next(loader)
+    rate = 0.0
+    for _ in range(5):
+        started = time.process_time()
+        for _ in range(400):
+            next(loader)
+        rate = max(rate, 400 * 8 * 512 / (time.process_time() - started))
+    return [Row("`text`, warm cache, micro-batches of 8 × 512, M tokens/s", f"{rate / 1e6:.0f}", "≥ 20", rate >= 20e6)]
+
+
+def quickstart() -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        command = [*FORGE, "train", "--run-dir", folder, "--name", "q", "--quiet"]
+        subprocess.run(command, check=True, capture_output=True)
+        seconds = time.perf_counter() - started
+        lines = (Path(folder) / "q" / "events.jsonl").read_text().splitlines()
+        evaluation = [json.loads(line) for line in lines if '"evaluation"' in line][-1]["metrics"]
+    ours, theirs = evaluation["text.bits_per_byte"], evaluation["text.trigram_bits_per_byte"]
+    return [
+        Row(
+            "quickstart, held-out bits per byte, against a byte trigram's",
+            f"{ours:.3f} : {theirs:.3f}",
+            "below",
+            ours < theirs,
+        ),
+        Row("quickstart, wall seconds", f"{seconds:.0f}", "about 60", seconds < 90),
+    ]
+
+
+def trials() -> list[Row]:
+    environment = {**os.environ, "FORGE_TRIALS": "20", "FORGE_EXAMPLES": "3000"}
+    rows = []
+    for what, file in (
+        ("20 × `kill -9` at a random moment, resumed bit for bit", "tests/laws/test_law_03_resume.py"),
+        ("3,000 mutated configurations and option lists", "tests/e2e/test_properties.py"),
+    ):
+        command = [sys.executable, "-m", "pytest", "-q", "--timeout", "3000", file]
+        code = subprocess.run(command, cwd=HERE.parent, env=environment, check=False).returncode
+        rows.append(Row(what, "pass" if code == 0 else "FAIL", "pass", code == 0))
+    return rows
+
+
+PARTS: dict[str, Callable[[], list[Row]]] = {
+    part.__name__: part for part in (startup, first, loop, loss, data, quickstart, trials)
+}
+
+
+def main() -> int:
+    """Measure what the command line names, print it, and write the table if it is all of it."""
+    chosen = sys.argv[1:] or list(PARTS)
+    if unknown := [name for name in chosen if name not in PARTS]:
+        print(f"There is no part {unknown[0]!r}; there are {', '.join(PARTS)}.", file=sys.stderr)
+        return 2
+    rows = []
+    for name in chosen:
+        for row in PARTS[name]():
+            rows.append(row)
+            print(f"{'ok  ' if row.ok else 'MISS'} {row.what}: {row.measured} (bar {row.bar})", flush=True)
+    if set(chosen) >= set(PARTS) - {"trials"}:  # which take half an hour and give no ratio
+        RESULTS.write_text(table(rows), encoding="utf-8")
+    return 0 if all(row.ok for row in rows) else 1
+
+
+def table(rows: list[Row]) -> str:
+    import torch
+
+    lines = [f"| {row.what} | {row.measured} | {row.bar} | {'yes' if row.ok else '**no**'} |" for row in rows]
+    machine = (
+        f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
+    )
+    return "\n".join(
+        [
+            "# Core, on one process",
+            "",
+            f"Written by `make bench` on {time.strftime('%Y-%m-%d')}: {machine}.",
+            "",
+            "| what | measured | bar | met |",
+            "|---|---|---|---|",
+            *lines,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

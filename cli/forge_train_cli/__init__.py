@@ -1,0 +1,17 @@
+"""The command line: thin click commands that parse, call core and render."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """The `forge` command."""
+    if sys.argv[1:] == ["--version"]:  # click alone would take longer than all else that this needs
+        from forge_train import __version__
+
+        sys.stdout.write(f"forge-train {__version__}\n")
+        return
+    from .app import run
+
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,53 @@
+"""The `forge` command: what commands there are, and how each ends."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import click
+
+from .failures import ending
+from .lazy import LazyGroup
+
+COMMANDS = {
+    "train": (".train:train", "Train a model."),
+    "plan": (".plan:plan", "Show what would be composed, without allocating it."),
+    "verify": (".verify:verify", "Show that a parallel layout computes what one process does."),
+    "plugins": (".plugins:plugins", "List, describe, check, write and install plugins."),
+    "config": (".config:config", "Show or write a configuration."),
+    "checkpoint": (".checkpoint:checkpoint", "Look at checkpoints; exchange weights with Hugging Face."),
+    "generate": (".generate:generate", "Continue a text with a trained model."),
+    "runs": (".runs:runs", "Look at past runs, and compare them."),
+    "bench": (".bench:bench", "Measure this machine."),
+    "doctor": (".doctor:doctor", "Say what this machine has and lacks."),
+}
+"""Name → where it is, and its line in `forge --help`."""
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+def _version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from forge_train import __version__
+
+        click.echo(f"forge-train {__version__}")
+        ctx.exit()
+
+
+@click.group(cls=LazyGroup, table=COMMANDS, outside=True, context_settings=SETTINGS)
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
+def forge() -> None:
+    """Train large language models; every technique is a plugin.
+
+    `forge train` trains a small model of Python source in about a minute; `forge train --help` says how to train
+    another.
+    """
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command line; its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a curve of question marks is better than none, in a plain C locale
+    return ending(lambda: forge.main(arguments, prog_name="forge", standalone_mode=False))

@@ -1,0 +1,68 @@
+"""`forge bench`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from forge_train.config.layers import Request
+from forge_train.present import gib, short
+
+from . import screen
+from .options import json_option, run_options
+
+if TYPE_CHECKING:
+    from forge_train.bench import Measured
+
+COMMANDS = (("--version",), ("--help",), ("plugins", "list"))
+
+
+@click.command(short_help="Measure this machine.")
+@run_options()
+@click.option(
+    "--turns",
+    default=8,
+    show_default=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Turns of five steps, of forge's loop and of the hand-written one.",
+)
+@json_option
+def bench(request: Request, turns: int, as_json: bool) -> None:
+    """Train CONFIG for a few steps, and measure: throughput, what forge's loop costs beside one written by hand, data,
+    checkpoints, start-up. Nothing is left behind."""
+    from forge_train.bench import measure, start_up
+
+    measured = measure(request, turns=turns)
+    commands = [[sys.executable, "-m", "forge_train_cli", *arguments] for arguments in COMMANDS]
+    ratios = {" ".join(("forge", *words)): ratio for words, ratio in zip(COMMANDS, start_up(commands), strict=True)}
+    if as_json:
+        click.echo(json.dumps({**measured.as_json(), "start_up": ratios}, indent=1))
+        return
+    _show(measured, ratios)
+
+
+def _show(measured: Measured, ratios: dict[str, float]) -> None:
+    rows: list[tuple[str, str, str]] = [
+        ("throughput", f"{short(measured.tokens_per_second)} tokens/s", f"{short(measured.parameters)} parameters"),
+        *_flops(measured),
+        ("loop", f"{measured.speed:.3f}", "of the tokens per CPU-second of a loop written by hand"),
+        ("data", f"{short(measured.data_tokens_per_second)} tokens/s", "from the loader alone"),
+        ("checkpoint", f"{measured.save_seconds:.3f} s", f"to save and verify {gib(measured.checkpoint_bytes)}"),
+        ("", f"{measured.load_seconds:.3f} s", "to load"),
+        *((command, f"{ratio:.1f} ×", "the CPU time of python -c pass") for command, ratio in ratios.items()),
+    ]
+    screen.table(("", "", ""), rows, right=(1,), indent=0)
+
+
+def _flops(measured: Measured) -> list[tuple[str, str, str]]:
+    share: Any = measured.share_of_matmul
+    if share is None:
+        return []
+    reached = share * measured.matmul_flops
+    return [
+        ("", f"{short(reached)}FLOP/s", f"{share:.0%} of a large matrix product's {short(measured.matmul_flops)}FLOP/s")
+    ]

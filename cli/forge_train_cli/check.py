@@ -1,0 +1,77 @@
+"""`forge plugins check`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from forge_train.discovery import discover
+from forge_train.errors import ConfigError
+
+from .options import json_option
+
+if TYPE_CHECKING:
+    from forge_train.testing import Report
+
+SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("–", "bright_black")}
+
+
+@click.command(short_help="Try plugins against the contract.")
+@click.argument("names", nargs=-1, metavar="[NAME...]")
+@click.option(
+    "--set", "-s", "assignments", multiple=True, metavar="KEY=VALUE", help="What a plugin's section must say."
+)
+@json_option
+def check(names: tuple[str, ...], assignments: tuple[str, ...], as_json: bool) -> int:
+    """Hold plugins to the contract: import, hooks, slots on a tiny case, configuration, training, resume.
+
+    NAME is a plugin's name or a dotted package.module:Class; without one, every plugin is checked. What a plugin
+    requires is enabled with it. Exit code 1 if a check fails.
+    """
+    if assignments and len(names) != 1:
+        raise ConfigError("--set is for one plugin's section: name that plugin, and no other.")
+    reports = []
+    for report in _reports(names, assignments):
+        reports.append(report)
+        if not as_json:
+            _show(report, in_full=len(names) == 1)
+    passed = all(report.passed for report in reports)
+    if as_json:
+        click.echo(json.dumps({"passed": passed, "plugins": [report.plain() for report in reports]}, indent=1))
+    elif len(reports) != 1:
+        failed = [report.found.name for report in reports if not report.passed]
+        click.echo(f"\n{len(failed)} of {len(reports)} fail: {', '.join(failed)}" if failed else "\nAll conform.")
+    return 0 if passed else 1
+
+
+def _reports(names: tuple[str, ...], assignments: tuple[str, ...]) -> Iterator[Report]:
+    from forge_train.testing import Check, Report, check
+    from forge_train.testing.conformance import find
+
+    for name in names:
+        find(name)  # a mistake in the last name should not come after minutes of checking the first
+    if names:
+        yield from (check(name, sets=assignments) for name in names)
+        return
+    for name, found in {one.name: one for one in discover()}.items():
+        try:
+            yield check(name)
+        except ConfigError as error:
+            yield Report(found, [Check("has a name of its own", "fail", str(error))])
+
+
+def _show(report: Report, *, in_full: bool) -> None:
+    """One plugin: every check, or only those that did not simply pass."""
+    found = report.found
+    owner = f"{found.distribution} {found.version}".strip()
+    sign = click.style("✓", fg="green", bold=True) if report.passed else click.style("✗", fg="red", bold=True)
+    count = f"{len(report.of('ok'))} of {len(report.checks)} checks"
+    click.echo(f"{sign} {click.style(found.name, bold=True)}  {click.style(f'{owner}, {count}', dim=True)}")
+    for one in report.checks:
+        if one.status != "ok" or in_full:
+            mark, colour = SIGNS[one.status]
+            detail = f"  {click.style(one.detail, dim=one.status == 'ok')}" if one.detail else ""
+            click.echo(f"    {click.style(mark, fg=colour)} {one.name}{detail}")

@@ -1,0 +1,202 @@
+"""`forge checkpoint`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from forge_train.errors import ConfigError
+from forge_train.present import gib
+from forge_train.run import is_run
+
+from . import screen
+from .options import json_option, plugin_options
+
+PATH = click.Path(path_type=Path)
+
+
+@click.group()
+def checkpoint() -> None:
+    """Look at checkpoints; exchange weights with Hugging Face.
+
+    PATH is a checkpoint, or a run, which stands for its newest whole one.
+    """
+
+
+@checkpoint.command("list", short_help="The checkpoints of a run.")
+@click.argument("run", type=PATH)
+@json_option
+def list_checkpoints(run: Path, as_json: bool) -> None:
+    """The checkpoints of a run, and whether they are whole. Sizes are compared; `verify` reads every file."""
+    from forge_train import checkpoint as store
+
+    if not is_run(run):
+        raise ConfigError(f"{run} is not a run.")
+    newest = _latest(run)
+    rows: list[dict[str, Any]] = [
+        {
+            "name": saved.path.name,
+            "path": str(saved.path),
+            "step": saved.step,
+            "bytes": saved.bytes,
+            "problem": store.check(saved.path),
+            "latest": saved.path.name == newest,
+        }
+        for saved in store.found(run / "checkpoints")
+    ]
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+    elif not rows:
+        click.echo(f"{run} has no checkpoint yet.")
+    else:
+        screen.table(
+            ("checkpoint", "step", "size", ""),
+            [
+                (row["name"], f"{row['step']:,}", gib(row["bytes"]), row["problem"] or "latest" * row["latest"])
+                for row in rows
+            ],
+            right=(1, 2),
+        )
+
+
+@checkpoint.command(short_help="What a checkpoint holds.")
+@click.argument("path", type=PATH)
+@json_option
+def inspect(path: Path, as_json: bool) -> None:
+    """What a checkpoint holds: its progress, plugins and tensors. --json has the configuration too."""
+    from forge_train import checkpoint as store
+
+    path = store.whole(path)
+    state = store.read_state(path)
+    tensors: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "shape": list(shape),
+            "dtype": str(dtype).removeprefix("torch."),
+            "bytes": dtype.itemsize * _elements(shape),
+        }
+        for name, (shape, dtype) in sorted(store.shapes(path).items())
+    ]
+    if as_json:
+        held = {
+            "path": str(path),
+            **state["progress"],
+            "plugins": state["enabled"],
+            "config": state["config"],
+            "tensors": tensors,
+        }
+        click.echo(json.dumps(held, indent=1))
+        return
+    weights = [tensor for tensor in tensors if tensor["name"].startswith("model.")]
+    rest = [tensor for tensor in tensors if not tensor["name"].startswith("model.")]
+    click.echo(f"{path}: step {state['progress']['step']:,}, {state['progress']['tokens']:,} tokens")
+    click.echo("plugins: " + ", ".join(f"{entry['name']} {entry['version']}" for entry in state["enabled"]) + "\n")
+    screen.table(
+        ("tensor", "shape", "dtype", "size"),
+        [
+            (
+                tensor["name"].removeprefix("model."),
+                " × ".join(map(str, tensor["shape"])) or "1",
+                tensor["dtype"],
+                gib(tensor["bytes"]),
+            )
+            for tensor in weights
+        ],
+        right=(3,),
+    )
+    for title, those in (("weights", weights), ("optimizer and other state", rest)):
+        elements = sum(_elements(tensor["shape"]) for tensor in those)
+        size = gib(sum(tensor["bytes"] for tensor in those))
+        click.echo(f"\n{title}: {elements:,} values in {len(those)} tensors, {size}", nl=False)
+    click.echo()
+
+
+@checkpoint.command(short_help="Read every file, and compare it with what was saved.")
+@click.argument("path", type=PATH)
+@json_option
+def verify(path: Path, as_json: bool) -> int:
+    """Read every file of a checkpoint, or of all checkpoints of a run, and compare sizes and sha256 sums.
+
+    The exit code is 1 if one is damaged.
+    """
+    from forge_train import checkpoint as store
+
+    if is_run(path):
+        paths = [saved.path for saved in store.found(path / "checkpoints")]
+        if not paths:
+            raise ConfigError(f"{path}: this run has no checkpoint yet.")
+    elif (path / store.MANIFEST).is_file() or (path / "state.json").is_file():
+        paths = [path]
+    else:
+        paths = [store.whole(path)]
+    problems = {str(one): store.check(one, contents=True) for one in paths}
+    if as_json:
+        click.echo(json.dumps([{"path": one, "problem": problem} for one, problem in problems.items()], indent=1))
+    else:
+        for one, problem in problems.items():
+            click.echo(f"{one}: {click.style(problem, fg='red') if problem else 'whole'}")
+    return 1 if any(problems.values()) else 0
+
+
+@checkpoint.command("import", short_help="Make a checkpoint of a model in Hugging Face layout.")
+@click.argument("hf_dir", type=PATH)
+@click.argument("path", type=PATH)
+@plugin_options
+@json_option
+def import_(hf_dir: Path, path: Path, plugins: tuple[str, ...], without: tuple[str, ...], as_json: bool) -> None:
+    """Make the checkpoint PATH of HF_DIR, which holds config.json and safetensors files.
+
+    \b
+    forge checkpoint import Qwen3-0.6B qwen
+    forge train qwen/config.toml -s text.path=my-texts -s adamw.lr=1e-5
+    """
+    from forge_train.huggingface import import_checkpoint
+
+    done = import_checkpoint(hf_dir, path, plugins=plugins, without=without)
+    _say(done, as_json, f"Train it further with: forge train {path / 'config.toml'} -s text.path=…")
+
+
+@checkpoint.command(short_help="Write a model in Hugging Face layout.")
+@click.argument("path", type=PATH)
+@click.argument("hf_dir", type=PATH)
+@click.option(
+    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="To store as."
+)
+@json_option
+def export(path: Path, hf_dir: Path, dtype: str, as_json: bool) -> None:
+    """Write the model of PATH to HF_DIR: config.json, safetensors files, and the tokenizer if the run has one."""
+    import torch
+
+    from forge_train.huggingface import export_checkpoint
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    _say(export_checkpoint(path, hf_dir, dtype=dtypes[dtype]), as_json)
+
+
+def _say(done: Any, as_json: bool, next_step: str = "") -> None:
+    """What was imported or exported; a `forge_train.huggingface.Exchanged`."""
+    if as_json:
+        result = {"path": str(done.path), "parameters": done.parameters, "files": done.files, "notes": done.notes}
+        click.echo(json.dumps(result))
+        return
+    files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
+    click.echo(f"{done.path}: {done.parameters:,} parameters ({files})")
+    for note in done.notes:
+        click.secho(f"Note: {note}", fg="yellow", err=True)
+    if next_step:
+        click.echo(next_step)
+
+
+def _latest(run: Path) -> str:
+    file = run / "checkpoints" / "latest"
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+
+
+def _elements(shape: Any) -> int:
+    elements = 1
+    for size in shape:
+        elements *= size
+    return elements

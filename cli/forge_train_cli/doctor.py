@@ -1,0 +1,38 @@
+"""`forge doctor`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from . import screen
+from .options import json_option, run_dir_option
+
+SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")}
+
+
+@click.command(short_help="Say what this machine has and lacks.")
+@run_dir_option
+@json_option
+def doctor(run_dir: str, as_json: bool) -> int:
+    """Look at everything that training needs here. Exit code 1 if it could not start."""
+    from rich.text import Text
+
+    from .checkup import checkup
+
+    checks = list(checkup(Path(run_dir)))
+    fine = all(check.status != "fail" for check in checks)
+    if as_json:
+        listed = [{"name": check.name, "status": check.status, "text": check.text} for check in checks]
+        click.echo(json.dumps({"ok": fine, "checks": listed}, indent=1))
+        return 0 if fine else 1
+    rows = []
+    for check in checks:
+        sign, colour = SIGNS[check.status]
+        rows.append((Text(sign, style=f"bold {colour}"), Text(check.name, style="dim"), check.text))
+    screen.table(("", "", ""), rows, indent=0)
+    if not fine:
+        screen.line("\nTraining could not start here.", "bold red")
+    return 0 if fine else 1

@@ -1,0 +1,105 @@
+"""`forge generate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from forge_train.errors import ConfigError
+
+from .options import json_option
+
+if TYPE_CHECKING:
+    from forge_train.generate import Completion
+
+ENDED = {
+    "tokens": "as many tokens as asked for",
+    "end": "the end of the document",
+    "stop": "a stop string",
+    "length": "the longest sequence that the model was made for",
+}
+
+
+@click.command(short_help="Continue a text with a trained model.")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--prompt", default="", metavar="TEXT", help="What to go on from; - reads it from stdin, as it is.")
+@click.option("--tokens", default=200, show_default=True, metavar="N", help="The most to generate.")
+@click.option(
+    "--temperature", default=0.8, show_default=True, metavar="T", help="Divides the logits; 0 takes the likeliest."
+)
+@click.option("--top-k", default=0, metavar="K", help="Choose among the K likeliest tokens.")
+@click.option(
+    "--top-p", default=1.0, metavar="P", help="Choose among the fewest likeliest whose probabilities reach P."
+)
+@click.option("--seed", default=0, show_default=True, metavar="S", help="The same seed gives the same text.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
+@json_option
+def generate(
+    path: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    stop: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Continue a text with the model of PATH: a run (its newest whole checkpoint), or a checkpoint.
+
+    \b
+    forge generate runs/first --prompt "def "
+    forge generate runs/first --prompt "import " --temperature 0 --stop $'\\n'
+    """
+    from forge_train.generate import Completion, Sampling
+    from forge_train.offline import open_model
+
+    sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop)
+    prompt = _stdin() if prompt == "-" else prompt
+    opened = open_model(path)
+    completion = Completion(opened.job, opened.model, prompt, sampling)
+    started = time.perf_counter()
+    if not as_json:
+        _show(prompt, completion)
+    else:
+        for _ in completion:
+            pass
+        seconds = time.perf_counter() - started
+        result = {
+            "checkpoint": str(opened.path),
+            "step": opened.step,
+            "prompt": prompt,
+            "text": completion.text,
+            "tokens": completion.tokens,
+            "stopped": completion.stopped,
+            "tokens_per_second": completion.tokens / seconds,
+        }
+        click.echo(json.dumps(result))
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompt -: what stdin gave is not UTF-8 (byte {error.start}).") from error
+
+
+def _show(prompt: str, completion: Completion) -> None:
+    """The text as it comes. On a terminal, control characters are made visible: a model may write any."""
+    terminal = sys.stdout.isatty()
+    click.echo(click.style(prompt, dim=True) if terminal else prompt, nl=False)
+    for piece in completion:
+        click.echo(_visible(piece) if terminal else piece, nl=False)
+        sys.stdout.flush()
+    click.echo()
+    if terminal:
+        click.secho(f"({completion.tokens} tokens; {ENDED[completion.stopped]})", dim=True, err=True)
+
+
+def _visible(text: str) -> str:
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,166 @@
+"""A past run, read from its folder."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from forge_train.errors import ConfigError
+from forge_train.records import read
+from forge_train.run import is_run
+
+_NOTHING: dict[str, Any] = {}
+
+
+class History:
+    """What a run folder tells. Files are read when asked for; one that is damaged is named."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.resolve().name
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        return self._records("metrics.jsonl")
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        return self._records("events.jsonl")
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Dotted key → value."""
+        try:
+            tree = tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{self.path / 'config.toml'}: can't be read: {error}") from error
+        return dict(_flat(tree, ()))
+
+    @cached_property
+    def plugins(self) -> list[dict[str, str]]:
+        return list(self._json("plugins.json", []))
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        return dict(self._json("environment.json", {}))
+
+    @cached_property
+    def _end(self) -> dict[str, Any]:
+        return dict(self._json("outcome.json", {}))
+
+    @property
+    def outcome(self) -> str:
+        """`unfinished` is a run that still goes on, or was killed."""
+        return str(self._end.get("outcome", "unfinished"))
+
+    @property
+    def reason(self) -> str:
+        finished = [event for event in self.events if event["event"] == "run_finished"]
+        return str(finished[-1]["reason"]) if finished and self._end else ""
+
+    @property
+    def step(self) -> int:
+        return int(self._end.get("step", self.last.get("step", 0)))
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest line of metrics."""
+        return self.metrics[-1] if self.metrics else _NOTHING
+
+    @property
+    def losses(self) -> list[float]:
+        return [float(line["loss"]) for line in self.metrics]
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Step, loss and metrics of each; those after a checkpoint that the run went back to are left out."""
+        found: list[dict[str, Any]] = []
+        for event in self.events:
+            if event["event"] == "resumed":
+                found = [one for one in found if one["step"] <= event["step"]]
+            elif event["event"] == "evaluation":
+                found.append({"step": event["step"], "loss": event["loss"], **event["metrics"]})
+        return found
+
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        return self.evaluations[-1] if self.evaluations else _NOTHING
+
+    @property
+    def changed(self) -> float:
+        """When it last wrote something, in seconds since 1970."""
+        files = [self.path / name for name in ("outcome.json", "events.jsonl", "metrics.jsonl", "config.toml")]
+        return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+
+    def checkpoints(self) -> Iterator[tuple[Path, int]]:
+        """Path and bytes of each, newest first."""
+        for path in sorted((self.path / "checkpoints").glob("step-*"), reverse=True):
+            yield path, sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+    def summary(self) -> dict[str, Any]:
+        """What `forge runs list --json` says of it."""
+        return {
+            "run": str(self.path),
+            "outcome": self.outcome,
+            "step": self.step,
+            "loss": self.last.get("loss"),
+            "evaluation": self.evaluation or None,
+            "plugins": [one["name"] for one in self.plugins],
+            "changed": self.changed,
+        }
+
+    def details(self) -> dict[str, Any]:
+        """What `forge runs show --json` says of it."""
+        return {
+            **self.summary(),
+            "reason": self.reason,
+            "metrics": self.metrics,
+            "evaluations": self.evaluations,
+            "config": self.config,
+            "environment": self.environment,
+            "checkpoints": [str(path) for path, _ in self.checkpoints()],
+        }
+
+    def _records(self, name: str) -> list[dict[str, Any]]:
+        try:
+            return list(read(self.path / name))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.path / name}: can't be read: {error}") from error
+
+    def _json(self, name: str, otherwise: Any) -> Any:
+        file = self.path / name
+        try:
+            return json.loads(file.read_text(encoding="utf-8")) if file.exists() else otherwise
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file}: can't be read: {error}") from error
+
+
+def runs_in(folder: Path) -> list[History]:
+    """The runs of a folder, the one that wrote last first.
+
+    Raises:
+        ConfigError: if it is no folder.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: is not a folder of runs.")
+    found = [History(path) for path in folder.glob("*") if is_run(path)]
+    return sorted(found, key=lambda history: (-history.changed, history.name))
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Keys whose values are not the same in all, with the values; None where one has no such key."""
+    keys = sorted({key for config in configs for key in config})
+    rows = {key: [config.get(key) for config in configs] for key in keys}
+    return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
+
+
+def _flat(table: Mapping[str, Any], prefix: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, (*prefix, name))
+        else:
+            yield ".".join((*prefix, name)), value

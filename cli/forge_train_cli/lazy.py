@@ -1,0 +1,110 @@
+"""A click group whose commands are imported when they are called, and listed without being imported."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from forge_train.errors import ConfigError, describe, nearest
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "forge_train.commands"
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A command of another distribution, not imported."""
+
+    point: EntryPoint
+
+    @property
+    def owner(self) -> str:
+        from forge_train.discovery import identity
+
+        return " ".join(identity(self.point.dist)).strip()
+
+    def load(self) -> click.Command:
+        """Import it.
+
+        Raises:
+            ConfigError: if that fails, or gives something else.
+        """
+        try:
+            command = self.point.load()
+        except Exception as error:  # whatever a stranger's module does while it is imported
+            raise ConfigError(
+                f"The command {self.point.name!r} of {self.owner} failed to import: {describe(error)}"
+            ) from error
+        if not isinstance(command, click.Command):
+            raise ConfigError(
+                f"The command {self.point.name!r} of {self.owner}: {self.point.value} is not a click command."
+            )
+        return command
+
+
+class LazyGroup(click.Group):
+    """Built-in commands by a table, and where `outside` is set, those of other distributions by entry points.
+
+    Args:
+        table: name → `module:attribute` and summary. The module is one of this package where it begins with a dot.
+        outside: whether entry points of the group `forge_train.commands` belong here.
+    """
+
+    def __init__(
+        self, *args: object, table: Mapping[str, tuple[str, str]], outside: bool = False, **more: object
+    ) -> None:
+        super().__init__(*args, **more)  # type: ignore[arg-type]  # click's own arguments, passed on
+        self.table, self.outside = table, outside
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*self.table, *sorted(self.outsiders().keys() - self.table.keys())]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in self.table:
+            module, _, attribute = self.table[cmd_name][0].partition(":")
+            command: click.Command = getattr(importlib.import_module(module, __package__), attribute)
+            return command
+        outsiders = self.outsiders().get(cmd_name, [])
+        if len(outsiders) > 1:
+            owners = " and ".join(sorted(one.owner for one in outsiders))
+            raise ConfigError(f"The command {cmd_name!r} is given by {owners}; uninstall one.")
+        return outsiders[0].load() if outsiders else None
+
+    def outsiders(self) -> dict[str, list[Outside]]:
+        """Commands of other distributions by name; none is imported."""
+        found: dict[str, list[Outside]] = {}
+        if self.outside:
+            from importlib.metadata import entry_points
+
+            for point in entry_points(group=GROUP):
+                found.setdefault(point.name, []).append(Outside(point))
+        return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        names = self.list_commands(ctx)
+        if name not in names and not name.startswith("-"):
+            hint = nearest(name, names) or f" There are {', '.join(names)}."
+            ctx.fail(f"No such command {name!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """click's own asks every command for its help, which imports them all."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
+        rows = [
+            (name, f"from {one.owner}" + (" (hidden by forge's own)" if name in self.table else ""))
+            for name, ones in sorted(self.outsiders().items())
+            for one in ones
+        ]
+        if rows:
+            with formatter.section("Commands of plugins"):
+                formatter.write_dl(rows)

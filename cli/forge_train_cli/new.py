@@ -1,0 +1,261 @@
+"""`forge plugins new`."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from forge_train import __version__
+from forge_train.discovery import CONTRIB, RESERVED, canonical, discover, folder
+from forge_train.errors import ConfigError
+from forge_train.plugin import API
+
+from .snippets import SNIPPETS, Snippet
+
+OWN = ("plugins", "cli", "contrib", "testing")
+"""Endings of forge's own packages."""
+WIDTH = 88
+"""Of the lines that are written."""
+
+
+@click.command(short_help="Write a new plugin, ready to be installed.")
+@click.argument("name")
+@click.option("--contrib", is_flag=True, help="Write it into the checkout of forge that is installed.")
+@click.option(
+    "--hook", "hooks", multiple=True, type=click.Choice(sorted(SNIPPETS)), help="Begin with this hook (repeatable)."
+)
+@click.option("--dir", "home", default=".", metavar="DIR", help="Where the package's folder is made.")
+def new(name: str, contrib: bool, hooks: tuple[str, ...], home: str) -> None:
+    """Write the files of a plugin NAME: a section, a hook that works, and a test of both.
+
+    As a package of its own (pyproject.toml, test, CI, README with what to do before it is published), or with
+    --contrib as a file of forge's contrib folder. Nothing that exists is overwritten.
+    """
+    name = _valid(name)
+    snippets = [SNIPPETS[hook] for hook in hooks or ("on_step",)]
+    files = _contributed(name, snippets) if contrib else _package(name, snippets, Path(home))
+    taken = [str(path) for path in files if path.exists()]
+    if taken:
+        raise ConfigError(f"Nothing was written, because this is there already: {', '.join(taken)}")
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        click.echo(path)
+    click.echo(click.style(f"\n{_next(name, contrib, Path(home))}", dim=True))
+
+
+def _valid(name: str) -> str:
+    """A plugin's name in the one spelling.
+
+    Raises:
+        ConfigError: for one that can't be, or is taken.
+    """
+    name = canonical(name)
+    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name) or name != name.lower():
+        raise ConfigError(f"{name!r}: a plugin's name is lower-case letters, digits and -, like 'my-plugin'.")
+    if name in RESERVED or name in OWN:
+        raise ConfigError(f"{name!r} is reserved; choose another name.")
+    for found in discover():
+        if found.name == name:
+            raise ConfigError(f"There is a plugin {found.label} already; choose another name.")
+    return name
+
+
+def _class_name(name: str) -> str:
+    return "".join(word.capitalize() for word in name.split("_"))
+
+
+def source(name: str, snippets: Sequence[Snippet]) -> str:
+    """The plugin's module."""
+    hooked = sorted({"Plugin", "hookimpl", *(one for snippet in snippets for one in snippet.imports)})
+    fields = "".join(snippet.fields for snippet in snippets)
+    types = sorted({one for snippet in snippets for one in snippet.types})
+    bodies = "\n".join(snippet.body for snippet in snippets)
+    lines = ['"""Say here what the plugin is about."""', "", "from __future__ import annotations", ""]
+    if "logging." in bodies:
+        lines += ["import logging"]
+    if "replace(" in bodies:
+        lines += ["from dataclasses import replace"]
+    typing = [
+        "TYPE_CHECKING",
+        *(["Annotated"] if "Annotated" in fields else []),
+        *(["Any"] if "Any]" in bodies else []),
+    ]
+    lines += [f"from typing import {', '.join(typing)}", ""]
+    names = sorted({*hooked, "section"}, key=lambda one: (one.upper() != one, not one[0].isupper(), one))
+    lines += [*_import(names), "", "if TYPE_CHECKING:"]
+    lines += ["    import torch", ""] if any(snippet.torch for snippet in snippets) else []
+    lines += [*_import(types, "    "), "", ""]
+    lines += [f"class {_class_name(name)}(Plugin):"]
+    lines += ['    """Say here in one line what it does: `forge plugins list` shows it."""', ""]
+    lines += [f"    api = {API}", "", "    @section", "    class Config:"]
+    lines += [fields.rstrip() or '        """No options yet."""', "", "    config: Config", ""]
+    return "\n".join(lines) + f"\n{bodies}"
+
+
+def _import(names: Sequence[str], indent: str = "") -> list[str]:
+    line = f"{indent}from forge_train import {', '.join(names)}"
+    if len(line) <= WIDTH:
+        return [line]
+    return [f"{indent}from forge_train import (", *(f"{indent}    {name}," for name in names), f"{indent})"]
+
+
+def _test(name: str, module: str) -> str:
+    ours = "from forge_train.testing import RunForge, assert_conforms\n"
+    gap = "" if module.startswith(CONTRIB) else "\n"  # to linters the one is another party's, the other is not
+    return TEST.format(imports=f"{ours}{gap}from {module} import {_class_name(name)}\n", cls=_class_name(name))
+
+
+def _package(name: str, snippets: Sequence[Snippet], home: Path) -> dict[Path, str]:
+    dashed, module = name.replace("_", "-"), f"forge_train_{name}"
+    root = home / f"forge-train-{dashed}"
+    major, minor, _ = __version__.split(".", maxsplit=2)
+    values = {
+        "name": name,
+        "dashed": dashed,
+        "module": module,
+        "cls": _class_name(name),
+        "version": __version__,
+        "next": f"{major}.{int(minor) + 1}" if major == "0" else f"{int(major) + 1}",
+    }
+    return {
+        root / "pyproject.toml": PYPROJECT.format(**values),
+        root / f"{module}.py": source(name, snippets),
+        root / "tests" / f"test_{name}.py": _test(name, module),
+        root / ".github" / "workflows" / "test.yml": WORKFLOW.format(**values),
+        root / "README.md": README.format(**values),
+        root / ".gitignore": "__pycache__/\ndist/\n.venv/\nruns/\n",
+    }
+
+
+def _contributed(name: str, snippets: Sequence[Snippet]) -> dict[Path, str]:
+    """The files of a contributed plugin.
+
+    Raises:
+        ConfigError: where forge is not installed from a checkout.
+    """
+    package = folder(CONTRIB)
+    root = package.parents[1] if package else None
+    if package is None or root is None or package.parent.name != "contrib" or not (root / "tests").is_dir():
+        raise ConfigError(
+            f"--contrib writes into a checkout of forge, and this forge is installed in {package}: "
+            "clone forge, `pip install -e .` there, or leave --contrib out."
+        )
+    return {
+        package / f"{name}.py": source(name, snippets),
+        root / "tests" / "contrib" / f"test_{name}.py": _test(name, f"{CONTRIB}.{name}"),
+    }
+
+
+def _next(name: str, contrib: bool, home: Path) -> str:
+    if contrib:
+        return f"Next: forge plugins check {name}; forge train --plugins {name}"
+    where = home / f"forge-train-{name.replace('_', '-')}"
+    return f"Next: forge plugins install -e {where}; forge plugins check {name}; forge train --plugins {name}"
+
+
+PYPROJECT = """\
+[build-system]
+requires = ["hatchling>=1.27"]
+build-backend = "hatchling.build"
+
+[project]
+name = "forge-train-{dashed}"
+version = "0.1.0"
+description = "Say here what it does."
+readme = "README.md"
+requires-python = ">=3.11"
+dependencies = ["forge-train>={version},<{next}"]
+
+[project.optional-dependencies]
+test = ["pytest>=8"]
+
+[project.entry-points."forge_train.plugins"]
+{dashed} = "{module}:{cls}"
+
+[tool.hatch.build]
+only-include = ["{module}.py", "tests"]
+dev-mode-dirs = ["."]
+
+[tool.hatch.build.targets.wheel]
+only-include = ["{module}.py"]
+
+[tool.pytest.ini_options]
+testpaths = ["tests"]
+"""
+
+TEST = '''\
+"""The plugin keeps the contract, and trains. The fixture `run_forge` comes with forge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+{imports}
+
+def test_it_conforms(tmp_path: Path) -> None:
+    assert_conforms({cls}, folder=tmp_path)
+
+
+def test_it_trains(run_forge: RunForge) -> None:
+    run = run_forge([{cls}], steps=4)
+    assert run.finished.outcome == "done"
+    assert len(run.losses) == 4
+'''
+
+WORKFLOW = """\
+name: test
+on: [push, pull_request]
+jobs:
+  test:
+    runs-on: ubuntu-latest
+    strategy:
+      matrix:
+        python: ["3.11", "3.12"]
+    steps:
+      - uses: actions/checkout@v4
+      - uses: actions/setup-python@v5
+        with:
+          python-version: ${{{{ matrix.python }}}}
+          cache: pip
+      - run: pip install torch --index-url https://download.pytorch.org/whl/cpu
+      - run: pip install -e '.[test]'
+      - run: pytest
+      - run: forge plugins check {name}
+"""
+
+README = """\
+# forge-train-{dashed}
+
+Say here what it does, with the paper it comes from.
+
+```
+pip install forge-train-{dashed}
+forge train --plugins {dashed}
+```
+
+`forge plugins info {dashed}` lists its options, which stand in the section `[{name}]`.
+
+## Work on it
+
+```
+pip install -e '.[test]'
+pytest
+forge plugins check {dashed}
+```
+
+## Before it is published
+
+- [ ] The class's first line and this file say what it does, and cite the paper.
+- [ ] Every option has its range and its unit, and a line about what it does.
+- [ ] The module imports without torch: torch is imported inside the hooks.
+- [ ] State that decides how a run goes on is in `state_dict`, and `forge plugins check` resumes exactly.
+- [ ] A test compares it with a computation by hand, or with another implementation.
+- [ ] What it needs beyond forge is in `dependencies`, or in `needs` with the command that installs it.
+- [ ] `api` is the plugin API it was written for, and the range of `forge-train` in pyproject.toml was tested.
+- [ ] There is a licence, in a file and in pyproject.toml.
+- [ ] `python -m build && twine check dist/*`; then `twine upload dist/*`.
+"""

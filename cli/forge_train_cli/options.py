@@ -1,0 +1,98 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+PRESET = "quickstart"
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _names(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    """Names given with commas, or by repeating the option."""
+    names = [name.strip() for value in values for name in value.split(",")]
+    if not all(names):
+        raise click.BadParameter("expected names, separated by commas.", ctx, param)
+    return tuple(dict.fromkeys(names))
+
+
+_CONFIG = click.argument("config", required=False)
+_PLUGINS = click.option(
+    "--plugins", "-p", multiple=True, metavar="A,B", callback=_names, help="Enable these plugins too."
+)
+_WITHOUT = click.option("--without", multiple=True, metavar="A,B", callback=_names, help="Disable these plugins.")
+_SET = click.option(
+    "--set",
+    "-s",
+    "assignments",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override one value, like train.steps=200.",
+)
+
+
+def plugin_options(function: _F) -> _F:
+    """--plugins and --without, as `plugins` and `without`."""
+    return _PLUGINS(_WITHOUT(function))
+
+
+def run_options(default: str = PRESET) -> Callable[[_F], _F]:
+    """CONFIG, --plugins, --without and --set; the command gets them as one `request`.
+
+    Args:
+        default: the configuration where none is named.
+    """
+
+    def decorate(function: _F) -> _F:
+        @functools.wraps(function)
+        def command(
+            *args: Any,
+            config: str | None,
+            plugins: tuple[str, ...],
+            without: tuple[str, ...],
+            assignments: tuple[str, ...],
+            **options: Any,
+        ) -> Any:
+            from forge_train.config.layers import Request  # listings do without it
+
+            request = Request(
+                config=default if config is None else config,
+                plugins=plugins,
+                without=without,
+                set=assignments,
+                environment=os.environ.get("FORGE_SET", ""),
+            )
+            return function(*args, request=request, **options)
+
+        return _CONFIG(plugin_options(_SET(command)))  # type: ignore[return-value]  # click gives what it is given
+
+    return decorate
+
+
+def json_option(function: _F) -> _F:
+    """--json, as `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
+
+
+def run_dir_option(function: _F) -> _F:
+    """--run-dir."""
+    return click.option(
+        "--run-dir", default="runs", show_default=True, metavar="DIR", help="Where run folders are made."
+    )(function)
+
+
+def nproc_option(default: int | None = None) -> Callable[[_F], _F]:
+    """--nproc."""
+    return click.option(
+        "--nproc",
+        type=click.IntRange(min=1),
+        default=default,
+        show_default=default is not None,
+        metavar="N",
+        help="Local processes to start.",
+    )

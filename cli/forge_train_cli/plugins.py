@@ -1,0 +1,100 @@
+"""`forge plugins`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+from forge_train.discovery import discover
+from forge_train.errors import ConfigError
+
+from .lazy import LazyGroup
+from .options import json_option
+
+COMMANDS = {
+    "list": (".plugins:list_plugins", "What is installed, without importing it."),
+    "info": (".plugins:info", "What a plugin is, does and can be told."),
+    "check": (".check:check", "Try plugins against the contract."),
+    "new": (".new:new", "Write a new plugin, ready to be installed."),
+    "install": (".plugins:install", "Install plugins with pip, in this environment."),
+}
+
+
+@click.group(cls=LazyGroup, table=COMMANDS, short_help="List, describe, check, write and install plugins.")
+def plugins() -> None:
+    """List, describe, check, write and install plugins.
+
+    A plugin that is installed does nothing until a configuration or --plugins names it.
+    """
+
+
+@click.command("list", short_help="What is installed, without importing it.")
+@json_option
+def list_plugins(as_json: bool) -> None:
+    """List every plugin that could be enabled. None is imported."""
+    found = discover()
+    if as_json:
+        keys = ("name", "distribution", "version", "object", "summary")
+        click.echo(json.dumps([{key: getattr(one, key) for key in keys} for one in found], indent=1))
+        return
+    owners = {one.object: f"{one.distribution} {one.version}".strip() for one in found}
+    wide = max((len(one.name) for one in found), default=0)
+    group = ""
+    for one in sorted(found, key=lambda one: (one.distribution != "forge-train", owners[one.object], one.name)):
+        if owners[one.object] != group:
+            click.echo(("\n" if group else "") + click.style(owners[one.object], dim=True))
+            group = owners[one.object]
+        click.echo(f"  {click.style(one.name.ljust(wide), bold=True)}  {one.summary}")
+    click.echo(click.style("\nforge plugins info NAME says more; forge train --plugins NAME enables one.", dim=True))
+
+
+@click.command(short_help="What a plugin is, does and can be told.")
+@click.argument("name")
+@json_option
+def info(name: str, as_json: bool) -> None:
+    """Describe a plugin: where it comes from, its hooks, its options with their ranges and defaults.
+
+    NAME is a plugin's name or a dotted package.module:Class. It is imported.
+    """
+    from .describe import describe, show
+
+    description = describe(name)
+    if as_json:
+        click.echo(json.dumps(description, indent=1))
+    else:
+        show(description)
+
+
+@click.command(
+    short_help="Install plugins with pip, in this environment.",
+    context_settings={"ignore_unknown_options": True},
+)
+@click.argument("specs", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SPEC...")
+def install(specs: tuple[str, ...]) -> int:
+    """Run `pip install SPEC...` in the environment that forge runs in; pip's own options are passed on."""
+    import importlib.util
+    import subprocess
+
+    if importlib.util.find_spec("pip") is None:
+        raise ConfigError(
+            f"{sys.executable} has no pip. Install it with `{sys.executable} -m ensurepip`, or use the installer "
+            "this environment was made with (`uv pip install …`)."
+        )
+    before = {one.name for one in discover()}
+    code = subprocess.run([sys.executable, "-m", "pip", "install", *specs], check=False).returncode
+    if code:
+        return 1
+    listing = subprocess.run(
+        [sys.executable, "-m", "forge_train_cli", "plugins", "list", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    new = [one for one in json.loads(listing.stdout) if one["name"] not in before]
+    for one in new:
+        click.echo(f"{click.style(one['name'], bold=True)}  {one['summary']}")
+    if new:
+        click.echo(f"Enable with: forge train --plugins {','.join(one['name'] for one in new)}")
+    return 0

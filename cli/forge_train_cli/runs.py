@@ -1,0 +1,221 @@
+"""`forge runs`."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from forge_train.errors import ConfigError, nearest
+from forge_train.present import gib, quantity, sparkline
+
+from . import screen
+from .history import History, differences, runs_in
+from .lazy import LazyGroup
+from .options import json_option, run_dir_option
+
+COMMANDS = {
+    "list": (".runs:list_runs", "The runs of a folder, newest first."),
+    "show": (".runs:show", "One run: how it went, and what it was."),
+    "compare": (".runs:compare", "Several runs side by side."),
+}
+CURVE = 60
+"""Columns of a loss curve."""
+
+
+@click.group(cls=LazyGroup, table=COMMANDS, short_help="Look at past runs, and compare them.")
+def runs() -> None:
+    """Look at past runs, and compare them."""
+
+
+@click.command("list", short_help="The runs of a folder, newest first.")
+@run_dir_option
+@json_option
+def list_runs(run_dir: str, as_json: bool) -> None:
+    """List the runs of a folder, newest first."""
+    found = runs_in(Path(run_dir))
+    if as_json:
+        click.echo(json.dumps([history.summary() for history in found], indent=1))
+        return
+    if not found:
+        click.echo(f"No runs in {run_dir}. Start one with: forge train")
+        return
+    headers = ["run", "outcome", "step", "loss", "ended", "held out", "curve"]
+    rows = [
+        (
+            history.name,
+            history.outcome,
+            f"{history.step:,}",
+            _number(history.last.get("loss")),
+            _ago(history.changed),
+            _held_out(history),
+            sparkline(history.losses, 12),
+        )
+        for history in found
+    ]
+    # What the terminal has no room for is left out: a name is there to be copied.
+    room = screen.console().width - max(len(history.name) for history in found)
+    shown = next((count for count, need in ((7, 75), (6, 61), (5, 44), (4, 30)) if room >= need), 3)
+    screen.table(headers[:shown], [row[:shown] for row in rows], right=(2,), indent=0)
+
+
+@click.command(short_help="One run: how it went, and what it was.")
+@click.argument("run", required=False)
+@run_dir_option
+@json_option
+def show(run: str | None, run_dir: str, as_json: bool) -> None:
+    """Show RUN: a path, or a name in the folder of runs; the newest one if none is given."""
+    history = _open(run, Path(run_dir))
+    if as_json:
+        click.echo(json.dumps(history.details(), indent=1))
+        return
+    screen.line(history.name, "bold")
+    screen.line(f"{history.outcome} at step {history.step:,}{_and_why(history)} · {history.path}")
+    if history.losses:
+        screen.heading("Loss")
+        screen.line(f"  {sparkline(history.losses, CURVE)}")
+        screen.line(f"  {quantity(history.losses[0])} → {quantity(history.losses[-1])}", "dim")
+    if history.evaluations:
+        screen.heading("Held out")
+        names = list(history.evaluations[-1])
+        lines = _spread(history.evaluations, 8)
+        screen.table(names, [[_number(line.get(name)) for name in names] for line in lines], right=range(len(names)))
+    if history.last:
+        screen.heading("Last step")
+        screen.table(("", ""), [(key, _number(value)) for key, value in history.last.items() if key != "timing"])
+    screen.heading("Plugins")
+    screen.table(("", "", ""), [(one["name"], one["distribution"], one["version"]) for one in history.plugins])
+    screen.heading("Checkpoints")
+    rows = [(path.name, gib(size)) for path, size in history.checkpoints()]
+    screen.table(("", ""), rows, right=(1,)) if rows else screen.line("  none")
+    screen.heading("Made with")
+    screen.table(("", ""), _environment(history))
+
+
+@click.command(short_help="Several runs side by side.")
+@click.argument("names", nargs=-1, required=True, metavar="RUN RUN...")
+@run_dir_option
+@json_option
+def compare(names: tuple[str, ...], run_dir: str, as_json: bool) -> None:
+    """Show where runs differ, in what they were told and in what came of it."""
+    if len(names) < 2:
+        raise ConfigError("Name at least two runs; `forge runs list` shows them.")
+    histories = [_open(name, Path(run_dir)) for name in names]
+    differing = differences([history.config for history in histories])
+    results = _results(histories)
+    if as_json:
+        keys = [str(history.path) for history in histories]
+        sides = [dict(zip(keys, values, strict=True)) for values in [*differing.values(), *results.values()]]
+        cut = len(differing)
+        click.echo(
+            json.dumps(
+                {
+                    "runs": keys,
+                    "config": dict(zip(differing, sides[:cut], strict=True)),
+                    "results": dict(zip(results, sides[cut:], strict=True)),
+                },
+                indent=1,
+            )
+        )
+        return
+    headers = ("", *(history.name for history in histories))
+    screen.heading("What differs")
+    if differing:
+        screen.table(headers, [(key, *map(_value, values)) for key, values in differing.items()])
+    else:
+        screen.line("  nothing in the configuration")
+    screen.heading("What came of it")
+    curve = max((screen.console().width - 24) // len(histories) - 4, 8)
+    rows = [(key, *map(_number, values)) for key, values in results.items()]
+    rows.append(("curve", *(sparkline(history.losses, min(curve, 40)) for history in histories)))
+    screen.table(headers, rows)
+
+
+def _open(name: str | None, folder: Path) -> History:
+    """A run by its path or name, or the newest.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    from forge_train.run import is_run
+
+    if name is None:
+        found = runs_in(folder)
+        if not found:
+            raise ConfigError(f"No runs in {folder}. Start one with: forge train")
+        return found[0]
+    for path in (Path(name), folder / name):
+        if is_run(path):
+            return History(path)
+    hint = nearest(Path(name).name, [history.name for history in runs_in(folder)])
+    raise ConfigError(f"{name}: there is no such run, here or in {folder}.{hint}")
+
+
+def _results(histories: list[History]) -> dict[str, list[Any]]:
+    """The end of every run: metrics that any of them has, then evaluations."""
+    tables = [
+        {
+            "outcome": history.outcome,
+            **{key: value for key, value in history.last.items() if key != "timing"},
+            **{f"held out {key}": value for key, value in history.evaluation.items() if key != "step"},
+        }
+        for history in histories
+    ]
+    keys = list(dict.fromkeys(key for entry in tables for key in entry))
+    return {key: [entry.get(key) for entry in tables] for key in keys}
+
+
+def _environment(history: History) -> list[tuple[str, str]]:
+    known = history.environment
+    git = known.get("git") or {}
+    return [
+        (
+            "forge",
+            f"{known.get('forge')}  git {git['commit'][:10]}{' + changes' if git['dirty'] else ''}"
+            if git
+            else str(known.get("forge")),
+        ),
+        ("python", f"{known.get('python')}, torch {known.get('torch')}"),
+        ("machine", ", ".join([*known.get("devices", ()), f"{known.get('cpus')} CPUs", str(known.get("platform"))])),
+        ("command", " ".join(known.get("argv", ()))),
+    ]
+
+
+def _and_why(history: History) -> str:
+    return f" ({history.reason})" if history.reason else ""
+
+
+def _held_out(history: History) -> str:
+    words = next((key for key in history.evaluation if key.endswith(".bits_per_byte")), "loss")
+    value = history.evaluation.get(words)
+    unit = " bits/byte" if words.endswith(".bits_per_byte") else ""
+    return "" if value is None else f"{quantity(value)}{unit}"
+
+
+def _spread(lines: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """At most that many of them, evenly, with the last."""
+    if len(lines) <= count:
+        return lines
+    return [lines[round(index * (len(lines) - 1) / (count - 1))] for index in range(count)]
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return quantity(value) if isinstance(value, float) else str(value)
+
+
+def _value(value: Any) -> str:
+    return "–" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _ago(moment: float) -> str:
+    minutes = int((time.time() - moment) / 60)
+    if minutes >= 24 * 60:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
+    return "just now" if minutes < 1 else f"{minutes} min ago" if minutes < 60 else f"{minutes // 60} h ago"

@@ -1,0 +1,68 @@
+"""How commands write tables: as wide as the terminal, and never cut where there is none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+PIPED = 400
+"""Columns where stdout is no terminal: nothing should be cut in a file."""
+
+
+def console() -> Console:
+    """stdout."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED)
+
+
+def heading(text: str) -> None:
+    from rich.text import Text
+
+    console().print(Text.assemble("\n", (text, "bold")))
+
+
+def table(
+    headers: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[int] = (), indent: int = 2
+) -> None:
+    """Print rows in columns.
+
+    Args:
+        headers: above the columns; none at all leaves the line out.
+        rows: cells; rich's own renderables, or anything's text, taken literally.
+        right: columns that are aligned on the right.
+        indent: columns to its left.
+    """
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = [list(row) for row in rows]
+    made = Table(box=None, show_header=any(headers), header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    for index, name in enumerate(headers):
+        # Names and keys, which come first, stay whole: they are there to be copied.
+        made.add_column(name, justify="right" if index in right else "left", overflow="fold", no_wrap=index == 0)
+
+    def cell(value: object) -> RenderableType:
+        return value if isinstance(value, Text) else Text(str(value))
+
+    for row in rows:
+        made.add_row(*(cell(value) for value in row))
+    screen = console()
+    with screen.capture() as captured:
+        screen.print(Padding(made, (0, 0, 0, indent), expand=False))
+    for row in captured.get().splitlines():
+        click.echo(row.rstrip())  # rich fills every line up
+
+
+def line(text: str, style: str = "") -> None:
+    """Print a text literally: brackets are no markup."""
+    from rich.text import Text
+
+    console().print(Text(text, style=style), soft_wrap=not sys.stdout.isatty())

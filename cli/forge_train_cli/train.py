@@ -1,0 +1,212 @@
+"""`forge train`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from forge_train.config.layers import Request
+from forge_train.control import INTERRUPTED
+from forge_train.discovery import canonical, dotted
+from forge_train.errors import ConfigError, DivergedError, ForgeError
+from forge_train.protocols import Finished
+from forge_train.run import Run, is_checkpoint, is_run
+
+from .failures import complain, report
+from .options import PRESET, nproc_option, run_dir_option, run_options
+
+if TYPE_CHECKING:
+    from forge_train.setup import Setup
+
+    from .launching import Launched
+
+
+@click.command(short_help="Train a model.")
+@run_options(default="")
+@run_dir_option
+@click.option("--name", metavar="NAME", help="The run is DIR/NAME; the same command again continues it.")
+@click.option(
+    "--resume",
+    default="auto",
+    show_default=True,
+    metavar="auto|never|PATH",
+    help="PATH of a run continues it; PATH of a checkpoint starts a new run there; never starts over.",
+)
+@nproc_option()
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="K",
+    help="How often a failure starts all processes again, from the newest checkpoint.",
+)
+@click.option("--quiet", "-q", is_flag=True, help="No dashboard, only warnings and errors.")
+@click.option("--json", "as_json", is_flag=True, help="Like --quiet, with one JSON object at the end.")
+def train(
+    request: Request,
+    run_dir: str,
+    name: str | None,
+    resume: str,
+    nproc: int | None,
+    max_restarts: int,
+    quiet: bool,
+    as_json: bool,
+) -> int:
+    """Train as CONFIG says: a TOML file, or the name of a preset (quickstart, if none is given).
+
+    \b
+    forge train                                  a small model of Python source, in about a minute
+    forge train -p lion -s train.steps=200       with another optimizer, for 200 steps
+    forge train my.toml --name first             a run in runs/first; the same again continues it
+    forge train --resume runs/first              the same, by its path
+    forge train --nproc 2                        on two processes of this machine
+    """
+    request = _with_name(request, name)
+    request = dataclasses.replace(request, config=request.config or _configuration_of(resume) or PRESET)
+    setup: Setup | None = None
+    if not (quiet or as_json) and sys.stdout.isatty():
+        click.echo(click.style("starting …", dim=True) + "\r", nl=False)  # whatever comes next is written over it
+    try:
+        from forge_train.launch import check_alone
+        from forge_train.rules import world_size
+        from forge_train.setup import resolve
+
+        if nproc is not None or max_restarts:
+            check_alone(f"--nproc {nproc}" if nproc is not None else f"--max-restarts {max_restarts}")
+        setup = resolve(request, world=nproc or world_size())
+        if quiet or as_json:
+            setup.hooks.mute("console")
+        if (nproc or 1) > 1 or max_restarts:
+            from .launching import train_several
+
+            launched = train_several(
+                request,
+                setup,
+                run_dir=Path(run_dir),
+                resume=resume,
+                notable=_notable(request),
+                nproc=nproc or 1,
+                max_restarts=max_restarts,
+                quiet=quiet or as_json,
+            )
+            return _told(launched, setup, quiet=quiet, as_json=as_json)
+        from forge_train.engine import train as train_run
+
+        finished = train_run(setup, run_dir=Path(run_dir), resume=resume, notable=_notable(request))
+    except Exception as error:
+        return _failed(error, setup, as_json)
+    if as_json:
+        _print_result(finished.run, finished.step, finished.loss, finished.outcome)
+    elif not quiet and _first_process():
+        _close(finished, setup)
+    return finished.code
+
+
+def _with_name(request: Request, name: str | None) -> Request:
+    if name is None:
+        return request
+    if not name:
+        raise click.BadParameter("expected a name.", param_hint="--name")
+    return dataclasses.replace(request, set=(*request.set, f"run.name={name}"))
+
+
+def _configuration_of(resume: str) -> str:
+    """The configuration inside the run or checkpoint that `--resume` names, if it does."""
+    path = Path(resume)
+    return str(path / "config.toml") if is_run(path) or is_checkpoint(path) else ""
+
+
+def _notable(request: Request) -> tuple[str, ...]:
+    return tuple(sorted(dotted(spec).name if ":" in spec else canonical(spec) for spec in request.plugins))
+
+
+def _rank() -> str:
+    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
+
+
+def _first_process() -> bool:
+    return _rank() == "0"
+
+
+def _told(launched: Launched, setup: Setup, *, quiet: bool, as_json: bool) -> int:
+    """Say how a run of several processes ended; its exit code."""
+    ended, run = launched.ended, launched.run
+    if ended.signal:
+        complain(f"Ended by {signal.Signals(ended.signal).name} before it could save.")
+    elif complaint := ended.complaint():
+        complain(complaint)
+    if ended.code not in (0, INTERRUPTED):
+        if as_json:
+            last = Run(run).outcome()
+            outcome = "diverged" if ended.code == DivergedError.code else "failed"
+            _print_result(run if run.is_dir() else None, last.get("step", 0), last.get("loss"), outcome)
+        else:
+            _hint(run, ended.code)
+        return ended.code
+    result = ended.result
+    if as_json:
+        _print_result(run, result["step"], result["loss"], result["outcome"])
+    elif not quiet:
+        closing = [(title, text) for title, text in result["closing"]]
+        _close(
+            Finished(result["outcome"], result["step"], result["loss"], ended.code, run, result["reason"], closing),
+            setup,
+        )
+    return ended.code
+
+
+def _hint(run: Path, code: int) -> None:
+    """What to type after a failure that another attempt may survive."""
+    if code not in (ConfigError.code, DivergedError.code) and any((run / "checkpoints").glob("step-*")):
+        click.echo(f"Go on from the newest checkpoint with: forge train --resume {run}", err=True)
+
+
+def _failed(error: Exception, setup: Setup | None, as_json: bool) -> int:
+    """Report how a run failed; its exit code."""
+    run = setup.hooks.run if setup else None
+    there = run is not None and run.dir.is_dir()
+    code = report(error, run.dir / "log" / f"rank-{_rank()}.log" if run and there else None)
+    if as_json:
+        last = run.outcome() if run and there else {}
+        outcome = "diverged" if isinstance(error, DivergedError) else "failed"
+        _print_result(run.dir if run and there else None, last.get("step", 0), last.get("loss"), outcome)
+    elif run and there and not isinstance(error, ForgeError):
+        _hint(run.dir, code)
+    return code
+
+
+def _print_result(run: Path | None, step: int, loss: float | None, outcome: str) -> None:
+    if _first_process():
+        number = loss if loss is not None and math.isfinite(loss) else None  # JSON has no NaN
+        result = {"run": str(run) if run else None, "step": step, "loss": number, "outcome": outcome}
+        click.echo(json.dumps(result))
+
+
+def _close(finished: Finished, setup: Setup) -> None:
+    """What plugins have to say at the end, and what to type next."""
+    if finished.reason and finished.outcome == "done":
+        click.echo(f"{finished.run}: {finished.reason}: {finished.step} steps. Train longer with -s train.steps=…")
+    for title, text in finished.closing:
+        click.echo(f"\n{click.style(title, bold=True)}\n{text}")
+    if finished.outcome == "interrupted":
+        click.echo(f"\nStopped ({finished.reason}) at step {finished.step}, which is saved. Go on with:")
+        click.echo(f"  forge train --resume {finished.run}")
+        return
+    click.echo(click.style("\nNext", bold=True))
+    rows = [
+        ("write with it", f'forge generate {finished.run} --prompt "def "'),
+        ("its numbers", f"forge runs show {finished.run}"),
+        ("another plugin", "forge train --plugins lion"),
+    ]
+    if not setup.hooks.provider("tokenizer"):
+        del rows[0]
+    for label, command in rows:
+        click.echo(f"  {click.style(label.ljust(14), dim=True)}  {command}")

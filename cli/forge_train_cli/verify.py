@@ -1,0 +1,106 @@
+"""`forge verify`."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+import click
+
+from forge_train.config.layers import Request
+from forge_train.errors import ConfigError, ForgeError
+from forge_train.present import sparkline
+
+from . import screen
+from .options import json_option, nproc_option, run_options
+
+if TYPE_CHECKING:
+    from forge_train.verification import Check, Verdict
+
+SHOWN = 8
+
+
+@click.command(short_help="Show that a parallel layout computes what one process does.")
+@run_options()
+@nproc_option()
+@click.option("--steps", default=5, show_default=True, type=click.IntRange(min=1), metavar="N", help="Steps to take.")
+@click.option(
+    "--against", metavar="KEY=VALUE", help="Compare another setting, like precision=bf16, instead of another layout."
+)
+@json_option
+def verify(request: Request, nproc: int | None, steps: int, against: str | None, as_json: bool) -> int:
+    """Take a few steps of CONFIG on one process and on N, from the same weights and data, and compare loss, gradients,
+    replicas, batches and checkpoints. Exit code 0 if they agree, 1 if not. Nothing is left behind.
+
+    \b
+    forge verify --nproc 2                       the default layout of 2 processes
+    forge verify --nproc 4 -p tp -s parallel.tp=2
+    forge verify --against precision=bf16        another precision instead of another layout
+    """
+    from forge_train.launch import check_alone
+    from forge_train.verification import verify as compare
+    from forge_train.verification import verify_against
+
+    check_alone("forge verify")
+    if against is not None and nproc is not None:
+        raise ConfigError("--against compares two settings on one process; leave --nproc out.")
+    if against is None and (nproc or 2) == 1:
+        raise ConfigError("--nproc 1 would compare one process with itself; expected at least 2.")
+    try:
+        if against is not None:
+            verdict = verify_against(request, against, steps=steps)
+        else:
+            verdict = compare(request, nproc or 2, steps=steps)
+    except ForgeError as error:
+        if as_json:
+            click.echo(json.dumps({"agree": False, "checks": [], "error": str(error)}))
+        raise
+    if as_json:
+        click.echo(json.dumps(verdict.as_json(), indent=1))
+    else:
+        _show(verdict)
+    return 0 if verdict.agree else 1
+
+
+def _show(verdict: Verdict) -> None:
+    screen.line(verdict.title, "bold")
+    rows = [
+        (
+            "✓" if check.ok else "✗",
+            check.name,
+            _number(check.worst),
+            _number(check.tolerance),
+            check.says,
+            _where(check),
+        )
+        for check in verdict.checks
+    ]
+    screen.table(("", "", "worst", "allowed", "", ""), rows, right=(2, 3))
+    screen.heading("Loss")
+    one, other = verdict.sides
+    losses = [(step, f"{a:.7g}", f"{b:.7g}", f"{b - a:+.1e}") for step, (a, b) in enumerate(verdict.losses, start=1)]
+    shown = losses if len(losses) <= SHOWN else [*losses[: SHOWN - 1], losses[-1]]
+    screen.table(("step", one, other, "difference"), shown, right=(0, 1, 2, 3))
+    screen.line(f"  gap {sparkline([abs(b - a) for a, b in verdict.losses], 40)}", "dim")
+    if verdict.offenders:
+        screen.heading("Gradients at step 1 that differ most")
+        worst = [(one.name, _number(one.error), f"{one.ratio:.4g}") for one in verdict.offenders[:SHOWN]]
+        screen.table(("", "error", "ratio"), worst, right=(1, 2))
+        if len(verdict.offenders) > SHOWN:
+            screen.line(f"  … {len(verdict.offenders) - SHOWN} more", "dim")
+    screen.line("")
+    if verdict.agree:
+        screen.line("They agree.", "bold green")
+        return
+    screen.line("They do not agree.", "bold red")
+    for sentence in verdict.advice:
+        screen.line(f"  {sentence}")
+
+
+def _where(check: Check) -> str:
+    return "" if check.ok else check.where
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if math.isfinite(value) and value == int(value) else f"{value:.1e}"

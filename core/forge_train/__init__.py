@@ -1,0 +1,85 @@
+"""Forge: training of large language models, every technique a plugin.
+
+This is the whole public API. Nothing here is imported before it is asked for, and torch only with what needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .auxiliary import attach_loss as attach_loss
+    from .errors import ConfigError as ConfigError
+    from .errors import DivergedError as DivergedError
+    from .errors import ForgeError as ForgeError
+    from .errors import PluginError as PluginError
+    from .job import Job as Job
+    from .model import Model as Model
+    from .plugin import Ge as Ge
+    from .plugin import Gt as Gt
+    from .plugin import Le as Le
+    from .plugin import Lt as Lt
+    from .plugin import Plugin as Plugin
+    from .plugin import Volatile as Volatile
+    from .plugin import hookimpl as hookimpl
+    from .plugin import section as section
+    from .protocols import MASKED as MASKED
+    from .protocols import Attention as Attention
+    from .protocols import AttentionKernel as AttentionKernel
+    from .protocols import Batch as Batch
+    from .protocols import CheckpointEvent as CheckpointEvent
+    from .protocols import Evaluation as Evaluation
+    from .protocols import Executor as Executor
+    from .protocols import FeedForward as FeedForward
+    from .protocols import Finished as Finished
+    from .protocols import HFModel as HFModel
+    from .protocols import Init as Init
+    from .protocols import Layer as Layer
+    from .protocols import Loader as Loader
+    from .protocols import LogRecord as LogRecord
+    from .protocols import LossFunction as LossFunction
+    from .protocols import LossScale as LossScale
+    from .protocols import PrepareBatch as PrepareBatch
+    from .protocols import Problem as Problem
+    from .protocols import Schedule as Schedule
+    from .protocols import Span as Span
+    from .protocols import SpanName as SpanName
+    from .protocols import StepResult as StepResult
+    from .protocols import Task as Task
+    from .protocols import TokenDispatch as TokenDispatch
+    from .protocols import Tokenizer as Tokenizer
+    from .protocols import Update as Update
+    from .transform import Applied as Applied
+    from .transform import Phase as Phase
+    from .transform import Transform as Transform
+    from .transform import swap as swap
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "auxiliary": "attach_loss",
+    "errors": "ConfigError DivergedError ForgeError PluginError",
+    "job": "Job",
+    "model": "Model",
+    "plugin": "Ge Gt Le Lt Plugin Volatile hookimpl section",
+    "protocols": "MASKED Attention AttentionKernel Batch CheckpointEvent Evaluation Executor FeedForward Finished"
+    " HFModel Init Layer Loader LogRecord LossFunction LossScale PrepareBatch Problem Schedule Span SpanName"
+    " StepResult Task TokenDispatch Tokenizer Update",
+    "transform": "Applied Phase Transform swap",
+}
+_WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
+
+__all__ = ["__version__", *sorted(_WHERE)]  # noqa: PLE0604  # built from the table above, which a test holds to the imports
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

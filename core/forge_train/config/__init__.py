@@ -1,0 +1,105 @@
+"""The frozen configuration of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..plugin import Volatile
+from .layers import DEFAULT, Origin, Request
+from .sections import (
+    CORE_SECTIONS,
+    CheckpointSection,
+    LogSection,
+    ParallelSection,
+    RunSection,
+    TrainSection,
+)
+from .toml import Key
+from .validate import plain
+
+__all__ = ["Config", "Origin", "Request"]
+
+MAY_DIFFER = frozenset({"run.device", "train.micro_batch", "train.init_from", "train.steps", "train.tokens"})
+"""Keys that may differ between a checkpoint and the run that resumes it: the device and the layout change nothing
+beyond rounding, and a run may be made longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every value of a run, validated. Core's sections are attributes; plugins' are in `sections`."""
+
+    run: RunSection = field(default_factory=RunSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    log: LogSection = field(default_factory=LogSection)
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    """Plugin name → its section, for every enabled plugin."""
+    plugins: tuple[str, ...] = ()
+    """Specs of the plugins that were asked for (not those that defaults bring), sorted."""
+    without: tuple[str, ...] = ()
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    """Slot → the plugin that fills it unless another enabled one does; only those in use."""
+    neutral: frozenset[str] = frozenset()
+    """Enabled plugins that change no number beyond rounding: observers, and those that only lay tensors out."""
+    as_written: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Values that were filled in from others, as they stand in the file: another layout fills in others."""
+    source: str = ""
+    """The preset's name, or the file's stem."""
+    origins: Mapping[Key, Origin] = field(default_factory=dict)
+
+    def everything(self) -> dict[str, Any]:
+        """All sections, core's first, by name."""
+        core = {name: getattr(self, name) for name in CORE_SECTIONS}
+        return {**core, **dict(sorted(self.sections.items()))}
+
+    def origin(self, key: Key) -> Origin:
+        return self.origins.get(key, DEFAULT)
+
+    def values(self, *, volatile: bool = True) -> dict[str, Any]:
+        """`section.key` → JSON value; nested tables stay one value. Without the volatile ones on demand."""
+        return {
+            f"{name}.{key}": value
+            for name, section in self.everything().items()
+            if volatile or name not in self.neutral
+            for key, value in plain(section).items()
+            if volatile or not is_volatile(type(section), key)
+        }
+
+    def enabled(self) -> tuple[str, ...]:
+        """Names of all enabled plugins, sorted."""
+        return tuple(sorted(self.sections))
+
+    def digest(self) -> str:
+        """sha256 over everything that can change a number."""
+        names = [name for name in self.enabled() if name not in self.neutral]
+        return hashlib.sha256(json.dumps([names, self.values(volatile=False)], sort_keys=True).encode()).hexdigest()
+
+
+def is_volatile(section: type, key: str) -> bool:
+    """Whether a field is marked as changing no number."""
+    hint = _hints(section)[key]
+    return any(isinstance(mark, Volatile) for mark in getattr(hint, "__metadata__", ()))
+
+
+@functools.cache
+def _hints(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section, include_extras=True)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Keys whose values differ between two `Config.values`, with both; None where one side has no such key."""
+    for key in sorted({*old, *new}):
+        if old.get(key) != new.get(key):
+            yield key, old.get(key), new.get(key)
+
+
+def field_names(section: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(section)]

@@ -1,0 +1,257 @@
+"""Where configuration comes from: presets, a file, `FORGE_SET` and `--set`, laid over each other."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..discovery import canonical, folder
+from ..errors import ConfigError, nearest
+from .toml import Document, Key, read
+
+OriginKind = Literal["default", "preset", "file", "FORGE_SET", "--set"]
+PRESETS = "forge_train.presets"
+TOP_KEYS: dict[str, tuple[type, str]] = {
+    "plugins": (list, "a list of names"),
+    "without": (list, "a list of names"),
+    "preset": (str, "a preset's name"),
+    "defaults": (dict, "a table of slots and plugins"),
+}
+"""What stands at the top of a file beside sections."""
+CONDITIONAL = ("distributed", "narrow", "fp16")
+"""Tables of `[defaults]` that count only in several processes, where `train.precision` is not fp32, and where it is
+fp16: nobody looks for these plugins where there is nothing for them to do."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from."""
+
+    kind: OriginKind
+    where: str = ""
+
+    def __str__(self) -> str:
+        return self.where or self.kind
+
+
+DEFAULT = Origin("default")
+
+
+@dataclass(frozen=True)
+class Value:
+    """One configured value. `text` marks one from `FORGE_SET` or `--set`, to be read as its field's type."""
+
+    value: Any
+    origin: Origin
+    text: bool = False
+
+
+@dataclass
+class Tree:
+    """Configured values by key path; later ones replace earlier ones."""
+
+    values: dict[Key, Value] = field(default_factory=dict)
+    tables: dict[Key, Origin] = field(default_factory=dict)
+    """Tables that were written, empty ones too."""
+    mistakes: list[str] = field(default_factory=list)
+    """Values at the top of a file, where only sections stand."""
+
+    def put(self, key: Key, value: Value) -> None:
+        for other in [k for k in self.values if k[: len(key)] == key or key[: len(k)] == k]:
+            del self.values[other]
+        for table in [k for k in self.tables if len(k) > 1 and k[: len(key)] == key]:
+            del self.tables[table]
+        self.values[key] = value
+        self.tables.setdefault(key[:1], value.origin)
+
+    def lay(self, document: Document, origin: Origin) -> None:
+        """Lay a file over what is there.
+
+        Raises:
+            ConfigError: for a section that is written twice, with `-` and with `_`, and for a key at the top that is
+                something else.
+        """
+        _check_top(document, origin)
+        spellings: dict[str, str] = {}
+        for key, value in _leaves(document.data, ()):
+            at = Origin(origin.kind, f"{origin.where}:{document.line(key)}")
+            if (other := spellings.setdefault(canonical(key[0]), key[0])) != key[0]:
+                raise ConfigError(f"{at}: section [{key[0]}] is section [{other}]; write it once.")
+            key = (canonical(key[0]), *key[1:])
+            if value is _TABLE:
+                self.tables[key] = at
+            elif key in (("plugins",), ("without",)):
+                self._extend(key, Value(value, at))
+            elif len(key) == 1 and key[0] not in TOP_KEYS:
+                hint = nearest(key[0], TOP_KEYS) or f" Only {', '.join(TOP_KEYS)} and sections stand at the top."
+                self.mistakes.append(f"{at}: {key[0]}: expected a section [{key[0]}], found {value!r}.{hint}")
+            else:
+                self.put(key, Value(value, at))
+
+    def _extend(self, key: Key, more: Value) -> None:
+        """Lists of plugins add up over the layers."""
+        old = self.values.get(key)
+        if old is None or not isinstance(old.value, list) or not isinstance(more.value, list):
+            self.values[key] = more
+        else:
+            self.values[key] = Value(list(dict.fromkeys([*old.value, *more.value])), more.origin)
+
+    def below(self, prefix: Key) -> dict[Key, Value]:
+        """What is under a table, by the rest of the path; a table inside it that stayed empty is an empty value."""
+        size = len(prefix)
+        empty = {
+            key: Value({}, origin)
+            for key, origin in self.tables.items()
+            if len(key) > 1 and not any(other[: len(key)] == key for other in self.values)
+        }
+        found = {**self.values, **empty}
+        return {key[size:]: value for key, value in found.items() if key[:size] == prefix and len(key) > size}
+
+    def drop(self, section: str) -> None:
+        self.values = {key: value for key, value in self.values.items() if key[0] != section}
+        self.tables = {key: origin for key, origin in self.tables.items() if key[0] != section}
+
+    def sections(self) -> dict[str, Origin]:
+        """Names of all sections, with where each was first written by the strongest layer."""
+        found: dict[str, Origin] = {}
+        for key, origin in self.tables.items():
+            found.setdefault(key[0], origin)
+        for key, value in self.values.items():
+            if len(key) > 1 and _strength(value.origin) > _strength(found.get(key[0], DEFAULT)):
+                found[key[0]] = value.origin
+        return {name: origin for name, origin in found.items() if name not in TOP_KEYS}
+
+
+def _strength(origin: Origin) -> int:
+    return ("default", "preset", "file", "FORGE_SET", "--set").index(origin.kind)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, before anything is read."""
+
+    config: str = ""
+    """A TOML file or a preset's name."""
+    plugins: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    set: tuple[str, ...] = ()
+    environment: str = ""
+    """The value of FORGE_SET."""
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Section → values that something else than TOML brings; laid over the file."""
+    sections_from: str = ""
+    """Where those come from, for messages."""
+
+
+@dataclass(frozen=True)
+class Layered:
+    """All layers, laid over each other."""
+
+    tree: Tree
+    source: str
+    """The preset's name, or the file's stem."""
+
+
+def lay(request: Request) -> Layered:
+    """Read and lay over each other what a request names.
+
+    Raises:
+        ConfigError: for a file that can't be read, a preset that does not exist, an assignment that is none.
+    """
+    tree = Tree()
+    if base := presets().get("base"):
+        tree.lay(read(base), Origin("preset", base.name))
+    document, is_preset = _main_document(request.config)
+    if document is not None:
+        parent = document.data.get("preset")
+        if parent is not None and not is_preset:
+            _check_top(document, Origin("file", str(document.path)))
+            at = f"{document.path}:{document.line(('preset',))}: "
+            tree.lay(read(preset(parent, at)), Origin("preset", f"{parent}.toml"))
+        kind: OriginKind = "preset" if is_preset else "file"
+        tree.lay(document, Origin(kind, document.path.name if is_preset else str(document.path)))
+    for key, value in _leaves(request.sections, ()):
+        if value is not _TABLE:
+            tree.put(key, Value(value, Origin("file", request.sections_from)))
+    for assignment in _split(request.environment):
+        _assign(tree, assignment, Origin("FORGE_SET"))
+    for assignment in request.set:
+        _assign(tree, assignment, Origin("--set", f"--set {assignment}"))
+    return Layered(tree, document.path.stem if document else "base")
+
+
+def presets() -> dict[str, Path]:
+    """Preset name → file, from every installed folder of presets; `base` only from forge's own."""
+    found: dict[str, Path] = {}
+    points = sorted(
+        importlib.metadata.entry_points(group=PRESETS), key=lambda point: (point.name != "forge", point.name)
+    )
+    for point in points:
+        root = folder(point.value)
+        for file in sorted(root.glob("*.toml")) if root else ():
+            if file.stem != "base" or point.name == "forge":
+                found.setdefault(file.stem, file)
+    return found
+
+
+def preset(name: str, where: str = "") -> Path:
+    """The file of a preset; `where` it is named, for the message that there is none."""
+    known = presets()
+    if name not in known or name == "base":
+        names = sorted(set(known) - {"base"})
+        raise ConfigError(
+            f"{where}There is no preset {name!r} and no file of that name.{nearest(name, names)} "
+            f"Presets: {', '.join(names) or 'none'}."
+        )
+    return known[name]
+
+
+def _main_document(config: str) -> tuple[Document | None, bool]:
+    if not config:
+        return None, False
+    path = Path(config)
+    if config.endswith(".toml") or path.is_file():
+        return read(path), False
+    return read(preset(config)), True
+
+
+def _check_top(document: Document, origin: Origin) -> None:
+    for key, (shape, words) in TOP_KEYS.items():
+        value = document.data.get(key)
+        at = f"{origin.where}:{document.line((key,))}"
+        strange = isinstance(value, list) and not all(isinstance(item, str) for item in value)
+        if value is not None and (strange or not isinstance(value, shape)):
+            raise ConfigError(f"{at}: {key}: expected {words}, found {value!r}.")
+        if value is not None and key == "preset" and origin.kind == "preset":
+            raise ConfigError(f"{at}: {key}: a preset can't build on another one.")
+
+
+_TABLE = object()
+
+
+def _leaves(table: Mapping[str, Any], prefix: Key) -> Iterator[tuple[Key, Any]]:
+    for name, value in table.items():
+        key = (*prefix, name)
+        if isinstance(value, dict):
+            yield key, _TABLE
+            yield from _leaves(value, key)
+        else:
+            yield key, value
+
+
+def _split(environment: str) -> Iterable[str]:
+    return (part.strip() for part in environment.split(";") if part.strip())
+
+
+def _assign(tree: Tree, assignment: str, origin: Origin) -> None:
+    key, equals, text = assignment.partition("=")
+    path = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(path):
+        raise ConfigError(f"{origin.kind} {assignment!r}: expected key=value, like train.steps=200.")
+    if len(path) == 1 or path[0] in ("plugins", "without", "preset"):
+        hint = " Use --plugins and --without." if path[0] in ("plugins", "without") else ""
+        raise ConfigError(f"{origin.kind} {assignment!r}: expected section.key=value, like train.steps=200.{hint}")
+    tree.put((canonical(path[0]), *path[1:]), Value(text.strip(), origin, text=True))

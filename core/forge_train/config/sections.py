@@ -1,0 +1,108 @@
+"""The sections of the configuration that core owns."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from ..plugin import Ge, Gt, Lt, Volatile, section
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Device = Literal["auto", "cpu", "cuda", "mps"]
+
+
+@section
+class RunSection:
+    """Identity and reproducibility."""
+
+    name: Annotated[str, Volatile()] = ""
+    """The run's folder and identity; the same command again continues it."""
+    seed: Annotated[int, Ge(0), Lt(2**63)] = 0
+    """Seeds the initial weights, the data's order and every other random number."""
+    deterministic: bool = False
+    """Use only deterministic kernels (torch.use_deterministic_algorithms)."""
+    device: Device = "auto"
+    """auto takes cuda where there is one, else cpu."""
+    start_timeout: Annotated[float, Gt(0), Volatile()] = 120.0
+    """Seconds that the processes wait for one that does not come, until the first step is done."""
+    timeout: Annotated[float, Gt(0), Volatile()] = 1800.0
+    """Seconds that they wait for one that hangs, from then on."""
+
+
+@section
+class TrainSection:
+    """How much to train, on what batches, and how exactly."""
+
+    steps: Annotated[int, Ge(0)] = 0
+    """Optimizer steps; say either steps or tokens."""
+    tokens: Annotated[int, Ge(0)] = 0
+    """Tokens over all ranks, rounded up to whole steps."""
+    global_batch: Annotated[int, Gt(0)] = 8
+    """Sequences per step, over all ranks."""
+    micro_batch: Annotated[int, Ge(0)] = 0
+    """Sequences per forward pass of one rank; the number of accumulated passes follows. 0 takes a rank's whole share of
+    the global batch."""
+    sequence: Annotated[int, Gt(0)] = 512
+    """Tokens per sequence."""
+    clip_norm: Annotated[float, Ge(0)] = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    evaluate_every: Annotated[int, Ge(0), Volatile()] = 0
+    """Steps between evaluations on held-out data; one more at the end. 0 never evaluates."""
+    evaluate_batches: Annotated[int, Gt(0), Volatile()] = 16
+    """Micro-batches per evaluation, over all ranks."""
+    precision: Precision = "fp32"
+    """dtype of the forward and backward pass; weights and optimizer state stay fp32."""
+    init_from: str = ""
+    """A checkpoint, or a run, whose weights to start from."""
+
+
+@section
+class ParallelSection:
+    """Sizes of the mesh axes; their product is the number of processes."""
+
+    dp_replicate: Annotated[int, Gt(0)] = 1
+    """Replicas, each sharded over the next axis."""
+    dp_shard: Annotated[int, Ge(-1)] = -1
+    """Ranks that share one sharded copy of the model; -1 is what is left over."""
+    tp: Annotated[int, Gt(0)] = 1
+    """Tensor parallelism."""
+    cp: Annotated[int, Gt(0)] = 1
+    """Context parallelism."""
+    pp: Annotated[int, Gt(0)] = 1
+    """Pipeline parallelism."""
+    ep: Annotated[int, Gt(0)] = 1
+    """Expert parallelism, re-tiling dp_shard × cp × tp."""
+    etp: Annotated[int, Gt(0)] = 1
+    """Tensor parallelism inside experts: 1, or tp."""
+
+
+@section
+class CheckpointSection:
+    """When to save, and what to keep."""
+
+    every: Annotated[int, Ge(0), Volatile()] = 500
+    """Steps between checkpoints; the last step is always saved. 0 saves only there."""
+    keep: Annotated[int, Gt(0), Volatile()] = 2
+    """The newest checkpoints to keep."""
+    keep_every: Annotated[int, Ge(0), Volatile()] = 0
+    """Keep, beside those, every checkpoint whose step is a multiple of this; 0 keeps no others."""
+    allow_changes: Annotated[tuple[str, ...], Volatile()] = ()
+    """Keys or sections (`adamw.lr`, `text`) and plugins that may differ from the checkpoint's at resume."""
+
+
+@section
+class LogSection:
+    """How often to look."""
+
+    every: Annotated[int, Gt(0), Volatile()] = 10
+    """Steps between lines of metrics.jsonl; only there is the device waited for."""
+    peak_tflops: Annotated[float, Ge(0), Volatile()] = 0.0
+    """Peak of one device in TFLOP/s, for `mfu` (causal attention, input embedding not counted); 0 gives null."""
+
+
+CORE_SECTIONS: dict[str, type] = {
+    "run": RunSection,
+    "train": TrainSection,
+    "parallel": ParallelSection,
+    "checkpoint": CheckpointSection,
+    "log": LogSection,
+}

@@ -1,0 +1,222 @@
+"""Strict validation of sections: every mistake at once, each with where it stands and what would be right."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..errors import nearest
+from .layers import Value
+from .toml import Key
+
+
+def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[str]) -> Any:
+    """Make a section from configured values; mistakes are appended, and the result is then None.
+
+    Args:
+        name: the section's name, for messages.
+        cls: its dataclass.
+        values: by key path inside the section.
+        mistakes: gets one line for each.
+
+    Raises:
+        TypeError: if the class, or one inside it, is no section, and would take any key.
+    """
+    import pydantic
+
+    _check_decorated(cls)
+    plain: dict[str, Any] = {}
+    for key, value in values.items():
+        read = read_text(cls, key, value.value) if value.text else value.value
+        if not _is_json(read):
+            mistakes.append(f"{value.origin}: {_dotted(name, key)}: dates and times are not used in configurations.")
+            return None
+        _nest(plain, key, read)
+    try:
+        return pydantic.TypeAdapter(cls).validate_json(json.dumps(plain), strict=True)
+    except pydantic.ValidationError as error:
+        seen: set[Key] = set()
+        for problem in error.errors(include_url=False):
+            key = _real_key(problem["loc"], plain)
+            if key in seen and problem["type"] != "extra_forbidden":
+                continue  # the other members of a union say the same of the same value
+            seen.add(key)
+            mistakes.append(_sentence(name, cls, key, problem, values))
+    return None
+
+
+def read_text(cls: type, key: Key, text: str) -> Any:
+    """A value from the command line: read as its field's own type, else as TOML, else as a string."""
+    annotation = annotation_of(cls, key)
+    members = _members(annotation)
+    if str in members and not (text.startswith(("[", "{")) and len(members) > 1):
+        return text
+    if any(typing.get_origin(member) is typing.Literal and text in typing.get_args(member) for member in members):
+        return text
+    if (value := _toml(text)) is not None or str in members:
+        return text if value is None else value
+    items = next((typing.get_args(m) for m in members if typing.get_origin(m) in (tuple, list)), None)
+    if items is not None:
+        numbers = None if str in _members(items[0]) else _toml(f"[{text}]")
+        return [part.strip() for part in text.split(",")] if numbers is None else numbers
+    if float in members and _DECIMAL.fullmatch(text):
+        return float(text)
+    return text
+
+
+_DECIMAL = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+"""What people write for a number and TOML does not take."""
+
+
+def _toml(text: str) -> Any:
+    """The TOML value that a text is, or None; a text of several lines is none, lest more keys come with it."""
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return None
+    return found["value"] if len(found) == 1 and "\n" not in text else None
+
+
+def annotation_of(cls: type, key: Key) -> Any:
+    """The declared type of a field, or Any where the section has none of that name."""
+    if not key or not dataclasses.is_dataclass(cls):
+        return Any
+    hints = typing.get_type_hints(cls, include_extras=True)
+    if key[0] not in hints:
+        return Any
+    annotation = hints[key[0]]
+    if len(key) == 1:
+        return annotation
+    inner = next((member for member in _members(annotation) if dataclasses.is_dataclass(member)), None)
+    return annotation_of(typing.cast(type, inner), key[1:]) if inner else Any
+
+
+def plain(section: Any) -> dict[str, Any]:
+    """A section as JSON values."""
+    return {f.name: _plain(getattr(section, f.name)) for f in dataclasses.fields(section)}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return plain(value)
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union without their annotations; the type itself otherwise."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _members(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(inner for member in typing.get_args(annotation) for inner in _members(member))
+    return (annotation,)
+
+
+def _check_decorated(cls: Any) -> None:
+    if dataclasses.is_dataclass(cls) and "__pydantic_config__" not in vars(cls):
+        raise TypeError(f"{getattr(cls, '__qualname__', cls)} lacks @section")
+    inner = typing.get_type_hints(cls).values() if dataclasses.is_dataclass(cls) else typing.get_args(cls)
+    for annotation in inner:
+        _check_decorated(annotation)
+
+
+def _nest(table: dict[str, Any], key: Key, value: Any) -> None:
+    for part in key[:-1]:
+        table = table.setdefault(part, {})
+    table[key[-1]] = value
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_json(item) for item in value)
+    if isinstance(value, dict):
+        return all(_is_json(item) for item in value.values())
+    return not isinstance(value, (datetime.date, datetime.time))
+
+
+def _dotted(name: str, key: Key) -> str:
+    return ".".join((name, *key))
+
+
+def _real_key(location: tuple[int | str, ...], values: Any) -> Key:
+    """pydantic's location without the union tags and list indices that are no keys."""
+    key: list[str] = []
+    for part in location:
+        if isinstance(values, dict) and part in values:
+            key.append(str(part))
+            values = values[part]
+        elif not key:
+            key.append(str(part))  # a required key that is missing
+    return tuple(key)
+
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a table",
+    "dataclass_type": "a table",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def _sentence(name: str, cls: type, key: Key, problem: Any, values: Mapping[Key, Value]) -> str:
+    kind, context = problem["type"], problem.get("ctx", {})
+    origin = next((value.origin for k, value in values.items() if k[: len(key)] == key), None)
+    start = f"{origin}: {_dotted(name, key)}: " if origin else f"{_dotted(name, key)}: "
+    found = problem["input"]
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        names = list(_field_names(cls, key[:-1]))
+        known = f" [{'.'.join((name, *key[:-1]))}] has {', '.join(names)}." if names else f" [{name}] has no options."
+        return f"{start}there is no such key.{nearest(key[-1], names) or known}"
+    if kind == "too_long" or (kind == "missing" and isinstance(problem["loc"][-1], int)):
+        sizes = [len(typing.get_args(m)) for m in _members(annotation_of(cls, key)) if typing.get_origin(m) is tuple]
+        return f"{start}expected a list of {' or '.join(map(str, sizes))} values, found {found!r}."
+    if kind in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        return f"{start}is required."
+    if kind == "literal_error":
+        options = _options(cls, key)
+        expected = " or ".join(repr(option) for option in options) or context.get("expected", "")
+        return f"{start}expected {expected}, found {found!r}.{nearest(str(found), map(str, options))}"
+    if kind in _BOUNDS:
+        bound, words = _BOUNDS[kind]
+        return f"{start}expected a number {words} {context[bound]}, found {found!r}."
+    if kind in _EXPECTED:
+        return f"{start}expected {_EXPECTED[kind]}, found {found!r}."
+    if kind == "value_error":
+        return f"{start}{context.get('error', problem['msg'])}"
+    return f"{start}{problem['msg'][:1].lower()}{problem['msg'][1:]}, found {found!r}."
+
+
+def _options(cls: type, key: Key) -> list[Any]:
+    members = _members(annotation_of(cls, key))
+    return [option for m in members if typing.get_origin(m) is typing.Literal for option in typing.get_args(m)]
+
+
+def _field_names(cls: type, key: Key) -> Iterator[str]:
+    if key:
+        inner = next((m for m in _members(annotation_of(cls, key)) if dataclasses.is_dataclass(m)), None)
+        if inner is None:
+            return
+        cls = typing.cast(type, inner)
+    yield from (f.name for f in dataclasses.fields(cls))

@@ -1,0 +1,245 @@
+"""Every hook a plugin can implement. Core calls them only through `forge_train.hooks.Hooks`.
+
+A hook is of one kind:
+
+* **slot**: exactly one enabled plugin provides it (some may stay empty);
+* **chain**: every plugin is asked for every layer; at most one answer that is not the default's;
+* **phases**: every answer is taken, and ordered by `Phase`;
+* **steps**: functions applied one after the other, in order of plugin names;
+* **spans**: context managers nested in order of plugin names;
+* **event**: everybody is told, in order of plugin names; return values are ignored;
+* **questions**: every answer is collected.
+
+Adding an argument to a spec is compatible. Removing one goes through `warn_on_impl_args` for one minor version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import pluggy
+
+from .plugin import PROJECT
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from .config import Config
+    from .job import Job
+    from .model import Model
+    from .protocols import (
+        Attention,
+        AttentionKernel,
+        CheckpointEvent,
+        Evaluation,
+        Executor,
+        FeedForward,
+        Finished,
+        HFModel,
+        Layer,
+        Loader,
+        LogRecord,
+        LossFunction,
+        LossScale,
+        PrepareBatch,
+        Problem,
+        Schedule,
+        Span,
+        SpanName,
+        StepResult,
+        Task,
+        TokenDispatch,
+        Tokenizer,
+        Update,
+    )
+    from .transform import Transform
+
+Kind = Literal["slot", "chain", "phases", "steps", "spans", "event", "questions"]
+KINDS: dict[str, Kind] = {}
+"""Hook name → kind."""
+OPTIONAL: set[str] = set()
+"""Slots that may stay empty."""
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_spec = pluggy.HookspecMarker(PROJECT)
+
+
+def _hook(kind: Kind, *, optional: bool = False) -> Callable[[_F], _F]:
+    def mark(function: _F) -> _F:
+        KINDS[function.__name__] = kind
+        if optional:
+            OPTIONAL.add(function.__name__)
+        return _spec(function)
+
+    return mark
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+@_hook("slot")
+def build_model(job: Job) -> nn.Module:
+    """The model; called with the meta device as default, so that nothing is allocated.
+
+    What a model declares about itself is in docs: “How to design a model”.
+    """
+    raise AssertionError
+
+
+@_hook("chain")
+def attention(layer: Layer, job: Job) -> Attention | None:
+    """The token mixer of one layer, or None to leave it to the default."""
+
+
+@_hook("chain")
+def feed_forward(layer: Layer, job: Job) -> FeedForward | None:
+    """The channel mixer of one layer, or None to leave it to the default."""
+
+
+@_hook("slot", optional=True)
+def attention_kernel(job: Job) -> AttentionKernel:
+    """The function that computes attention."""
+    raise AssertionError
+
+
+@_hook("slot", optional=True)
+def token_dispatch(job: Job) -> TokenDispatch:
+    """The transport of tokens to their experts."""
+    raise AssertionError
+
+
+@_hook("phases")
+def parallelize(job: Job) -> Transform | Iterable[Transform] | None:
+    """Changes of the model, each in its phase; None where there is nothing to do at this size."""
+
+
+# -- the data -------------------------------------------------------------------------------------
+
+
+@_hook("slot")
+def build_data(job: Job, split: Literal["train", "validation"]) -> Loader:
+    """A stateful loader of this rank's micro-batches."""
+    raise AssertionError
+
+
+@_hook("slot", optional=True)
+def tokenizer(job: Job) -> Tokenizer:
+    """Text to token ids and back, for generation and evaluation."""
+    raise AssertionError
+
+
+@_hook("steps")
+def prepare_batch(job: Job) -> PrepareBatch | None:
+    """A function `Batch → Batch` for every micro-batch; resolved once, at start-up."""
+
+
+# -- the step -------------------------------------------------------------------------------------
+
+
+@_hook("slot")
+def task(job: Job) -> Task:
+    """The logic of a step."""
+    raise AssertionError
+
+
+@_hook("slot", optional=True)
+def loss(job: Job) -> LossFunction:
+    """The loss of hidden states against labels."""
+    raise AssertionError
+
+
+@_hook("slot")
+def executor(model: Model, task: Task, job: Job) -> Executor:
+    """What runs forward and backward over the step's micro-batches."""
+    raise AssertionError
+
+
+@_hook("slot")
+def optimizer(model: Model, job: Job) -> torch.optim.Optimizer:
+    """The optimizer over `model.named_parameters()`."""
+    raise AssertionError
+
+
+@_hook("slot")
+def lr_schedule(optimizer: torch.optim.Optimizer, job: Job) -> Schedule:
+    """The schedule of learning rates."""
+    raise AssertionError
+
+
+@_hook("slot", optional=True)
+def loss_scale(job: Job) -> LossScale:
+    """Scaling of the loss, off where nobody provides it."""
+    raise AssertionError
+
+
+@_hook("spans")
+def around(span: SpanName, job: Job) -> Span | None:
+    """A factory of context managers around a span of the run, or None."""
+
+
+# -- Hugging Face layout --------------------------------------------------------------------------
+
+
+@_hook("questions")
+def import_hf(config: Mapping[str, Any]) -> HFModel | None:
+    """How a model with this `config.json` is built and named here, or None if it is not one of this plugin's."""
+
+
+@_hook("questions")
+def export_hf(job: Job) -> HFModel | None:
+    """How this job's model is configured and named in Hugging Face layout, or None."""
+
+
+# -- the run --------------------------------------------------------------------------------------
+
+
+@_hook("questions")
+def check_config(config: Config) -> Iterable[Problem] | None:
+    """Mistakes that only several values together show. Called before anything slow is imported."""
+
+
+@_hook("event")
+def on_start(job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """The run is composed and about to be resumed: the place to look modules up and to make state."""
+
+
+@_hook("event")
+def on_gradients(update: Update) -> None:
+    """After backward and the global norm, before clipping: look, scale, veto."""
+
+
+@_hook("event")
+def on_step(step: StepResult) -> None:
+    """After every optimizer step, skipped ones included."""
+
+
+@_hook("event")
+def on_log(record: LogRecord) -> None:
+    """A line of metrics.jsonl was written."""
+
+
+@_hook("event")
+def on_evaluate(evaluation: Evaluation) -> None:
+    """An evaluation on held-out data is done."""
+
+
+@_hook("event")
+def on_checkpoint(event: CheckpointEvent) -> None:
+    """A checkpoint is being saved, was saved, loaded or pruned."""
+
+
+@_hook("event")
+def on_finish(finished: Finished) -> None:
+    """The run ended in good order: done, or interrupted after a whole checkpoint."""
+
+
+@_hook("event")
+def on_error(error: BaseException) -> None:
+    """The run failed, or diverged (`DivergedError`); `error` is raised again afterwards."""
+
+
+OBSERVERS = frozenset({"on_start", "on_log", "on_evaluate", "on_checkpoint", "on_finish", "on_error"})
+"""A plugin that implements only these watches the run: it changes no number, so it is left out of what must match at
+resume, and its failure is a warning instead of the run's end."""

@@ -1,0 +1,64 @@
+"""What models and optimizers declare, computed in one place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..model import Model
+
+TensorStyle = Literal["vocabulary", "colwise", "rowwise", "sequence", "gather", "heads", "logits"]
+"""How tensor parallelism treats a module; a model's `tensor_plan()` maps module names to these.
+
+* `vocabulary`: an embedding, its rows split; what it gives is summed over the ranks, and split along the sequence.
+* `colwise`: a linear whose output features are split; each rank goes on with its own.
+* `rowwise`: a linear whose input features are split; what it gives is summed, and split along the sequence.
+* `sequence`: works on each token alone; its weights are whole, its input is split along the sequence.
+* `gather`: a block that needs whole sequences: its input, split along the sequence, is gathered.
+* `heads`: its weights are whole, its input is this rank's heads, so that its gradient is a sum over the ranks.
+* `logits`: the head, its output features split.
+"""
+
+
+def depth_scaled(std: float, layers: int) -> float:
+    """`std / √(2 · layers)`, for the projections that write into the residual stream, of which there are two per layer
+    (GPT-2; Radford et al. 2019, §2.3): their sum then keeps its variance at any depth."""
+    return std / math.sqrt(2 * layers)
+
+
+def flops_per_token(sequence: int, *, weights: int, width: int = 0) -> int:
+    """Floating-point operations of a forward and a backward pass per token (PaLM, arXiv:2204.02311, appendix B).
+
+    Args:
+        sequence: tokens per sequence.
+        weights: elements of all weight matrices that a token is multiplied by: 2 operations each, three times.
+        width: heads × head_dim of causal attention: logits and sum cost 2 operations each per key, three times, and
+            half of the sequence is seen on average.
+    """
+    return 6 * weights + 6 * sequence * width
+
+
+def decay_groups(model: Model, weight_decay: float, *, decay_embeddings: bool) -> list[dict[str, Any]]:
+    """Parameter groups in which matrices decay, while vectors (norms, biases) and, on demand, embeddings do not.
+
+    A group holds the parameters of one device mesh only, since torch (2.13) refuses fused and foreach updates over
+    several of them, and over a mix of DTensors and plain tensors.
+    """
+    groups: dict[tuple[bool, Any], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decays = parameter.ndim > 1 and (decay_embeddings or not is_embedding(model.roles, name))
+        groups.setdefault((decays, getattr(parameter, "device_mesh", None)), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
+        for (decays, _), parameters in groups.items()
+    ]
+
+
+def is_embedding(roles: Mapping[str, str], name: str) -> bool:
+    return roles.get(name) == "embedding"

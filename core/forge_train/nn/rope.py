@@ -1,0 +1,165 @@
+"""Rotary position embedding and the ways in which it is stretched to longer sequences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Scaling(Protocol):
+    """A change of the rotation frequencies; `RoPE` takes any object of this shape."""
+
+    @property
+    def attention_factor(self) -> float:
+        """Multiplies cos and sin, and so the attention logits by its square."""
+        ...
+
+    def frequencies(self, frequencies: Tensor, theta: float) -> Tensor:
+        """New frequencies from the plain ones, both `[head_dim / 2]` fp32."""
+        ...
+
+
+class RoPE(nn.Module):
+    """Rotates pairs of features by an angle that grows with the position (Su et al. 2021, arXiv:2104.09864, eq. 34).
+
+    Feature i is paired with feature i + head_dim / 2 (“rotate half”, the layout of Llama's and Qwen3's weights in
+    Hugging Face format), and turned by `position · theta^(−2i / head_dim)`.
+
+    cos and sin of all positions lie in two tables, `[length, head_dim / 2]` fp32, that all layers share, so that a
+    training step computes neither.
+
+    Args:
+        head_dim: even.
+        length: positions 0…length − 1 can be rotated.
+        theta: the base of the frequencies.
+        scaling: stretches them.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, *, length: int, theta: float = 10_000.0, scaling: Scaling | None = None) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.length = length
+        self.theta = theta
+        self.scaling = scaling
+        self.register_buffer("cos", torch.empty(length, head_dim // 2), persistent=False)
+        self.register_buffer("sin", torch.empty(length, head_dim // 2), persistent=False)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Fill the tables on the device they are on, in fp32 whatever the model was cast to."""
+        device = self.cos.device
+        frequencies = self.theta ** -(
+            torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        )
+        factor = 1.0
+        if self.scaling is not None:
+            frequencies = self.scaling.frequencies(frequencies, self.theta)
+            factor = self.scaling.attention_factor
+        angles = torch.arange(self.length, dtype=torch.float32, device=device)[:, None] * frequencies
+        self.cos, self.sin = angles.cos() * factor, angles.sin() * factor
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Rotate `x [batch, sequence, heads, head_dim]`; `positions [batch, sequence]` int64, 0, 1, … by default.
+
+        Raises:
+            ValueError: if the sequence is longer than the tables.
+        """
+        if positions is None:
+            if x.shape[1] > self.length:
+                raise ValueError(f"RoPE was made for {self.length} positions; the sequence has {x.shape[1]}.")
+            cos, sin = self.cos[: x.shape[1], None], self.sin[: x.shape[1], None]
+        else:
+            cos, sin = self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
+        first, second = x.float().chunk(2, dim=-1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return rotated.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.head_dim}, length={self.length}, theta={self.theta}, scaling={self.scaling}"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
+
+    factor: float
+
+    @property
+    def attention_factor(self) -> float:
+        return 1.0
+
+    def frequencies(self, frequencies: Tensor, theta: float) -> Tensor:
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Slow rotations divided by `factor`, fast ones kept, a linear blend between (Llama 3.1, arXiv:2407.21783).
+
+    Args:
+        factor: of the slow ones.
+        original_length: the context of pre-training, in tokens.
+        low: slow are the features that turn fewer than `low` times within it.
+        high: fast are those that turn more than `high` times.
+    """
+
+    factor: float
+    original_length: int
+    low: float = 1.0
+    high: float = 4.0
+
+    @property
+    def attention_factor(self) -> float:
+        return 1.0
+
+    def frequencies(self, frequencies: Tensor, theta: float) -> Tensor:
+        turns = self.original_length * frequencies / (2 * math.pi)
+        keep = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return keep * frequencies + (1 - keep) * frequencies / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN: “NTK-by-parts” frequencies and a temperature (Peng et al. 2023, arXiv:2309.00071, §3.2 and §3.4).
+
+    Args:
+        factor: of the slow rotations.
+        original_length: the context of pre-training, in tokens.
+        slow: features that turn fewer times within it are divided by `factor` (β_slow, the paper's α).
+        fast: features that turn more times are kept (β_fast, the paper's β).
+        temperature: the attention factor √(1/t); 0 takes the paper's 0.1 ln(factor) + 1.
+        truncate: round the two borders between them outwards to whole features.
+    """
+
+    factor: float
+    original_length: int
+    slow: float = 1.0
+    fast: float = 32.0
+    temperature: float = 0.0
+    truncate: bool = True
+
+    @property
+    def attention_factor(self) -> float:
+        return self.temperature or 0.1 * math.log(max(self.factor, 1.0)) + 1.0
+
+    def frequencies(self, frequencies: Tensor, theta: float) -> Tensor:
+        count = frequencies.numel()
+        first, last = (self._feature(turns, count, theta) for turns in (self.fast, self.slow))
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * count - 1)
+        index = torch.arange(count, dtype=torch.float32, device=frequencies.device)
+        # Published models were trained with the border widened where both fall on one feature.
+        stretch = ((index - first) / (last - first or 0.001)).clamp(0, 1)
+        return (1 - stretch) * frequencies + stretch * frequencies / self.factor
+
+    def _feature(self, turns: float, count: int, theta: float) -> float:
+        """The (fractional) feature that turns that often within the original length: eq. 17 solved for the feature."""
+        return count * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(theta)

@@ -1,0 +1,77 @@
+"""What a plugin is: one class, one instance per run and process, configured by its own section."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar, dataclass_transform
+
+import pluggy
+from annotated_types import Ge, Gt, Le, Lt
+
+__all__ = ["API", "Ge", "Gt", "Le", "Lt", "Plugin", "Volatile", "hookimpl", "section"]
+
+PROJECT = "forge_train"
+API = (1, 0)
+"""The plugin API of this core: (major, minor). A plugin written for a newer one, or another major one, is refused."""
+
+_C = TypeVar("_C")
+_F = TypeVar("_F", bound=Callable[..., object])
+_mark = pluggy.HookimplMarker(PROJECT)
+
+
+def hookimpl(function: _F) -> _F:
+    """Mark a method as the implementation of the hook of its name.
+
+    There are no options: order comes from phases, slots and sorted names, never from registration.
+    """
+    return _mark(function)
+
+
+@dataclasses.dataclass(frozen=True)
+class Volatile:
+    """Marks a configuration field that changes no number: left out of the hash and of the comparison at resume.
+
+    Use it as ``Annotated[int, Volatile()]``.
+    """
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def section(cls: type[_C]) -> type[_C]:
+    """Make a class a configuration section: a frozen, keyword-only dataclass in which unknown keys are errors."""
+    cls.__pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # type: ignore[attr-defined]
+    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+class Plugin:
+    """The base of every plugin. `self.config` is the validated section of the run's configuration.
+
+    An attribute `state_dict` / `load_state_dict` pair makes the plugin part of every checkpoint.
+    """
+
+    api: ClassVar[tuple[int, int]] = (1, 0)
+    """The plugin API this plugin was written for. The base stays (1, 0) for ever; say your own."""
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Slots or plugins that must be enabled beside this one."""
+    conflicts: ClassVar[tuple[str, ...]] = ()
+    """Slots or plugins that can't be enabled beside this one."""
+    provides: ClassVar[tuple[str, ...]] = ()
+    """Slots of the transforms it may give; those of its hooks are known without."""
+    layout: ClassVar[bool] = False
+    """Whether it only decides where and how tensors lie: what it is set to may differ between a checkpoint and the run
+    that resumes it."""
+    needs: ClassVar[Mapping[str, str]] = {}
+    """Importable module → the command that installs it."""
+
+    example: ClassVar[tuple[str, ...]] = ()
+    """Assignments, as of `--set`, with which `plugins check` tries it where its defaults do not train: a required key,
+    or `train.precision=fp16`."""
+
+    @section
+    class Config:
+        """No options."""
+
+    config: Any
+
+    def __init__(self, config: Any) -> None:
+        self.config = config

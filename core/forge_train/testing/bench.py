@@ -1,0 +1,190 @@
+"""A plugin at the work bench: a composed tiny job, and what the trials of its hooks are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..calls import Enabled
+from ..compose import compose
+from ..control import Control
+from ..distributed import DistributedContext
+from ..job import Job
+from ..model import Model
+from ..protocols import Batch, Layer, Loader
+from ..rules import Layout
+from ..run import Run
+from ..setup import Setup
+from ..world import World
+from .conformance import require
+
+_T = TypeVar("_T")
+
+
+class Bench:
+    """The tiny job of a plugin under test. Whatever it gives is made anew, and is the same every time."""
+
+    def __init__(self, setup: Setup, enabled: Enabled, folder: Path) -> None:
+        self.setup, self.enabled = setup, enabled
+        self.job = self._job(folder, rank=0, ranks=1)
+        setup.hooks.bind(self.job)
+
+    def make(self, trial: Trial) -> str | None:
+        """Make a trial from a known state of the random numbers."""
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            return trial(self)
+
+    def answer(self, hook: str, **arguments: Any) -> Any:
+        """What the plugin itself answers to a hook."""
+        ((_, answer),) = self.job.hooks._calls.collect(hook, {"job": self.job, **arguments}, only=self.enabled.name)
+        return answer
+
+    def model(self) -> Model:
+        """A model with its initial weights."""
+        return compose(self.job).model
+
+    def batches(self, count: int) -> list[Batch]:
+        """The first micro-batches of the training data, as the engine hands them on."""
+        loader, prepare = self.job.hooks.build_data("train"), self.job.hooks.prepare_batch()
+        return [prepare(next(loader)) for _ in range(count)]
+
+    def loader(self, split: Literal["train", "validation"], rank: int = 0, ranks: int = 1) -> Loader:
+        """The data of one of several data-parallel ranks, which this process only pretends to be."""
+        self.job.hooks.bind(self._job(self.job.run.dir.parent, rank, ranks))
+        try:
+            return self.job.hooks.build_data(split)
+        finally:
+            self.job.hooks.bind(self.job)
+
+    @property
+    def layer(self) -> Layer:
+        """A layer as chains are asked to build."""
+        from ..nn import RoPE
+
+        return Layer(index=0, count=2, dim=32, heads=4, kv_heads=2, head_dim=8, hidden=48, rope=RoPE(8, length=64))
+
+    def _job(self, folder: Path, rank: int, ranks: int) -> Job:
+        layout = Layout(dp_shard=ranks)
+        context = _Pretended(layout, torch.device("cpu"), World(rank, ranks))
+        return Job(self.setup.config, self.setup.hooks, Run(folder / "job"), context, Control())
+
+
+class _Pretended(DistributedContext):
+    """One rank of a world that is not there: collectives give back what they get."""
+
+    def barrier(self) -> None:
+        return None
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum", axis: str = "") -> Tensor:
+        return tensor
+
+    def gather_objects(self, value: _T) -> list[_T]:
+        return [value] * self.world
+
+    def on_main(self, function: Callable[[], _T]) -> _T:
+        return function()
+
+
+class OpaqueHead(nn.Module):
+    """A head whose weights are out of reach, as a sharded one's are. Counts its calls."""
+
+    def __init__(self, dim: int, vocabulary: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dim, vocabulary)
+        self.calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        logits: Tensor = self.inner(hidden)
+        return logits
+
+
+@dataclass
+class Oracle:
+    """What the gradients of a step must be: forward and backward through the parts, batch by batch."""
+
+    model: Model
+    task: Any
+
+    def train(self, batches: list[Batch], scale: float) -> float:
+        total = 0.0
+        for batch in batches:
+            loss = self.loss(batch)
+            torch.autograd.backward(loss * scale)
+            total += float(loss.detach())
+        return total
+
+    def loss(self, batch: Batch) -> Tensor:
+        loss: Tensor = self.task.loss(self.model.parts[-1], hidden_states(self.model, batch), batch)
+        return loss
+
+
+def hidden_states(model: Model, batch: Batch) -> Tensor:
+    """What the last part gives."""
+    hidden = batch.inputs
+    for part in model.parts:
+        hidden = part(hidden, **batch.model_inputs())
+    return hidden
+
+
+def rows(batch: Batch, chosen: slice) -> Batch:
+    """Some of a batch's sequences."""
+
+    def cut(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[chosen]
+
+    return replace(
+        batch,
+        inputs=batch.inputs[chosen],
+        labels=batch.labels[chosen],
+        positions=cut(batch.positions),
+        documents=cut(batch.documents),
+        extras={name: value[chosen] for name, value in batch.extras.items()},
+    )
+
+
+def draw_gradients(model: Model, seed: int, *, every: int = 1) -> None:
+    """Give the model's parameters (or only each `every`th) gradients at random, the others none."""
+    generator = torch.Generator().manual_seed(seed)
+    for number, parameter in enumerate(model.parameters()):
+        drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.grad = drawn if parameter.requires_grad and number % every == 0 else None
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees of tensors and plain values are equal, bit for bit."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def close(a: Tensor, b: Tensor, what: str, tolerance: float = 1e-4) -> None:
+    """Fail unless two tensors agree."""
+    require(a.shape == b.shape, f"{what}: shape {tuple(a.shape)} instead of {tuple(b.shape)}")
+    a, b = a.detach().double(), b.detach().double()
+    worst = float((a - b).abs().max()) if a.numel() else 0.0
+    limit = tolerance * max(1.0, float(b.abs().max()) if b.numel() else 0.0)
+    require(worst <= limit, f"{what}: off by {worst:.2g}, {limit:.2g} is allowed")
+
+
+def scalar(value: Any, what: str) -> Tensor:
+    """Fail unless a value is a finite 0-dim tensor."""
+    require(isinstance(value, Tensor), f"{what} must be a tensor, found {type(value).__name__}")
+    require(value.dim() == 0, f"{what} must be a 0-dim tensor, found shape {tuple(value.shape)}")
+    require(bool(torch.isfinite(value.detach())), f"{what} is {float(value.detach())}")
+    return value  # type: ignore[no-any-return]
+
+
+Trial = Callable[[Bench], str | None]
+Trials = Mapping[str, Sequence[tuple[str, Trial]]]
+"""Hook → its trials, each with what it finds out."""

@@ -1,0 +1,160 @@
+"""What can be said of a plugin without training: its module, its class, its section."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+import traceback
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..calls import Calls, Enabled, implemented
+from ..discovery import Found, load
+from ..errors import ConfigError, nearest
+from ..hookspecs import KINDS
+from ..plugin import API, Plugin
+from .conformance import BrokenError, DoubtError, SkippedError, Trial, require
+from .environment import LOCAL
+
+SLOW = ("torch",)
+"""Modules that importing a plugin must not load."""
+HEAVY = ("numpy", "pydantic", "rich", "tensorboard", "tokenizers", "torchao", "transformers")
+"""Modules that it had better not load."""
+
+
+def imports(found: Found) -> None:
+    """Whether the module imports and gives a plugin class."""
+    try:
+        load(found)
+    except ConfigError as error:
+        if error.__cause__ is None:
+            raise
+        raise BrokenError("\n" + "".join(traceback.format_exception(error.__cause__)).rstrip()) from error
+
+
+def imports_lazily(found: Found) -> str | None:
+    """Whether importing it, in a fresh process, leaves slow modules unloaded."""
+    module = found.module
+    if module.startswith(LOCAL) or module.rpartition(".")[2].startswith(("test_", "conftest", "__main__")):
+        raise SkippedError("it is defined in a test")
+    code = (
+        "import importlib, json, sys; path, module, slow = json.loads(sys.argv[1]); sys.path[:] = path\n"
+        "importlib.import_module(module); print('\\n' + json.dumps([name for name in slow if name in sys.modules]))"
+    )
+    argument = json.dumps([sys.path, module, [*SLOW, *HEAVY]])
+    done = subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True, check=False)
+    require(done.returncode == 0, f"it fails in a fresh process: {done.stderr.strip().splitlines()[-1:]}")
+    loaded = json.loads(done.stdout.splitlines()[-1])
+    slow = [name for name in loaded if name in SLOW]
+    require(not slow, f"importing {module} imports {', '.join(slow)}; import it inside the hook that uses it")
+    if loaded:
+        raise DoubtError(f"importing {module} imports {', '.join(loaded)}; import it inside the hook that uses it")
+    return None
+
+
+def trials(enabled: Enabled) -> Iterator[tuple[str, Trial]]:
+    """The checks of the class."""
+    cls = enabled.cls
+    yield "says what it is", lambda: _summary(cls)
+    yield "says its plugin API", lambda: _api(enabled)
+    yield "hooks exist", lambda: _hooks(cls)
+    yield "no hook is left undecorated", lambda: _undecorated(cls)
+    yield "arguments fit the hooks", lambda: _arguments(enabled)
+    yield "metadata has the right form", lambda: _metadata(cls)
+    yield "state is saved and loaded", lambda: _state(cls)
+    yield "the section is strict", lambda: _section(cls)
+
+
+def needs(enabled: Enabled) -> None:
+    """Whether the modules of its `needs` are there."""
+    missing = {
+        module: command
+        for module, command in enabled.cls.needs.items()
+        if importlib.util.find_spec(module.partition(".")[0]) is None
+    }
+    if missing:
+        raise SkippedError("; ".join(f"{module} is missing: {command}" for module, command in sorted(missing.items())))
+
+
+def _summary(cls: type[Plugin]) -> str:
+    if "__doc__" not in vars(cls) or not (cls.__doc__ or "").strip():
+        raise DoubtError("the class has no docstring, whose first line `forge plugins list` shows")
+    return inspect.cleandoc(cls.__doc__ or "").splitlines()[0]
+
+
+def _api(enabled: Enabled) -> str:
+    api: Any = enabled.cls.api
+    require(
+        isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api),
+        f"`api` must be (major, minor), found {api!r}",
+    )
+    if not any("api" in vars(cls) for cls in enabled.cls.__mro__ if cls is not Plugin):
+        raise DoubtError(f"it has no `api`; say which plugin API it was written for: api = {API}")
+    return f"{api[0]}.{api[1]}"
+
+
+def _hooks(cls: type[Plugin]) -> str:
+    hooks = implemented(cls)
+    unknown = sorted(hooks - KINDS.keys())
+    require(not unknown, "; ".join(f"there is no hook {name!r}.{nearest(name, KINDS)}" for name in unknown))
+    require(hooks, "it implements no hook; mark its methods with @hookimpl")
+    return ", ".join(sorted(hooks))
+
+
+def _undecorated(cls: type[Plugin]) -> None:
+    own = {
+        name
+        for base in cls.__mro__
+        if base not in (Plugin, object)
+        for name, value in vars(base).items()
+        if isinstance(value, types.FunctionType) and not name.startswith("_")
+    } - implemented(cls)
+    exact = sorted(own & KINDS.keys())
+    require(not exact, f"{', '.join(exact)}: named like a hook, but not marked with @hookimpl")
+    near = {name: difflib.get_close_matches(name, KINDS, n=1, cutoff=0.85) for name in sorted(own)}
+    if alike := [f"{name} (meant is {close[0]}?)" for name, close in near.items() if close]:
+        raise DoubtError(f"not marked with @hookimpl, and named much like a hook: {', '.join(alike)}")
+
+
+def _arguments(enabled: Enabled) -> None:
+    Calls.of([(enabled, object.__new__(enabled.cls))])
+
+
+def _metadata(cls: type[Plugin]) -> None:
+    for name in ("requires", "conflicts", "example"):
+        value: Any = getattr(cls, name)
+        require(
+            isinstance(value, tuple) and all(isinstance(item, str) for item in value),
+            f"`{name}` must be a tuple of texts, found {value!r}",
+        )
+    value = cls.needs
+    require(
+        isinstance(value, Mapping) and all(isinstance(item, str) for pair in value.items() for item in pair),
+        f"`needs` must say which command installs which module, found {value!r}",
+    )
+
+
+def _state(cls: type[Plugin]) -> str:
+    pair = [name for name in ("state_dict", "load_state_dict") if hasattr(cls, name)]
+    require(len(pair) != 1, f"it has {pair} alone: without its counterpart nothing is saved")
+    return "" if pair else "it has none"
+
+
+def _section(cls: type[Plugin]) -> str:
+    """Whether an unknown key is refused. Other mistakes, such as a required key, do not matter here."""
+    from ..config.layers import DEFAULT, Value
+    from ..config.validate import validate
+
+    section: Any = cls.Config
+    made: Any = getattr(section, "__dataclass_params__", None)
+    require(made is not None and made.frozen, "its Config must be marked with @section")
+    mistakes: list[str] = []
+    validate("section", section, {("no_such_key",): Value(1, DEFAULT)}, mistakes)
+    require(any("no such key" in mistake for mistake in mistakes), "its Config accepts unknown keys; use @section")
+    return ", ".join(field.name for field in dataclasses.fields(section))

@@ -1,0 +1,204 @@
+"""Processes over gloo that are started once and run one case after another: a distributed test costs no new launch.
+
+A case is a function that can be imported, with arguments that are JSON. Every rank calls it in a process group of the
+case's own, so that a case on 2 ranks and one on 4 share the processes but nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+Case = str | Callable[..., Any]
+GRACE = 10.0
+"""Seconds that the other ranks have left to end once one of them has failed."""
+
+
+class PoolError(Exception):
+    """A case failed: which ranks, and their tracebacks."""
+
+
+class Pool:
+    """Up to `size` ranks, started when they are first needed. A context manager; `close` ends the processes.
+
+    Args:
+        folder: where the ranks' output goes.
+        size: the largest world.
+        threads: OMP_NUM_THREADS of each rank.
+    """
+
+    def __init__(self, folder: Path, size: int = 4, threads: int = 1) -> None:
+        self._folder, self._size, self._threads = folder, size, threads
+        self._workers: list[_Worker] = []
+        self._store: TCPStore | None = None
+        self._numbers = itertools.count()
+
+    def run(self, case: Case, world: int = 2, *, timeout: float = 60.0, **arguments: Any) -> list[Any]:
+        """Call a function on `world` ranks; what each returned, in order of ranks.
+
+        Args:
+            case: `module:function`, or a function that can be imported as such. It finds its process group made, and
+                RANK, WORLD_SIZE and LOCAL_RANK set as torchrun would.
+            world: number of ranks.
+            timeout: seconds until it counts as hanging, which ends the processes and says where each stood.
+            **arguments: of the function; JSON.
+
+        Raises:
+            PoolError: if a rank failed or hung.
+        """
+        if not 1 <= world <= self._size:
+            raise ValueError(f"the pool has 1 to {self._size} ranks, not {world}")
+        name = case if isinstance(case, str) else f"{case.__module__}:{case.__qualname__}"
+        port = self._start(world)
+        request = {
+            "case": name,
+            "arguments": arguments,
+            "number": next(self._numbers),
+            "world": world,
+            "timeout": timeout,
+            "path": sys.path,
+            "port": port,
+        }
+        workers = self._workers[:world]
+        for worker in workers:
+            worker.begin(request)
+        replies = self._collect(workers, timeout)
+        silent = [worker.rank for worker in workers if worker.rank not in replies]
+        failed = {rank: reply["error"] for rank, reply in replies.items() if "error" in reply}
+        if not silent and not failed:
+            return [replies[worker.rank]["value"] for worker in workers]
+        text = [f"{name} on {world} ranks"]
+        text += [f"rank {rank} failed:\n{error.rstrip()}" for rank, error in failed.items()]
+        if silent:
+            why = "did not end" if failed else f"hung for {timeout:g} s"
+            places = _where_they_hang([workers[rank] for rank in silent])
+            text += [f"rank {rank} {why}:\n{place}" for rank, place in places.items()]
+            self.close()
+        raise PoolError("\n".join(text))
+
+    def close(self) -> None:
+        """End the processes; the next case starts others."""
+        for worker in self._workers:
+            worker.end()
+        self._workers = []
+        self._store = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self, world: int) -> int:
+        """Have that many processes; the port of the store they meet at."""
+        from torch.distributed import TCPStore
+
+        if any(worker.process.poll() is not None for worker in self._workers):
+            self.close()
+        if self._store is None:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        while len(self._workers) < world:
+            rank = len(self._workers)
+            self._workers.append(_Worker.start(rank, self._store.port, self._folder, self._threads))
+        return int(self._store.port)
+
+    def _collect(self, workers: Sequence[_Worker], timeout: float) -> dict[int, dict[str, Any]]:
+        """Replies by rank, in the order they came; of those that came in time."""
+        replies: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + timeout
+        with selectors.DefaultSelector() as selector:
+            for worker in workers:
+                selector.register(worker.replies, selectors.EVENT_READ, worker)
+            while len(replies) < len(workers) and (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    worker = key.data
+                    reply = worker.reply()
+                    replies[worker.rank] = reply
+                    selector.unregister(worker.replies)
+                    if "error" in reply:
+                        deadline = min(deadline, time.monotonic() + GRACE)
+        return replies
+
+
+@dataclass
+class _Worker:
+    """One rank's process, from outside."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    replies: IO[bytes]
+    output: Path
+    began: int = 0
+    """Where in the output the case at hand began."""
+
+    @classmethod
+    def start(cls, rank: int, port: int, folder: Path, threads: int) -> Self:
+        read, write = os.pipe()
+        output = folder / f"rank-{rank}.log"
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "FORGE_POOL": json.dumps({"rank": rank, "port": port, "replies": write, "parent": os.getpid()}),
+        }
+        with output.open("ab") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "forge_train.testing.worker"],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=(write,),
+            )
+        os.close(write)
+        return cls(rank, process, os.fdopen(read, "rb"), output)
+
+    def begin(self, request: dict[str, Any]) -> None:
+        self.began = self.output.stat().st_size
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has died: `reply` says how
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def reply(self) -> dict[str, Any]:
+        line = self.replies.readline()
+        if line:
+            reply: dict[str, Any] = json.loads(line)
+            return reply
+        code = self.process.wait()
+        return {"error": f"the process ended with {code}\n{self.said()}"}
+
+    def said(self) -> str:
+        """The end of what the case at hand has written."""
+        return self.output.read_bytes()[self.began :].decode(errors="replace")[-4000:].rstrip()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+        self.replies.close()
+
+
+def _where_they_hang(workers: Sequence[_Worker]) -> dict[int, str]:
+    """The stacks of ranks that do not end, which they write at this signal; see the worker."""
+    for worker in workers:
+        worker.began = worker.output.stat().st_size
+        worker.process.send_signal(signal.SIGUSR2)
+    time.sleep(0.5)
+    return {worker.rank: worker.said() for worker in workers}

@@ -1,0 +1,12 @@
+"""A tiny case for the protocol of every slot and chain: what `plugins check` tries an implementation with."""
+
+from __future__ import annotations
+
+from ..bench import Trials
+from .data import TRIALS as DATA
+from .layers import TRIALS as LAYERS
+from .model import TRIALS as MODEL
+from .optimisation import TRIALS as OPTIMISATION
+from .step import TRIALS as STEP
+
+TRIALS: Trials = {**MODEL, **LAYERS, **DATA, **STEP, **OPTIMISATION}

@@ -1,0 +1,173 @@
+"""Trials of what a model's layers are made of: attention, its kernel, feed-forward blocks, and the expert transport."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...initialise import materialise
+from ..bench import Bench, Trials, close
+from ..conformance import DoubtError, SkippedError, require
+
+BATCH, SEQUENCE = 2, 12
+
+
+def _module(bench: Bench, chain: str) -> nn.Module:
+    """The module that the plugin builds for the first layer it claims, with its initial weights."""
+    layer = bench.layer
+    for index in range(layer.count):
+        with torch.device("meta"):
+            module = bench.answer(chain, layer=replace(layer, index=index))
+        if module is not None:
+            require(isinstance(module, nn.Module), f"expected an nn.Module, found {type(module).__name__}")
+            materialise(module, torch.device("cpu"), seed=0)
+            return module  # type: ignore[no-any-return]
+    raise SkippedError(f"it claims none of the {layer.count} layers of the tiny model")
+
+
+def _input(bench: Bench) -> Tensor:
+    return torch.randn(BATCH, SEQUENCE, bench.layer.dim)
+
+
+def attention_trains(bench: Bench) -> str:
+    return _trains(_module(bench, "attention"), _input(bench))
+
+
+def feed_forward_trains(bench: Bench) -> str:
+    return _trains(_module(bench, "feed_forward"), _input(bench))
+
+
+def _trains(module: nn.Module, x: Tensor) -> str:
+    """Shape and gradients, with the initial weights."""
+    x.requires_grad_()
+    out = module(x)
+    require(out.shape == x.shape, f"gives {list(out.shape)} for {list(x.shape)}")
+    require(bool(torch.isfinite(out).all()), "gives values that are not finite")
+    out.square().sum().backward()
+    require(x.grad is not None and bool(torch.isfinite(x.grad).all()), "its input gets no finite gradient")
+    idle = [name for name, parameter in module.named_parameters() if parameter.grad is None]
+    if idle:
+        raise DoubtError(f"{', '.join(idle[:3])} gets no gradient")
+    return f"{sum(parameter.numel() for parameter in module.parameters())} parameters"
+
+
+def attention_looks_only_back(bench: Bench) -> None:
+    module, x = _module(bench, "attention"), _input(bench)
+    changed = x.clone()
+    changed[:, SEQUENCE // 2 :] += 1
+    with torch.no_grad():
+        before, after = module(x)[:, : SEQUENCE // 2], module(changed)[:, : SEQUENCE // 2]
+    close(after, before, "what comes before a changed token", 1e-5)
+
+
+def attention_keeps_documents_apart(bench: Bench) -> None:
+    module, x = _module(bench, "attention"), _input(bench)
+    middle = SEQUENCE // 2
+    documents = (torch.arange(SEQUENCE) >= middle).long().expand(BATCH, -1)
+    positions = (torch.arange(SEQUENCE) % middle).expand(BATCH, -1)
+    changed = x.clone()
+    changed[:, :middle] += 1
+    with torch.no_grad():
+        before, after = (module(one, positions=positions, documents=documents) for one in (x, changed))
+    close(after[:, middle:], before[:, middle:], "a document after another one was changed", 1e-5)
+
+
+def attention_continues_from_its_cache(bench: Bench) -> None:
+    module: Any = _module(bench, "attention")
+    x = _input(bench)
+    if not callable(getattr(module, "new_cache", None)):
+        raise DoubtError("it has no new_cache: a model with it can't generate")
+    cache = module.new_cache(BATCH, SEQUENCE)
+    cuts = [(0, SEQUENCE - 3), (SEQUENCE - 3, SEQUENCE - 2), (SEQUENCE - 2, SEQUENCE)]
+    with torch.no_grad():
+        whole = module(x)
+        pieces = [
+            module(x[:, start:end], positions=torch.arange(start, end).expand(BATCH, -1), cache=cache)
+            for start, end in cuts
+        ]
+    close(torch.cat(pieces, dim=1), whole, "attention in pieces, through the cache", 1e-5)
+
+
+def attention_shows_its_kernel(bench: Bench) -> None:
+    if not callable(getattr(_module(bench, "attention"), "kernel", None)):
+        raise DoubtError("it exposes no `.kernel`, which context parallelism replaces")
+
+
+def _oracle(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, scale: float | None) -> Tensor:
+    """Attention as its formula has it, in double precision."""
+    query, key, value = query.double(), key.double(), value.double()
+    group = query.shape[2] // key.shape[2]
+    key, value = key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
+    logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (scale or query.shape[-1] ** -0.5)
+    queries, keys = query.shape[1], key.shape[1]
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    if documents is not None:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+    weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+def kernel_agrees_with_its_formula(bench: Bench) -> str:
+    kernel = bench.answer("attention_kernel")
+    split = (torch.arange(SEQUENCE) >= 5).long().expand(BATCH, -1)
+    cases: dict[str, tuple[int, int, Tensor | None, float | None]] = {
+        "all heads apart": (4, SEQUENCE, None, None),
+        "grouped heads": (2, SEQUENCE, None, None),
+        "one key head": (1, SEQUENCE, None, None),
+        "documents": (2, SEQUENCE, split, None),
+        "another scale": (2, SEQUENCE, None, 0.5),
+        "one query, more keys": (2, 1, None, None),
+        "some queries, more keys": (2, 5, None, None),
+    }
+    for what, (kv_heads, queries, documents, scale) in cases.items():
+        query = torch.randn(BATCH, queries, 4, 8, requires_grad=True)
+        key, value = (torch.randn(BATCH, SEQUENCE, kv_heads, 8, requires_grad=True) for _ in range(2))
+        given = (query, key, value)
+        out = kernel(*given, documents=documents, scale=scale)
+        expected = _oracle(*given, documents, scale)
+        close(out, expected.float(), f"{what}: output", 1e-4)
+        weights = torch.randn(expected.shape)
+        got = torch.autograd.grad((out * weights).sum(), given)
+        wanted = torch.autograd.grad((expected * weights).sum(), given)
+        for name, one, other in zip(("query", "key", "value"), got, wanted, strict=True):
+            close(one, other.float(), f"{what}: gradient of the {name}", 1e-3)
+    return ", ".join(cases)
+
+
+def dispatch_goes_round(bench: Bench) -> str:
+    transport = bench.answer("token_dispatch")
+    tokens, dim, count, top_k = 10, 8, 4, 2
+    x = torch.randn(tokens, dim, requires_grad=True)
+    experts = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)])
+    experts[0] = torch.tensor([0, 1])
+    weights = torch.rand(tokens, top_k, requires_grad=True)
+    sorted_rows, sizes, handle = transport.dispatch(x, experts, count)
+    require(len(sizes) == count, f"in one process all {count} experts are local, found {len(sizes)} sizes")
+    require(int(sizes.sum()) == len(sorted_rows), f"{len(sorted_rows)} rows for sizes {sizes.tolist()}")
+    expected_sizes = torch.bincount(experts.flatten(), minlength=count)
+    require(sizes.tolist() == expected_sizes.tolist(), f"sizes {sizes.tolist()}, expected {expected_sizes.tolist()}")
+    factors = torch.arange(1.0, count + 1)
+    out = transport.combine(sorted_rows * factors.repeat_interleave(sizes)[:, None], weights, handle)
+    expected = (weights * factors[experts]).sum(1, keepdim=True) * x
+    close(out, expected, "each token through its experts and back", 1e-5)
+    got, wanted = (torch.autograd.grad(one.square().sum(), (x, weights)) for one in (out, expected))
+    close(got[0], wanted[0], "gradient of the tokens", 1e-4)
+    close(got[1], wanted[1], "gradient of the weights", 1e-4)
+    return f"{tokens} tokens, {count} experts, top {top_k}"
+
+
+TRIALS: Trials = {
+    "attention": [
+        ("shape and gradients", attention_trains),
+        ("looks only back", attention_looks_only_back),
+        ("keeps documents apart", attention_keeps_documents_apart),
+        ("continues from its cache", attention_continues_from_its_cache),
+        ("shows its kernel", attention_shows_its_kernel),
+    ],
+    "feed_forward": [("shape and gradients", feed_forward_trains)],
+    "attention_kernel": [("agrees with the formula", kernel_agrees_with_its_formula)],
+    "token_dispatch": [("tokens go to their experts and back", dispatch_goes_round)],
+}

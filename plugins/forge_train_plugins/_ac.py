@@ -1,0 +1,143 @@
+"""What the `ac` plugin does to a unit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from forge_train import ConfigError, PluginError
+from forge_train.errors import nearest
+
+log = logging.getLogger("forge_train")
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "attention": (
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_fused_attention_overrideable",
+        "aten._flash_attention_forward",
+        "higher_order.flex_attention",
+    ),
+    "matmul": ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm", "aten._grouped_mm"),
+    "collectives": ("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_reduce"),
+}
+"""Kind → operations whose results are kept. An all-gather's is not: it is as large as what was split to save memory."""
+
+
+def recompute(units: Iterable[nn.Module], policy: Policy | None) -> None:
+    """Have units compute their activations again in the backward pass.
+
+    Their class changes, not the modules themselves: a module around one would rename its parameters, and a `forward` of
+    each unit's own would have torch.compile treat every unit as another.
+
+    Raises:
+        PluginError: if a unit's forward is its own already.
+    """
+    classes: dict[type, type] = {}
+    for unit in units:
+        own = type(unit)
+        if "forward" in vars(unit):
+            raise PluginError(f"ac: a plugin has replaced the forward of one {own.__name__}; have it change its class.")
+        if own not in classes:
+            classes[own] = _recomputing(own, policy)
+        unit.__class__ = classes[own]
+
+
+def _recomputing(own: type[nn.Module], policy: Policy | None) -> type[nn.Module]:
+    options: dict[str, Any] = {} if policy is None else {"context_fn": partial(contexts, policy)}
+    inner: Callable[..., Any] = own.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(self, *args, **kwargs)
+        return checkpoint(inner, self, *args, use_reentrant=False, **options, **kwargs)
+
+    return type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__, "__doc__": own.__doc__})
+
+
+def contexts(policy: Policy) -> Any:
+    """The contexts of one forward of a unit, and of its repetition."""
+    return create_selective_checkpoint_contexts(policy.fresh())  # type: ignore[no-untyped-call]
+
+
+class Policy:
+    """Which operations' results are kept.
+
+    Args:
+        kinds: operation → the entry of `ac.save` that names it.
+        alternate: whether only every second matrix product is kept.
+    """
+
+    def __init__(self, kinds: Mapping[Any, str], *, alternate: bool) -> None:
+        self.kinds, self.alternate = kinds, alternate
+        self.seen: set[str] = set()
+        self._reported = False
+
+    @classmethod
+    def of(cls, save: Sequence[str]) -> Policy:
+        """Read `ac.save`.
+
+        Raises:
+            ConfigError: for a name that is neither a kind nor an operation.
+        """
+        if {"matmul", "alternate_matmul"} <= set(save):
+            raise ConfigError("ac.save: 'matmul' keeps what 'alternate_matmul' would leave out; name one of them.")
+        kinds: dict[Any, str] = {}
+        for name in save:
+            kind = "matmul" if name == "alternate_matmul" else name
+            if kind in KINDS:
+                kinds |= {operation: name for path in KINDS[kind] for operation in _operations(path)}
+            elif found := _operations(name):
+                kinds |= dict.fromkeys(found, name)
+            else:
+                known = [*KINDS, "alternate_matmul"]
+                raise ConfigError(
+                    f"ac.save: {name!r} is neither one of {', '.join(known)} nor the name of an operation "
+                    f"such as aten.mm.default.{nearest(name, known)}"
+                )
+        return cls(kinds, alternate="alternate_matmul" in save)
+
+    def fresh(self) -> Callable[..., CheckpointPolicy]:
+        """The policy of one forward: it counts matrix products from the start, in the repetition too."""
+        products = {False: 0, True: 0}
+
+        def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            kind = self.kinds.get(operation)
+            if kind is None:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            self.seen.add(kind)
+            if kind == "alternate_matmul":
+                products[context.is_recompute] += 1
+                if products[context.is_recompute] % 2 == 0:
+                    return CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE
+
+        return decide
+
+    def report(self) -> None:
+        """After the first step: name what was to be kept and never occurred."""
+        if not self._reported:
+            self._reported = True
+            if missing := sorted(set(self.kinds.values()) - self.seen):
+                log.warning("ac.save: no unit computed anything of the kind %s.", ", ".join(missing))
+
+
+def _operations(path: str) -> list[Any]:
+    """The overloads of an operation, or the one that is named; none where this torch has no such operation."""
+    names = path.split(".")
+    found: Any = torch.ops
+    for name in names:
+        found = getattr(found, name, None)
+        if found is None:
+            return []
+    if isinstance(found, torch._ops.OpOverloadPacket):
+        return [getattr(found, overload) for overload in found.overloads()]  # type: ignore[no-untyped-call]
+    return [found] if isinstance(found, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)) else []

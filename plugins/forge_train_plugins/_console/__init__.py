@@ -1,0 +1,1 @@
+"""The two faces of the `console` plugin, and what both know."""

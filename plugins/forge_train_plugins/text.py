@@ -1,0 +1,122 @@
+"""Text files as training data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from forge_train import ConfigError, Ge, Lt, Plugin, Volatile, hookimpl, section
+from forge_train.protocols import Evaluation, Loader, Problem, Tokenizer
+
+if TYPE_CHECKING:
+    from forge_train import Job
+    from forge_train.config import Config as RunConfig
+
+    from ._text.corpus import Corpus, Recipe, Split
+    from ._text.vocabulary import ByteTokenizer, JSONTokenizer
+
+
+class Text(Plugin):
+    """Text files, tokenised once and packed into sequences; by default Python's own library, byte by byte.
+
+    `bits_per_byte` of an evaluation does not depend on the tokenizer; `trigram_bits_per_byte` is what counting byte
+    trigrams of the training text gives on the same held-out text.
+    """
+
+    api = (1, 0)
+
+    @section
+    class Config:
+        path: str | tuple[str, ...] = ""
+        """Files, folders (.txt .md .rst .py .jsonl in them) or glob patterns; empty for Python's standard library."""
+        tokenizer: str = "bytes"
+        """`bytes`, or the path of a `tokenizer.json` of Hugging Face's tokenizers."""
+        field: str = "text"
+        """Where a .jsonl line has its text."""
+        held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
+        """Share of the documents that is kept for evaluation; of every document where there are few."""
+        isolate: bool = True
+        """Keep attention inside a document; otherwise the documents are one long text."""
+        shuffle: bool = True
+        """Take the sequences in another order in every epoch."""
+        cache: Annotated[str, Volatile()] = ""
+        """Folder for tokens; empty for forge-train/text in $XDG_CACHE_HOME or ~/.cache."""
+        baseline: Annotated[bool, Volatile()] = True
+        """Report at each evaluation what a byte trigram achieves on the held-out text."""
+
+    config: Config
+    _held_out: Split | None = None
+
+    @hookimpl
+    def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        from ._text.sources import find
+
+        if self.config.path:  # walking the standard library would only repeat what opening the corpus does
+            try:
+                find(self.config.path)
+            except ConfigError as error:
+                yield Problem("text.path", str(error).removeprefix("text.path: "))
+        if self.config.tokenizer != "bytes" and not (path := Path(self.config.tokenizer).expanduser()).is_file():
+            yield Problem("text.tokenizer", f"no file {str(path)!r}; expected 'bytes' or a tokenizer.json.")
+
+    @hookimpl
+    def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
+        from ._text.loader import make_loader
+
+        part: Split = getattr(self._corpus, split)
+        loader = make_loader(
+            part,
+            split,
+            job,
+            shuffle=self.config.shuffle,
+            isolate=self.config.isolate,
+            corpus=self._corpus.key,
+            name=self._corpus.name,
+        )
+        if split == "validation":
+            self._held_out = part
+        return loader
+
+    @hookimpl
+    def tokenizer(self, job: Job) -> Tokenizer:
+        return self._vocabulary
+
+    @hookimpl
+    def on_evaluate(self, evaluation: Evaluation) -> None:
+        part = self._held_out
+        if part is None:
+            return
+        unpredicted = len(part.ends) if self.config.isolate else 1
+        tokens_per_byte = (len(part.tokens) - unpredicted) / part.bytes
+        evaluation.add("bits_per_byte", evaluation.loss / math.log(2) * tokens_per_byte)
+        if self.config.baseline and self._trigram is not None:
+            evaluation.add("trigram_bits_per_byte", self._trigram)
+
+    @cached_property
+    def _recipe(self) -> Recipe:
+        from ._text.corpus import Recipe
+
+        return Recipe(self.config.path, self.config.field, self.config.held_out)
+
+    @cached_property
+    def _vocabulary(self) -> ByteTokenizer | JSONTokenizer:
+        from ._text.vocabulary import ByteTokenizer, JSONTokenizer
+
+        name = self.config.tokenizer
+        return ByteTokenizer() if name == "bytes" else JSONTokenizer(Path(name).expanduser())
+
+    @cached_property
+    def _corpus(self) -> Corpus:
+        from ._text.cache import folder
+        from ._text.corpus import open_corpus
+
+        return open_corpus(self._recipe, self._vocabulary, folder(self.config.cache))
+
+    @cached_property
+    def _trigram(self) -> float | None:
+        from ._text.corpus import trigram
+
+        return trigram(self._recipe, self._corpus)

@@ -1,0 +1,102 @@
+"""`forge plugins new` writes plugins that conform, as a package of their own and as a file of contrib."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import forge_train_cli.new
+from forge_train.calls import implemented
+from forge_train.testing import assert_conforms
+from forge_train_cli.app import run
+from forge_train_cli.new import source
+from forge_train_cli.snippets import SNIPPETS
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_hook_it_knows_makes_a_plugin_that_conforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "new_everything.py").write_text(source("everything", list(SNIPPETS.values())), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugin = importlib.import_module("new_everything").Everything
+    assert implemented(plugin) == SNIPPETS.keys()
+    assert_conforms(plugin, strict=True, folder=tmp_path)
+
+
+def test_linters_accept_what_it_writes(tmp_path: Path) -> None:
+    for hook, snippet in SNIPPETS.items():
+        (tmp_path / f"{hook}.py").write_text(source("one", [snippet]), encoding="utf-8")
+    (tmp_path / "everything.py").write_text(source("everything", list(SNIPPETS.values())), encoding="utf-8")
+    for command in (["format", "--check"], ["check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--config", str(ROOT / "pyproject.toml"), str(tmp_path)]
+        done = subprocess.run(ruff, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.e2e
+def test_the_package_installs_and_passes_its_own_tests_and_the_check(tmp_path: Path) -> None:
+    assert run(["plugins", "new", "my-plugin", "--dir", str(tmp_path)]) == 0
+    package, target = tmp_path / "forge-train-my-plugin", tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(target), str(package)], check=True)
+    environment = os.environ | {"PYTHONPATH": str(target)}
+    for command in (
+        ["pytest", "-q", "-p", "no:cacheprovider"],
+        ["forge_train_cli", "plugins", "check", "my-plugin"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=package, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert "✓ resumes exactly" in done.stdout
+
+
+def test_a_contributed_plugin_lies_in_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "contrib" / "forge_train_contrib"
+    package.mkdir(parents=True)
+    (tmp_path / "tests").mkdir()
+    monkeypatch.setattr(forge_train_cli.new, "folder", lambda name: package)
+    assert run(["plugins", "new", "mine", "--contrib", "--hook", "optimizer"]) == 0
+    assert "class Mine(Plugin)" in (package / "mine.py").read_text()
+    assert "from forge_train_contrib.mine import Mine" in (tmp_path / "tests/contrib/test_mine.py").read_text()
+    assert run(["plugins", "new", "mine", "--contrib"]) == 2
+
+
+def test_contrib_needs_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(forge_train_cli.new, "folder", lambda name: tmp_path / "site-packages" / name)
+    assert run(["plugins", "new", "mine", "--contrib"]) == 2
+    assert "checkout of forge" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Upper", "lower-case"),
+        ("a b", "lower-case"),
+        ("1st", "lower-case"),
+        ("lambda", "lower-case"),
+        ("train", "reserved"),
+        ("cli", "reserved"),
+        ("adamw", "already"),
+    ],
+)
+def test_names_that_can_not_be(name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plugins", "new", name, "--dir", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plugins", "new", "twice", "--dir", str(tmp_path)]) == 0
+    file = tmp_path / "forge-train-twice" / "README.md"
+    file.write_text("mine")
+    assert run(["plugins", "new", "twice", "--dir", str(tmp_path)]) == 2
+    assert "README.md" in capsys.readouterr().err
+    assert file.read_text() == "mine"

@@ -1,0 +1,28 @@
+"""What every test gets: an environment in which nothing from outside changes a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before anything imports torch: two processes of a test would otherwise take every core twice.
+os.environ["OMP_NUM_THREADS"] = "1"
+# What would change a run from outside: an override, a launcher's world, the colours of a terminal, the network.
+for name in (
+    *("FORGE_SET", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "FORCE_COLOR", "COLUMNS", "LINES"),
+):
+    os.environ.pop(name, None)
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder of the session: the user's own is left alone, and a corpus is tokenised once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder

@@ -1,0 +1,140 @@
+"""The plugins of `outside.py` that make up a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_train import Init, Job, Layer, hookimpl
+from forge_train.nn import Embedding, Linear
+from outside import VOCABULARY, Outside
+
+
+class OutsideModel(Outside):
+    """Embeds, mixes each layer's attention and feed-forward block in, and normalises."""
+
+    @hookimpl
+    def build_model(self, job: Job) -> nn.Module:
+        layer = Layer(index=0, count=1, dim=16, heads=2, kv_heads=2, head_dim=8, hidden=24)
+        vocabulary = job.hooks.tokenizer().vocabulary if job.hooks.provider("tokenizer") else VOCABULARY
+        return OutsideDecoder(vocabulary, job.hooks.attention(layer), job.hooks.feed_forward(layer), self)
+
+
+class OutsideDecoder(nn.Module):
+    units = ("attention", "feed_forward")
+    stages = (("embedding", "attention", "feed_forward", "head"),)
+    roles: Mapping[str, str] = {"embedding.weight": "embedding", "head.weight": "head"}
+
+    def __init__(self, vocabulary: int, attention: Any, feed_forward: Any, owner: OutsideModel) -> None:
+        super().__init__()
+        self.embedding, self.head = Embedding(vocabulary, 16), Linear(16, vocabulary)
+        self.attention, self.feed_forward = attention, feed_forward
+        self.note = owner.use
+
+    def forward(self, x: Tensor, *, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        self.note()
+        x = self.embedding(x)
+        x = x + self.attention(x, positions=positions, documents=documents)
+        return x + self.feed_forward(x)
+
+
+class OutsideAttention(Outside):
+    """One linear layer before the kernel, one after it."""
+
+    @hookimpl
+    def attention(self, layer: Layer, job: Job) -> Any:
+        return OutsideMixer(layer, job.hooks.attention_kernel(), self)
+
+
+class OutsideMixer(nn.Module):
+    def __init__(self, layer: Layer, kernel: Any, owner: Outside) -> None:
+        super().__init__()
+        self.shape = (layer.heads, layer.head_dim)
+        self.into, self.out = (Linear(layer.dim, layer.heads * layer.head_dim), Linear(layer.dim, layer.dim))
+        self.kernel, self.note = kernel, owner.use
+
+    def forward(
+        self, x: Tensor, *, positions: Tensor | None = None, documents: Tensor | None = None, cache: Any = None
+    ) -> Tensor:
+        self.note()
+        heads = self.into(x).unflatten(-1, self.shape)
+        out: Tensor = self.out(self.kernel(heads, heads, heads, documents=documents).flatten(2))
+        return out
+
+
+class OutsideKernel(Outside):
+    """The plain formula of attention."""
+
+    @hookimpl
+    def attention_kernel(self, job: Job) -> Any:
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, *, documents: Tensor | None = None, scale: float | None = None
+        ) -> Tensor:
+            self.use()
+            groups = query.shape[2] // key.shape[2]
+            key, value = key.repeat_interleave(groups, 2), value.repeat_interleave(groups, 2)
+            logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (scale or query.shape[-1] ** -0.5)
+            seen = torch.ones(logits.shape[-2:], dtype=torch.bool).tril(key.shape[1] - query.shape[1])
+            if documents is not None:
+                seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+            return torch.einsum("bhqk,bkhd->bqhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), value)
+
+        return attend
+
+
+class OutsideFeedForward(Outside):
+    """A small set of experts; each token goes to two of them, by the transport that fills its slot, if one does."""
+
+    @hookimpl
+    def feed_forward(self, layer: Layer, job: Job) -> Any:
+        transport = job.hooks.token_dispatch() if job.hooks.provider("token_dispatch") else None
+        return OutsideExperts(layer, transport, self)
+
+
+class OutsideExperts(nn.Module):
+    def __init__(self, layer: Layer, transport: Any, owner: Outside) -> None:
+        super().__init__()
+        self.router = Linear(layer.dim, 4)
+        self.experts = nn.Parameter(torch.empty(4, layer.dim, layer.dim))
+        self.transport, self.note = transport, owner.use
+
+    def initial(self, name: str) -> Init:
+        return Init("normal", 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note()
+        flat = x.flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).topk(2)
+        if self.transport is None:
+            every = torch.einsum("td,edf->tef", flat, self.experts)
+            picked = every.gather(1, chosen[..., None].expand(-1, -1, every.shape[-1]))
+            return (weights[..., None] * picked).sum(1).view_as(x)
+        rows, sizes, handle = self.transport.dispatch(flat, chosen, 4)
+        parts = [part @ expert for part, expert in zip(rows.split(sizes.tolist()), self.experts, strict=True)]
+        combined: Tensor = self.transport.combine(torch.cat(parts), weights, handle)
+        return combined.view_as(x)
+
+
+class OutsideDispatch(Outside):
+    """Sorts tokens by expert, in this process."""
+
+    @hookimpl
+    def token_dispatch(self, job: Job) -> Any:
+        return OutsideTransport(self)
+
+
+class OutsideTransport:
+    def __init__(self, owner: Outside) -> None:
+        self.owner = owner
+
+    def dispatch(self, x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor, Any]:
+        self.owner.use()
+        order = experts.flatten().argsort(stable=True)
+        return x[order // experts.shape[1]], experts.flatten().bincount(minlength=count), order
+
+    def combine(self, rows: Tensor, weights: Tensor, handle: Any) -> Tensor:
+        back = torch.empty_like(rows).index_copy(0, handle, rows)
+        return (back.view(*weights.shape, -1) * weights[..., None]).sum(1)

@@ -1,0 +1,448 @@
+"""How hooks are called: in what order, who is blamed, whose failure counts, and what slots and chains accept."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toys
+from forge_train import Batch, ConfigError, LogRecord, Phase, Plugin, PluginError, Transform, hookimpl
+from forge_train.calls import Calls, Enabled, accuse, implemented
+from forge_train.discovery import Found
+from forge_train.hooks import Hooks
+from forge_train.hookspecs import KINDS, OBSERVERS, OPTIONAL
+from forge_train.protocols import Layer, StepResult
+
+pytestmark = pytest.mark.unit
+
+
+def hooks(*plugins: Plugin, defaults: dict[str, str] | None = None) -> Hooks:
+    """Instances behind the facade; each is named after its class."""
+    pairs = [
+        (Enabled(Found(type(plugin).__name__.lower(), "dist", "1", f"m:{type(plugin).__name__}"), type(plugin)), plugin)
+        for plugin in plugins
+    ]
+    made = Hooks(pairs, defaults or {})
+    made._job = "the job"  # type: ignore[assignment]
+    return made
+
+
+def make(cls: type[Plugin]) -> Plugin:
+    return cls(cls.Config())
+
+
+class Teller(Plugin):
+    """Writes down what it is told."""
+
+    def __init__(self, config: Any, seen: list[str]) -> None:
+        super().__init__(config)
+        self.seen = seen
+
+    @hookimpl
+    def on_step(self, step: Any) -> None:
+        self.seen.append(type(self).__name__)
+
+
+def result(**more: Any) -> StepResult:
+    return StepResult(1, 2, None, None, 0.1, 0.2, False, (0, 4), **more)  # type: ignore[arg-type]
+
+
+# -- order and arguments --------------------------------------------------------------------------
+
+
+def test_every_order_of_registration_calls_in_the_order_of_names() -> None:
+    classes = [type(name, (Teller,), {}) for name in "BCAD"]
+    for order in itertools.permutations(classes):
+        seen: list[str] = []
+        hooks(*(cls(None, seen) for cls in order)).on_step(result())
+        assert seen == ["A", "B", "C", "D"]
+
+
+def test_a_plugin_names_the_arguments_it_wants() -> None:
+    class None_(Plugin):
+        @hookimpl
+        def on_start(self) -> None:
+            seen.append(())
+
+    class Some(Plugin):
+        @hookimpl
+        def on_start(self, optimizer: Any, job: Any) -> None:
+            seen.append((optimizer, job))
+
+    class Defaults(Plugin):
+        @hookimpl
+        def on_start(self, model: Any, extra: int = 3, job: Any = "a default") -> None:
+            seen.append((model, extra, job))
+
+    class Static(Plugin):
+        @staticmethod
+        @hookimpl
+        def on_start(model: Any) -> None:
+            seen.append((model,))
+
+    seen: list[Any] = []
+    hooks(*map(make, (Some, None_, Defaults, Static))).on_start("model", "optimizer")  # type: ignore[arg-type]
+    assert seen == [("model", 3, "the job"), (), ("optimizer", "the job"), ("model",)]
+
+
+def test_properties_are_not_asked_while_hooks_are_looked_for() -> None:
+    class Lazy(Plugin):
+        @property
+        def expensive(self) -> Any:
+            raise AssertionError
+
+        @hookimpl
+        def on_step(self, step: Any) -> None: ...
+
+    assert implemented(Lazy) == {"on_step"}
+    hooks(make(Lazy)).on_step(result())
+
+
+def test_a_metric_is_put_under_the_name_of_the_plugin_that_is_told() -> None:
+    class One(Plugin):
+        @hookimpl
+        def on_step(self, step: StepResult) -> None:
+            step.add("x", 1)
+
+    class Two(Plugin):
+        @hookimpl
+        def on_step(self, step: StepResult) -> None:
+            step.add("x", 2)
+            step.add("slow", 0.5, timing=True)
+
+    step = result()
+    hooks(make(Two), make(One)).on_step(step)
+    assert step.metrics == {"one.x": 1, "two.x": 2, "two.slow": 0.5}
+    assert step.timings == {"two.slow"}
+
+
+# -- blame ----------------------------------------------------------------------------------------
+
+
+def test_a_failure_names_plugin_distribution_and_hook_and_keeps_its_traceback() -> None:
+    class Bad(Plugin):
+        @hookimpl
+        def on_step(self, step: Any) -> None:
+            self.deep()
+
+        def deep(self) -> None:
+            raise KeyError("what happened")
+
+    with pytest.raises(KeyError) as caught:
+        hooks(make(Bad)).on_step(result())
+    assert caught.value.__notes__ == ["in plugin 'bad' (dist 1), hook on_step"]
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "deep"
+
+
+def test_what_a_slot_gave_is_blamed_by_where_its_code_lies() -> None:
+    def enabled(name: str, module: str) -> Enabled:
+        return Enabled(Found(name, "dist", "1", f"{module}:X"), Plugin)
+
+    def failure(module: str, *inside: str) -> Exception:
+        """An error that passed through functions of these modules, the innermost first."""
+        code = "def call(f):\n    f()\n"
+        function: Callable[[], object] = lambda: int("x")  # noqa: E731
+        for name in (module, *inside):
+            space: dict[str, Any] = {"__name__": name}
+            exec(code, space)
+            function = (lambda f, g: lambda: g(f))(function, space["call"])
+        try:
+            function()
+        except ValueError as error:
+            return error
+        raise AssertionError
+
+    plugins = [enabled("a", "pkg.a"), enabled("b", "pkg.b"), enabled("c", "lonely")]
+    for module, expected in (
+        ("pkg.a", "in plugin 'a' (dist 1)"),
+        ("pkg._a", "in plugin 'a' (dist 1)"),
+        ("pkg._a.deep.down", "in plugin 'a' (dist 1)"),
+        ("_lonely", "in plugin 'c' (dist 1)"),
+        ("torch.nn", None),
+        ("pkg.abc", None),
+    ):
+        error = failure(module, "somewhere.else")
+        accuse(error, plugins)
+        assert getattr(error, "__notes__", [None]) == [expected]
+    error = failure("pkg.a", "pkg.b")
+    accuse(error, plugins)
+    accuse(error, plugins)
+    assert error.__notes__ == ["in plugin 'a' (dist 1)"]
+
+
+def test_an_error_of_forge_itself_passes_as_it_is() -> None:
+    class Bad(Plugin):
+        @hookimpl
+        def on_log(self, record: Any) -> None:
+            raise ConfigError("a clear message")
+
+    with pytest.raises(ConfigError) as caught:
+        hooks(make(Bad)).on_log(LogRecord(1, 2, {}))
+    assert not hasattr(caught.value, "__notes__")
+
+
+# -- observers ------------------------------------------------------------------------------------
+
+
+class Watch(Plugin):
+    """Fails when it is told of a line of metrics."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.told: list[str] = []
+
+    @hookimpl
+    def on_log(self, record: Any) -> None:
+        self.told.append("log")
+        raise OSError("disk full\nmore")
+
+    @hookimpl
+    def on_evaluate(self, evaluation: Any) -> None:
+        self.told.append("evaluate")
+
+
+class Act(Watch):
+    """The same, but it does more than watch."""
+
+    @hookimpl
+    def on_step(self, step: Any) -> None: ...
+
+
+def test_an_observer_that_fails_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    bad, other = make(Watch), make(type("ZOther", (Watch,), {"on_log": hookimpl(lambda self, record: None)}))
+    made = hooks(bad, other)
+    with caplog.at_level(logging.WARNING):
+        made.on_log(LogRecord(1, 2, {}))
+    assert [record.getMessage() for record in caplog.records] == [
+        "Plugin 'watch' (dist 1) failed in on_log and is left out from here on: OSError: disk full"
+    ]
+    made.on_log(LogRecord(2, 2, {}))
+    made.on_evaluate(None)  # type: ignore[arg-type]
+    assert bad.told == ["log"]  # type: ignore[attr-defined]
+    assert other.told == ["evaluate"]  # type: ignore[attr-defined]
+    assert len(caplog.records) == 1
+
+
+def test_any_other_plugin_that_fails_stops_the_run() -> None:
+    with pytest.raises(OSError, match="disk full") as caught:
+        hooks(make(Act)).on_log(LogRecord(1, 2, {}))
+    assert caught.value.__notes__ == ["in plugin 'act' (dist 1), hook on_log"]
+
+
+def test_a_signal_and_the_end_of_the_interpreter_are_no_failures_of_an_observer() -> None:
+    class Stopped(Plugin):
+        @hookimpl
+        def on_log(self, record: Any) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hooks(make(Stopped)).on_log(LogRecord(1, 2, {}))
+
+
+def test_who_is_an_observer() -> None:
+    found = Found("x", "", "", "")
+    assert Enabled(found, Watch).observer
+    assert not Enabled(found, Act).observer
+    for hook in OBSERVERS:
+        assert KINDS[hook] == "event"
+
+
+def test_an_observer_can_be_muted_and_nobody_else() -> None:
+    made = hooks(make(Watch), make(Act))
+    made.mute("watch")
+    made.mute("absent")
+    assert made.implementers("on_log") == ["act"]
+    with pytest.raises(ConfigError, match="does more than watch the run"):
+        made.mute("act")
+
+
+# -- tracing --------------------------------------------------------------------------------------
+
+
+def test_hooks_are_traced_on_demand(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with caplog.at_level(logging.WARNING):
+        hooks(Teller(None, [])).on_step(result())
+        assert not caplog.records
+        monkeypatch.setenv("FORGE_TRACE_HOOKS", "1")
+        hooks(Teller(None, [])).on_step(result())
+    (record,) = caplog.records
+    assert record.getMessage().startswith("hook on_step → teller (")
+    assert record.getMessage().endswith(" ms)")
+
+
+# -- slots ----------------------------------------------------------------------------------------
+
+
+class Gives(Plugin):
+    """Answers every slot and chain with what its class says."""
+
+    answer: Any = None
+
+    @hookimpl
+    def optimizer(self, model: Any, job: Any) -> Any:
+        return self.answer
+
+    @hookimpl
+    def attention(self, layer: Layer, job: Any) -> Any:
+        return self.answer(layer) if callable(self.answer) else self.answer
+
+
+def giving(name: str, answer: Any) -> Plugin:
+    return make(type(name, (Gives,), {"answer": staticmethod(answer) if callable(answer) else answer}))
+
+
+def test_a_slot_is_asked_of_its_one_provider() -> None:
+    assert hooks(giving("A", "sgd")).optimizer("model") == "sgd"  # type: ignore[arg-type, comparison-overlap]
+    with pytest.raises(PluginError, match=r"in plugin 'a' \(dist 1\), hook optimizer: a slot's provider gave None\."):
+        hooks(giving("A", None)).optimizer("model")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"Plugins 'a' \(dist 1\) and 'b' \(dist 1\) both fill the slot 'optimizer'"):
+        hooks(giving("B", 1), giving("A", 2)).optimizer("model")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="No enabled plugin fills the slot 'lr_schedule'"):
+        hooks().lr_schedule("optimizer")  # type: ignore[arg-type]
+
+
+def test_optional_slots_may_stay_empty() -> None:
+    assert hooks().loss_scale() is None
+    assert hooks().provider("tokenizer") is None
+    assert {hook for hook, kind in KINDS.items() if kind == "slot"} >= OPTIONAL
+    with pytest.raises(ConfigError, match="fills the slot 'tokenizer'"):
+        hooks().tokenizer()
+
+
+# -- chains ---------------------------------------------------------------------------------------
+
+
+def layer(index: int = 0) -> Layer:
+    return Layer(index=index, count=2, dim=8, heads=2, kv_heads=2, head_dim=4, hidden=16)
+
+
+def test_a_chain_takes_the_one_claim_else_the_default() -> None:
+    def odd(layer: Layer) -> str | None:
+        return "claimed" if layer.index % 2 else None
+
+    made = hooks(giving("Zdefault", "default"), giving("Claims", odd), defaults={"attention": "zdefault"})
+    assert [made.attention(layer(index)) for index in range(3)] == ["default", "claimed", "default"]
+    assert hooks(giving("Only", "its own")).attention(layer()) == "its own"
+
+
+def test_two_claims_for_a_layer_are_an_error_that_names_both() -> None:
+    made = hooks(giving("A", "a"), giving("B", "b"), giving("C", "c"), defaults={"attention": "c"})
+    with pytest.raises(ConfigError, match="Plugins 'a' and 'b' both build attention for layer 1"):
+        made.attention(layer(1))
+    with pytest.raises(ConfigError, match="No enabled plugin builds attention for layer 1"):
+        hooks(giving("A", None)).attention(layer(1))
+
+
+# -- phases, steps, spans, questions --------------------------------------------------------------
+
+
+def test_parallelize_takes_one_several_or_none() -> None:
+    def transform(slot: str) -> Transform:
+        return Transform(Phase.TENSOR, slot, lambda part: part)  # type: ignore[arg-type, return-value]
+
+    def plugin(name: str, answer: Any) -> Plugin:
+        return make(type(name, (Plugin,), {"parallelize": hookimpl(lambda self, job: answer)}))
+
+    one, two, three = transform("one"), transform("two"), transform("three")
+    made = hooks(plugin("C", None), plugin("B", (two, three)), plugin("A", one), plugin("D", []))
+    assert made.parallelize() == [("a", one), ("b", two), ("b", three)]
+    with pytest.raises(
+        PluginError, match=r"in plugin 'a' \(dist 1\), hook parallelize: expected Transform, found str\."
+    ):
+        hooks(plugin("A", ["x"])).parallelize()
+
+
+def test_batches_are_prepared_by_one_plugin_after_the_other() -> None:
+    import torch
+
+    def plugin(name: str, step: Any) -> Plugin:
+        return make(type(name, (Plugin,), {"prepare_batch": hookimpl(lambda self, job: step)}))
+
+    def times(k: int) -> Callable[[Batch], Batch]:
+        return lambda batch: Batch(batch.inputs * k + 1, batch.labels)
+
+    made = hooks(plugin("B", times(10)), plugin("A", times(2)), plugin("C", None))
+    ones = torch.ones(1, 1, dtype=torch.int64)
+    assert made.prepare_batch()(Batch(ones, ones)).inputs.item() == (1 * 2 + 1) * 10 + 1
+    assert hooks().prepare_batch()(Batch(ones, ones)).inputs is ones
+    with pytest.raises(PluginError, match=r"hook prepare_batch: expected Batch, found NoneType\."):
+        hooks(plugin("A", lambda batch: None)).prepare_batch()(Batch(ones, ones))
+
+
+def test_spans_nest_in_the_order_of_names() -> None:
+    seen: list[str] = []
+
+    def plugin(name: str, wanted: str) -> Plugin:
+        @contextmanager
+        def inside() -> Iterator[None]:
+            seen.append(f"+{name}")
+            try:
+                yield
+            finally:
+                seen.append(f"-{name}")
+
+        return make(type(name, (Plugin,), {"around": hookimpl(lambda self, span: inside if span == wanted else None)}))
+
+    made = hooks(plugin("B", "step"), plugin("A", "step"), plugin("C", "save"))
+    around = made.span("step")
+    for _ in range(2):
+        with around():
+            seen.append("|")
+        with pytest.raises(ZeroDivisionError), around():
+            raise ZeroDivisionError
+    assert seen == ["+A", "+B", "|", "-B", "-A", "+A", "+B", "-B", "-A"] * 2
+    seen.clear()
+    with made.span("evaluate")():
+        assert not seen
+
+
+def test_questions_collect_or_have_one_answer() -> None:
+    def plugin(name: str, answer: Any) -> Plugin:
+        return make(type(name, (Plugin,), {"export_hf": hookimpl(lambda self, job: answer)}))
+
+    assert hooks(plugin("A", None), plugin("B", 5)).export_hf() == 5  # type: ignore[comparison-overlap]
+    assert hooks(plugin("A", None)).export_hf() is None
+    with pytest.raises(ConfigError, match="Plugins 'a' and 'b' both answer export_hf"):
+        hooks(plugin("A", 1), plugin("B", 2)).export_hf()
+
+
+# -- hooks of every kind are found whatever else a plugin is ---------------------------------------
+
+
+def test_a_shuffled_set_of_many_plugins_is_the_same_facade() -> None:
+    classes = [type(f"P{i}", (Teller,), {}) for i in range(6)]
+    orders = []
+    for seed in range(5):
+        shuffled = classes[:]
+        random.Random(seed).shuffle(shuffled)
+        calls = Calls.of(
+            [(Enabled(Found(c.__name__.lower(), "d", "1", "m:c"), c), c(None, [])) for c in shuffled]  # type: ignore[call-arg]
+        )
+        orders.append([owner.name for owner in calls.owners("on_step")])
+    assert orders == [[f"p{i}" for i in range(6)]] * 5
+
+
+def test_a_failure_inside_a_run_is_named_in_the_log_and_kept(tmp_path: Path) -> None:
+    class Bad(Plugin):
+        @hookimpl
+        def prepare_batch(self, job: Any) -> Any:
+            return self.fail
+
+        def fail(self, batch: Batch) -> Batch:
+            raise LookupError("no batch like this")
+
+    with pytest.raises(LookupError) as caught:
+        toys.run(tmp_path, Bad, name="x")
+    assert caught.value.__notes__ == ["in plugin 'bad' (under-test 0)"]
+    log = (tmp_path / "x" / "log" / "rank-0.log").read_text(encoding="utf-8")
+    assert "LookupError: no batch like this" in log
+    assert "in fail" in log
+    assert "in plugin 'bad' (under-test 0)" in log

@@ -1,0 +1,220 @@
+"""The conformance suite finds what is wrong with a plugin, and nothing wrong with forge's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from forge_train import (
+    ConfigError,
+    Job,
+    LogRecord,
+    Plugin,
+    StepResult,
+    hookimpl,
+)
+from forge_train.discovery import DISTRIBUTION, discover
+from forge_train.testing import Installed, Report, assert_conforms, check
+
+
+def failed(report: Report) -> set[str]:
+    return {one.name for one in report.of("fail")}
+
+
+def detail(report: Report, name: str) -> str:
+    return next(one.detail for one in report.checks if one.name == name)
+
+
+BUILT_IN = [found.name for found in discover() if found.distribution == DISTRIBUTION]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_forges_own_plugins_conform(name: str, tmp_path: Path) -> None:
+    assert_conforms(name, folder=tmp_path, strict=True)
+
+
+# -- the class ----------------------------------------------------------------------------------------------------
+
+
+def test_a_hook_without_its_decorator_fails(tmp_path: Path) -> None:
+    class Undecorated(Plugin):
+        """Forgets one decorator."""
+
+        api = (1, 0)
+
+        @hookimpl
+        def on_log(self, record: LogRecord) -> None: ...
+
+        def on_step(self, step: StepResult) -> None: ...
+
+    report = check(Undecorated, folder=tmp_path)
+    assert failed(report) == {"no hook is left undecorated"}
+    assert "on_step" in detail(report, "no hook is left undecorated")
+
+
+def test_a_method_named_much_like_a_hook_warns(tmp_path: Path) -> None:
+    class Alike(Plugin):
+        """Misspells what it does not decorate."""
+
+        api = (1, 0)
+
+        @hookimpl
+        def on_log(self, record: LogRecord) -> None: ...
+
+        def on_steps(self, step: StepResult) -> None: ...
+
+    report = check(Alike, folder=tmp_path)
+    assert report.passed
+    assert "on_steps (meant is on_step?)" in detail(report, "no hook is left undecorated")
+
+
+def test_a_hook_that_does_not_exist_fails(tmp_path: Path) -> None:
+    class Typo(Plugin):
+        """Misspells a hook."""
+
+        api = (1, 0)
+
+        @hookimpl
+        def paralelize(self, job: Job) -> None: ...
+
+    report = check(Typo, folder=tmp_path)
+    assert "Did you mean 'parallelize'?" in detail(report, "hooks exist")
+
+
+def test_an_argument_that_the_hook_does_not_have_fails(tmp_path: Path) -> None:
+    class Wrong(Plugin):
+        """Asks for too much."""
+
+        api = (1, 0)
+
+        @hookimpl
+        def on_step(self, step: StepResult, job: Job) -> None: ...
+
+    assert "arguments fit the hooks" in failed(check(Wrong, folder=tmp_path))
+
+
+def test_an_api_that_is_left_out_warns(tmp_path: Path) -> None:
+    class Silent(Plugin):
+        """Does not say its API."""
+
+        @hookimpl
+        def on_step(self, step: StepResult) -> None: ...
+
+    report = check(Silent, folder=tmp_path)
+    assert report.passed
+    assert [one.name for one in report.of("warn")] == ["says its plugin API"]
+    with pytest.raises(AssertionError, match="api = "):
+        assert_conforms(Silent, strict=True, folder=tmp_path / "strict")
+
+
+def test_names_in_a_string_instead_of_a_tuple_fail(tmp_path: Path) -> None:
+    class Strung(Plugin):
+        """Forgets a comma."""
+
+        api = (1, 0)
+        requires = "loss"  # type: ignore[assignment]
+
+        @hookimpl
+        def on_step(self, step: StepResult) -> None: ...
+
+    assert failed(check(Strung, folder=tmp_path)) == {"metadata has the right form"}
+
+
+def test_a_section_that_takes_any_key_fails(tmp_path: Path) -> None:
+    class Lax(Plugin):
+        """Has a class of its own instead of a section."""
+
+        api = (1, 0)
+
+        class Config:  # type: ignore[assignment]
+            rate: float = 1.0
+
+        @hookimpl
+        def on_step(self, step: StepResult) -> None: ...
+
+    assert failed(check(Lax, folder=tmp_path)) == {"the section is strict"}
+
+
+def test_state_without_its_counterpart_fails(tmp_path: Path) -> None:
+    class Half(Plugin):
+        """Can be saved, not loaded."""
+
+        api = (1, 0)
+
+        @hookimpl
+        def on_step(self, step: StepResult) -> None: ...
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    assert failed(check(Half, folder=tmp_path)) == {"state is saved and loaded"}
+
+
+def test_a_missing_need_is_skipped_with_its_command(tmp_path: Path) -> None:
+    class Needy(Plugin):
+        """Needs what nobody has."""
+
+        api = (1, 0)
+        needs = MappingProxyType({"no_such_module_anywhere": "pip install 'it[now]'"})
+
+        @hookimpl
+        def on_step(self, step: StepResult) -> None: ...
+
+    report = check(Needy, folder=tmp_path)
+    assert report.passed
+    assert "pip install 'it[now]'" in detail(report, "has what it needs")
+    assert report.checks[-1].status == "skip"
+
+
+# -- the module ---------------------------------------------------------------------------------------------------
+
+BODY = '''
+from forge_train import Plugin, hookimpl
+
+class Mine(Plugin):
+    """Watches."""
+    api = (1, 0)
+
+    @hookimpl
+    def on_log(self, record): ...
+'''
+
+
+def write(folder: Path, patch: pytest.MonkeyPatch, name: str, text: str) -> str:
+    (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    patch.syspath_prepend(str(folder))
+    return f"{name}:Mine"
+
+
+def test_a_module_that_imports_torch_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = write(tmp_path, monkeypatch, "eager_plugin", "import torch\n" + BODY)
+    report = check(spec, folder=tmp_path)
+    assert failed(report) == {"imports nothing slow"}
+    assert "imports torch" in detail(report, "imports nothing slow")
+
+
+def test_a_module_that_imports_rich_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = check(write(tmp_path, monkeypatch, "richer_plugin", "import rich\n" + BODY), folder=tmp_path)
+    assert report.passed
+    assert "imports rich" in detail(report, "imports nothing slow")
+
+
+@pytest.mark.parametrize("fault", ["import no_such_thing", "raise SystemExit(3)", "1 / 0"])
+def test_a_module_that_does_not_import_fails_with_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forge_plugins: Installed, fault: str
+) -> None:
+    module = f"faulty_{abs(hash(fault))}"
+    forge_plugins.add_broken("faulty", write(tmp_path, monkeypatch, module, fault + "\n" + BODY))
+    report = check("faulty", folder=tmp_path)
+    assert failed(report) == {"imports"}
+    assert f"{module}.py" in detail(report, "imports")
+    assert report.plain()["passed"] is False
+
+
+def test_a_name_that_nobody_has_is_the_callers_mistake(forge_plugins: Installed) -> None:
+    forge_plugins.restore("adamw")
+    with pytest.raises(ConfigError, match="Did you mean 'adamw'"):
+        check("adamv")

@@ -1,0 +1,353 @@
+"""Generation: how tokens are drawn, what becomes of them, and what is left as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+import tiny_models
+from forge_train import ConfigError, ForgeError
+from forge_train.generate import Completion, Sampling, _Stops, _Stream, choose
+from forge_train_cli.app import run as forge
+from forge_train_plugins._text.vocabulary import ByteTokenizer
+
+GREEDY = Sampling(tokens=20, temperature=0)
+
+
+# -- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def oracle(logits: Sequence[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
+    """Token → probability, worked out by hand."""
+    weights = {token: math.exp(value / temperature) for token, value in enumerate(logits)}
+    ranked = sorted(weights, key=lambda token: -weights[token])[: top_k or None]
+    total = sum(weights[token] for token in ranked)
+    kept, reached = [], 0.0
+    for token in ranked:
+        if reached >= top_p:
+            break
+        kept.append(token)
+        reached += weights[token] / total
+    total = sum(weights[token] for token in kept)
+    return {token: weights[token] / total for token in kept}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.6), (2.0, 4, 0.7), (1.0, 1, 1.0), (1.0, 0, 0.01)],
+)
+def test_tokens_are_drawn_as_the_oracle_says(temperature: float, top_k: int, top_p: float) -> None:
+    logits = [0.3, 2.0, -1.0, 1.2, 0.0, 1.9]
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    generator = torch.Generator().manual_seed(1)
+    drawn = [choose(torch.tensor(logits), sampling, generator) for _ in range(3000)]
+    expected = oracle(logits, temperature, top_k, top_p)
+    assert set(drawn) == expected.keys()
+    for token, probability in expected.items():
+        assert drawn.count(token) / 3000 == pytest.approx(probability, abs=0.04)
+
+
+@pytest.mark.unit
+def test_the_coldest_temperatures_take_the_likeliest_token() -> None:
+    logits = torch.tensor([1.0, 5.0, 4.999, -math.inf])
+    for temperature in (0.0, 1e-40, 1e-6):
+        assert choose(logits, Sampling(temperature=temperature), torch.Generator()) == 1
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"tokens": 0}, ["tokens"]),
+        ({"temperature": -0.1, "top_k": -1}, ["temperature", "top_k"]),
+        ({"temperature": math.nan}, ["temperature"]),
+        ({"temperature": math.inf}, ["temperature"]),
+        ({"top_p": 0.0}, ["top_p"]),
+        ({"top_p": math.nan}, ["top_p"]),
+        ({"top_p": 1.1, "seed": -1, "stop": ("a", "")}, ["top_p", "seed", "stop"]),
+    ],
+)
+def test_values_out_of_range_are_named_all_at_once(values: dict[str, Any], named: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        Sampling(**values)
+    assert [line.partition(":")[0] for line in str(error.value).splitlines()] == named
+
+
+# -- with a model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("qk_norm", ["true", "false"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(tokens=40, temperature=1.0, top_k=20, seed=3)])
+def test_the_cache_changes_no_token(monkeypatch: pytest.MonkeyPatch, sampling: Sampling, qk_norm: str) -> None:
+    job, model = tiny_models.composed(f"decoder.qk_norm={qk_norm}")
+    cached = Completion(job, model, "def ", sampling)
+    with_cache = "".join(cached)
+    monkeypatch.setattr(type(model.parts[0]), "new_cache", None)
+    assert "".join(Completion(job, model, "def ", sampling)) == with_cache
+    assert len(with_cache) > 3
+
+
+@pytest.mark.unit
+def test_an_attention_without_a_cache_generates_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, model = tiny_models.composed()
+    expected = "".join(Completion(job, model, "x", GREEDY))
+    attention = next(m for name, m in model.named_modules() if name == "layers.1.attention")
+    monkeypatch.delattr(type(attention), "new_cache")
+    assert "".join(Completion(job, model, "x", GREEDY)) == expected
+
+
+@pytest.mark.unit
+def test_a_seed_gives_the_same_text_and_another_one_another() -> None:
+    job, model = tiny_models.composed()
+    texts = ["".join(Completion(job, model, "def ", Sampling(tokens=30, seed=seed))) for seed in (5, 5, 6)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.unit
+def test_nothing_else_is_disturbed() -> None:
+    import numpy as np
+
+    job, model = tiny_models.composed()
+    model.train()
+    model.parts[0].get_submodule("layers.0").eval()
+    modes = [module.training for module in model.parts[0].modules()]
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    pieces = iter(Completion(job, model, "def ", Sampling(tokens=30)))
+    next(pieces)
+    assert torch.is_grad_enabled()
+    pieces.close()  # type: ignore[attr-defined]  # given up half-way
+    assert [module.training for module in model.parts[0].modules()] == modes
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.unit
+def test_a_text_ends_where_the_model_can_go_no_further() -> None:
+    job, model = tiny_models.composed()
+    completion = Completion(job, model, "a" * 60, Sampling(tokens=50))
+    assert "".join(completion) == completion.text
+    assert completion.stopped == "length"
+    assert completion.tokens == 4
+    with pytest.raises(ConfigError, match="64 tokens; the model was made for sequences of at most 64"):
+        Completion(job, model, "a" * 64, Sampling(tokens=1))
+
+
+@pytest.mark.unit
+def test_weights_that_are_no_numbers_are_said_to_be_damaged() -> None:
+    job, model = tiny_models.composed()
+    next(iter(model.parameters())).data.fill_(math.nan)
+    with pytest.raises(ForgeError, match="NaN"):
+        list(Completion(job, model, "a", GREEDY))
+
+
+# -- with a model that writes what it is told ------------------------------------------------------------------------
+
+
+class Scripted(nn.Module):
+    """Writes the tokens of a script after a prompt of one token."""
+
+    def __init__(self, script: Sequence[int], vocabulary: int = 257) -> None:
+        super().__init__()
+        self.script, self.vocabulary = list(script), vocabulary
+
+    def forward(self, x: Tensor) -> Tensor:
+        wanted = [self.script[min(place, len(self.script) - 1)] for place in range(x.shape[1])]
+        return nn.functional.one_hot(torch.tensor([wanted]), self.vocabulary).float()
+
+
+def scripted(script: Sequence[int], tokenizer: Any = None, **values: Any) -> Completion:
+    tokenizer = tokenizer or ByteTokenizer()
+    task = SimpleNamespace(outputs=lambda part, hidden, batch: hidden)
+    hooks = SimpleNamespace(provider=lambda slot: "text", tokenizer=lambda: tokenizer, task=lambda: task)
+    dist = SimpleNamespace(layout=SimpleNamespace(cp=1), on_main=lambda function: function())
+    job = SimpleNamespace(hooks=hooks, dist=dist, device=torch.device("cpu"))
+    model = SimpleNamespace(parts=(Scripted(script),), release=lambda: None)
+    return Completion(job, model, "", Sampling(**({"tokens": len(script), "temperature": 0} | values)))  # type: ignore[arg-type]
+
+
+@pytest.mark.unit
+def test_the_documents_end_ends_the_text() -> None:
+    completion = scripted([*b"so", 256, *b"more"])
+    assert "".join(completion) == completion.text == "so"
+    assert (completion.stopped, completion.tokens) == ("end", 2)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("stop", "text", "stopped"),
+    [
+        (("END",), "one ENE ", "stop"),
+        (("ENE",), "one ", "stop"),
+        (("x", " two"), "one ENE END", "stop"),
+        (("END two!",), "one ENE END two", "tokens"),
+        (("two", "o"), "", "stop"),
+    ],
+)
+def test_stop_strings_are_never_shown(stop: tuple[str, ...], text: str, stopped: str) -> None:
+    completion = scripted(b"one ENE END two", stop=stop)
+    assert "".join(completion) == completion.text == text
+    assert completion.stopped == stopped
+
+
+@pytest.mark.unit
+def test_a_character_appears_when_it_is_whole() -> None:
+    text = "a €😀ä\n"
+    assert list(scripted(text.encode())) == list(text)
+    assert "".join(scripted(text.encode()[:-3])) == "a €😀\ufffd"[:-1]
+    assert "".join(scripted("€".encode()[:2])) == "\ufffd"
+
+
+@pytest.mark.unit
+@given(st.lists(st.integers(0, 255), max_size=60), st.text(max_size=5))
+@settings(max_examples=150, deadline=None)
+def test_the_pieces_of_any_bytes_are_their_text(ids: list[int], before: str) -> None:
+    tokenizer = ByteTokenizer()
+    stream = _Stream(tokenizer, tokenizer.encode(before))
+    pieces = [stream.push(token) for token in ids]
+    assert "".join([*pieces, stream.flush()]) == tokenizer.decode(ids)
+
+
+@pytest.mark.unit
+@given(st.text(alphabet="aä€😀 ", max_size=30), st.text(alphabet="aä€😀 ", max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_the_pieces_of_byte_fallback_tokens_are_their_text(text: str, before: str) -> None:
+    tokenizer = byte_fallback()
+    prompt, ids = tokenizer.encode("b" + before), tokenizer.encode(text)
+    stream = _Stream(tokenizer, prompt)
+    pieces = [stream.push(token) for token in ids]
+    assert not any(piece.endswith("\ufffd") for piece in pieces)
+    assert "".join([*pieces, stream.flush()]) == tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)) :]
+
+
+def byte_fallback() -> Any:
+    """A tokenizer in the way of Llama 2: words with their space in front, and bytes for what it does not know."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {
+        "▁": 256,
+        "a": 257,
+        "b": 258,
+        "▁a": 259,
+        "[U]": 260,
+    }
+    made = Tokenizer(models.BPE(vocabulary, [("▁", "a")], unk_token="[U]", byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return SimpleNamespace(
+        encode=lambda text: made.encode(text, add_special_tokens=False).ids,
+        decode=lambda ids: made.decode(list(ids), skip_special_tokens=True),
+    )
+
+
+@pytest.mark.unit
+@given(
+    st.lists(st.text(alphabet="ab", max_size=3), max_size=8), st.lists(st.text(alphabet="ab", min_size=1, max_size=4))
+)
+def test_the_first_stop_string_ends_any_pieces(pieces: list[str], stop: list[str]) -> None:
+    stops, shown = _Stops(stop), ""
+    for piece in pieces:
+        shown += stops.push(piece)
+    shown += stops.flush()
+    text = "".join(pieces)
+    ends = [text.find(one) for one in stop if one in text]
+    assert stops.found == bool(ends)
+    assert shown == (text[: len(shown)] if ends else text)
+    assert not any(one in shown for one in stop)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.trained(tmp_path_factory.mktemp("trained"))
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    found = {str(file): file.stat() for file in sorted(folder.rglob("*"))}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
+
+
+@pytest.mark.unit
+def test_the_command_goes_on_from_a_run_and_leaves_no_trace(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(run)
+    assert forge(["generate", str(run), "--prompt", "The ", "--tokens", "12", "--seed", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert forge(["generate", str(run), "--prompt", "The ", "--tokens", "12", "--seed", "4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert shown == f"The {told['text']}\n"
+    assert (told["tokens"], told["stopped"], told["step"]) == (12, "tokens", 3)
+    assert files(run) == before
+
+
+@pytest.mark.unit
+def test_the_prompt_can_come_from_stdin(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import io
+
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("ä\n".encode())))
+    assert forge(["generate", str(run), "--prompt", "-", "--tokens", "1"]) == 0
+    assert capsys.readouterr().out.startswith("ä\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff")))
+    assert forge(["generate", str(run), "--prompt", "-"]) == 2
+    assert "not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "0", "--top-p", "2"], "top_p: expected a number greater than 0"),
+        (["--temperature", "warm"], "'warm' is not a valid float"),
+        (["--prompt", "a" * 100], "The prompt has 100 tokens"),
+        (["--stop", ""], "stop: expected texts that are not empty"),
+    ],
+)
+def test_a_mistake_is_one_message(
+    run: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert forge(["generate", str(run), *arguments]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.unit
+def test_what_is_no_checkpoint_is_said_so(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import shutil
+
+    started = tmp_path / "started"
+    shutil.copytree(run, started, ignore=shutil.ignore_patterns("step-*", "latest"))
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run / "checkpoints" / "step-00000003", damaged)
+    with next(damaged.glob("*.distcp")).open("r+b") as file:
+        file.truncate(100)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    for path, message in (
+        (started, "no whole checkpoint yet"),
+        (damaged, "has 100 bytes"),
+        (tmp_path / "nothing", "there is no such run or checkpoint"),
+        (tmp_path, "neither a run nor a checkpoint"),
+        (tmp_path / "hf", "forge checkpoint import"),
+    ):
+        assert forge(["generate", str(path)]) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""Opening a run to look at its model: with the plugins of then, on one process, without a trace."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tomlkit
+import torch
+
+import tiny_models
+from forge_train import ConfigError, ForgeError
+from forge_train.config import Request
+from forge_train.engine import train
+from forge_train.offline import open_model
+from forge_train.setup import resolve
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.trained(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.mark.unit
+def test_a_run_opens_without_its_text_its_observers_and_its_world(run: Path, tmp_path: Path) -> None:
+    """What only training needs may be gone."""
+    moved = tmp_path / "moved"
+    shutil.copytree(run / "checkpoints" / "step-00000003", moved)
+    config = tomlkit.loads((moved / "config.toml").read_text())
+    config["plugins"] = ["tensorboard", "gone_observer"]
+    config["text"]["path"] = "/gone"  # type: ignore[index]
+    config["parallel"]["tp"] = 4  # type: ignore[index]
+    config["run"]["device"] = "cuda"  # type: ignore[index]
+    config["gone_observer"] = {"key": 1}
+    config["fsdp2"] = {}  # as a run of several processes leaves it
+    text = tomlkit.dumps(config)
+    (moved / "config.toml").write_text(text)
+    manifest = json.loads((moved / "manifest.json").read_text())
+    manifest["files"]["config.toml"]["bytes"] = len(text.encode())
+    (moved / "manifest.json").write_text(json.dumps(manifest))
+
+    opened = open_model(moved)
+    assert opened.step == 3
+    assert opened.job.config.parallel.tp == 1
+    assert set(opened.job.hooks.enabled) == set(open_model(run).job.hooks.enabled)
+    for left, right in zip(opened.model.parameters(), open_model(run).model.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.unit
+def test_a_plugin_that_is_gone_is_named(run: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(run / "checkpoints" / "step-00000003", moved)
+    for name in ("config.toml", "state.json", "manifest.json"):
+        text = (moved / name).read_text().replace('"cosine"', '"cosinf"').replace("[cosine]", "[cosinf]")
+        (moved / name).write_text(text)
+    with pytest.raises(ConfigError, match=r"there is no plugin named 'cosinf'\. Did you mean 'cosine'"):
+        open_model(moved)
+
+
+@pytest.mark.unit
+def test_what_is_only_looked_at_can_not_be_written(run: Path) -> None:
+    job = open_model(run).job
+    assert job.run.dir == run
+    with pytest.raises(ForgeError, match=r"artifacts/sample\.txt can't be written"):
+        job.run.artifact("sample.txt")
+    with pytest.raises(ForgeError, match=r"events\.jsonl can't be written"):
+        job.run.event("run_started", 0, run="", plugins=[], world=1)
+
+
+@pytest.mark.unit
+def test_a_runs_configuration_repeats_it_without_the_plugins_it_went_without(tmp_path: Path) -> None:
+    """A preset's plugin that was left out is not asked for by the run's file, and so needs no leaving out."""
+    values = (*tiny_models.DECODER, *tiny_models.TRAIN, f"text.path={tiny_models.text_file(tmp_path)}")
+    without = ("console", "tensorboard", "sample")
+    asked = Request(config="quickstart", without=without, set=(*values, "cosine.warmup=0"))
+    first = train(resolve(asked), run_dir=tmp_path / "runs")
+    again = resolve(Request(config=str(first.run / "config.toml")))
+    assert set(again.config.without) == {"console", "tensorboard"}
+    assert open_model(first.run).step == 3

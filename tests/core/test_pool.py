@@ -1,0 +1,93 @@
+"""The pool of ranks that distributed tests share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import pool_cases
+from forge_train.testing import Pool, PoolError
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_ranks_meet_in_a_world_of_any_size(ranks: Pool, world: int) -> None:
+    assert ranks.run(pool_cases.total, world, value=2.0) == [world * (world + 1)] * world
+
+
+def test_worlds_of_all_sizes_share_the_same_processes(ranks: Pool) -> None:
+    four, two = (ranks.run("pool_cases:gather", world) for world in (4, 2))
+    assert [reply["process"] for reply in two] == [reply["process"] for reply in four[:2]]
+    assert [reply["ranks"] for reply in two] == [[0, 1], [0, 1]]
+    assert four[3]["world"] == "4"
+
+
+def test_a_failure_comes_with_its_rank_and_traceback(ranks: Pool) -> None:
+    before = ranks.run(pool_cases.gather, 3)
+    began = time.monotonic()
+    with pytest.raises(PoolError, match="rank 1 failed") as error:
+        ranks.run(pool_cases.fail_on, 3, rank=1)
+    assert "ValueError: rank 1 can't go on" in str(error.value)
+    assert "pool_cases.py" in str(error.value)
+    assert time.monotonic() - began < 20
+    after = ranks.run(pool_cases.gather, 3)
+    assert [reply["process"] for reply in after] == [reply["process"] for reply in before]
+
+
+def test_a_hang_is_ended_and_shows_where(ranks: Pool) -> None:
+    before = ranks.run(pool_cases.gather, 2)
+    with pytest.raises(PoolError, match=r"rank 1 hung for 1 s") as error:
+        ranks.run(pool_cases.hang_on, 2, timeout=1, rank=1)
+    assert "in hang_on" in str(error.value)
+    assert "rank 0" not in str(error.value)
+    after = ranks.run(pool_cases.gather, 2)
+    assert not {reply["process"] for reply in after} & {reply["process"] for reply in before}
+
+
+def test_a_rank_that_dies_is_named_with_what_it_said(ranks: Pool) -> None:
+    with pytest.raises(PoolError, match="the process ended with 7") as error:
+        ranks.run(pool_cases.die_on, 2, rank=0)
+    assert "about to die" in str(error.value)
+    assert ranks.run(pool_cases.total, 2, value=1.0) == [3.0, 3.0]
+
+
+def test_a_result_that_is_not_json_is_an_error(ranks: Pool) -> None:
+    with pytest.raises(PoolError, match="not JSON serializable"):
+        ranks.run(pool_cases.not_json, 1)
+
+
+def test_a_world_that_is_too_large_is_refused(ranks: Pool) -> None:
+    with pytest.raises(ValueError, match="1 to 4 ranks"):
+        ranks.run(pool_cases.total, 5, value=1.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+def test_the_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from forge_train.testing import Pool\n"
+        "pool = Pool(Path(sys.argv[1])); print(pool.run('os:getpid', 2)); sys.stdout.flush(); os._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    deadline = time.monotonic() + 10
+    processes = [int(one) for one in done.stdout.strip(" []\n").split(",")]
+    while alive := [one for one in processes if _runs(one)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return "Z (" not in Path(f"/proc/{process}/stat").read_text() and _state(process) != "Z"
+
+
+def _state(process: int) -> str:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

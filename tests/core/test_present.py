@@ -1,0 +1,53 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from forge_train.present import duration, gib, quantity, short, sparkline
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((0, "0"), (7, "7"), (999, "999"), (1000, "1.00k"), (12_345, "12.3k"), (999_499, "999k"), (999_600, "1.00M")),
+        *((1.5, "1.50"), (705_664, "706k"), (8e9, "8.00G"), (2e12, "2.00T"), (-4200, "-4.20k")),
+    ],
+)
+def test_short(value: float, text: str) -> None:
+    assert short(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((0.0, "0"), (4.13649, "4.136"), (0.00298, "0.00298"), (3e-4, "3.00e-04"), (123456.0, "1.23e+05")),
+        *((2345.678, "2345.7"), (float("nan"), "nan"), (-0.5, "-0.5")),
+    ],
+)
+def test_quantity(value: float, text: str) -> None:
+    assert quantity(value) == text
+
+
+def test_gib() -> None:
+    assert [gib(size) for size in (0, 1023, 1536, 2**20, 3 * 2**30, 2**40)] == [
+        *("0 B", "1023 B", "1.50 KiB", "1.00 MiB", "3.00 GiB", "1.00 TiB")
+    ]
+
+
+def test_duration() -> None:
+    assert [duration(seconds) for seconds in (0, 59.6, 61, 3723, 90_061, math.nan)] == [
+        *("0:00", "1:00", "1:01", "1:02:03", "1d 01:01", "–")
+    ]
+
+
+def test_sparkline() -> None:
+    assert sparkline([], 5) == ""
+    assert sparkline([1, 2], 0) == ""
+    assert sparkline([3, 3, 3], 5) == "▁▁▁"
+    assert sparkline([0, 7], 5) == "▁█"
+    assert sparkline([0, 0, 7, 7, 0, 0], 3) == "▁█▁"
+    assert sparkline([math.nan], 3) == "×"
+    assert len(sparkline(list(range(1000)), 40)) == 40

@@ -1,0 +1,444 @@
+"""Which plugins are enabled, and what is said when they can't be."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toys
+from forge_train import ConfigError, Plugin, PluginError, hookimpl, section
+from forge_train.config.layers import Request, presets
+from forge_train.discovery import Found, canonical, discover, dotted, load, snake
+from forge_train.protocols import Problem
+from forge_train.setup import Setup, resolve
+from forge_train.testing import Installed
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def here(forge_plugins: Installed) -> Installed:
+    """Forge's own plugins, a toy model and toy data."""
+    forge_plugins.restore()
+    forge_plugins.add(toys.ToyModel)
+    forge_plugins.add(toys.ToyData)
+    return forge_plugins
+
+
+def ask(*plugins: str, **more: Any) -> Setup:
+    without = ("console", "tensorboard", *more.pop("without", ()))
+    sets = ("train.steps=2", *more.pop("set", ()))
+    return resolve(Request(plugins=("toy_model", "toy_data", *plugins), without=without, set=sets, **more))
+
+
+def refused(*plugins: str, **more: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        ask(*plugins, **more)
+    assert caught.value.code == 2
+    return str(caught.value)
+
+
+class Optimizer(Plugin):
+    """An optimizer from elsewhere."""
+
+    api = (1, 0)
+
+    @section
+    class Config:
+        lr: float = 0.1
+
+    @hookimpl
+    def optimizer(self, model: Any, job: Any) -> Any: ...
+
+
+# -- slots and defaults ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("here")
+def test_defaults_fill_the_slots_that_nobody_else_fills() -> None:
+    made = ask()
+    assert made.config.defaults == {
+        "attention": "gqa",
+        "attention_kernel": "sdpa",
+        "executor": "sequential",
+        "feed_forward": "swiglu",
+        "loss": "cross_entropy",
+        "lr_schedule": "cosine",
+        "optimizer": "adamw",
+        "task": "next_token",
+    }
+    assert made.hooks.provider("build_model") == "toy_model"
+    assert made.hooks.provider("tokenizer") is None  # `text` would fill it, and stepped aside with its other slot
+
+
+@pytest.mark.usefixtures("here")
+def test_a_default_steps_aside_for_an_enabled_provider() -> None:
+    made = ask("lion")
+    assert made.hooks.provider("optimizer") == "lion"
+    assert "adamw" not in made.config.enabled()
+    assert "optimizer" not in made.config.defaults
+
+
+def test_two_enabled_providers_are_an_error_that_names_both(here: Installed) -> None:
+    here.add(Optimizer, name="mine", distribution="forge-mine", version="2.1")
+    message = refused("lion", "mine")
+    assert message == (
+        f"Plugins {load_label('lion')} and 'mine' (forge-mine 2.1) both fill the slot 'optimizer'; "
+        "disable one with --without."
+    )
+    assert ask("mine", "lion", without=["lion"]).hooks.provider("optimizer") == "mine"
+
+
+def load_label(name: str) -> str:
+    return next(found.label for found in discover() if found.name == name)
+
+
+def test_a_provider_of_the_users_file_needs_without(here: Installed, tmp_path: Path) -> None:
+    here.add(Optimizer, name="mine")
+    file = tmp_path / "my.toml"
+    file.write_text("plugins = ['mine']\n[mine]\nlr = 0.5\n", encoding="utf-8")
+    assert "both fill the slot 'optimizer'" in refused("lion", config=str(file))
+    made = ask("lion", config=str(file), without=["mine"])
+    assert made.hooks.provider("optimizer") == "lion"  # and its section goes with it
+    assert ask(config=str(file)).config.sections["mine"].lr == 0.5
+
+
+def test_the_option_brings_back_what_the_file_left_out(here: Installed, tmp_path: Path) -> None:
+    here.add(Optimizer, name="mine")
+    file = tmp_path / "my.toml"
+    file.write_text("plugins = ['mine']\nwithout = ['mine', 'gqa']\n", encoding="utf-8")
+    assert ask(config=str(file)).hooks.provider("optimizer") == "adamw"
+    assert ask("mine", config=str(file)).hooks.provider("optimizer") == "mine"
+    assert ask("mine", config=str(file), without=["mine"]).hooks.provider("optimizer") == "adamw"
+
+
+@pytest.mark.usefixtures("here")
+def test_a_slot_that_nobody_fills() -> None:
+    assert refused(without=["adamw"]) == "No enabled plugin fills the slot 'optimizer'; see `forge plugins list`."
+    assert refused(set=["defaults.optimizer="]) == refused(without=["adamw"])
+
+
+@pytest.mark.usefixtures("here")
+def test_another_default_can_be_named() -> None:
+    made = ask(set=["defaults.optimizer=lion", "lion.lr=0.5"])
+    assert made.hooks.provider("optimizer") == "lion"
+    assert made.config.plugins == ("toy_data", "toy_model")
+
+
+@pytest.mark.usefixtures("here")
+def test_the_section_of_a_displaced_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = tmp_path / "mine.toml"
+    preset.write_text("[adamw]\nlr = 0.5\n", encoding="utf-8")
+    known = presets()
+    monkeypatch.setattr("forge_train.config.layers.presets", lambda: {**known, "mine": preset})
+    assert "adamw" not in ask("lion", config="mine").config.sections  # dropped with a note
+    assert ask(config="mine").config.sections["adamw"].lr == 0.5
+    told = "section [adamw] belongs to a default that stepped aside for another plugin: remove the section, or say"
+    assert f"--set adamw.eps=1: {told}" in refused("lion", config="mine", set=["adamw.eps=1"])
+    own = tmp_path / "own.toml"
+    for text in ("preset = 'mine'\n[adamw]\nlr = 0.1\n", "preset = 'mine'\n[adamw]\n"):
+        own.write_text(text, encoding="utf-8")
+        assert f"{own}:2: {told}" in refused("lion", config=str(own))
+        assert ask("lion", config=str(own), without=["adamw"]).hooks.provider("optimizer") == "lion"
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("here")
+def test_unknown_plugins_are_told_all_at_once_with_the_nearest() -> None:
+    assert refused("loin", "xyzzy", set=["defaults.loss=cross_entropi"]).splitlines() == [
+        "--plugins: there is no plugin named 'loin'. Did you mean 'lion'?",
+        "--plugins: there is no plugin named 'xyzzy'.",
+        "defaults.loss: there is no plugin named 'cross_entropi'. Did you mean 'cross_entropy'?",
+    ]
+
+
+def test_a_plugin_of_a_file_is_told_with_its_line(here: Installed, tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("# mine\nplugins = ['loin']\n", encoding="utf-8")
+    assert refused(config=str(file)) == f"{file}:2: there is no plugin named 'loin'. Did you mean 'lion'?"
+
+
+@pytest.mark.usefixtures("here")
+def test_without_what_would_not_be_enabled() -> None:
+    assert refused(without=["admw"]) == "--without: 'admw' would not be enabled anyway. Did you mean 'adamw'?"
+
+
+def test_hyphens_and_underscores_are_equal(here: Installed) -> None:
+    here.add(Optimizer, name="my-own")
+    assert ask("my-own").hooks.provider("optimizer") == "my_own"
+    assert ask("my_own", set=["my-own.lr=0.5"]).config.sections["my_own"].lr == 0.5
+    assert ask("my-own", without=["my_own"]).hooks.provider("optimizer") == "adamw"
+
+
+def test_a_name_that_two_distributions_use(here: Installed) -> None:
+    from forge_train import discovery
+
+    def two() -> Iterator[Found]:
+        for distribution in ("forge-b", "forge-a"):
+            yield Found("mine", distribution, "1", "test_setup:Optimizer")
+
+    discovery.SOURCES[:] = [here, two]  # `forge_plugins` puts back what was there
+    assert refused("mine") == "--plugins: the name 'mine' is used by forge-a 1 and forge-b 1; uninstall one."
+    assert ask().hooks.provider("optimizer") == "adamw"  # and whoever does not ask for it is not disturbed
+
+
+def test_reserved_names(here: Installed) -> None:
+    here.add(Optimizer, name="train", distribution="forge-x")
+    assert refused("train") == "--plugins: forge-x names a plugin 'train', which is reserved."
+
+
+@pytest.mark.usefixtures("here")
+def test_dotted_plugins() -> None:
+    made = ask("test_setup:Optimizer", set=["optimizer.lr=0.5"])
+    assert made.config.enabled().count("optimizer") == 1
+    assert made.config.sections["optimizer"].lr == 0.5
+    assert made.config.plugins == ("test_setup:Optimizer", "toy_data", "toy_model")
+    assert ask("test_setup:Optimizer", without=["optimizer"]).hooks.provider("optimizer") == "adamw"
+
+
+class Train(Plugin):
+    """Its name is reserved."""
+
+
+class Lion(Optimizer):
+    """Another one of that name."""
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("test_setup:", "--plugins: 'test_setup:': expected a plugin's name, or package.module:Class."),
+        (":Lion", "expected a plugin's name, or package.module:Class."),
+        ("..setup:Lion", "expected a plugin's name, or package.module:Class."),
+        ("a:b:c", "expected a plugin's name, or package.module:Class."),
+        ("test_setup:Train", "--plugins: 'test_setup:Train' would be named 'train', which is reserved."),
+        ("test_setup:Absent", "Plugin 'absent' (no distribution): module 'test_setup' has no 'Absent'."),
+        ("test_setup:Path", "'test_setup:Path' is not a class derived from forge_train.Plugin."),
+        ("test_setup:ask", "'test_setup:ask' is not a class derived from forge_train.Plugin."),
+        ("absent_module:X", "Plugin 'x' (no distribution) failed to import: ModuleNotFoundError: No module named"),
+        ("test_setup:Lion,lion", "are both 'lion'."),
+    ],
+)
+def test_dotted_specs_that_name_no_plugin(spec: str, says: str) -> None:
+    assert says in refused(*spec.split(","))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Lion", "lion"),
+        ("AdamW", "adam_w"),
+        ("GQAttention", "gq_attention"),
+        ("EMA", "ema"),
+        ("Fp8Linear", "fp8_linear"),
+    ],
+)
+def test_a_class_is_named_in_snake_case(name: str, expected: str) -> None:
+    assert snake(name) == expected
+
+
+def test_the_label_of_a_plugin() -> None:
+    assert Found("fp8", "forge-train", "0.1", "a:B").label == "'fp8' (forge-train 0.1)"
+    assert dotted("toys:ToyModel").label == "'toy_model' (no distribution)"
+    assert canonical(" a-b ") == "a_b"
+
+
+# -- contrib --------------------------------------------------------------------------------------
+
+
+def test_a_file_dropped_into_contrib_is_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forge_train import discovery
+
+    package = tmp_path / "contrib_here"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('listing imports nothing')", encoding="utf-8")
+    (package / "_private.py").write_text("", encoding="utf-8")
+    (package / "swish-glu.py").write_text(
+        '"""Mine."""\nfrom forge_train import Plugin\n\n\n'
+        'class Anything(Plugin):\n    """What it does.\n\n    More."""\n',
+        encoding="utf-8",
+    )
+    (package / "two.py").write_text(
+        "from forge_train import Plugin\nclass A(Plugin): ...\nclass B(Plugin): ...\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(discovery, "CONTRIB", "contrib_here")
+    found = {one.name: one for one in discovery._contributed()}
+    assert sorted(found) == ["swish_glu", "two"]
+    assert found["swish_glu"].summary == "What it does."
+    assert found["swish_glu"].file == package / "swish-glu.py"
+    assert "contrib_here" not in sys.modules
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    assert load(found["swish_glu"]).__name__ == "Anything"
+    with pytest.raises(ConfigError, match="must define exactly one plugin class, found A, B"):
+        load(found["two"])
+
+
+# -- relations ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("requires", "fine"),
+    [
+        (("optimizer",), True),
+        (("lion",), False),
+        (("loss_scale",), False),
+        (("toy-model",), True),
+        (("relate",), False),
+    ],
+)
+def test_requires(here: Installed, requires: tuple[str, ...], fine: bool) -> None:
+    class Relate(Plugin):
+        pass
+
+    Relate.requires = requires
+    here.add(Relate)
+    if fine:
+        ask("relate")
+    else:
+        expected = f"Plugin 'relate' (under-test 0) requires {requires[0]!r}; enable it with --plugins."
+        assert refused("relate") == expected
+
+
+@pytest.mark.parametrize(
+    ("conflicts", "other"), [(("optimizer",), "adamw"), (("toy-data",), "toy_data"), (("lion",), "")]
+)
+def test_conflicts(here: Installed, conflicts: tuple[str, ...], other: str) -> None:
+    class Relate(Plugin):
+        pass
+
+    Relate.conflicts = conflicts
+    here.add(Relate)
+    if other:
+        assert refused("relate") == f"Plugins 'relate' and {other!r} can't be enabled together."
+    else:
+        ask("relate")
+
+
+def test_needs(here: Installed) -> None:
+    class Needy(Plugin):
+        needs = {"no_such_module.inner": "pip install no-such", "json": "pip install json"}  # noqa: RUF012
+
+    here.add(Needy)
+    expected = "Plugin 'needy' (under-test 0) needs 'no_such_module.inner'. Install it: pip install no-such"
+    assert refused("needy") == expected
+
+
+# -- broken plugins -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("api", "fine"),
+    [((1, 0), True), ((1, 1), False), ((2, 0), False), ((0, 9), False), ("1.0", False), (1, False), ((1,), False)],
+)
+def test_the_api_a_plugin_was_written_for(here: Installed, api: Any, fine: bool) -> None:
+    class Written(Plugin):
+        pass
+
+    Written.api = api
+    here.add(Written, distribution="forge-w", version="3")
+    if fine:
+        ask("written")
+    else:
+        assert "Plugin 'written' (forge-w 3)" in refused("written")
+        assert ("was written for plugin API" in refused("written")) == (isinstance(api, tuple) and len(api) == 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("raise RuntimeError('on import\\nmore')", "failed to import: RuntimeError: on import."),
+        ("import no_such_module", "failed to import: ModuleNotFoundError: No module named 'no_such_module'."),
+        ("def f(:", "failed to import: SyntaxError: "),
+        ("raise SystemExit(3)", "failed to import: SystemExit: 3."),
+        ("from forge_train import Nothing", "failed to import: ImportError: "),
+    ],
+)
+def test_a_plugin_that_fails_to_import(
+    here: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, says: str
+) -> None:
+    (tmp_path / "broken_one.py").write_text(body, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    here.add_broken("broken", "broken_one:Broken", distribution="forge-broken", version="1")
+    ask()  # whoever does not enable it is not disturbed
+    message = refused("broken")
+    assert f"Plugin 'broken' (forge-broken 1) {says}" in message
+    assert "`forge plugins check broken`" in message
+
+
+def test_misspelt_hooks_are_told_with_the_nearest(here: Installed) -> None:
+    class Typo(Plugin):
+        @hookimpl
+        def on_stepp(self, step: Any) -> None: ...
+
+        @hookimpl
+        def optimiser(self, model: Any, job: Any) -> None: ...
+
+    here.add(Typo)
+    assert refused("typo").splitlines() == [
+        "Plugin 'typo' (under-test 0) implements unknown hook 'on_stepp'. Did you mean 'on_step'?",
+        "Plugin 'typo' (under-test 0) implements unknown hook 'optimiser'. Did you mean 'optimizer'?",
+    ]
+
+
+def test_an_argument_that_the_hook_does_not_have(here: Installed) -> None:
+    class Odd(Plugin):
+        @hookimpl
+        def on_step(self, result: Any) -> None: ...
+
+    here.add(Odd)
+    message = refused("odd")
+    assert message.startswith("Plugin 'odd' (under-test 0) does not fit the hooks: ")
+    assert "on_step" in message
+    assert "result" in message
+
+
+def test_a_plugin_that_fails_when_it_is_made(here: Installed) -> None:
+    class Explodes(Plugin):
+        def __init__(self, config: Any) -> None:
+            raise RuntimeError("boom")
+
+    here.add(Explodes)
+    with pytest.raises(RuntimeError, match="boom") as caught:
+        ask("explodes")
+    assert caught.value.__notes__ == ["in plugin 'explodes' (under-test 0), hook __init__"]
+
+
+# -- rules between values -------------------------------------------------------------------------
+
+
+def test_problems_of_plugins_are_told_at_once_and_where_the_value_was_written(here: Installed, tmp_path: Path) -> None:
+    class Rules(Plugin):
+        @section
+        class Config:
+            a: int = 1
+            b: int = 1
+
+        @hookimpl
+        def check_config(self, config: Any) -> Iterator[Problem]:
+            yield Problem("rules.a", "is wrong.")
+            yield Problem("rules.b", "is wrong too.")
+
+    here.add(Rules)
+    file = tmp_path / "my.toml"
+    file.write_text("plugins = ['rules']\n\n[rules]\na = 5\n", encoding="utf-8")
+    assert refused(config=str(file)).splitlines() == [f"{file}:4: rules.a: is wrong.", "rules.b: is wrong too."]
+
+
+def test_a_plugin_is_given_its_own_section(here: Installed) -> None:
+    here.add(Optimizer, name="mine")
+    made = ask("mine", set=["mine.lr=0.5"])
+    assert made.hooks.plugins["mine"].config == Optimizer.Config(lr=0.5)  # type: ignore[call-arg]
+
+
+@pytest.mark.usefixtures("here")
+def test_hooks_are_not_called_before_there_is_a_job() -> None:
+    with pytest.raises(PluginError, match="before the job exists"):
+        ask().hooks.optimizer(None)  # type: ignore[arg-type]

@@ -1,0 +1,168 @@
+"""What the environments of launchers mean, and what happens where they contradict themselves."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+import pytest
+
+from forge_train import ConfigError, ForgeError
+from forge_train.distributed import DistributedContext
+from forge_train.launch import Ended, Outcome, check_alone
+from forge_train.launched import _kind
+from forge_train.rules import Layout
+from forge_train.world import Topology, World, first_host
+
+pytestmark = pytest.mark.unit
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2",
+}  # fmt: skip
+SLURM = {
+    "SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "gpu[007-009]", "SLURM_TASKS_PER_NODE": "2(x3)",
+}  # fmt: skip
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+
+
+def test_nobody_started_this_process() -> None:
+    assert World.here({}) == World()
+
+
+def test_torchrun() -> None:
+    assert World.here(TORCHRUN) == World(3, 4, 1, 2, 2, "torchrun", "node0", 29500)
+    assert World.here({**TORCHRUN, "FORGE_LAUNCHED": "17"}).launcher == "forge"
+
+
+def test_slurm() -> None:
+    world = World.here(SLURM)
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (5, 6, 1, 2)
+    assert (world.launcher, world.address) == ("slurm", "gpu007")
+    assert world.port == World.here({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
+    assert world.port != World.here({**SLURM, "SLURM_JOB_ID": "1235"}).port
+    assert World.here({**SLURM, "MASTER_PORT": "777", "MASTER_ADDR": "other"}).address == "other"
+
+
+def test_a_batch_script_of_slurm_is_one_process() -> None:
+    batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
+    assert World.here({**batch, "SLURM_PROCID": "0"}) == World()
+
+
+def test_torchrun_inside_slurm_is_torchrun() -> None:
+    assert World.here({**SLURM, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_mpi() -> None:
+    world = World.here(MPI)
+    assert (world.rank, world.size, world.local_rank, world.address) == (1, 2, 1, "127.0.0.1")
+    assert World.here({"PMI_RANK": "0", "PMI_SIZE": "1"}).size == 1
+    assert World.here({**MPI, **SLURM}).launcher == "mpi"
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"RANK": "0"}, "has RANK=0 but no WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK=4 and WORLD_SIZE=4: no such rank"),
+        ({**TORCHRUN, "RANK": "one"}, "RANK='one'; expected an integer"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "no MASTER_ADDR and no MASTER_PORT"),
+        (
+            {**SLURM, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "RANK=0 and WORLD_SIZE=2, but SLURM_PROCID=5 and SLURM_NTASKS=6",
+        ),
+        (
+            {**MPI, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "RANK=0 and WORLD_SIZE=2, but OMPI_COMM_WORLD_RANK=1",
+        ),
+        ({**SLURM, "SLURM_PROCID": "6"}, "SLURM_PROCID=6 and SLURM_NTASKS=6: no such rank"),
+        ({**SLURM, "SLURM_TASKS_PER_NODE": "two"}, "SLURM_TASKS_PER_NODE='two'"),
+        ({**MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "no MASTER_ADDR"),
+    ],
+)
+def test_contradictions_are_named(environment: Mapping[str, str], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        World.here(environment)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu003", "gpu003"), ("gpu[003-005,9],x", "gpu003"), ("a,b", "a"), ("r[1,3]n", "r1n"), ("", "")],
+)
+def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_several_can_not_be_started_inside_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"--nproc 2: this process was started by torchrun as rank 3 of 4 already"):
+        check_alone("--nproc 2")
+
+
+def test_which_axes_cross_nodes() -> None:
+    axes = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 4}
+    assert Topology(16, 8).crossing(axes) == ("pp",)
+    assert Topology(16, 4).crossing(axes) == ("pp", "dp_shard")
+    assert Topology(16, 2).crossing(axes) == ("pp", "dp_shard", "tp")
+    assert Topology(16).crossing(axes) == ()
+    assert Topology(16, 8).nodes == 2
+    assert Topology(12, 6).crossing({"dp_shard": 3, "tp": 4}) == ("dp_shard", "tp"), "a group that straddles"
+
+
+def test_a_port_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        _environment(monkeypatch, taken.getsockname()[1])
+        with (
+            pytest.raises(ForgeError, match=r"the port is in use\. Set MASTER_PORT"),
+            DistributedContext.join(Layout(dp_shard=2), "cpu", timeout=1),
+        ):
+            pass
+
+
+def test_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    _environment(monkeypatch, port)
+    with (
+        pytest.raises(ForgeError, match=r"After 0\.5 s rank 1 has not joined the other 1 of 2 processes"),
+        DistributedContext.join(Layout(dp_shard=2), "cpu", timeout=0.5),
+    ):
+        pass
+
+
+def _environment(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    values = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**values, "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_what_is_said_of_several_failures() -> None:
+    own = Outcome(2, 1, "own", "ValueError: no\n  at x.py:1, in f")
+    lost = [Outcome(rank, 1, "lost", "Connection closed by peer") for rank in (0, 1)]
+    assert (
+        Ended([own, *lost]).complaint() == "Rank 2: ValueError: no\n  at x.py:1, in f\nRanks 0, 1 ended because of it."
+    )
+    mistake = [Outcome(rank, 2, "own", "no such plugin") for rank in (0, 1)]
+    assert Ended(mistake).complaint() == "no such plugin"
+    assert Ended(mistake).code == 2
+    killed = Outcome(1, 1, "killed", "was killed by SIGKILL.")
+    assert Ended([killed, lost[0]]).complaint() == "Rank 1 was killed by SIGKILL.\nRank 0 ended because of it."
+    assert Ended([Outcome(0, 75), Outcome(1, 75)]).complaint() == ""
+    assert Ended([Outcome(0, 75)]).code == 75
+
+
+def test_errors_that_only_follow_from_another_rank() -> None:
+    assert _kind(RuntimeError("[pair.cc:537] Read error [1.2.3.4]: Connection reset by peer")) == "lost"
+    assert _kind(RuntimeError("Timed out waiting 5000ms for recv operation to complete")) == "timeout"
+    assert _kind(RuntimeError("shape mismatch")) == "own"
+    assert _kind(ConfigError("a timeout that is too short")) == "own"

@@ -1,0 +1,176 @@
+"""fsdp2, ddp and zero1 against one process: losses, norms, first gradients, replicas, memory, and bytes sent."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge_train.testing import Pool, PoolError
+
+pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2), pytest.mark.timeout(300)]
+
+Settings = Mapping[str, Any]
+LAYOUT = ("parallel.", "fsdp2.", "ddp.", "train.micro_batch")
+
+
+class Reference:
+    """Runs on one process, each trained once."""
+
+    def __init__(self, ranks: Pool, folder: Path) -> None:
+        self.ranks, self.folder, self.known = ranks, folder, {}
+        self.numbers = itertools.count()
+
+    def train(self, world: int, plugins: tuple[str, ...], config: Settings, **more: Any) -> list[dict[str, Any]]:
+        folder = self.folder / str(next(self.numbers))
+        folder.mkdir()
+        replies = self.ranks.run(
+            "cases:train", world, folder=str(folder), plugins=plugins, config=dict(config), timeout=200, **more
+        )
+        tensors = torch.load(folder / "run.pt")
+        return [{**reply, "tensors": tensors} for reply in replies]
+
+    def one(self, config: Settings) -> dict[str, Any]:
+        """The same on one process; what belongs to the layout does not count."""
+        config = {key: value for key, value in config.items() if not key.startswith(LAYOUT)}
+        key = json.dumps(config, sort_keys=True)
+        if key not in self.known:
+            (self.known[key],) = self.train(1, (), config)
+        return self.known[key]
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(ranks, tmp_path_factory.mktemp("dist"))
+
+
+HSDP = {"parallel.dp_replicate": 2}
+CASES: list[tuple[str, int, tuple[str, ...], Settings]] = [
+    ("dp2", 2, (), {}),
+    ("dp2, one micro-batch", 2, (), {"train.micro_batch": 6}),
+    ("dp2, three, masked", 2, (), {"train.micro_batch": 2, "probe.mask": True}),
+    ("dp2 reduced each time", 2, ("fsdp2",), {"fsdp2.reduce": "each", "train.micro_batch": 2}),
+    ("dp2 tied", 2, (), {"decoder.tied": True, "train.micro_batch": 6}),
+    ("dp2, head in chunks", 2, (), {"train.micro_batch": 2, "cross_entropy.chunk": 16, "probe.mask": True}),
+    ("dp2 ZeRO-2", 2, (), {"fsdp2.reshard": "never", "train.micro_batch": 2}),
+    ("dp2 once a step", 2, (), {"fsdp2.reshard": "step", "train.micro_batch": 2}),
+    ("dp2, one long text", 2, (), {"text.isolate": False, "train.micro_batch": 6}),
+    ("dp3", 3, ("fsdp2",), {"train.micro_batch": 4, "decoder.tied": True}),
+    ("dp4, three", 4, ("fsdp2",), {"probe.mask": True}),
+    ("hsdp 2×2, three", 4, (), {**HSDP, "probe.mask": True}),
+    ("hsdp 2×2 tied", 4, (), {**HSDP, "train.micro_batch": 3, "decoder.tied": True}),
+    ("replicas only", 2, (), {**HSDP, "train.micro_batch": 6}),
+    ("ddp2", 2, ("ddp",), {"train.micro_batch": 6}),
+    ("ddp2, three, small buckets", 2, ("ddp",), {"train.micro_batch": 2, "ddp.bucket_mb": 0.01, "probe.mask": True}),
+    ("ddp2 tied, chunks", 2, ("ddp",), {"decoder.tied": True, "train.micro_batch": 2, "cross_entropy.chunk": 16}),
+    ("ddp 2×2", 4, ("ddp",), HSDP),
+    ("zero1 ×2", 2, ("zero1",), {"train.micro_batch": 6}),
+    ("zero1 ×2, three, masked", 2, ("zero1",), {"train.micro_batch": 2, "probe.mask": True}),
+    ("zero1 2×2 tied", 4, ("zero1",), {**HSDP, "decoder.tied": True}),
+]
+
+
+@pytest.mark.parametrize(("world", "plugins", "config"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_is_equal_to_one_process(runs: Reference, world: int, plugins: tuple[str, ...], config: Settings) -> None:
+    every = runs.train(world, plugins, config)
+    one, first = runs.one(config), every[0]
+    assert first["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert first["norms"] == pytest.approx(one["norms"], rel=1e-5)
+    assert first["tensors"]["gradients"].keys() == one["tensors"]["gradients"].keys()
+    for name, expected in one["tensors"]["gradients"].items():
+        gap = (first["tensors"]["gradients"][name] - expected).abs().max() / expected.abs().max()
+        assert float(gap) < 1e-5, f"first gradient of {name}"
+    assert len({tuple(reply["grad_norms"]) for reply in every}) == 1, "norms are bit-equal on all ranks"
+    for name in first["replicas"]:
+        parts: dict[str, set[str]] = {}
+        for reply in every:
+            part, _, content = reply["replicas"][name].rpartition(" ")
+            parts.setdefault(part, set()).add(content)
+        assert all(len(contents) == 1 for contents in parts.values()), f"replicas of {name} differ"
+
+
+def test_is_the_default_of_several_processes_and_not_looked_at_in_one(runs: Reference) -> None:
+    (two, _), one = runs.train(2, (), {}), runs.one({})
+    assert "fsdp2" in two["plugins"]
+    assert "fsdp2" not in one["plugins"]
+    (asked,) = runs.train(1, ("fsdp2",), {})
+    assert asked["idle"] == ["fsdp2"]
+    assert asked["weights"] == one["weights"]
+
+
+@pytest.mark.parametrize(("world", "plugins"), [(2, ()), (4, ()), (2, ("zero1",))])
+def test_memory_falls_with_the_number_of_ranks(runs: Reference, world: int, plugins: tuple[str, ...]) -> None:
+    one = runs.one({"decoder.dim": 64})
+    for reply in runs.train(world, plugins, {"decoder.dim": 64, "train.micro_batch": 3}):
+        for what in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+            assert reply[what] == pytest.approx(one[what] / world, rel=0.1), what
+
+
+@pytest.mark.parametrize(
+    ("world", "plugins", "config", "textbook"),
+    [
+        # Shares of the whole model's bytes: (N-1)/N for each gather and each reduction.
+        (2, (), {}, 3 / 2),
+        (4, (), {}, 3 * 3 / 4),
+        (4, (), HSDP, 3 / 2 + 2 * 1 / 2 * 1 / 2),
+        (2, (), {"cross_entropy.chunk": 16}, 3 / 2),
+        (2, (), {"fsdp2.reshard": "never"}, 2 / 2),
+        (2, ("zero1",), {"train.micro_batch": 3}, 2 / 2),
+        (2, ("ddp",), {"train.micro_batch": 3}, 2 / 2),
+        (2, (), {"train.micro_batch": 3}, 2 * 2 / 2 + 1 / 2),
+    ],
+)
+def test_sends_no_more_than_the_textbook(
+    runs: Reference, world: int, plugins: tuple[str, ...], config: Settings, textbook: float
+) -> None:
+    config = {"decoder.dim": 64, "train.micro_batch": 12 // world, **config}
+    model = runs.one({"decoder.dim": 64})["parameter_bytes"]
+    reply = runs.train(world, plugins, config)[0]
+    sent = sum(reply["sent"][-1].values())
+    print(f"{world} {plugins} {config}: {sent / (textbook * model):.3f} of the textbook, {reply['sent'][-1]}")
+    assert 0.5 < sent / (textbook * model) <= 1.05
+
+
+@pytest.mark.parametrize(
+    ("plugins", "config"), [((), {}), (("fsdp2",), {"fsdp2.reshard": "never"}), (("zero1",), {}), (("ddp",), {})]
+)
+def test_a_step_after_an_evaluation_has_no_stale_weights(
+    runs: Reference, plugins: tuple[str, ...], config: Settings
+) -> None:
+    config = {**config, "train.micro_batch": 6}
+    evaluated = {**config, "train.evaluate_every": 1, "train.evaluate_batches": 4}
+    without, with_ = (runs.train(2, plugins, one)[0] for one in (config, evaluated))
+    assert with_["losses"] == without["losses"]
+    assert with_["weights"] == without["weights"]
+    one = runs.train(1, (), {**evaluated, "train.micro_batch": 6})[0]
+    assert with_["evaluations"] == pytest.approx(one["evaluations"], rel=1e-5)
+
+
+def test_ranks_work_on_data_of_their_own(runs: Reference) -> None:
+    first, second = runs.train(2, (), {})
+    assert not set(first["batches"]) & set(second["batches"])
+    assert sorted(first["batches"] + second["batches"]) == sorted(runs.one({})["batches"])
+
+
+@pytest.mark.parametrize(
+    ("world", "plugins", "config", "says"),
+    [
+        (2, ("ddp", "zero1"), {}, "'ddp' and 'zero1' both fill the slot 'data_parallel'"),
+        (2, ("ddp",), {"parallel.tp": 2}, "ddp can't take weights that are split over tp ranks"),
+        (2, ("fsdp2",), {"fsdp2.offload": True}, "this run's device is cpu"),
+        (2, (), {"parallel.dp_replicate": 3}, "3 × 1 × 1 × 1 = 3, but there are 2 processes"),
+    ],
+)
+def test_refuses_in_one_message(
+    runs: Reference, world: int, plugins: tuple[str, ...], config: Settings, says: str
+) -> None:
+    with pytest.raises(PoolError) as error:
+        runs.train(world, plugins, config)
+    assert f"rank {world - 1} failed" in str(error.value)
+    assert "ConfigError" in str(error.value)
+    assert says in str(error.value)

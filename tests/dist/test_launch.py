@@ -1,0 +1,263 @@
+"""`forge train --nproc N` from outside: what it trains, and how it ends when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toys
+from forge_train import records
+from forge_train.checkpoint import check, found
+
+pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.timeout(400)]
+TESTS = Path(__file__).parent.parent
+STEPS = 6
+FORGE = (sys.executable, "-P", "-m", "forge_train_cli")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+PATH = os.pathsep.join([str(TESTS), str(TESTS / "dist")])
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": PATH, **more}
+
+
+def config(folder: Path, *plugins: str, **values: Any) -> str:
+    values = {"train.steps": STEPS, "checkpoint.every": 2, **values}
+    file = toys.write_config(folder, "layouts:Replicas", *(f"layouts:{name}" for name in plugins), **values)
+    return str(file)
+
+
+def forge(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*FORGE, "train", *arguments, "--without", "fsdp2"],
+        cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def start(folder: Path, *arguments: str, command: tuple[str, ...] = FORGE, **more: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [*command, "train", *arguments, "--without", "fsdp2"],
+        cwd=folder, env=environment(**more), stdout=pipe, stderr=pipe, text=True,
+    )  # fmt: skip
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in line.items() if key not in records.TIMINGS}
+        for line in records.read(run / "metrics.jsonl")
+    ]
+
+
+def wait_for(run: Path, step: int) -> None:
+    for _ in range(3000):
+        if any(line["step"] >= step for line in records.read(run / "metrics.jsonl")):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{run}: never came to step {step}")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """An undisturbed run on two processes; its folder is `cwd`."""
+    folder = tmp_path_factory.mktemp("two")
+    done = forge(folder, config(folder), "--nproc", "2", "--name", "two")
+    done.args = folder / "runs" / "two"
+    return done
+
+
+def test_two_processes_train_as_one_does(two: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
+    assert two.returncode == 0, two.stderr
+    run = Path(two.args)
+    alone = toys.run(tmp_path, steps=STEPS, config={"checkpoint.every": 2})
+    for ours, theirs in zip(numbers(run), alone.numbers, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+    assert two.stdout.count(f"step {STEPS}/{STEPS} · loss") == 1, "rank 0 alone is on the screen"
+    assert "forge runs show" in two.stdout
+    assert (run / "log" / "rank-1.log").exists()
+    assert json.loads((run / "outcome.json").read_text())["outcome"] == "done"
+    assert json.loads((run / "environment.json").read_text())["launcher"] == "forge"
+
+
+@pytest.mark.accept("dist", 4)
+def test_a_killed_rank_is_survived(two: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
+    file = config(tmp_path, "Trouble", **{"trouble.what": "kill", "trouble.at": 5})
+    done = forge(tmp_path, file, "--nproc", "2", "--max-restarts", "1", "--name", "killed")
+    assert done.returncode == 0, done.stderr
+    assert "Rank 1 was killed by SIGKILL" in done.stderr
+    assert "start again (attempt 1 of 1)" in done.stderr
+    run = tmp_path / "runs" / "killed"
+    assert numbers(run) == numbers(Path(two.args)), "the rest repeats exactly"
+    events = list(records.read(run / "events.jsonl"))
+    (lost,) = [event for event in events if event["event"] == "run_finished" and event["outcome"] == "failed"]
+    (resumed,) = [event for event in events if event["event"] == "resumed"]
+    assert resumed["step"] == 4
+    assert resumed["time"] - lost["time"] < 60, "≤ 15 s on a machine that does nothing else"
+
+
+def test_the_first_that_failed_is_named(tmp_path: Path) -> None:
+    file = config(tmp_path, "Trouble", **{"trouble.what": "raise"})
+    done = forge(tmp_path, file, "--nproc", "2", "--json", "--name", "raised")
+    assert done.returncode == 1
+    assert "Rank 1: ValueError: something of this rank's own" in done.stderr
+    assert "in plugin 'trouble'" in done.stderr
+    assert done.stderr.count("Traceback") == 0
+    assert "Rank 0 ended because of it." in done.stderr
+    log = tmp_path / "runs" / "raised" / "log" / "rank-1.log"
+    assert log.read_text().count("ValueError: something") == 1
+    assert json.loads(done.stdout) == {
+        "run": "runs/raised", "step": 3, "loss": pytest.approx(3.5, abs=0.5), "outcome": "failed",
+    }  # fmt: skip
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack(tmp_path: Path) -> None:
+    file = config(tmp_path, "Trouble", **{"trouble.what": "hang", "run.timeout": 10.0})
+    done = forge(tmp_path, file, "--nproc", "2", "--name", "hung")
+    assert done.returncode == 1
+    assert re.search(r"Rank 1 hangs after step [23]; the others waited for it in all_reduce\.", done.stderr)
+    assert "layouts.py" in done.stderr
+    assert "in on_gradients" in done.stderr
+    assert "forge train --resume runs/hung" in done.stderr
+
+
+def test_a_mistake_ends_it_once_for_all(tmp_path: Path) -> None:
+    """Found while composing, on every rank: exit code 2, no other attempt, nothing left."""
+    file = config(tmp_path, "Columns", **{"columns.plan": ["gate"]})
+    done = forge(tmp_path, file, "--nproc", "2", "--max-restarts", "2", "--name", "wrong")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "Error: Plugin 'columns': the plan's entry 'gate' matches nothing.\n"
+    assert not (tmp_path / "runs" / "wrong").exists()
+
+
+def test_mistakes_that_need_no_process(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    done = forge(tmp_path, config(tmp_path), "--nproc", "3")
+    assert done.returncode == 2
+    assert "micro_batch × data-parallel ranks = 2 × 3 = 6" in done.stderr
+    assert not (tmp_path / "runs").exists()
+    world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    done = forge(tmp_path, config(tmp_path), "--nproc", "2", **world)
+    assert done.returncode == 2
+    assert "--nproc 2: this process was started by torchrun as rank 0 of 2 already" in done.stderr
+    assert time.monotonic() - begun < 60
+
+
+def test_signals_and_orphans(two: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
+    """Ctrl-C saves and ends with 75; the same command goes on; SIGKILL of the launcher leaves no process behind."""
+    file = config(tmp_path, "Slow", **{"train.steps": 400, "slow.seconds": 0.05, "checkpoint.every": 0})
+    arguments = (file, "--nproc", "2", "--name", "stopped")
+    run = tmp_path / "runs" / "stopped"
+    first = start(tmp_path, *arguments)
+    wait_for(run, 3)
+    first.send_signal(signal.SIGINT)
+    out, err = first.communicate(timeout=200)
+    assert first.returncode == 75, err
+    assert "Go on with:" in out
+    (saved,) = found(run / "checkpoints")
+    assert not check(saved.path, contents=True)
+    before = len(numbers(run))
+    second = start(tmp_path, *arguments)
+    wait_for(run, before + 3)
+    workers = _children(second.pid)
+    assert len(workers) == 2
+    second.kill()
+    second.wait()
+    for _ in range(100):
+        if not any(map(_alive, workers)):
+            break
+        time.sleep(0.1)
+    assert not any(map(_alive, workers))
+    assert [line["step"] for line in numbers(run)][: before + 3] == list(range(1, before + 4))
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    file = config(tmp_path, "Trouble", **{"trouble.what": "hang", "trouble.at": 2})
+    process = start(tmp_path, file, "--nproc", "2", "--name", "now", "--quiet")
+    wait_for(tmp_path / "runs" / "now", 1)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Ended by SIGTERM before it could save." in err
+
+
+def test_two_agents(tmp_path: Path) -> None:
+    """torchrun with two nodes on this machine and one shared run folder; then with another plugin on one of them."""
+    file, other = config(tmp_path), tmp_path / "other"
+    other.mkdir()
+    again = config(other, "Slow", **{"slow.seconds": 0.0})
+    codes, _, errors = _agents(tmp_path, [file, file], "shared")
+    assert codes == [0, 0], errors
+    run = tmp_path / "runs" / "shared"
+    assert [line["step"] for line in numbers(run)] == list(range(1, STEPS + 1))
+    assert json.loads((run / "environment.json").read_text())["launcher"] == "torchrun"
+    codes, _, errors = _agents(tmp_path, [file, again], "differing")
+    assert all(codes)
+    assert "The processes do not agree" in "".join(errors)
+    assert "plugin slow: None on rank 0" in "".join(errors)
+    assert not (tmp_path / "runs" / "differing").exists()
+
+
+def test_slurm_starts_it(tmp_path: Path) -> None:
+    file, port = config(tmp_path), _free_port()
+    tasks = [start(tmp_path, file, "--name", "slurm", **_task(rank, port)) for rank in range(2)]
+    ends = [task.communicate(timeout=300) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], ends
+    run = tmp_path / "runs" / "slurm"
+    assert len(numbers(run)) == STEPS
+    assert json.loads((run / "environment.json").read_text())["launcher"] == "slurm"
+    assert "step" not in ends[1][0], "rank 0 alone is on the screen"
+
+
+def _task(rank: int, port: int) -> Mapping[str, str]:
+    return {
+        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1",
+        "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": "2", "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+def _agents(folder: Path, files: list[str], name: str) -> tuple[list[int], list[str], list[str]]:
+    """Run one torchrun with a process of its own for each configuration."""
+    port = _free_port()
+    agents = []
+    for node, file in enumerate(files):
+        rendezvous = ("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1")
+        where = ("--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "forge_train_cli")
+        command = (*TORCHRUN, *rendezvous, *where)
+        agents.append(start(folder, file, "--name", name, "--quiet", command=command))
+    ends = [agent.communicate(timeout=300) for agent in agents]
+    return [agent.returncode for agent in agents], [out for out, _ in ends], [err for _, err in ends]
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _children(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in children.read_text().split()]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,130 @@
+"""bf16 and fp16 on one process and on several, and the dynamic loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge_train import ConfigError, DivergedError, Plugin, StepResult, hookimpl
+from forge_train.testing import Pool
+from forge_train.testing.runs import RunForge
+
+pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2), pytest.mark.timeout(300)]
+
+STEP = {"train.micro_batch": 1, "train.global_batch": 6}
+
+
+@pytest.fixture(scope="module")
+def train(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def call(world: int, precision: str, config: Mapping[str, Any], plugins: tuple[str, ...] = ()) -> Any:
+        folder = tmp_path_factory.mktemp("precision")
+        config = {**STEP, "train.precision": precision, **config}
+        replies = ranks.run("cases:train", world, folder=str(folder), plugins=plugins, config=config, timeout=200)
+        return replies[0], torch.load(folder / "run.pt")["gradients"]
+
+    return call
+
+
+def gap(mine: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    """Root of the mean squared relative gap over all parameters."""
+    assert mine.keys() == other.keys()
+    gaps = [(mine[name] - other[name]).norm() / other[name].norm() for name in other]
+    return float(torch.stack(gaps).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_layouts_are_nearer_to_one_process_than_narrow_is_to_fp32(train: Any, precision: str, tied: bool) -> None:
+    config = {"decoder.tied": tied}
+    _, exact = train(1, "fp32", config)
+    one, narrow = train(1, precision, config)
+    own = gap(narrow, exact)
+    assert 1e-4 < own < 0.1
+    assert all(gradient.dtype is torch.float32 for gradient in narrow.values())
+    for plugins in ((), ("ddp",), ("zero1",)):
+        several, gradients = train(2, precision, config, plugins)
+        print(f"{precision} tied={tied} {plugins or 'fsdp2'}: {gap(gradients, narrow) / own:.3f} of {own:.2e}")
+        assert gap(gradients, narrow) <= own / 10
+        assert several["losses"] == pytest.approx(one["losses"], rel=1e-3)
+
+
+def test_the_precision_plugin_steps_aside_for_what_gathers_narrow_weights(train: Any) -> None:
+    assert "precision" in train(2, "bf16", {})[0]["idle"]
+    assert "precision" not in train(2, "bf16", {}, ("ddp",))[0]["idle"]
+    assert "precision" not in train(2, "fp32", {})[0]["plugins"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_one_process_keeps_fp32_weights_and_names(run_forge: RunForge, precision: str) -> None:
+    wide, narrow = (run_forge(config={"train.precision": name}) for name in ("fp32", precision))
+    before, after = (dict(run.model.named_parameters()) for run in (wide, narrow))
+    assert list(before) == list(after)
+    assert {parameter.dtype for parameter in after.values()} == {torch.float32}
+    assert narrow.losses == pytest.approx(wide.losses, rel=1e-2)
+    assert narrow.losses != wide.losses
+    hidden = narrow.model(torch.zeros(1, 4, dtype=torch.int64))
+    assert hidden.dtype is (torch.bfloat16 if precision == "bf16" else torch.float16)
+    assert narrow.model.parts[0].head.weight.dtype is hidden.dtype
+    assert type(narrow.model.parts[0].head).__name__ == "Linear"
+
+
+class Skips(Plugin):
+    """Notes which steps are skipped, and with what scale each was taken."""
+
+    api = (1, 0)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.skipped: list[bool] = []
+
+    @hookimpl
+    def on_step(self, step: StepResult) -> None:
+        self.skipped.append(step.skipped)
+
+
+def test_an_overflow_skips_the_step_and_halves_the_scale(run_forge: RunForge) -> None:
+    config = {"train.precision": "fp16", "loss_scaler": {"initial": 2.0**40, "growth": 2}}
+    run = run_forge([Skips], config, steps=40)
+    skipped = run.plugin("skips").skipped
+    assert skipped[0]
+    factor, good = 2.0**40, 0
+    for bad in skipped:
+        factor, good = (factor / 2, 0) if bad else (factor, good + 1)
+        if good == 2:
+            factor, good = factor * 2, 0
+    scaler = run.job.hooks.loss_scale()
+    assert scaler is not None
+    assert scaler.state_dict() == {"factor": factor, "good": good}
+    assert 1 < skipped.count(True) < 30
+    assert all(torch.isfinite(parameter).all() for parameter in run.model.parameters())
+
+
+def test_the_scale_is_part_of_the_state(run_forge: RunForge, tmp_path: Path) -> None:
+    config = {"train.precision": "fp16", "loss_scaler": {"initial": 2.0**30, "growth": 3}}
+    whole = run_forge(config=config, steps=24, folder=tmp_path / "whole", name="run")
+    run_forge(config=config, steps=24, folder=tmp_path / "resumed", name="run", stop_at=13)
+    resumed = run_forge(config=config, steps=24, folder=tmp_path / "resumed", name="run")
+    assert resumed.numbers == whole.numbers
+    scales = [run.job.hooks.loss_scale() for run in (whole, resumed)]
+    first, second = (scale.state_dict() for scale in scales if scale)
+    assert first == second
+
+
+def test_gradients_that_overflow_at_any_scale_end_the_run(run_forge: RunForge) -> None:
+    config = {"train.precision": "fp16", "loss_scaler.initial": 1.0, "decoder.std": 1000.0}
+    with pytest.raises(DivergedError, match="overflow fp16 at a loss scale of 1"):
+        run_forge(config=config)
+
+
+def test_a_scaler_without_fp16_is_refused(run_forge: RunForge) -> None:
+    with pytest.raises(ConfigError, match="needs no loss scale"):
+        run_forge(["loss_scaler"], {"train.precision": "bf16"})
+
+
+def test_a_narrow_precision_without_its_plugin_is_refused(run_forge: RunForge) -> None:
+    with pytest.raises(ConfigError, match="no enabled plugin covers 'precision'"):
+        run_forge(config={"train.precision": "bf16"}, without=["precision"])

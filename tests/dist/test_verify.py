@@ -1,0 +1,161 @@
+"""`forge verify`: what it finds right, and what it says of layouts that are wrong on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toys
+import verify_cases
+from forge_train import ConfigError
+from forge_train.config import Request
+from forge_train.setup import resolve
+from forge_train.testing import Pool
+from forge_train.verification import Verdict, finish, verify_against
+from forge_train.verification import _alone as alone
+from forge_train.verification.record import Recording
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+STEPS = 4
+TESTS = Path(__file__).parent.parent
+Judge = Callable[..., Verdict]
+
+
+def request_of(folder: Path, *plugins: str, **values: Any) -> Request:
+    config = toys.write_config(folder, *(f"layouts:{name}" for name in plugins), **{"run.seed": 3, **values})
+    return Request(config=str(config), without=("fsdp2", *(("toy_data",) if "RankData" in plugins else ())))
+
+
+@pytest.fixture
+def judge(ranks: Pool, tmp_path: Path) -> Judge:
+    """As `verify`, on ranks that are there already."""
+
+    def verdict(*plugins: str, world: int = 2, **values: Any) -> Verdict:
+        request, folder = request_of(tmp_path, *plugins, **values), tmp_path / "layout"
+        folder.mkdir()
+        said = ranks.run(
+            verify_cases.take, world, timeout=300, request=dataclasses.asdict(request), steps=STEPS, folder=str(folder)
+        )
+        if any(said):
+            raise ConfigError(said[0])
+        layout = Recording.read(folder, resolve(request, world=world), world)
+        return finish(folder, layout, alone(request), request, STEPS)
+
+    return verdict
+
+
+def failed(verdict: Verdict) -> set[str]:
+    return {check.name for check in verdict.checks if not check.ok}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_right_layout_agrees(judge: Judge, world: int) -> None:
+    verdict = judge("Replicas", world=world, **{"train.global_batch": 8})
+    assert verdict.agree, verdict
+    assert verdict.advice == ()
+    assert len(verdict.losses) == STEPS
+
+
+def test_hybrid_replicas_agree(judge: Judge) -> None:
+    verdict = judge("Replicas", "Peers", world=4, **{"parallel.tp": 2, "parallel.dp_replicate": 2})
+    assert verdict.agree, verdict
+
+
+@pytest.mark.accept("dist", 1)
+def test_an_averaging_factor(judge: Judge) -> None:
+    verdict = judge("Doubled")
+    assert failed(verdict) >= {"gradients", "grad_norm"}
+    assert {round(offender.ratio, 4) for offender in verdict.offenders} == {2.0}
+    assert "Every gradient is 2 times what it should be: an averaging factor" in verdict.advice[0]
+    assert "dp_shard is 2" in verdict.advice[0]
+
+
+def test_an_averaging_factor_of_one_group(judge: Judge) -> None:
+    verdict = judge("DoubledUps")
+    assert "layers.*.up.weight (2) are 2 times" in verdict.advice[0]
+    assert "that group alone" in verdict.advice[0]
+
+
+@pytest.mark.accept("dist", 1)
+def test_a_norm_left_unsynchronised(judge: Judge) -> None:
+    verdict = judge("NormsLeft")
+    assert failed(verdict) >= {"gradients", "replicas"}
+    assert all("norm" in offender.name for offender in verdict.offenders)
+    assert "layers.*.norm.weight (2) are wrong, and differ between ranks along dp_shard" in verdict.advice[0]
+
+
+@pytest.mark.accept("dist", 1)
+def test_peers_fed_different_data(judge: Judge) -> None:
+    verdict = judge("Peers", "RankData", **{"parallel.tp": 2})
+    assert "peers" in failed(verdict)
+    assert "rank 1 and rank 0 (data index 0)" in verdict.advice[0]
+    assert "job.dist.data_rank" in verdict.advice[0]
+
+
+def test_other_data_than_one_process(judge: Judge) -> None:
+    verdict = judge("Replicas", "RankData")
+    assert "data" in failed(verdict)
+    assert "peers" not in failed(verdict)
+    assert "global micro-batch" in verdict.advice[0]
+
+
+def test_weights_that_drift_apart(judge: Judge) -> None:
+    verdict = judge("Unclipped")
+    assert "replicas" in failed(verdict)
+    assert "gradients" not in failed(verdict)
+    assert any("along dp_shard" in sentence for sentence in verdict.advice)
+
+
+@pytest.mark.accept("dist", 1)
+def test_the_order_swapped(judge: Judge) -> None:
+    with pytest.raises(ConfigError, match=r"'columns'.* matched nothing in this model"):
+        judge("Columns", "TooEarly", **{"parallel.tp": 2})
+
+
+@pytest.mark.accept("dist", 1)
+def test_a_plan_entry_that_matches_nothing(judge: Judge) -> None:
+    with pytest.raises(ConfigError, match="the plan's entry 'gate' matches nothing"):
+        judge("Columns", **{"parallel.tp": 2, "columns.plan": ["up", "gate"]})
+
+
+def test_against_another_setting(tmp_path: Path) -> None:
+    verdict = verify_against(request_of(tmp_path), "adamw.lr=0.01", steps=3)
+    assert failed(verdict) == {"loss"}
+    assert verdict.losses[0][0] == verdict.losses[0][1]
+    assert verify_against(request_of(tmp_path), "micro_batch=1", steps=3).agree
+
+
+@pytest.mark.parametrize(
+    ("assignment", "says"),
+    [("precision", "expected key=value"), ("parallel.tp=2", "--nproc"), ("nonsense=1", "say the section too")],
+)
+def test_against_what_can_not_be(tmp_path: Path, assignment: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        verify_against(request_of(tmp_path), assignment)
+
+
+@pytest.mark.e2e
+@pytest.mark.accept("dist", 1)
+def test_the_command(tmp_path: Path) -> None:
+    """Both endings, in processes of the command's own."""
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS / 'dist'}", "TMPDIR": str(tmp_path)}
+    for plugin, code in (("Replicas", 0), ("Doubled", 1)):
+        config = request_of(tmp_path, plugin).config
+        command = [sys.executable, "-P", "-m", "forge_train_cli", "verify", config, "--nproc", "2", "--steps", "2"]
+        done = subprocess.run(
+            [*command, "--without", "fsdp2", "--json"],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        answer = json.loads(done.stdout)
+        assert answer["agree"] is (code == 0)
+        assert {"name", "worst", "tolerance", "ok"} <= answer["checks"][0].keys()
+    assert not list(tmp_path.glob("forge-*")), "something was left behind"

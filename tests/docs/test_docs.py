@@ -1,0 +1,191 @@
+"""The documentation says what the code does: every hook has its page, every example works, the site builds."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+
+from forge_train import Plugin, hookspecs
+from forge_train.plugin import PROJECT
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str, folder: str = "") -> list[tuple[str, str]]:
+    """`page:line` and text of every code block in a language."""
+    return [
+        (f"{page.relative_to(ROOT)}:{page.read_text(encoding='utf-8')[: match.start()].count(chr(10)) + 1}", match[3])
+        for page in sorted([*(DOCS / folder).rglob("*.md"), *ROOT.glob("README.md")])
+        for match in BLOCK.finditer(page.read_text(encoding="utf-8"))
+        if match[2] == language
+    ]
+
+
+def signature(hook: str) -> str:
+    """`def hook(…) -> …` as it stands in hookspecs.py."""
+    source = ast.parse(inspect.getsource(hookspecs))
+    (node,) = (node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == hook)
+    return f"def {hook}({ast.unparse(node.args)}) -> {ast.unparse(node.returns or ast.Constant(None))}"
+
+
+@pytest.mark.parametrize("hook", hookspecs.KINDS)
+def test_every_hook_has_a_page_with_its_signature_and_kind(hook: str) -> None:
+    page = (DOCS / "hooks" / f"{hook}.md").read_text(encoding="utf-8").replace('"', "'")
+    assert signature(hook) in page
+    assert f"**{hookspecs.KINDS[hook]}**" in page
+    assert (", may stay empty" in page) == (hook in hookspecs.OPTIONAL)
+    assert "## What goes wrong" in page
+
+
+def test_no_page_of_a_hook_that_does_not_exist() -> None:
+    assert {page.stem for page in (DOCS / "hooks").glob("*.md")} == {"index", *hookspecs.KINDS}
+
+
+@pytest.mark.parametrize("hook", hookspecs.KINDS)
+def test_every_hook_is_used_by_a_test(hook: str) -> None:
+    used = re.compile(rf"def {hook}\(self|hooks\.{hook}\b|[\"']{hook}[\"']")
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    assert any(used.search(path.read_text(encoding="utf-8")) for path in tests), f"no test mentions the hook {hook!r}"
+
+
+@pytest.mark.parametrize(("where", "text"), blocks("toml"))
+def test_toml_parses(where: str, text: str) -> None:
+    tomllib.loads(text)
+
+
+@pytest.mark.parametrize(("where", "text"), blocks("python", "hooks"))
+def test_examples_implement_hooks_as_they_are(where: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every example is code; its classes are plugins whose hooks take arguments that the hooks have."""
+    if text.startswith("def ") and text.count("\n") == 1:  # the signature itself
+        return
+    module = types.ModuleType("example")
+    monkeypatch.setitem(sys.modules, "example", module)
+    exec(compile(text, where, "exec", dont_inherit=True), vars(module))
+    for plugin in vars(module).values():
+        if not isinstance(plugin, type) or not issubclass(plugin, Plugin) or plugin is Plugin:
+            continue
+        hooks = {name: value for name, value in vars(plugin).items() if hasattr(value, f"{PROJECT}_impl")}
+        assert hooks.keys() <= hookspecs.KINDS.keys()
+        for name, implementation in hooks.items():
+            given = set(inspect.signature(getattr(hookspecs, name)).parameters)
+            assert set(inspect.signature(implementation).parameters) <= {"self"} | given, name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="mkdocs-material is not installed")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert (tmp_path / "site" / "hooks" / "parallelize" / "index.html").is_file()
+
+
+# -- what pages say about the code ------------------------------------------------------------------------------------
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def texts() -> list[str]:
+    """Every string in the sources, a formatted one with `\\0` for what is filled in."""
+    found = []
+    for folder in ("core", "plugins", "cli", "contrib"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    found.append("".join(str(p.value) if isinstance(p, ast.Constant) else "\0" for p in node.values))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(re.sub(r"%[srd]", "\0", node.value))
+    return found
+
+
+MESSAGES = re.findall(r"^### `(.+)`$", page("troubleshooting.md"), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def said() -> str:
+    return "\n\n".join(texts())
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_in_troubleshooting_is_one_that_the_code_says(message: str, said: str) -> None:
+    pieces = [re.escape(piece) for piece in re.split("…", message.strip("… "))]
+    assert re.search(r"[^\n]*?\0[^\n]*?".join(pieces), said), "no string in the code reads like this"
+
+
+def modules(package: Path) -> list[str]:
+    """Dotted names of a package's modules; those that begin with `_` are details, and a package is its `__init__`."""
+    paths = [path.relative_to(package).with_suffix("") for path in sorted(package.rglob("*.py"))]
+    parts = [path.parts[:-1] if path.name == "__init__" and len(path.parts) > 1 else path.parts for path in paths]
+    return [".".join(one) for one in parts if not one[-1].startswith("_") or one == ("__init__",)]
+
+
+def test_the_architecture_page_has_every_module_of_the_core() -> None:
+    text = page("architecture.md")
+    known = modules(ROOT / "core" / "forge_train")
+    inner = ("testing.", "verification.")  # a row for the package is enough
+    assert [name for name in known if f"`{name}`" not in text and not name.startswith(inner)] == []
+    named = re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE)
+    assert [name for name in named if name not in known and not name.startswith("nn.")] == []
+
+
+def test_the_order_of_phases_is_that_of_the_code() -> None:
+    from forge_train import Phase
+
+    named = re.findall(r"^\| \d \| `([A-Z0-9]+)` \|", page("parallelism-order.md"), re.MULTILINE)
+    assert named == [phase.name for phase in Phase]
+
+
+def test_the_observers_are_those_of_the_code() -> None:
+    sentence = re.search(r"implements only (.+?) watches", page("hooks/index.md"), re.DOTALL)
+    assert sentence
+    assert set(re.findall(r"`(\w+)`", sentence[1])) == hookspecs.OBSERVERS
+
+
+def test_the_guarantees_name_tests_that_exist() -> None:
+    named = re.findall(r"`(tests/[\w/.]+)`", page("guarantees.md"))
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_command_line_page_has_every_command_and_option() -> None:
+    from click import Context, Group, Option
+
+    from forge_train_cli.app import forge
+
+    text = page("cli.md")
+
+    def missing(group: Group, prefix: str) -> list[str]:
+        context = Context(group)
+        lacking = []
+        for name in group.list_commands(context):
+            command = group.get_command(context, name)
+            if isinstance(command, Group):
+                lacking += missing(command, f"{prefix} {name}")
+            elif f"`{prefix} {name}" not in text:
+                lacking.append(f"{prefix} {name}")
+        return lacking
+
+    assert missing(forge, "forge") == []
+    train = forge.get_command(Context(forge), "train")
+    assert train is not None
+    options = {name for one in train.params if isinstance(one, Option) for name in one.opts if name.startswith("--")}
+    assert [name for name in sorted(options) if name not in text] == []
+
+
+def test_the_links_of_the_readme_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([\w./-]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(links) > 5
+    assert [link for link in links if not (ROOT / link).exists()] == []

@@ -1,0 +1,167 @@
+"""Law 1. Any permutation of `--plugins`, of installation and of registration gives the same composition."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toys
+from forge_train import Applied, Phase, Plugin, StepResult, Transform, discovery, hookimpl
+from forge_train.calls import Calls
+from forge_train.compose import compose
+from forge_train.config import Request
+from forge_train.control import Control
+from forge_train.discovery import Found
+from forge_train.distributed import DistributedContext
+from forge_train.job import Job
+from forge_train.rules import Layout
+from forge_train.run import Run
+from forge_train.setup import Setup, resolve
+from forge_train.testing import Installed, installed
+
+pytestmark = [pytest.mark.unit, pytest.mark.accept("core", 3)]
+
+
+def acting(name: str, phase: Phase, *after: str) -> type[Plugin]:
+    """A plugin that transforms the model, and writes down when it is told and entered."""
+
+    def parallelize(self: Any, job: Any) -> Transform:
+        return Transform(phase, name.lower(), lambda part: Applied(part, ("head",)), after=after)
+
+    def on_step(self: Any, step: StepResult) -> None:
+        step.add("x", 1)
+
+    members = {"parallelize": hookimpl(parallelize), "on_step": hookimpl(on_step), "api": (1, 0)}
+    return type(name, (Plugin,), members)
+
+
+PLUGINS = [
+    acting("Zulu", Phase.TENSOR),
+    acting("Alpha", Phase.SHARD),
+    acting("Mike", Phase.ADAPT, "yankee"),
+    acting("Yankee", Phase.ADAPT),
+]
+NAMES = ["zulu", "alpha", "mike", "yankee"]
+EXPECTED = ["zulu", "yankee", "mike", "alpha"]
+QUIET = ("console", "tensorboard")
+
+
+def seen(setup: Setup, folder: Path) -> tuple[Any, ...]:
+    """Everything in which an order could show."""
+    with DistributedContext.join(Layout(), "cpu") as dist:
+        job = Job(setup.config, setup.hooks, Run(folder), dist, Control())
+        setup.hooks.bind(job)
+        report = compose(job, allocate=False).report
+    step = StepResult(1, 1, None, None, 0.0, 0.0, False, (0, 1))  # type: ignore[arg-type]
+    setup.hooks.on_step(step)
+    return (
+        [line["slot"] for line in report],
+        report,
+        setup.config.digest(),
+        setup.config.plugins,
+        list(setup.hooks.enabled),
+        list(step.metrics),
+        {hook: setup.hooks.implementers(hook) for hook in ("parallelize", "on_step", "optimizer")},
+    )
+
+
+def ask(names: Iterable[str], config: str = "", *more: str) -> Setup:
+    sets = ("train.steps=1", "run.device=cpu")
+    return resolve(Request(config=config, plugins=(*names, *more), without=QUIET, set=sets))
+
+
+def same(setups: Iterable[Setup], folder: Path) -> None:
+    first, *others = [seen(setup, folder) for setup in setups]
+    assert first[0] == EXPECTED
+    assert first[-2] == [f"{name}.x" for name in sorted(NAMES)]
+    for other in others:
+        assert other == first
+
+
+@pytest.fixture
+def found() -> Iterator[Installed]:
+    with installed([*PLUGINS, toys.ToyModel, toys.ToyData]) as plugins:
+        yield plugins
+
+
+@pytest.mark.usefixtures("found")
+def test_the_order_of_the_option_plays_no_part(tmp_path: Path) -> None:
+    same((ask(order, "", "toy_model", "toy_data") for order in itertools.permutations(NAMES)), tmp_path)
+
+
+@pytest.mark.usefixtures("found")
+def test_nor_does_the_order_in_a_file_or_whether_it_is_the_file_or_the_option(tmp_path: Path) -> None:
+    def setups() -> Iterator[Setup]:
+        file = tmp_path / "my.toml"
+        for cut, order in enumerate(itertools.permutations(NAMES)):
+            inside = [*order[: cut % 5], "toy-model", "toy_data"]
+            file.write_text(f"plugins = {inside}\n", encoding="utf-8")
+            yield ask(order[cut % 5 :], str(file))
+
+    same(setups(), tmp_path)
+
+
+def test_nor_does_the_order_of_installation(tmp_path: Path, found: Installed) -> None:
+    def setups() -> Iterator[Setup]:
+        everything = list(found())
+        for seed in range(6):
+            shuffled = everything[:]
+            random.Random(seed).shuffle(shuffled)
+            cut = seed % len(shuffled)
+
+            def one(part: list[Found] = shuffled[:cut]) -> list[Found]:
+                return part
+
+            def two(part: list[Found] = shuffled[cut:]) -> list[Found]:
+                return part
+
+            discovery.SOURCES[:] = [one, two]  # `found` puts back what was there
+            yield ask(NAMES, "", "toy_model", "toy_data")
+
+    same(setups(), tmp_path)
+
+
+def test_nor_does_the_order_of_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    points = list(importlib.metadata.entry_points(group=discovery.GROUP))
+    listed = []
+    for seed in range(4):
+        random.Random(seed).shuffle(points)
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: list(points))
+        listed.append(discovery.discover())
+    assert all(one == listed[0] for one in listed)
+    assert len(listed[0]) > 10
+
+
+@pytest.mark.usefixtures("found")
+def test_nor_does_the_order_of_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Calls.of.__func__  # type: ignore[attr-defined]
+
+    def setups() -> Iterator[Setup]:
+        for seed in range(6):
+
+            def shuffled(cls: Any, plugins: Any, seed: int = seed) -> Calls:
+                plugins = list(plugins)
+                random.Random(seed).shuffle(plugins)
+                calls: Calls = real(cls, plugins)
+                return calls
+
+            monkeypatch.setattr(Calls, "of", classmethod(shuffled))
+            yield ask(NAMES, "", "toy_model", "toy_data")
+
+    same(setups(), tmp_path)
+
+
+def test_two_orders_train_alike(tmp_path: Path) -> None:
+    plugins = [*PLUGINS, toys.Noise, toys.Average]
+    first = toys.run(tmp_path, *plugins, steps=3)
+    again = toys.run(tmp_path, *reversed(plugins), steps=3)
+    assert first.numbers == again.numbers
+    assert (first.run / "composition.json").read_bytes() == (again.run / "composition.json").read_bytes()
+    assert first.run.name.split("-")[1] == again.run.name.split("-")[1]  # the digest in the id

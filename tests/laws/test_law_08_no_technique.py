@@ -1,0 +1,116 @@
+"""Law 8. The core knows no technique: without any built-in plugin's file core imports, and `forge` runs without it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import toys
+from forge_cli import environment
+from forge_train.discovery import discover
+
+pytestmark = [pytest.mark.e2e, pytest.mark.accept("core", 3), pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "core": "forge_train",
+    "plugins": "forge_train_plugins",
+    "cli": "forge_train_cli",
+    "contrib": "forge_train_contrib",
+}
+OWN: dict[str, str] = {}
+"""Module → the name of a plugin that lies in it."""
+for found in discover():
+    if found.module.startswith(("forge_train_plugins.", "forge_train_contrib.")):
+        OWN.setdefault(found.module, found.name)
+
+DRIVER = '''
+"""Deletes one plugin after the other, and tries forge without it, from fresh modules each time."""
+import contextlib, io, json, pathlib, shutil, sys
+
+import torch
+
+root, toys, results = pathlib.Path(sys.argv[1]), sys.argv[2], {}
+for module, plugin in json.loads(sys.argv[3]).items():
+    package, _, stem = module.partition(".")
+    aside = pathlib.Path(root, "aside")
+    aside.mkdir()
+    for name in (f"{stem}.py", stem, f"_{stem}.py", f"_{stem}"):
+        if (path := root / package / name).exists():
+            shutil.move(path, aside / name)
+    for name in [name for name in sys.modules if name.startswith(("forge_train", "toys"))]:
+        del sys.modules[name]
+    import forge_train
+    assert forge_train.__file__.startswith(str(root)), forge_train.__file__
+    from forge_train_cli.app import run
+    result = results[module] = {}
+    commands = {
+        "help": ["--help"],
+        "list": ["plugins", "list", "--json"],
+        "train": ["train", toys, "--quiet", "--run-dir", str(root / "runs"), "-p", "toys:ToyRest"],
+        "needed": ["plugins", "info", plugin],
+    }
+    for name, arguments in commands.items():
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = run(arguments)
+        result[name] = {"code": code, "out": out.getvalue()[-20000:] if name == "list" else "", "err": err.getvalue()}
+    plugins = ("forge_train_plugins.", "forge_train_contrib.")
+    result["imported"] = [name for name in sys.modules if name.startswith(plugins)]
+    for path in aside.iterdir():
+        shutil.move(path, root / package / path.name)
+    aside.rmdir()
+print(json.dumps(results))
+'''
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, object]]]:
+    """What happened without each of the plugins."""
+    root = tmp_path_factory.mktemp("copies")
+    for folder, package in PACKAGES.items():
+        shutil.copytree(ROOT / folder / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    config = toys.write_config(root)
+    text = config.read_text(encoding="utf-8")
+    config.write_text(f'without = ["console", "tensorboard", "gqa", "sdpa", "swiglu"]\n{text}', encoding="utf-8")
+    env = environment()
+    env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
+    command = [sys.executable, "-c", DRIVER, str(root), str(config), json.dumps(OWN)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False, cwd=root)
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, dict[str, dict[str, object]]] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(OWN))
+def test_without_this_plugin_forge_runs(results: dict[str, dict[str, dict[str, object]]], module: str) -> None:
+    result = results[module]
+    for command in ("help", "list", "train"):
+        assert result[command]["code"] == 0, result[command]["err"]
+    assert result["needed"]["code"] == 2, result["needed"]["err"]
+    assert repr(OWN[module]) in str(result["needed"]["err"])
+    listed = {entry["name"] for entry in json.loads(str(result["list"]["out"]))}
+    assert len(listed) >= len(OWN) - 1
+    assert OWN[module] in listed or module.startswith("forge_train_contrib.")
+    assert module not in result["imported"]
+
+
+def test_there_is_something_to_delete() -> None:
+    assert len(OWN) > 10
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("folder", ["core", "cli"])
+def test_no_plugin_is_named_in_an_import_of_core_or_of_the_command_line(folder: str) -> None:
+    plugins = ("forge_train_plugins", "forge_train_contrib")
+    for file in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.partition(".")[0] in plugins], file

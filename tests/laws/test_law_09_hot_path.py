@@ -1,0 +1,186 @@
+"""Law 9, one process. No work on the hot path that training does not need: nothing is read from the device between
+logged steps, and no hook is asked again. What the loop costs is measured in benchmarks/."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import toys
+from forge_train import Batch, Plugin, StepResult, hookimpl
+from forge_train.calls import Calls
+from forge_train.testing import run_forge
+
+pytestmark = [pytest.mark.unit, pytest.mark.accept("core", 3)]
+
+READS = (
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "__float__",
+    "__int__",
+    "__bool__",
+    "__index__",
+    "__array__",
+    "nonzero",
+    "__len__",
+)
+"""What makes the host wait for a tensor's value. `__len__` does not, and is there to show that counting works."""
+ALLOWED = {("weight", "next_token.py"), ("weight", "toys.py")}
+"""Functions that read a batch which still lies on the CPU, by contract: `task.weight`."""
+
+
+class Watch(Plugin):
+    """Knows which step it is."""
+
+    api = (1, 0)
+    step = 0
+
+    @hookimpl
+    def on_step(self, step: StepResult) -> None:
+        type(self).step = step.step
+
+
+@contextmanager
+def counting(log_every: int) -> Iterator[Counter[Any]]:
+    """Counts reads in steps that are not logged, after the first: (method, where it was called)."""
+    found: Counter[Any] = Counter()
+    Watch.step = 0
+
+    def watched(name: str, real: Any) -> Any:
+        def call(*arguments: Any, **more: Any) -> Any:
+            running = Watch.step + 1  # of the step that is under way
+            if Watch.step >= 1 and running % log_every and Watch.step % log_every:
+                frame = sys._getframe(1)
+                places, place = [], f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                outer: Any = frame
+                while outer is not None:
+                    places.append((outer.f_code.co_name, Path(outer.f_code.co_filename).name))
+                    outer = outer.f_back
+                if not ALLOWED & set(places):
+                    found[name, place] += 1
+            return real(*arguments, **more)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in READS:
+            patch.setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name)))
+        yield found
+
+
+def train(folder: Path, *plugins: Any, **config: Any) -> None:
+    settings = {"log.every": 4, **{key.replace("__", "."): value for key, value in config.items()}}
+    run_forge(
+        ["console", "tensorboard", "ema", Watch, *plugins], settings, steps=12, folder=folder, name=f"r{len(plugins)}"
+    )
+
+
+def waits(found: Counter[Any]) -> dict[Any, int]:
+    return {place: count for place, count in found.items() if place[0] != "__len__"}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+def test_nothing_is_read_between_logged_steps(
+    tmp_path: Path, optimizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with counting(4) as found:
+        train(tmp_path, **{} if optimizer == "adamw" else {"defaults__optimizer": "lion"})
+    assert waits(found) == {}
+    assert Watch.step == 12
+
+
+@pytest.mark.parametrize("read", ["item", "__float__", "__bool__", "cpu", "tolist"])
+def test_a_read_would_be_seen(tmp_path: Path, read: str, capsys: pytest.CaptureFixture[str]) -> None:
+    class Reads(Plugin):
+        @hookimpl
+        def on_step(self, step: StepResult) -> None:
+            getattr(step.loss, read)()
+
+    with counting(4) as found:
+        train(tmp_path, Reads)
+    assert sum(waits(found).values()) == len([2, 3, 6, 7, 10, 11])  # neither in the first step nor beside a logged one
+    assert {place[0] for place in waits(found)} == {read}
+
+
+def test_metrics_that_are_tensors_are_read_only_when_they_are_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Adds(Plugin):
+        @hookimpl
+        def on_step(self, step: StepResult) -> None:
+            step.add("value", step.loss * 2)
+
+    with counting(4) as found:
+        train(tmp_path, Adds)
+    assert waits(found) == {}
+
+
+def test_hooks_are_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Everything(Plugin):
+        """Answers all that could be asked again and again."""
+
+        @hookimpl
+        def around(self, span: str, job: Any) -> Any:
+            return None
+
+        @hookimpl
+        def prepare_batch(self, job: Any) -> Any:
+            return lambda batch: Batch(batch.inputs, batch.labels)
+
+        @hookimpl
+        def on_step(self, step: StepResult) -> None:
+            seen.append(step.step)
+
+    seen: list[Any] = []
+    real = Calls.collect
+
+    def collect(self: Calls, hook: str, *arguments: Any, **more: Any) -> Any:
+        seen.append(hook)
+        return real(self, hook, *arguments, **more)
+
+    monkeypatch.setattr(Calls, "collect", collect)
+    config = {"checkpoint.every": 2, "train.evaluate_every": 2}
+    toys.run(tmp_path, Everything, toys.Noise, toys.Average, steps=6, config=config)
+    first = seen.index(1)
+    assert {"around", "prepare_batch", "executor", "optimizer", "build_data"} <= set(seen[:first])
+    assert seen[first:] == [1, 2, 3, 4, 5, 6]
+
+
+def test_events_of_a_step_cost_one_call_for_each_who_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+    real = Calls._invoke
+
+    def invoke(self: Calls, hook: str, *arguments: Any) -> Any:
+        calls[hook] += 1
+        return real(self, hook, *arguments)
+
+    monkeypatch.setattr(Calls, "_invoke", invoke)
+    toys.run(tmp_path, toys.Noise, toys.Average, steps=5, config={"log.every": 5})
+    assert calls["on_step"] == 5
+    assert calls["on_gradients"] == 5
+    toys.run(tmp_path, steps=1)
+    assert calls["on_step"] == 5
+
+
+def test_the_norm_and_the_clipping_stay_on_the_device(tmp_path: Path) -> None:
+    """On the meta device no value exists: whoever reads one fails."""
+    from forge_train.distributed import DistributedContext
+    from forge_train.gradients import clip, total_norm
+    from forge_train.rules import Layout
+
+    gradients: list[Tensor] = [torch.ones(3, 2, device="meta"), torch.ones(5, device="meta")]
+    norm = total_norm(gradients, DistributedContext(Layout(), torch.device("meta")))
+    clip(gradients, norm, 1.0)
+    assert norm.is_meta
+    with pytest.raises(RuntimeError):
+        norm.item()

@@ -1,0 +1,83 @@
+"""`compile`: the same numbers, one graph for all units that are alike, and a summary of how it went."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import setuptools  # noqa: F401  # inductor imports it, and it refuses to come after distutils
+import torch
+import torch._dynamo
+
+import fakes
+from forge_train import ConfigError
+from forge_train.testing import RunForge
+from forge_train_plugins._compile import Summary, compile_unit
+from forge_train_plugins.compile import Compile
+
+pytestmark = [pytest.mark.unit, pytest.mark.slow]
+
+TRACED = {"compile.backend": "aot_eager", "decoder.layers": 3}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("plugins", "config"),
+    [
+        ((), {"compile.fullgraph": True, "train.evaluate_every": 1}),
+        (("ac",), {"compile.fullgraph": True}),
+        (("ac",), {"ac.mode": "selective"}),
+        (("ac",), {"ac.mode": "memory_budget", "ac.budget": 0.2}),
+    ],
+)
+def test_changes_no_number_and_compiles_alike_units_once(
+    run_forge: RunForge, caplog: pytest.LogCaptureFixture, plugins: tuple[str, ...], config: dict[str, Any]
+) -> None:
+    plain = run_forge((), {"decoder.layers": 3})
+    with caplog.at_level(logging.INFO, "forge_train"):
+        run = run_forge([*plugins, "compile"], {**TRACED, **config})
+    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert list(run.model.state_dict()) == list(plain.model.state_dict())
+    told = [record.getMessage() for record in caplog.records if "compile: " in record.getMessage()]
+    assert len(told) == 1
+    assert re.fullmatch(
+        r"compile: 3 units in [12] graphs with 0 graph breaks, [\d.]+ s of compiling until step 1", told[0]
+    )
+
+
+def test_inductor_trains_the_same(run_forge: RunForge) -> None:
+    plain, run = run_forge(steps=2), run_forge(["compile"], {"decoder.layers": 2}, steps=2)
+    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+class Breaking(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_graph_breaks_are_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    summary, unit = Summary(), Breaking(2, 2)
+    compile_unit(unit, backend="aot_eager", mode="default", fullgraph=False, dynamic=None)
+    unit(torch.ones(1, 2))
+    summary.units = 1
+    with caplog.at_level(logging.INFO, "forge_train"):
+        summary.tell(1)
+        summary.tell(2)
+    first, *reasons = [record.getMessage() for record in caplog.records if record.name == "forge_train"]
+    assert "with 1 graph breaks" in first
+    assert len(reasons) == 1
+    assert "1 × graph break" in reasons[0]
+
+
+def test_what_has_no_effect_or_is_not_there_is_refused(run_forge: RunForge) -> None:
+    plugin = fakes.make(Compile, backend="eager", mode="max-autotune")
+    assert [problem.key for problem in plugin.check_config(fakes.run_config())] == ["compile.mode"]
+    with pytest.raises(ConfigError, match=r"compile\.backend: 'inducter' is not one of .*Did you mean 'inductor'"):
+        run_forge(["compile"], {"compile.backend": "inducter"})

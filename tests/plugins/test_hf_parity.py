@@ -1,0 +1,119 @@
+"""Random tiny models of transformers, imported: the same logits and the same gradients."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fakes
+from forge_train import HFModel
+from forge_train_plugins.decoder import Decoder, Rope
+
+transformers = pytest.importorskip("transformers")
+
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama head_dim": ("Llama", {"head_dim": 16}),
+    "llama gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama yarn whole features": ("Llama", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 4.0}}),
+    "llama yarn attention factor": ("Llama", {"rope_parameters": YARN | {"attention_factor": 1.3}}),
+    "llama yarn mscale": ("Llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 tied yarn": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": YARN}),
+}
+
+
+def theirs(case: str) -> Any:
+    """A random model of transformers, in eager fp32 attention."""
+    family, values = CASES[case]
+    config = getattr(transformers, f"{family}Config")(**SHAPE, **values)
+    config._attn_implementation = "eager"
+    return fakes.initialised(getattr(transformers, f"{family}ForCausalLM")(config))
+
+
+def imported(config: dict[str, Any]) -> tuple[HFModel, Any]:
+    """The layout, and forge's model for it."""
+    found = fakes.make(Decoder).import_hf(config)
+    assert found is not None
+    values = dict(found.sections["decoder"])
+    plugin = fakes.make(Decoder, **(values | {"rope": Rope(**values["rope"])}))
+    return found, plugin.build_model(fakes.job(**found.sections["swiglu"]))
+
+
+def saved_config(model: nn.Module) -> dict[str, Any]:
+    """As `save_pretrained` writes it."""
+    config: dict[str, Any] = model.config.to_diff_dict()  # type: ignore[operator,union-attr]
+    return config | {"architectures": [type(model).__name__]}
+
+
+@pytest.mark.unit
+@pytest.mark.accept("core", 5)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
+    reference = theirs(case)
+    found, model = imported(saved_config(reference))
+    state, parameters = reference.state_dict(), dict(model.named_parameters())
+    assert parameters.keys() == found.names.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(state[found.names[name]])
+
+    tokens = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(1))
+    expected = reference(tokens).logits
+    logits = model.head(model(tokens))
+    assert (logits - expected).abs().max() <= 1e-5
+
+    for output in (expected, logits):
+        F.cross_entropy(output[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    gradients = {name: p.grad for name, p in reference.named_parameters()}
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.grad, gradients[found.names[name]], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_reads_what_is_exported(case: str) -> None:
+    reference = theirs(case)
+    found = fakes.make(Decoder).import_hf(saved_config(reference))
+    values = dict(found.sections["decoder"])
+    plugin = fakes.make(Decoder, **(values | {"rope": Rope(**values["rope"])}))
+    exported = plugin.export_hf(fakes.job(**found.sections["swiglu"]))
+    assert exported.names == found.names
+
+    json.dumps(exported.config)
+    config = transformers.AutoConfig.for_model(**exported.config)
+    config._attn_implementation = "eager"
+    again = getattr(transformers, exported.config["architectures"][0])(config)
+    assert type(again) is type(reference)
+    missing, unexpected = again.load_state_dict(reference.state_dict(), strict=False)
+    assert (missing, unexpected) == ([], [])
+    tokens = torch.arange(40)[None]
+    torch.testing.assert_close(again(tokens).logits, reference(tokens).logits)

@@ -1,0 +1,152 @@
+"""`adamw`, `lion` and `cosine` against their papers' formulas."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fakes
+from forge_train_plugins._lion import SignMomentum
+from forge_train_plugins.adamw import AdamW
+from forge_train_plugins.cosine import Cosine
+from forge_train_plugins.lion import Lion
+
+pytestmark = pytest.mark.unit
+
+
+def optimizer(plugin: type[Any], part: nn.Module, **values: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = fakes.make(plugin, **values).optimizer(fakes.part_model(part), fakes.job())
+    return made
+
+
+@pytest.mark.parametrize("plugin", [AdamW, Lion])
+@pytest.mark.parametrize(("tied", "decay_embeddings"), [(False, False), (False, True), (True, False)])
+def test_what_decays(plugin: type[Any], tied: bool, decay_embeddings: bool) -> None:
+    part = fakes.decoder(tied=tied, qk_norm=True, bias=True, qkv_bias=True)
+    made = optimizer(plugin, part, weight_decay=0.3, decay_embeddings=decay_embeddings)
+    decays = {id(p): group["weight_decay"] for group in made.param_groups for p in group["params"]}
+    for name, parameter in part.named_parameters():
+        exempt = parameter.ndim == 1 or (name == "embedding.weight" and not decay_embeddings)
+        assert decays.pop(id(parameter)) == (0.0 if exempt else 0.3), name
+    assert not decays
+
+
+def test_adamw_is_the_papers_algorithm() -> None:
+    part = fakes.decoder()
+    made = optimizer(AdamW, part, lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    weight = part.layers["0"].attention.q.weight
+    theta, m, v = weight.detach().double(), 0.0, 0.0
+    for t in range(1, 4):
+        made.zero_grad()
+        part.head(part(torch.arange(5)[None] + t)).square().mean().backward()
+        g = weight.grad.double()
+        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
+        theta = theta - 0.01 * (m / (1 - 0.8**t) / ((v / (1 - 0.9**t)).sqrt() + 1e-6) + 0.1 * theta)
+        made.step()
+        torch.testing.assert_close(weight.detach().double(), theta, rtol=1e-5, atol=1e-5)
+        theta = weight.detach().double()
+
+
+def test_adamw_is_fused() -> None:
+    assert all(group["fused"] for group in optimizer(AdamW, fakes.decoder()).param_groups)
+
+
+def test_lion_is_the_papers_algorithm() -> None:
+    weights = [nn.Parameter(torch.randn(4, 3, dtype=torch.float64)) for _ in range(2)]
+    made = SignMomentum(weights, lr=0.05, betas=(0.9, 0.99), weight_decay=0.2)
+    expected = [(w.detach().clone(), torch.zeros_like(w)) for w in weights]
+    for seed in range(5):
+        torch.manual_seed(seed)
+        for index, weight in enumerate(weights):
+            g = weight.grad = torch.randn_like(weight)
+            theta, m = expected[index]
+            update = (0.9 * m + 0.1 * g).sign()
+            expected[index] = (theta - 0.05 * (update + 0.2 * theta), 0.99 * m + 0.01 * g)
+        made.step()
+        for weight, (theta, m) in zip(weights, expected, strict=True):
+            torch.testing.assert_close(weight.detach(), theta, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(made.state[weight]["momentum"], m, rtol=1e-12, atol=1e-12)
+
+
+def test_lion_leaves_what_has_no_gradient() -> None:
+    moved, still = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    moved.grad = torch.ones(2)
+    SignMomentum([moved, still], lr=0.1, betas=(0.9, 0.99)).step()
+    assert moved.tolist() == pytest.approx([0.9, 0.9])
+    assert still.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("plugin", [AdamW, Lion])
+def test_an_optimizer_continues_where_it_was_saved(plugin: type[Any]) -> None:
+    def step(part: nn.Module, made: torch.optim.Optimizer, seed: int) -> None:
+        made.zero_grad()
+        part.head(part(torch.full((1, 4), seed))).square().mean().backward()  # type: ignore[operator]
+        made.step()
+
+    part = fakes.decoder()
+    made = optimizer(plugin, part, lr=0.01)
+    step(part, made, 1)
+    resumed = fakes.decoder(seed=1)
+    resumed.load_state_dict(part.state_dict())
+    again = optimizer(plugin, resumed, lr=0.01)
+    again.load_state_dict(copy.deepcopy(made.state_dict()))  # it takes the tensors over
+    step(part, made, 2)
+    step(resumed, again, 2)
+    assert all(torch.equal(a, b) for a, b in zip(part.parameters(), resumed.parameters(), strict=True))
+
+
+# -- cosine -------------------------------------------------------------------------------------------------------
+
+
+def schedule(warmup: int, floor: float, steps: int = 10, lr: float = 2.0) -> tuple[Any, Any]:
+    made = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+    job = fakes.job()
+    job.steps = steps
+    return fakes.make(Cosine, warmup=warmup, floor=floor).lr_schedule(made, job), made
+
+
+def learning_rates(warmup: int, floor: float, steps: int = 10) -> list[float]:
+    found, (plan, made) = [], schedule(warmup, floor, steps)
+    for _ in range(steps + 2):
+        found.append(made.param_groups[0]["lr"])
+        made.step()
+        plan.step()
+    return found
+
+
+def test_rises_to_the_peak_and_falls_to_the_floor() -> None:
+    found = learning_rates(warmup=3, floor=0.1)
+    falling = [0.2 + 1.8 * (1 + math.cos(math.pi * t / 7)) / 2 for t in range(8)]
+    assert found == pytest.approx([0.5, 1.0, 1.5, *falling, 0.2])
+
+
+def test_without_warm_up_the_first_step_is_at_the_peak() -> None:
+    found = learning_rates(warmup=0, floor=0.0, steps=4)
+    assert found[0] == 2.0
+    assert found[2] == pytest.approx(1.0)
+    assert min(found[:4]) > 0, "no step of the run is wasted"
+
+
+def test_a_resumed_schedule_goes_on() -> None:
+    plan, made = schedule(2, 0.1)
+    for _ in range(5):
+        made.step()
+        plan.step()
+    again, other = schedule(2, 0.1)
+    other.load_state_dict(made.state_dict())
+    again.load_state_dict(plan.state_dict())
+    for optimizer, scheduler in ((made, plan), (other, again)):
+        optimizer.step()
+        scheduler.step()
+    assert made.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(("warmup", "keys"), [(9, []), (10, ["cosine.warmup"])])
+def test_a_warm_up_that_never_ends(warmup: int, keys: list[str]) -> None:
+    found = fakes.make(Cosine, warmup=warmup).check_config(fakes.run_config(steps=10))
+    assert [problem.key for problem in found] == keys

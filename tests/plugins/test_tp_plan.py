@@ -1,0 +1,99 @@
+"""`tp`: reading a model's plan, and which gradients are parts of a sum. No process group takes part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+import fakes
+from forge_train import ConfigError
+from forge_train_plugins._tp.plan import read
+from forge_train_plugins._tp.replicas import whole_parameters
+from forge_train_plugins.tp import TensorParallel
+
+pytestmark = pytest.mark.unit
+
+
+def planned(extra: dict[str, Any], **values: Any) -> Any:
+    """A decoder whose plan says this too."""
+    part = fakes.decoder(**values)
+    plan = {**part.tensor_plan(), **extra}
+    part.tensor_plan = lambda: plan
+    return part
+
+
+def test_every_entry_is_read() -> None:
+    part = fakes.decoder(qk_norm=True)
+    assert {entry.name: entry.style for entry in read(part, 2)} == part.tensor_plan()
+
+
+@pytest.mark.parametrize(
+    ("part", "ranks", "says"),
+    [
+        (
+            planned({"layers.0.attention.qq": "colwise"}),
+            2,
+            "'layers.0.attention.qq' (colwise): the model has no such module. Did you mean 'layers.0.attention.q'?",
+        ),
+        (planned({"head": "logit"}), 2, "'head': there is no style 'logit'. Did you mean 'logits'?"),
+        (planned({"norm": "colwise"}), 2, "'norm' (colwise): expected a torch.nn.Linear, found RMSNorm."),
+        (
+            planned({}),
+            4,
+            "'layers.0.attention.k': it has 2 heads of 8 features, and every rank needs whole ones; tp (4)",
+        ),
+        (planned({}, heads=6, kv_heads=6, head_dim=4), 4, "it has 6 heads of 4 features"),
+        (planned({}, hidden=50), 4, "'layers.0.feed_forward.gate': its 50 outputs can't be split evenly; tp (4)"),
+        (planned({}, vocabulary=5, kv_heads=4), 4, "'embedding': its 5 rows in 4 pieces of 2 leave none for the last"),
+        (nn.Linear(2, 2), 2, "the model (Linear) declares no tensor_plan()"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_numbers(part: nn.Module, ranks: int, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(part, ranks)
+    assert says in str(error.value)
+
+
+def test_what_is_wrong_with_every_layer_is_said_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        read(fakes.decoder(layers=12), 4)
+    assert str(error.value).count("attention.k") == 1
+
+
+def test_a_block_without_a_plan_is_named() -> None:
+    part = fakes.decoder()
+    part.layers["1"].feed_forward = nn.Linear(32, 32)
+    with pytest.raises(ConfigError, match="Linear does not say how tensor parallelism splits it"):
+        read(part, 2)
+
+
+def partial(part: Any, *, sequence_parallel: bool) -> set[str]:
+    entries = read(part, 2)
+    split = {"embedding", "head", "q", "k", "v", "o", "gate", "up", "down"}
+    wholes = whole_parameters(part, entries, sequence_parallel=sequence_parallel)
+    return {
+        one.name
+        for one in wholes
+        if one.partial and not (one.name.split(".")[-2] in split and one.name.endswith("weight"))
+    }
+
+
+def test_gradients_are_partial_where_a_rank_sees_some_tokens_or_some_heads() -> None:
+    part = fakes.decoder(layers=1, qk_norm=True, bias=True)
+    heads = {"layers.0.attention.q_norm.weight", "layers.0.attention.k_norm.weight"}
+    norms = {"norm.weight", "layers.0.attention_norm.weight", "layers.0.feed_forward_norm.weight"}
+    sums = {"layers.0.attention.o.bias", "layers.0.feed_forward.down.bias"}
+    assert heads | norms | sums <= partial(part, sequence_parallel=True)
+    whole = partial(part, sequence_parallel=False)
+    assert heads <= whole
+    assert not whole & (norms | sums)
+
+
+def test_async_needs_cuda() -> None:
+    config = fakes.run_config()
+    config.parallel, config.run = type("P", (), {"tp": 2}), type("R", (), {"device": "cpu"})
+    (problem,) = fakes.make(TensorParallel, async_tp=True).check_config(config)
+    assert problem.key == "tp.async_tp"
+    assert "CUDA" in problem.message
