@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,3 +27,12 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def logger() -> Iterator[logging.Logger]:
+    """forge's logger; what the command line sets there is taken back, so that the next test can read what is logged."""
+    log = logging.getLogger("forge_train")
+    level, propagate, handlers = log.level, log.propagate, list(log.handlers)
+    yield log
+    log.level, log.propagate, log.handlers[:] = level, propagate, handlers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -37,15 +37,6 @@ max_sequence = 64
 path = "corpus.txt"
 baseline = false
 """
-
-
-@pytest.fixture
-def logger() -> Iterator[logging.Logger]:
-    """forge's logger; what the command line sets there is taken back."""
-    log = logging.getLogger("forge_train")
-    before = (log.level, log.propagate, list(log.handlers))
-    yield log
-    log.level, log.propagate, log.handlers[:] = before[0], before[1], before[2]
 
 
 @pytest.fixture

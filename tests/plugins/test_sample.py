@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -65,10 +64,7 @@ def test_an_interrupted_run_has_no_sample(run_forge: RunForge) -> None:
 
 
 @pytest.mark.unit
-def test_a_prompt_that_is_too_long_costs_only_the_sample(
-    run_forge: RunForge, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("forge_train"), "propagate", True)
+def test_a_prompt_that_is_too_long_costs_only_the_sample(run_forge: RunForge, caplog: pytest.LogCaptureFixture) -> None:
     done = run_forge(["sample"], {"sample": {"prompt": "a" * 80}})
     assert done.finished.outcome == "done"
     assert not done.finished.closing
