@@ -181,9 +181,15 @@ class FeedForward(Protocol):
 class TokenDispatch(Protocol):
     """`token_dispatch`: the transport of tokens to the ranks of their experts, and back."""
 
-    def dispatch(self, x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor, Any]:
-        """`x [tokens, dim]`, `experts [tokens, top_k]` in 0…count-1 → rows sorted by local expert, tokens per local
-        expert `[local experts]`, and a handle for `combine`."""
+    def dispatch(
+        self, x: Tensor, experts: Tensor, count: int, *, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[Tensor, Tensor, Any]:
+        """`x [tokens, dim]`, `experts [tokens, top_k]` in 0…count-1, or −1 for nowhere → rows sorted by local expert,
+        rows per local expert `[local experts]`, and a handle for `combine`.
+
+        There may be more rows than the sizes sum to; nobody looks at what comes of those. `meanwhile` is work that a
+        transport may do, once, while rows are under way.
+        """
         ...
 
     def combine(self, rows: Tensor, weights: Tensor, handle: Any) -> Tensor:

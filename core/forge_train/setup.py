@@ -118,7 +118,7 @@ class _Resolution:
         unwanted = [(name, str(o)) for name, o in self._listed("without") if canonical(name) not in again] + [
             (n, "--without") for n in self.request.without
         ]
-        wanted = self._wanted_defaults()
+        wanted, on_demand = self._wanted_defaults()
         removed = {canonical(name) for name, _ in unwanted}
         founds: dict[str, Found] = {}
         for spec, where in asked:
@@ -139,6 +139,9 @@ class _Resolution:
         self.removed = removed & (effective | self.sometimes)
         explicit = self._load(founds.values(), default=False)
         brought = self._defaults(wanted, explicit)
+        required = {slot for plugin in [*explicit, *brought] for slot in plugin.cls.requires} & on_demand.keys()
+        brought += self._defaults({slot: on_demand[slot] for slot in required}, [*explicit, *brought])
+        self.sometimes -= set(self.defaults.values())
         enabled = sorted([*explicit, *brought], key=lambda plugin: plugin.name)
         self._check_defaults(enabled)
         if not self.mistakes:  # what is missing for them would only be told twice
@@ -179,16 +182,18 @@ class _Resolution:
             return dotted(spec)
         return None
 
-    def _wanted_defaults(self) -> dict[str, str]:
+    def _wanted_defaults(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Slot → default, and the same where it counts only if an enabled plugin requires the slot."""
         wanted: dict[str, str] = {}
+        on_demand: dict[str, str] = {}
         precision = self.tree.values.get(("train", "precision"))
         narrow = precision.value if precision else "fp32"
-        conditions = dict(zip(CONDITIONAL, (self.world > 1, narrow != "fp32", narrow == "fp16"), strict=True))
+        conditions = dict(zip(CONDITIONAL, (self.world > 1, narrow != "fp32", narrow == "fp16", True), strict=True))
         for key, value in self.tree.below(("defaults",)).items():
             *several, slot = key
             if len(several) == 1 and several[0] in conditions and isinstance(value.value, str):
                 if value.value and conditions[several[0]]:
-                    wanted[slot] = canonical(value.value)
+                    (on_demand if several[0] == "required" else wanted)[slot] = canonical(value.value)
             elif several or KINDS.get(slot) not in ("slot", "chain"):
                 slots = [name for name, kind in KINDS.items() if kind in ("slot", "chain")]
                 name = ".".join(key)
@@ -199,7 +204,7 @@ class _Resolution:
                 )
             elif value.value:
                 wanted[slot] = canonical(value.value)
-        return wanted
+        return wanted, on_demand
 
     def _load(self, founds: Iterable[Found], *, default: bool) -> list[Enabled]:
         loaded = []
@@ -220,7 +225,7 @@ class _Resolution:
         """Defaults of slots that nobody else fills. One that is displaced in one slot steps aside from all."""
         filled = {slot for plugin in explicit for slot in plugin.provides if KINDS.get(slot, "slot") == "slot"}
         names = {plugin.name for plugin in explicit}
-        self.displaced = {name for slot, name in wanted.items() if slot in filled and name not in names}
+        self.displaced |= {name for slot, name in wanted.items() if slot in filled and name not in names}
         founds: dict[str, Found] = {}
         for slot, name in wanted.items():
             if name in self.removed or name in self.displaced or (slot in filled and name not in names):

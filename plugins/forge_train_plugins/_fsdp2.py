@@ -111,7 +111,7 @@ class Sharding:
         offload: bool = False,
     ) -> None:
         self.mesh_of, self.reshard, self.reduce_each = mesh_of, reshard, reduce_each
-        self.experts = job.dist.layout.ep > 1
+        self.experts = job.dist.layout.ep * job.dist.layout.etp > 1
         narrow = job.precision.param is not torch.float32
         self.precision = (
             MixedPrecisionPolicy(param_dtype=job.precision.param, reduce_dtype=job.precision.reduce)
@@ -119,9 +119,13 @@ class Sharding:
             else MixedPrecisionPolicy()
         )
         self.offload = CPUOffloadPolicy() if offload else OffloadPolicy()
+        train = job.config.train
+        self.micro_batches = train.global_batch // (train.micro_batch * job.dist.data_ranks)
+        self.widths = (job.precision.param.itemsize, job.precision.reduce.itemsize)
 
     def apply(self, part: nn.Module) -> Applied:
         groups = groups_of(part, experts=self.experts)
+        textbook = self._textbook(part)
         for group in groups:
             # The loss may call the head in chunks: it is gathered once, and kept until its last chunk's backward.
             self._shard(group.module, group.domain, keep=group.head or self.reshard != "always")
@@ -134,6 +138,7 @@ class Sharding:
             part,
             matched=tuple(group.name for group in groups) or tuple(name for name, _ in part.named_children()),
             note=self._note(),
+            textbook=textbook,
             on_micro_batch=step.begin,
             after_backward=step.finish,
             release=step.release,
@@ -147,6 +152,27 @@ class Sharding:
             mp_policy=self.precision,
             offload_policy=self.offload,
         )
+
+    def _textbook(self, part: nn.Module) -> dict[str, float]:
+        """A shard's rank sends all it has to the n − 1 others for each gather, and as much for each reduction; copies
+        of a shard sum its gradients (arXiv:1910.02054, §7). Experts on meshes of their own are left out."""
+        elsewhere = {id(p) for _, module in expert_modules(part) for p in module.parameters()} if self.experts else ()
+        mine = [p for p in part.parameters() if id(p) not in elsewhere]
+        gathered, reduced = (
+            sum(getattr(p, "_local_tensor", p).numel() for p in some)
+            for some in (mine, [p for p in mine if p.requires_grad])
+        )
+        mesh = self.mesh_of("dense")
+        shards, copies = mesh.size(-1), mesh.size() // mesh.size(-1)
+        gathers = {"always": 2 * self.micro_batches, "never": self.micro_batches, "step": 1}[self.reshard]
+        reductions = self.micro_batches if self.reduce_each else 1
+        compute, reduce = self.widths
+        *outer, inner = mesh.mesh_dim_names or ()
+        whole = gathers * gathered * compute + reductions * reduced * reduce
+        found = {inner: whole * (shards - 1) / shards}
+        for axis in outer:
+            found[axis] = 2 * reductions * reduced / shards * reduce * (copies - 1) / copies
+        return found
 
     def _note(self) -> str:
         mesh = self.mesh_of("dense")

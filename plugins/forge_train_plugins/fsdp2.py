@@ -24,6 +24,7 @@ class FSDP2(Plugin):
     api = (1, 0)
     provides = ("data_parallel",)
     layout = True
+    saves = ("parameters", "gradients", "optimizer")
 
     @section
     class Config:
@@ -72,6 +73,7 @@ class Zero1(Plugin):
     api = (1, 0)
     provides = ("data_parallel",)
     layout = True
+    saves = ("optimizer",)
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform | None:
@@ -83,4 +85,5 @@ class Zero1(Plugin):
 
             return Sharding(job, mesh_of=lambda _: job.dist.mesh("dense", "data"), reshard="step").apply(part)
 
-        return Transform(Phase.SHARD, "data_parallel", apply, covers=("dp_replicate", "dp_shard", "cp", "precision"))
+        covers = ("dp_replicate", "dp_shard", "cp", "precision")
+        return Transform(Phase.SHARD, "data_parallel", apply, conflicts=("ep",), covers=covers)

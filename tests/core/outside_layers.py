@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -130,7 +130,9 @@ class OutsideTransport:
     def __init__(self, owner: Outside) -> None:
         self.owner = owner
 
-    def dispatch(self, x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor, Any]:
+    def dispatch(
+        self, x: Tensor, experts: Tensor, count: int, *, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[Tensor, Tensor, Any]:
         self.owner.use()
         order = experts.flatten().argsort(stable=True)
         return x[order // experts.shape[1]], experts.flatten().bincount(minlength=count), order

@@ -21,9 +21,9 @@ TOP_KEYS: dict[str, tuple[type, str]] = {
     "defaults": (dict, "a table of slots and plugins"),
 }
 """What stands at the top of a file beside sections."""
-CONDITIONAL = ("distributed", "narrow", "fp16")
-"""Tables of `[defaults]` that count only in several processes, where `train.precision` is not fp32, and where it is
-fp16: nobody looks for these plugins where there is nothing for them to do."""
+CONDITIONAL = ("distributed", "narrow", "fp16", "required")
+"""Tables of `[defaults]` that count only in several processes, where `train.precision` is not fp32, where it is fp16,
+and where an enabled plugin requires the slot: nobody looks for these plugins where there is nothing for them to do."""
 
 
 @dataclass(frozen=True)

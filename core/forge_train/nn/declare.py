@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from ..model import Model
 
-TensorStyle = Literal["vocabulary", "colwise", "rowwise", "sequence", "gather", "heads", "logits"]
+TensorStyle = Literal["vocabulary", "colwise", "rowwise", "sequence", "gather", "tokens", "summed", "heads", "logits"]
 """How tensor parallelism treats a module; a model's `tensor_plan()` maps module names to these.
 
 * `vocabulary`: an embedding, its rows split; what it gives is summed over the ranks, and split along the sequence.
@@ -19,6 +19,9 @@ TensorStyle = Literal["vocabulary", "colwise", "rowwise", "sequence", "gather", 
 * `rowwise`: a linear whose input features are split; what it gives is summed, and split along the sequence.
 * `sequence`: works on each token alone; its weights are whole, its input is split along the sequence.
 * `gather`: a block that needs whole sequences: its input, split along the sequence, is gathered.
+* `tokens`: a block whose tokens do not know each other: it works on this rank's share of them, with whole weights.
+* `summed`: a block that needs whole sequences and splits its own weights: its input is gathered, and what it gives is
+  summed, and split along the sequence.
 * `heads`: its weights are whole, its input is this rank's heads, so that its gradient is a sum over the ranks.
 * `logits`: the head, its output features split.
 """

@@ -120,7 +120,8 @@ class Transformer(nn.Module):
         return {f"embedding.{name}": "embedding" for name, _ in _parameters(self.embedding)} | roles
 
     def tensor_plan(self) -> dict[str, TensorStyle]:
-        """Module → how tensor parallelism splits it; attention and feed-forward modules say so for their own parts.
+        """Module → how tensor parallelism splits it; attention and feed-forward modules say so for their own parts, and
+        under the empty name for themselves (`gather`, if they say nothing).
 
         Raises:
             TypeError: if one of them does not.
@@ -131,8 +132,8 @@ class Transformer(nn.Module):
         for unit, layer in zip(self.units, self.layers.values(), strict=True):
             for name in ("attention", "feed_forward"):
                 plan[f"{unit}.{name}_norm"] = "sequence"
-                plan[f"{unit}.{name}"] = "gather"
-                plan |= {f"{unit}.{name}.{inner}": style for inner, style in _plan(getattr(layer, name)).items()}
+                inner = {"": "gather", **_plan(getattr(layer, name))}
+                plan |= {f"{unit}.{name}.{path}".rstrip("."): style for path, style in inner.items()}
         if self.norm is not None:
             plan["norm"] = "sequence"
         if self.head is not None:

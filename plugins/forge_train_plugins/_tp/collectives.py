@@ -115,6 +115,20 @@ class GatherWhole(torch.autograd.Function):
         return padded.narrow(ctx.dim, ctx.group.rank * ctx.each, ctx.own).contiguous(), None, None, None
 
 
+class TakeShare(torch.autograd.Function):
+    """This rank's piece of sequences that every rank has whole; each rank's gradient is of its own piece."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.size = group, x.shape[1]
+        ctx.each = -(-x.shape[1] // group.size)
+        return _pad(x, 1, ctx.each * group.size).narrow(1, group.rank * ctx.each, ctx.each)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_gather(gradients[0], 1, ctx.group).narrow(1, 0, ctx.size), None
+
+
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:
     """Zeros behind, up to `size`."""
     missing = size - x.shape[dim]

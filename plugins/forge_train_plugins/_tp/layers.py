@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from forge_train import PluginError
 from forge_train.nn import TensorStyle
 
-from .collectives import Copy, GatherSequence, GatherWhole, Group, ScatterSequence, Sum
+from .collectives import Copy, GatherSequence, GatherWhole, Group, ScatterSequence, Sum, TakeShare
 
 
 @dataclass
@@ -60,6 +60,19 @@ class Region:
         if missing := -x.shape[1] % self.group.size:
             x = F.pad(x, (0, 0, 0, missing))  # nothing ever looks at what becomes of these tokens
         return cast(Tensor, ScatterSequence.apply(x, self.group))  # type: ignore[no-untyped-call]
+
+    def share(self, x: Tensor) -> Tensor:
+        """This rank's share of the tokens, for a block in which they do not know each other."""
+        if self.sequence_parallel:
+            self._expect_piece(x)
+            return x
+        return cast(Tensor, TakeShare.apply(x, self.group))  # type: ignore[no-untyped-call]
+
+    def join(self, x: Tensor) -> Tensor:
+        """What such a block gives, in the form in which activations go on."""
+        if self.sequence_parallel:
+            return x
+        return cast(Tensor, GatherWhole.apply(x, 1, self.length, self.group))  # type: ignore[no-untyped-call]
 
     def _expect_piece(self, x: Tensor) -> None:
         if x.shape[1] != -(-self.length // self.group.size):
@@ -142,11 +155,17 @@ class Styles:
         self._region = region
         self._classes: dict[tuple[type, type], type] = {}
         self._reduce, self._reduce_and_bias, self._gather, self._keep, self._collect = _hooks(region)
+        self._share, self._join = _sharing(region)
 
     def realise(self, module: Any, style: TensorStyle, made: dict[int, nn.Parameter]) -> None:
         """Split a module and its weights."""
-        if style == "gather":
+        if style in ("gather", "summed"):
             module.register_forward_pre_hook(self._gather)
+        if style == "summed":
+            module.register_forward_hook(self._reduce)
+        elif style == "tokens":
+            module.register_forward_pre_hook(self._share)
+            module.register_forward_hook(self._join)
         elif style in SHARDED:
             dim = SHARDED[style]
             split(module, dim, self._region, made, bias=style != "rowwise")
@@ -199,6 +218,18 @@ def _hooks(region: Region) -> tuple[Callable[..., Any], ...]:
         return cast(Tensor, GatherWhole.apply(out, -1, features, region.group))  # type: ignore[no-untyped-call]
 
     return reduce, reduce_and_bias, gather, keep, collect
+
+
+def _sharing(region: Region) -> tuple[Callable[..., Any], ...]:
+    def share(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not args:
+            raise PluginError(f"{type(module).__name__} shares its tokens out: pass its input by position.")
+        return (region.share(args[0]), *args[1:])
+
+    def join(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return region.join(out)
+
+    return share, join
 
 
 SHARDED: Mapping[str, int] = {"vocabulary": 0, "colwise": 0, "rowwise": 1, "logits": 0}

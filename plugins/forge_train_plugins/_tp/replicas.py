@@ -49,7 +49,7 @@ def whole_parameters(part: nn.Module, entries: Sequence[Entry], *, sequence_para
         if sequence_parallel:
             partial = not (replicated_head and _within(owner, ["head"]))
         else:
-            partial = style == "heads" or (style != "rowwise" and _within(owner, blocks))
+            partial = style in ("heads", "tokens", "summed") or (style != "rowwise" and _within(owner, blocks))
         found.append(Whole(name, partial, style is not None))
     return found
 

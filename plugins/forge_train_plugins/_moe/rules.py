@@ -1,0 +1,63 @@
+"""Mistakes between values, found without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from forge_train import Problem
+
+if TYPE_CHECKING:
+    from forge_train.config import Config as RunConfig
+
+    from ..moe import MoE
+
+
+def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
+    """What only several values together show."""
+    experts, parallel, train = config.experts, run.parallel, run.train
+    if config.top_k > experts:
+        yield Problem("moe.top_k", f"a token can't choose {config.top_k} of {experts} experts (moe.experts).")
+    if experts % config.groups:
+        yield Problem("moe.groups", f"{config.groups} groups do not divide {experts} experts (moe.experts).")
+    elif config.top_groups > config.groups:
+        yield Problem("moe.top_groups", f"a token can't choose from {config.top_groups} of {config.groups} groups.")
+    elif config.top_groups * (experts // config.groups) < config.top_k <= experts:
+        yield Problem(
+            "moe.top_groups",
+            f"{config.top_groups} groups of {experts // config.groups} experts hold fewer than top_k = {config.top_k}.",
+        )
+    if experts % parallel.ep:
+        yield Problem("parallel.ep", f"expert parallelism over {parallel.ep} ranks does not divide {experts} experts.")
+    split = parallel.tp if parallel.etp == 1 else 1
+    if train.sequence % split:
+        yield Problem(
+            "train.sequence",
+            f"each of {split} tensor-parallel ranks routes its share of the tokens, and "
+            f"{split} does not divide {train.sequence}.",
+        )
+    if config.router == "expert_choice":
+        yield from _expert_choice(config, run)
+    mean = (train.micro_batch or 1) * train.sequence * config.top_k / experts
+    if config.capacity and config.capacity * mean < 1:
+        yield Problem(
+            "moe.capacity",
+            f"{config.capacity:g} × the mean of {mean:g} tokens of a micro-batch leaves an expert less than one token: "
+            "nearly all would be dropped.",
+        )
+
+
+def _expert_choice(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
+    if run.parallel.tp > 1 and run.parallel.etp == 1:
+        yield Problem(
+            "moe.router",
+            "under expert_choice each expert compares all tokens of a micro-batch, and with parallel.tp = "
+            f"{run.parallel.tp} a rank has a share of them; set parallel.etp = {run.parallel.tp}.",
+        )
+    unused = {"bias_speed": config.bias_speed, "balance": config.balance}
+    for key, value in unused.items():
+        if value:
+            reason = "has no effect under expert_choice, where every expert has the same load; set it to 0."
+            yield Problem(f"moe.{key}", reason)
+    if config.groups > 1:
+        yield Problem("moe.groups", "has no effect under expert_choice: tokens choose nothing.")

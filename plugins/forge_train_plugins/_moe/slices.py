@@ -1,0 +1,67 @@
+"""Tokens of one micro-batch that are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from forge_train import Job
+
+_ops = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Slices:
+    """What is known of the other ranks that work on this rank's micro-batch.
+
+    Args:
+        groups: gives the groups of ranks over which its tokens are spread, from the outer to the inner.
+        sizes: of these groups.
+        copies: ranks that have the same tokens, each computing a part of the output's sum.
+    """
+
+    groups: Callable[[], list[Any]]
+    sizes: tuple[int, ...] = ()
+    copies: int = 1
+
+    @classmethod
+    def of(cls, job: Job) -> Slices:
+        """Context parallelism spreads tokens, and tensor parallelism does where experts are whole."""
+        layout, dist = job.dist.layout, job.dist
+        whole = layout.etp == 1
+        axes = [axis for axis, spreads in (("cp", True), ("tp", whole)) if spreads and getattr(layout, axis) > 1]
+        sizes = tuple(getattr(layout, axis) for axis in axes)
+        return cls(lambda: [dist.mesh("dense", axis).get_group() for axis in axes], sizes, 1 if whole else layout.tp)
+
+    @property
+    def count(self) -> int:
+        """Slices of a micro-batch."""
+        return torch.Size(self.sizes).numel()
+
+    @property
+    def summed(self) -> bool:
+        """Whether what this rank computes is a part of a sum."""
+        return self.copies > 1
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum over all slices, without gradients."""
+        for group in self.groups():
+            x = _ops.wait_tensor(_ops.all_reduce(x, "sum", group.group_name))
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Everybody's rows, behind each other, without gradients."""
+        for group in reversed(self.groups()):
+            x = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
+        return x
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's rows of what `gather` gave."""
+        for group in self.groups():
+            x = x.chunk(group.size())[group.rank()]
+        return x
