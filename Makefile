@@ -11,10 +11,10 @@ TESTED := constraints/tested.txt
 CONSTRAINTS := $(VENV)/.constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-dist lint docs bench clean
+.PHONY: help train test test-dist verify-all lint docs bench clean
 
 help: ## what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo '  ARGS="…"                    is passed on: make train ARGS="my.toml -s train.steps=500"'
 	@echo '  TORCH="torch --index-url …" another build of torch, for CUDA; a torch >= 2.11 already in $(VENV) is kept'
@@ -26,8 +26,11 @@ train: $(VENV)/.ready ## train a model: the preset quickstart, or what ARGS says
 test: $(VENV)/.ready-dev ## run the tests but for test-dist, two files at a time; or those that ARGS names
 	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile --ignore tests/dist)
 
-test-dist: $(VENV)/.ready-dev ## run the tests of layouts over two to four processes
+test-dist: $(VENV)/.ready-dev ## run the tests of layouts over two to eight processes
 	@$(PY) -m pytest $(or $(ARGS),tests/dist)
+
+verify-all: $(VENV)/.ready-dev ## verify every composition of layouts against one process; ARGS="tp4 dp3" picks some
+	@$(PY) benchmarks/verify_all.py $(ARGS)
 
 lint: $(VENV)/.ready-dev ## check format, style, types and who imports whom
 	@$(PY) -m ruff format --check

@@ -36,10 +36,20 @@ def report(**values: float) -> None:
 
 
 def build() -> Any:
-    """The benchmark's model, 6 M parameters, made of forge's own modules but without forge's run."""
+    """The benchmark's model, with weights."""
     import torch
 
     from forge_train.initialise import materialise
+
+    model = skeleton()
+    materialise(model, torch.device("cpu"), 0)
+    return model
+
+
+def skeleton() -> Any:
+    """The benchmark's model, 6 M parameters, made of forge's own modules but without forge's run; on meta."""
+    import torch
+
     from forge_train.nn import Embedding, Linear, RMSNorm, RoPE
     from forge_train.protocols import Layer
     from forge_train_plugins._decoder.model import Block, Transformer
@@ -55,11 +65,7 @@ def build() -> Any:
             Block(RMSNorm(256), GroupedQueryAttention(layer, kernel), RMSNorm(256), DenseFeedForward(layer, "swiglu"))
             for _ in range(6)
         ]
-        model = Transformer(
-            Embedding(2048, 256), blocks, RMSNorm(256), Linear(256, 2048), max_sequence=4096, tied=False
-        )
-    materialise(model, torch.device("cpu"), 0)
-    return model
+        return Transformer(Embedding(2048, 256), blocks, RMSNorm(256), Linear(256, 2048), max_sequence=4096, tied=False)
 
 
 def plain(steps: int) -> None:

@@ -2,6 +2,8 @@
 
     python benchmarks/run.py            # everything
     python benchmarks/run.py loop data  # some of it: startup, first, loop, loss, data, quickstart, trials
+    python benchmarks/run.py parallel   # several processes: benchmarks/results/distributed.md
+    python benchmarks/run.py low_precision   # fp8 and its like: benchmarks/results/low-precision.md
 
 Each ratio is of two things measured alternately in one go, by the CPU time of one thread, and the best of each counts:
 other work on the machine adds time and never takes any away.
@@ -23,6 +25,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "core.md"
+DISTRIBUTED = HERE / "results" / "distributed.md"
 FORGE = [sys.executable, "-m", "forge_train_cli"]
 
 
@@ -160,6 +163,46 @@ def quickstart() -> list[Row]:
     ]
 
 
+def parallel() -> list[Row]:
+    """Both ways in turn, in the same processes; the sum of the ranks' CPU seconds, and the best round of each."""
+    from forge_train.testing import Pool
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.path.insert(0, str(HERE))
+    tokens = 8 * 4 * 256  # of the timed steps
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, Pool(Path(folder), size=4) as pool:
+        for kind in ("fsdp2", "tp"):
+            for world in (2, 4):
+                rounds: dict[str, list[float]] = {"by_hand": [], "forge": []}
+                for _ in range(3):
+                    for how, seconds in rounds.items():
+                        seconds.append(sum(pool.run("parallel:measure", world, timeout=300, kind=kind, how=how)))
+                rate = {how: tokens / min(seconds) for how, seconds in rounds.items()}
+                ratio = rate["forge"] / rate["by_hand"]
+                what = f"`{kind}` on {world} ranks, tokens per CPU-second, forge / by hand"
+                measured = f"{ratio:.3f} ({rate['forge']:.0f} / {rate['by_hand']:.0f})"
+                rows.append(Row(what, measured, "≥ 0.97", ratio >= 0.97))
+    note = (
+        "A decoder of 6 M parameters in fp32, 1,024 tokens a step over all ranks, gloo. Each figure is of the ranks' "
+        "CPU seconds together, over 8 steps after 3 of warm-up, the best of 3 rounds taken in turn."
+    )
+    text = table(rows, "Several processes", "python benchmarks/run.py parallel", note)
+    DISTRIBUTED.write_text(text, encoding="utf-8")
+    return rows
+
+
+def low_precision() -> list[Row]:
+    """Losses of short runs, by the recipe; the page has a table of signal to noise too."""
+    sys.path.insert(0, str(HERE))
+    from low_precision import BAR, JUDGED, losses, write
+
+    found = losses()
+    write(found)
+    ratios = {name: found[name] / found["bf16"] for name in JUDGED}
+    return [Row(f"{name}, loss / bf16's", f"{one:.4f}", f"≤ {BAR}", one <= BAR) for name, one in ratios.items()]
+
+
 def trials() -> list[Row]:
     environment = {**os.environ, "FORGE_TRIALS": "20", "FORGE_EXAMPLES": "3000"}
     rows = []
@@ -174,8 +217,10 @@ def trials() -> list[Row]:
 
 
 PARTS: dict[str, Callable[[], list[Row]]] = {
-    part.__name__: part for part in (startup, first, loop, loss, data, quickstart, trials)
+    part.__name__: part for part in (startup, first, loop, loss, data, quickstart, trials, parallel, low_precision)
 }
+APART = {"parallel", "low_precision"}
+"""Those that have a table of their own."""
 
 
 def main() -> int:
@@ -184,17 +229,18 @@ def main() -> int:
     if unknown := [name for name in chosen if name not in PARTS]:
         print(f"There is no part {unknown[0]!r}; there are {', '.join(PARTS)}.", file=sys.stderr)
         return 2
-    rows = []
+    rows, core = [], []
     for name in chosen:
         for row in PARTS[name]():
             rows.append(row)
+            core += [row] if name not in APART else []
             print(f"{'ok  ' if row.ok else 'MISS'} {row.what}: {row.measured} (bar {row.bar})", flush=True)
-    if set(chosen) >= set(PARTS) - {"trials"}:  # which take half an hour and give no ratio
-        RESULTS.write_text(table(rows), encoding="utf-8")
+    if set(chosen) >= set(PARTS) - {"trials", *APART}:  # trials take half an hour
+        RESULTS.write_text(table(core, "Core, on one process", "make bench"), encoding="utf-8")
     return 0 if all(row.ok for row in rows) else 1
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], title: str, command: str, note: str = "") -> str:
     import torch
 
     lines = [f"| {row.what} | {row.measured} | {row.bar} | {'yes' if row.ok else '**no**'} |" for row in rows]
@@ -203,9 +249,10 @@ def table(rows: list[Row]) -> str:
     )
     return "\n".join(
         [
-            "# Core, on one process",
+            f"# {title}",
             "",
-            f"Written by `make bench` on {time.strftime('%Y-%m-%d')}: {machine}.",
+            f"Written by `{command}` on {time.strftime('%Y-%m-%d')}: {machine}.",
+            *([note] if note else []),
             "",
             "| what | measured | bar | met |",
             "|---|---|---|---|",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -26,7 +28,8 @@ SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")
 )
 @json_option
 def check(names: tuple[str, ...], assignments: tuple[str, ...], as_json: bool) -> int:
-    """Hold plugins to the contract: import, hooks, slots on a tiny case, configuration, training, resume.
+    """Hold plugins to the contract: import, hooks, slots on a tiny case, configuration, training, resume, and for
+    transforms the same numbers on two processes as on one.
 
     NAME is a plugin's name or a dotted package.module:Class; without one, every plugin is checked. What a plugin
     requires is enabled with it. Exit code 1 if a check fails.
@@ -48,19 +51,20 @@ def check(names: tuple[str, ...], assignments: tuple[str, ...], as_json: bool) -
 
 
 def _reports(names: tuple[str, ...], assignments: tuple[str, ...]) -> Iterator[Report]:
-    from forge_train.testing import Check, Report, check
+    from forge_train.testing import Check, Pool, Report, check
     from forge_train.testing.conformance import find
 
     for name in names:
         find(name)  # a mistake in the last name should not come after minutes of checking the first
-    if names:
-        yield from (check(name, sets=assignments) for name in names)
-        return
-    for name, found in {one.name: one for one in discover()}.items():
-        try:
-            yield check(name)
-        except ConfigError as error:
-            yield Report(found, [Check("has a name of its own", "fail", str(error))])
+    with tempfile.TemporaryDirectory(prefix="forge-check-") as folder, Pool(Path(folder)) as ranks:
+        if names:
+            yield from (check(name, sets=assignments, ranks=ranks) for name in names)
+            return
+        for name, found in {one.name: one for one in discover()}.items():
+            try:
+                yield check(name, ranks=ranks)
+            except ConfigError as error:
+                yield Report(found, [Check("has a name of its own", "fail", str(error))])
 
 
 def _show(report: Report, *, in_full: bool) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from forge_train.config.layers import Request
+from forge_train.planning import DEVICES, FLOPS_CONVENTION
+from forge_train.planning.meshes import grid, groups
 from forge_train.present import gib, short
 
 from . import screen
@@ -18,18 +20,28 @@ if TYPE_CHECKING:
     from forge_train.planning import Plan
     from forge_train.setup import Setup
 
+SHOWN = 3
+
 
 @click.command(short_help="Show what would be composed, without allocating it.")
 @run_options()
 @click.option("--world", default=1, show_default=True, type=click.IntRange(min=1), metavar="N", help="Number of ranks.")
+@click.option("--nodes", type=click.IntRange(min=1), metavar="K", help="Nodes they are spread over; 8 ranks to each.")
+@click.option("--device", metavar="NAME", help=f"Estimate speed on a device: {', '.join(DEVICES)}.")
 @json_option
-def plan(request: Request, world: int, as_json: bool) -> None:
-    """Compose CONFIG for N ranks on the meta device, and show what comes of it: nothing is allocated or written."""
+def plan(request: Request, world: int, nodes: int | None, device: str | None, as_json: bool) -> None:
+    """Compose CONFIG for N ranks and rehearse a step of one of them, without memory, devices or other processes: what
+    each plugin matched, meshes, parameters, memory, communication and FLOPs. Nothing is allocated or written.
+
+    \b
+    forge plan --world 4                              the quickstart on 4 ranks
+    forge plan big.toml --world 512 --device h100     does it fit, and what bounds it?
+    """
     from forge_train.planning import plan as make
     from forge_train.setup import resolve
 
     setup = resolve(request, world=world)
-    made = make(setup, world=world)
+    made = make(setup, world=world, nodes=nodes or 0, device=device)
     if as_json:
         click.echo(json.dumps(_as_json(made), indent=1))
     else:
@@ -37,45 +49,40 @@ def plan(request: Request, world: int, as_json: bool) -> None:
 
 
 def _as_json(made: Plan) -> dict[str, object]:
-    return {
-        "phases": made.phases,
-        "idle": list(made.idle),
-        "slots": {slot: list(names) for slot, names in made.slots.items()},
-        "meshes": made.meshes,
-        "parameters": dataclasses.asdict(made.parameters),
-        "memory": {**dataclasses.asdict(made.memory), "total": made.memory.total},
-        "communication": made.communication,
-        "flops_per_token": made.flops_per_token,
-    }
+    plain = dataclasses.asdict(made)
+    plain["grids"] = {domain: grid(axes) for domain, axes in made.meshes.items()}
+    plain["flops_convention"] = FLOPS_CONVENTION
+    return plain
 
 
 def _show(made: Plan, setup: Setup, request: Request, world: int) -> None:
     train = setup.config.train
     ranks = "1 process" if world == 1 else f"{world} processes"
-    screen.line(f"{setup.config.source} on {ranks}", "bold")
-    screen.line(f"{train.global_batch} sequences of {train.sequence} tokens a step, {train.micro_batch} at a time")
-    _show_phases(made)
-    screen.heading("Slots")
-    aside = _stepped_aside(setup, request)
-    rows = []
-    for slot, names in made.slots.items():
-        notes = ["default"] if setup.config.defaults.get(slot) in names else []
-        notes += [f"in place of {aside[slot]}"] if slot in aside else []
-        rows.append((slot, ", ".join(names), "; ".join(notes)))
-    screen.table(("", "", ""), rows)
-    screen.heading("Meshes")
-    screen.table(
-        ("", ""),
-        [(name, " × ".join(f"{axis} {size}" for axis, size in axes.items())) for name, axes in made.meshes.items()],
+    nodes = f" on {made.nodes} nodes" if made.nodes > 1 else ""
+    passes = "" if made.accumulation == 1 else f", {made.accumulation} micro-batches"
+    screen.line(f"{setup.config.source} on {ranks}{nodes}", "bold")
+    screen.line(
+        f"{train.global_batch} sequences of {train.sequence} tokens a step, {train.micro_batch} at a time{passes}"
     )
-    _show_costs(made)
+    _show_phases(made)
+    _show_slots(made, setup, request)
+    _show_meshes(made)
+    _show_parameters(made)
+    _show_memory(made)
+    if made.communication:
+        _show_communication(made)
+    _show_work(made)
+    if made.warnings:
+        screen.heading("Warnings")
+        for warning in made.warnings:
+            screen.line(f"  {warning}", "yellow")
 
 
 def _show_phases(made: Plan) -> None:
     screen.heading("Phases")
     if made.phases:
         rows = [
-            (entry["phase"], entry["slot"], entry["plugin"], _few(entry["matched"]), entry["note"])
+            (entry["phase"], entry["slot"], entry["plugin"], abbreviated(entry["matched"]), entry["note"])
             for entry in made.phases
         ]
         screen.table(("phase", "slot", "plugin", "matched", "note"), rows)
@@ -85,43 +92,152 @@ def _show_phases(made: Plan) -> None:
         screen.line(f"  idle at this size: {', '.join(made.idle)}", "dim")
 
 
-def _show_costs(made: Plan) -> None:
-    counts, memory = made.parameters, made.memory
+def _show_slots(made: Plan, setup: Setup, request: Request) -> None:
+    screen.heading("Slots")
+    aside = _stepped_aside(setup, request)
+    rows = []
+    for slot, names in made.slots.items():
+        notes = ["default"] if setup.config.defaults.get(slot) in names else []
+        notes += [f"in place of {aside[slot]}"] if slot in aside else []
+        rows.append((slot, ", ".join(names), "; ".join(notes)))
+    screen.table(("", "", ""), rows)
+
+
+def _show_meshes(made: Plan) -> None:
+    screen.heading("Meshes")
+    for domain, axes in made.meshes.items():
+        screen.line(f"  {domain}: {' × '.join(f'{axis} {size}' for axis, size in axes.items())}")
+        rows = [
+            (f"{axis} {size}", _groups(groups(axes, axis)), "crosses nodes" if axis in made.crossing else "")
+            for axis, size in axes.items()
+            if size > 1 and domain != "batch"  # whose ranks are those of `dense`, the data-parallel axes in one
+        ]
+        if rows:
+            screen.table(("", "", ""), rows, indent=4)
+
+
+def _show_parameters(made: Plan) -> None:
+    counts = made.parameters
     screen.heading("Parameters")
-    tops = [(name, f"{count:,}") for name, count in counts.by_module.items()]
-    screen.table(("", ""), [*tops, ("total", f"{counts.total:,}")], right=(1,))
+    rows = [(one.module, f"{one.total:,}", f"{one.held:,}", one.placement) for one in counts.groups]
+    rows.append(("total", f"{counts.total:,}", f"{counts.held:,}", ""))
+    if counts.held == counts.total:
+        screen.table(("", ""), [row[:2] for row in rows], right=(1,))
+    else:
+        screen.table(("", "all", "of a rank", "split"), rows, right=(1, 2))
     if counts.trainable != counts.total:
         screen.line(f"  {counts.trainable:,} of them are trained")
     for group in counts.tied:
         screen.line(f"  tied: {' = '.join(group)}", "dim")
+
+
+def _show_memory(made: Plan) -> None:
+    memory = made.memory
     screen.heading("Memory of a rank")
-    unknown = "not known"
+
+    def size(value: int | None) -> str:
+        return "not known" if value is None else gib(value)
+
     rows = [
-        ("parameters", gib(memory.parameters), "exact"),
-        ("gradients", gib(memory.gradients), "exact"),
-        ("optimizer", unknown if memory.optimizer is None else gib(memory.optimizer), "exact, after its first step"),
-        (
-            "activations",
-            unknown if memory.activations is None else gib(memory.activations),
-            "what autograd keeps of a micro-batch",
-        ),
-        ("total", gib(memory.total), "estimate: what kernels need in passing comes on top"),
+        ("parameters", size(memory.parameters), "exact"),
+        ("buffers", size(memory.buffers), "exact"),
+        ("gradients", size(memory.gradients), "exact"),
+        ("optimizer", size(memory.optimizer), "exact, after its first step"),
+        ("activations", size(memory.activations), "estimate: the most at once of all else"),
+        ("  logits", size(memory.logits), "of these"),
+        ("peak", size(memory.peak), "estimate: what kernels and the allocator need for themselves comes on top"),
     ]
     screen.table(("", "", ""), rows, right=(1,))
     for note in memory.notes:
         screen.line(f"  {note}", "yellow")
+
+
+def _show_communication(made: Plan) -> None:
+    screen.heading("Sent by a rank in a step")
+    rows = [
+        (
+            one.kind,
+            f"{one.axis} ({one.ranks})",
+            str(one.count),
+            gib(one.bytes),
+            "across nodes" if one.crosses_nodes else "",
+        )
+        for one in made.communication
+    ]
+    screen.table(("", "along", "calls", "bytes", ""), rows, right=(2, 3))
+    for axis, least in made.textbook.items():
+        sent = sum(one.bytes for one in made.communication if one.axis == axis)
+        if least:
+            screen.line(f"  along {axis}: {gib(sent)}, {sent / least:.3g} × the textbook's {gib(least)}")
+
+
+def _show_work(made: Plan) -> None:
     screen.heading("Work")
     if made.flops_per_token is None:
         screen.line("  the model does not declare its FLOPs")
     else:
-        from forge_train.planning import FLOPS_CONVENTION
+        screen.line(f"  {short(made.flops_per_token)} FLOPs per token, as MFU counts them: {FLOPS_CONVENTION}")
+    if made.kernel_flops:
+        screen.line(f"  {short(made.kernel_flops)} FLOPs in a rank's kernels a step, what is computed again included")
+    roof = made.roofline
+    if roof is None:
+        return
+    mfu = "" if roof.mfu is None else f", MFU {roof.mfu:.0%}"
+    screen.heading(f"At most, on {roof.device}")
+    screen.line(f"  {short(roof.tokens_per_second)} tokens/s{mfu}, bound by {roof.bound}")
+    rows = [
+        ("compute", f"{roof.compute * 1e3:.3g} ms", "matrix products and attention, at the peak"),
+        ("memory", f"{roof.memory * 1e3:.3g} ms", "products that wait for memory, and the optimizer"),
+        ("communication", f"{roof.communication * 1e3:.3g} ms", "if none of it is hidden"),
+        (
+            "the rest",
+            f"{roof.fusible * 1e3:.3g} ms",
+            f"unless fused; {short(roof.unfused_tokens_per_second)} tokens/s with it",
+        ),
+    ]
+    screen.table(("", "", ""), rows, right=(1,))
+    if roof.fits is not None and made.memory.peak is not None:
+        verdict = "fits" if roof.fits else "does not fit"
+        screen.line(f"  {gib(made.memory.peak)} at the peak {verdict} into {gib(roof.memory_bytes)}")
 
-        screen.line(f"  {short(made.flops_per_token)} FLOPs per token ({FLOPS_CONVENTION})")
+
+def abbreviated(names: list[str]) -> str:
+    """`2: embedding, head`, `33: layers.0 … layers.31 (32), head`: runs of numbered names folded, a few shown."""
+    runs: dict[tuple[str, str], list[int]] = {}
+    for name in sorted(names, key=_by_number):
+        parts = name.split(".")
+        at = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+        key = (name, "") if at is None else (".".join(parts[:at]), ".".join(parts[at + 1 :]))
+        runs.setdefault(key, []).append(-1 if at is None else int(parts[at]))
+    texts = [_run(before, after, numbers) for (before, after), numbers in runs.items()]
+    more = f", … {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return f"{len(names)}: {', '.join(texts[:SHOWN])}{more}"
 
 
-def _few(names: list[str]) -> str:
-    more = f", … {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{len(names)}: {', '.join(names[:3])}{more}"
+def _by_number(name: str) -> list[tuple[bool, int, str]]:
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
+
+
+def _run(before: str, after: str, numbers: list[int]) -> str:
+    def name(number: int) -> str:
+        return ".".join(part for part in (before, str(number) if number >= 0 else "", after) if part)
+
+    if len(numbers) < SHOWN or numbers != list(range(numbers[0], numbers[-1] + 1)):
+        return ", ".join(map(name, numbers[:SHOWN])) + (f" … ({len(numbers)})" if len(numbers) > SHOWN else "")
+    return f"{name(numbers[0])} … {name(numbers[-1])} ({len(numbers)})"
+
+
+def _groups(found: list[range]) -> str:
+    """`0 1 | 2 3`, `0 8 16 … 504 | 1 9 17 … 505 | … (8)`."""
+    shown = found if len(found) <= 2 * SHOWN else found[:2]
+    more = f" | … ({len(found)})" if len(shown) < len(found) else ""
+    return " | ".join(_ranks(group) for group in shown) + more
+
+
+def _ranks(group: range) -> str:
+    if len(group) <= 2 * SHOWN:
+        return " ".join(map(str, group))
+    return f"{' '.join(map(str, group[:3]))} … {group[-1]}"
 
 
 def _stepped_aside(setup: Setup, request: Request) -> dict[str, str]:

@@ -44,16 +44,20 @@ def table(
     from rich.text import Text
 
     rows = [list(row) for row in rows]
+    # rich (14) measures a column without a character as 0 wide, draws it 1 wide, and squeezes the others for that.
+    filled = [index for index, name in enumerate(headers) if name or any(str(row[index]) for row in rows)]
     made = Table(box=None, show_header=any(headers), header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
-    for index, name in enumerate(headers):
+    for index in filled:
         # Names and keys, which come first, stay whole: they are there to be copied.
-        made.add_column(name, justify="right" if index in right else "left", overflow="fold", no_wrap=index == 0)
+        made.add_column(
+            headers[index], justify="right" if index in right else "left", overflow="fold", no_wrap=index == 0
+        )
 
     def cell(value: object) -> RenderableType:
         return value if isinstance(value, Text) else Text(str(value))
 
     for row in rows:
-        made.add_row(*(cell(value) for value in row))
+        made.add_row(*(cell(row[index]) for index in filled))
     screen = console()
     with screen.capture() as captured:
         screen.print(Padding(made, (0, 0, 0, indent), expand=False))

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from .launch import Ended, Outcome, Task, left
+from .launch import Ended, Outcome, Task, awaited, left
 from .world import FORGE_LAUNCHED
 
 HERE = "127.0.0.1"
@@ -205,11 +205,11 @@ class _Agent(LocalElasticAgent):
         hung: dict[int, Outcome] = {}
         if kinds <= {"timeout", "lost"} and "timeout" in kinds:
             ended = self._hear(GRACE_OF_TIMEOUT)
-            hung = self._stacks([rank for rank in self._processes() if rank not in ended], _waiting(ended.values()))
+            hung = self._stacks([rank for rank in self._processes() if rank not in ended], awaited(ended.values()))
         silent = [rank for rank in self._processes() if rank not in ended and rank not in hung]
         self._kill()
         everybody = [*ended.values(), *hung.values(), *(Outcome(rank, 1, "lost") for rank in silent)]
-        self._outcomes = _sorted(everybody)
+        self._outcomes = by_cause(everybody)
         first = self._outcomes[0]
         if self._asked or first.code not in (0, 1):  # told to stop, or nothing that another attempt would change
             self._remaining_restarts = 0
@@ -234,7 +234,8 @@ class _Agent(LocalElasticAgent):
         for rank, log in logs.items():
             stacks = log.read_bytes()[sizes[rank] :].decode(errors="replace") if log.exists() else ""
             message = (
-                f"hangs {self._when()}; the others waited for it{waiting}.{_top(stacks)}\nIts stacks are in {log}."
+                f"hangs {self._when()}; the others waited for it in {waiting or 'vain'}.{_top(stacks)}\n"
+                f"Its stacks are in {log}."
             )
             found[rank] = Outcome(rank, 1, "hung", message)
         in_their_own_code = {r: one for r, one in found.items() if "distributed_c10d" not in _frames(one.message)[:1]}
@@ -252,13 +253,13 @@ class _Agent(LocalElasticAgent):
 
     def ended(self) -> Ended:
         """How they ended the last time."""
-        outcomes = self._outcomes or _sorted(list(self._ended_so_far().values()))
+        outcomes = self._outcomes or by_cause(list(self._ended_so_far().values()))
         if self._asked and any(one.kind == "killed" for one in outcomes) and not self.signal:
             self.signal = self._asked  # it came before they could save
         return Ended(outcomes, self.signal)
 
 
-def _sorted(outcomes: list[Outcome]) -> list[Outcome]:
+def by_cause(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """The one that began it first: who was killed or hung, before who says so itself, before who only lost another."""
     order = ("hung", "killed", "own", "timeout", "lost")
 
@@ -272,12 +273,6 @@ def _sorted(outcomes: list[Outcome]) -> list[Outcome]:
 def _as_words(outcome: Outcome) -> str:
     line = outcome.message.splitlines()[0] if outcome.message else "ended."
     return line if outcome.kind in ("killed", "hung") else f"failed: {line}"
-
-
-def _waiting(outcomes: Iterable[Outcome]) -> str:
-    """The collective in which ranks waited in vain."""
-    found = (re.search(r"at \S*torch/distributed\S*, in (\w+)", outcome.message) for outcome in outcomes)
-    return next((f" in {match[1]}" for match in found if match), " in vain")
 
 
 def _frames(stacks: str) -> list[str]:

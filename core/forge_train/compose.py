@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from .errors import ConfigError, ForgeError, PluginError
 from .initialise import declared, materialise, retie, tied_groups
 from .job import Job
 from .model import Model
+from .protocols import Init
 from .transform import HOOK_TABLES, Applied, Phase, Transform
 
 Named = tuple[str, Transform]
@@ -29,6 +31,15 @@ class Composition:
     """`phase`, `slot`, `plugin`, `matched`, `note` of each transform, as in composition.json."""
     idle: tuple[str, ...] = ()
     """Plugins that could transform, and have nothing to do at this size."""
+    starts: Mapping[str, Init] = field(default_factory=dict)
+    """How every parameter starts."""
+    textbook: Mapping[str, float] = field(default_factory=dict)
+    """Mesh axis → bytes that a rank has to send along it in a step, by the transforms' own count."""
+
+    def allocate(self, job: Job) -> None:
+        """Give the model memory and its initial weights."""
+        for part in self.model.parts:
+            materialise(part, job.device, job.seed, self.starts)
 
 
 def compose(job: Job, *, allocate: bool = True) -> Composition:
@@ -62,12 +73,15 @@ def compose(job: Job, *, allocate: bool = True) -> Composition:
             }
         )
     _check_coverage(job, transforms)
-    if allocate:
-        for part in parts:
-            materialise(part, job.device, job.seed, starts)
     acting = {plugin for plugin, _ in transforms}
     idle = tuple(name for name in job.hooks.implementers("parallelize") if name not in acting)
-    return Composition(Model(parts, applied), report, idle)
+    textbook: Counter[str] = Counter()
+    for one in applied:
+        textbook.update(one.textbook)
+    composition = Composition(Model(parts, applied), report, idle, starts, textbook)
+    if allocate:
+        composition.allocate(job)
+    return composition
 
 
 def needed(transforms: Sequence[Named]) -> list[Named]:

@@ -61,6 +61,12 @@ class Found:
         file = self.file
         return _summary(file, self.object.partition(":")[2]) if file else _NO_SUMMARY
 
+    @property
+    def saves(self) -> tuple[str, ...]:
+        """The class's `Plugin.saves`, read as text; empty where it says nothing."""
+        file = self.file
+        return _saves(file, self.object.partition(":")[2]) if file else ()
+
     def hash(self) -> str:
         """sha256 of the distribution's RECORD if that lists the module's file, else of the file itself."""
         import hashlib
@@ -226,11 +232,24 @@ def _record(distribution: str) -> str | None:
 
 
 def _summary(file: Path, class_name: str) -> str:
-    name = re.escape(class_name) if class_name else r"\w+"
-    # A regular expression over the text: `ast` takes 70 times as long.
-    pattern = rf"^class {name}\([^)]*Plugin[^)]*\):\s*\n\s+r?(?:\"\"\"|''')(.+?)(?:\"\"\"|'''|\n)"
-    match = re.search(pattern, file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    match = re.search(r"\A\s*\n\s+r?(?:\"\"\"|''')(.+?)(?:\"\"\"|'''|\n)", _body(file, class_name))
     return match.group(1).strip() if match else _NO_SUMMARY
+
+
+def _saves(file: Path, class_name: str) -> tuple[str, ...]:
+    match = re.search(r"^    saves\b[^=\n]*= \(([^)]*)\)", _body(file, class_name), re.MULTILINE)
+    return tuple(re.findall(r"\w+", match.group(1))) if match else ()
+
+
+def _body(file: Path, class_name: str) -> str:
+    """What follows the head of a plugin's class. Regular expressions over the text: `ast` takes 70 times as long."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    name = re.escape(class_name) if class_name else r"\w+"
+    head = re.search(rf"^class {name}\([^)]*Plugin[^)]*\):", text, re.MULTILINE)
+    if head is None:
+        return ""
+    end = re.compile(r"^\S", re.MULTILINE).search(text, head.end())
+    return text[head.end() : end.start() if end else len(text)]
 
 
 def _only_plugin(found: Found, members: dict[str, object]) -> type[Plugin]:

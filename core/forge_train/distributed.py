@@ -103,7 +103,7 @@ class DistributedContext:
         try:
             context = cls(layout, device, place)
             if place.size > 1:
-                context._meshes = _build_meshes(layout, device)
+                context._meshes = build_meshes(layout, device)
             yield context
         finally:
             if joins:
@@ -302,7 +302,7 @@ def _await_all(place: World, store: dist.Store, timeout: timedelta, at: str) -> 
         ) from error
 
 
-def _build_meshes(layout: Layout, device: torch.device) -> dict[str, DeviceMesh]:
+def build_meshes(layout: Layout, device: torch.device) -> dict[str, DeviceMesh]:
     """All meshes, on every rank in the same order, unflattened from one root."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

@@ -19,10 +19,11 @@ from .distributed import DistributedContext
 from .errors import ConfigError, DivergedError, ForgeError, describe
 from .job import Job
 from .meter import Meter
+from .out_of_memory import Memory
 from .protocols import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult
 from .resume import capture, compare, load_weights, restore
 from .rules import Layout, world_size
-from .run import Run, Start, begin, plugin_list, write_json
+from .run import Run, Start, begin, is_run, plugin_list, write_json
 from .setup import Setup
 from .step import Progress, Stepper
 
@@ -64,23 +65,41 @@ def train(
         if finished := dist.on_main(lambda: _finished_before(job, start)):
             return finished
         prepare_process(job)
-        stack.enter_context(_opened(job, start, fresh=found is None or not start.continues))
-        training: Training | None = None
+        fresh, known = found is None or not start.continues, is_run(run.dir)
+        stack.enter_context(_opened(job, start, fresh=fresh))
+        training, memory = None, Memory(job)
         try:
-            composition = compose(job)
+            composition = compose(job, allocate=False)
+            memory.holds(composition.model)
+            composition.allocate(job)
             if dist.main:
+                if known:  # which is not touched before the new layout has been found to hold it
+                    run.describe(config, hooks, fresh=fresh)
                 write_json(run.dir / "composition.json", composition.report)
             training = Training(job, composition)
+            memory.holds(training.model, training.stepper.optimizer)
             stack.enter_context(signals(control))
             training.start(found)
             return training.run()
         except BaseException as error:
+            if told := memory.explain(error, training.progress.step if training else 0, _log_file(job)):
+                log.error("Out of memory.", exc_info=error, extra={"screen": False})
+                _record_failure(job, training, told)
+                raise told from error
             _record_failure(job, training, error)
             raise
 
 
 def prepare_process(job: Job) -> None:
-    """Seed this process, and make it deterministic if asked."""
+    """Seed this process, and make it deterministic if asked.
+
+    Raises:
+        ConfigError: if a plugin does not run on the device.
+    """
+    for name, enabled in job.hooks.enabled.items():
+        if enabled.cls.devices and job.device.type not in enabled.cls.devices:
+            only = ", ".join(enabled.cls.devices)
+            raise ConfigError(f"Plugin {name!r} runs on {only} only; this run's device is {job.device.type}.")
     state.seed_everything(job.seed, job.dist.rank)
     if job.config.run.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -256,8 +275,9 @@ def _record_failure(job: Job, training: Training | None, error: BaseException) -
     step, loss = (training.progress.step, training.loss) if training else (0, None)
     outcome = "diverged" if isinstance(error, DivergedError) else "failed"
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    refused = isinstance(error, ConfigError) and training is None  # and nothing of it is left in the folder
     try:
-        if job.dist.main:
+        if job.dist.main and not refused:
             job.run.event("run_finished", step, outcome=outcome, loss=loss, reason=reason)
             job.run.end({"outcome": outcome, "step": step, "loss": loss, "code": getattr(error, "code", 1)})
         job.hooks.on_error(error)
@@ -288,9 +308,11 @@ def _opened(job: Job, start: Start, *, fresh: bool) -> Iterator[None]:
     """Open the run folder and its log; a mistake found while composing removes a new folder again."""
     new = not start.dir.exists()
     if job.dist.main:
-        job.run.open(job.config, job.hooks, fresh=fresh)
+        job.run.open()
+        if not is_run(start.dir):
+            job.run.describe(job.config, job.hooks, fresh=fresh)
     job.dist.barrier()
-    close = _log_to(job.run.dir / "log" / f"rank-{job.dist.rank}.log")
+    close = _log_to(_log_file(job))
     try:
         yield
     except ConfigError:
@@ -305,6 +327,10 @@ def _opened(job: Job, start: Start, *, fresh: bool) -> Iterator[None]:
         raise
     finally:
         close()
+
+
+def _log_file(job: Job) -> Path:
+    return job.run.dir / "log" / f"rank-{job.dist.rank}.log"
 
 
 def _log_to(file: Path) -> Callable[[], None]:

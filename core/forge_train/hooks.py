@@ -89,13 +89,13 @@ class Hooks:
         return [owner.name for owner in self._calls.owners(hook)]
 
     def mute(self, name: str) -> None:
-        """Leave an observer out of this process: it stays enabled, but is told nothing.
+        """Leave an observer, or what only rounds, out of this process: it stays enabled, but is told nothing.
 
         Raises:
-            ConfigError: if the plugin does more than watch.
+            ConfigError: if the plugin does more than that.
         """
         if enabled := self.enabled.get(name):
-            if not enabled.observer:
+            if not enabled.observer and not enabled.cls.rounds:
                 raise ConfigError(f"Plugin {enabled.found.label} does more than watch the run; it can't be left out.")
             self._calls.mute(enabled)
 
@@ -203,6 +203,10 @@ class Hooks:
     def check_config(self, config: Config) -> list[Problem]:
         answers = self._calls.collect("check_config", {"config": config})
         return [problem for _, found in answers for problem in found or ()]
+
+    def example_batch(self) -> Batch | None:
+        answers = dict(self._calls.collect("example_batch", {"job": self.job}))
+        return cast("Batch | None", answers.get(self.provider("build_data") or ""))
 
     def import_hf(self, config: Mapping[str, Any]) -> HFModel | None:
         return cast("HFModel | None", self._only("import_hf", {"config": config}))

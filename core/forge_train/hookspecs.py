@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .protocols import (
         Attention,
         AttentionKernel,
+        Batch,
         CheckpointEvent,
         Evaluation,
         Executor,
@@ -122,6 +123,12 @@ def parallelize(job: Job) -> Transform | Iterable[Transform] | None:
 def build_data(job: Job, split: Literal["train", "validation"]) -> Loader:
     """A stateful loader of this rank's micro-batches."""
     raise AssertionError
+
+
+@_hook("questions")
+def example_batch(job: Job) -> Batch | None:
+    """A micro-batch of the shape that `build_data` gives for training, without opening the data; `forge plan` asks it
+    of the plugin that fills that slot."""
 
 
 @_hook("slot", optional=True)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -113,8 +114,16 @@ class Ended:
         lines += [f"Rank {one.rank} failed too: {_line(one)}" for one in others if one.kind in ("own", "killed")][:3]
         lost = [one.rank for one in others if one.kind in ("lost", "timeout", "hung")]
         if lost:
-            lines.append(f"{_ranks(lost)} ended because of it.")
+            where = awaited(others)
+            lines.append(f"{_ranks(lost)} ended because of it{f', in {where}' if where else ''}.")
         return "\n".join(lines)
+
+
+def awaited(outcomes: Iterable[Outcome]) -> str:
+    """The collective in which ranks waited for another; empty where none of them says."""
+    lost = (outcome.message for outcome in outcomes if outcome.kind in ("lost", "timeout"))
+    found = (re.search(r"at \S*torch/distributed\S*, in (\w+)", message) for message in lost)
+    return next((match[1] for match in found if match), "")
 
 
 def _line(outcome: Outcome) -> str:

@@ -44,7 +44,7 @@ def main() -> None:
         outcome = Outcome(world.rank, result.get("code", 0), result=result)
     except Exception as error:
         code = error.code if isinstance(error, ForgeError) else 1
-        outcome = Outcome(world.rank, code, _kind(error), explain(error, log))
+        outcome = Outcome(world.rank, code, kind(error), explain(error, log))
         if not isinstance(error, ForgeError) and b"Traceback" not in log.read_bytes()[said:]:
             with log.open("a", encoding="utf-8") as out:  # a run writes it there itself, once it has begun
                 out.write("".join(traceback.format_exception(error)))
@@ -74,7 +74,7 @@ def _speak_into(log: Path, *, everything: bool) -> None:
         os.dup2(file, 2)
 
 
-def _kind(error: BaseException) -> Kind:
+def kind(error: BaseException) -> Kind:
     """Whether an error is this rank's own, or only says that another one is gone."""
     one: BaseException | None = error
     while one is not None:

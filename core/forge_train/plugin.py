@@ -62,10 +62,19 @@ class Plugin:
     that resumes it."""
     needs: ClassVar[Mapping[str, str]] = {}
     """Importable module → the command that installs it."""
+    devices: ClassVar[tuple[str, ...]] = ()
+    """Types of device that it runs on, as `("cuda",)`; empty for all. A run on another one is refused."""
+    saves: ClassVar[tuple[str, ...]] = ()
+    """Parts of a rank's memory that it makes smaller: `activations`; or those that it spreads over ranks, of
+    `parameters`, `gradients` and `optimizer`. Where memory runs out, an installed plugin is recommended by it; so that
+    nothing is imported for that, it is read as text: write the tuple out."""
 
+    rounds: ClassVar[bool] = False
+    """Whether it rounds below `train.precision`: `forge verify` allows for as much as that changes, and has
+    `--against train.precision=…` compare with a run without it."""
     example: ClassVar[tuple[str, ...]] = ()
     """Assignments, as of `--set`, with which `plugins check` tries it where its defaults do not train: a required key,
-    or `train.precision=fp16`."""
+    or `train.precision=fp16`; and `plugins=a,b` for others that it is tried with."""
 
     @section
     class Config:

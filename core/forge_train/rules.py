@@ -46,6 +46,12 @@ class Layout:
         if shard == 0:
             raise ConfigError("parallel.dp_shard must be at least 1, or -1 for what is left over; it is 0.")
         if shard == -1:
+            if world > others and world % others:
+                raise ConfigError(
+                    f"parallel.dp_shard = -1 takes what is left over, but pp × dp_replicate × cp × tp = {parallel.pp} "
+                    f"× {parallel.dp_replicate} × {parallel.cp} × {parallel.tp} = {others} does not divide the {world} "
+                    "processes."
+                )
             shard = max(world // others, 1)
         if others * shard != world:
             raise ConfigError(

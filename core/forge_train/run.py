@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,15 +82,23 @@ class Run:
             loss = line["loss"]
         return loss
 
-    def open(self, config: Config, hooks: Hooks, *, fresh: bool) -> None:
-        """Make the folder and describe the run in it; a fresh one loses what an earlier attempt left there.
+    def open(self) -> None:
+        """Make the folder.
 
         Raises:
             ConfigError: if it can't be written.
         """
-        try:
+        with self._writing():
             (self.dir / "log").mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
+
+    def describe(self, config: Config, hooks: Hooks, *, fresh: bool) -> None:
+        """Describe the run in its folder; a fresh one loses what an earlier attempt left there.
+
+        Raises:
+            ConfigError: if it can't be written.
+        """
+        with self._writing():
             if fresh:
                 for file in (self._records.metrics_file, self._records.events_file, self.dir / "outcome.json"):
                     file.unlink(missing_ok=True)
@@ -99,6 +108,11 @@ class Run:
             write_whole(self.dir / "config.toml", to_toml(config, hooks))
             write_json(self.dir / "plugins.json", plugin_list(hooks))
             write_json(self.dir / "environment.json", environment())
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise ConfigError(f"{self.dir}: can't write the run folder: {error.strerror or error}.") from error
 

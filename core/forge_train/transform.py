@@ -43,6 +43,9 @@ class Applied:
     """Parameter names that did not exist before."""
     domains: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     """Module name → mesh domain it now lives on, where that is not `dense`."""
+    textbook: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    """Axis of the dense domain (a flattened one too) → bytes that each rank has to send along it in a step, by the
+    textbook's count for the technique; `forge plan` shows it beside its own."""
     on_micro_batch: Callable[[bool], None] | None = field(default=None, kw_only=True)
     """Called before each micro-batch with whether it is the step's last one: switches gradient synchronisation."""
     after_backward: Callable[[], None] | None = field(default=None, kw_only=True)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from forge_train import ConfigError, PluginError
@@ -65,7 +67,30 @@ def _recomputing(own: type[nn.Module], policy: Policy | None) -> type[nn.Module]
 
 def contexts(policy: Policy) -> Any:
     """The contexts of one forward of a unit, and of its repetition."""
-    return create_selective_checkpoint_contexts(policy.fresh())  # type: ignore[no-untyped-call]
+    modes = create_selective_checkpoint_contexts(policy.fresh())  # type: ignore[no-untyped-call]
+    compiling = torch.compiler.is_compiling() or get_proxy_mode() is not None  # and tags every operation
+    return modes if compiling else tuple(_Only(mode, policy.kinds) for mode in modes)
+
+
+class _Only(TorchDispatchMode):
+    """A mode that sees the operations which a policy is about, and no others.
+
+    torch's own (2.13) expect the repetition to have the very operations of the forward. It has others where a module
+    inside of the unit is sharded: its weights are gathered within the unit's forward, unless they still are.
+    """
+
+    def __init__(self, mode: Any, kinds: Mapping[Any, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode, self._kinds = mode, kinds
+
+    def __enter__(self) -> Any:
+        self._mode.func_counter.clear()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in self._kinds:
+            return self._mode.__torch_dispatch__(function, types, args, kwargs)
+        return function(*args, **(kwargs or {}))
 
 
 class Policy:

@@ -29,10 +29,13 @@ def replicate(part: nn.Module, group: dist.ProcessGroup, size: int) -> Applied:
             f"ddp can't take weights that another plugin has split ({split[0]}); use fsdp2 instead of ddp."
         )
     average = Average(part, group, size)
+    trained = {name: parameter for name, parameter in part.named_parameters() if parameter.requires_grad}
+    ranks, held = dist.get_world_size(group), sum(p.numel() * p.element_size() for p in trained.values())
     return Applied(
         part,
-        matched=tuple(name for name, parameter in part.named_parameters() if parameter.requires_grad),
-        note=f"{dist.get_world_size(group)} replicas",
+        matched=tuple(trained),
+        note=f"{ranks} replicas",
+        textbook={"data": 2 * held * (ranks - 1) / ranks},  # a ring; arXiv:2006.15704, §2.3
         on_micro_batch=average.begin,
         after_backward=average.finish,
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 
 from forge_train import Applied, Job
 
@@ -145,9 +148,11 @@ class Sharding:
         )
 
     def _shard(self, module: nn.Module, domain: Domain, *, keep: bool) -> None:
+        mesh = self.mesh_of(domain)
         fully_shard(
             module,
-            mesh=self.mesh_of(domain),
+            mesh=mesh,
+            shard_placement_fn=partial(_placement, shards=mesh.size(mesh.ndim - 1)),
             reshard_after_forward=not keep,
             mp_policy=self.precision,
             offload_policy=self.offload,
@@ -180,6 +185,22 @@ class Sharding:
         zero = {"always": "ZeRO-3", "never": "ZeRO-2", "step": "ZeRO-1"}[self.reshard]
         dtype = self.precision.param_dtype or torch.float32
         return f"{zero} over {axes}, gathered in {str(dtype).removeprefix('torch.')}"
+
+
+def _placement(parameter: nn.Parameter, *, shards: int) -> Shard | None:
+    """FSDP2's own choice, the first axis; the second where the first is split already and does not divide.
+
+    torch (2.13) miscounts the rows of an uneven shard of a shard: 257 rows over tp 2 × dp_shard 4, say.
+    """
+    if not isinstance(parameter, DTensor) or parameter.ndim < 2:
+        return None
+    mesh, places = parameter.device_mesh, parameter.placements
+    first, second = (
+        math.prod(size for size, place in zip(mesh.shape, places, strict=True) if place == Shard(axis))
+        for axis in (0, 1)
+    )
+    uneven = first > 1 and parameter.shape[0] % (first * shards) > 0
+    return Shard(1) if uneven and parameter.shape[1] % (second * shards) == 0 else None
 
 
 class Chunks:

@@ -24,6 +24,7 @@ class ActivationCheckpointing(Plugin):
     api = (1, 0)
     layout = True
     provides = ("ac",)
+    saves = ("activations",)
 
     @section
     class Config:

@@ -18,6 +18,7 @@ class ExpertParallel(Plugin):
     api = (1, 0)
     layout = True
     provides = ("ep",)
+    example = ("plugins=moe",)
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform | None:

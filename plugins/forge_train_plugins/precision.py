@@ -35,4 +35,4 @@ class Precision(Plugin):
             return narrow(part, dtype)
 
         # After what replaces or adds layers, before recompute and compile take the forward passes over.
-        return Transform(Phase.FLOAT8, "precision", apply, after=("float8",), covers=("precision",), fallback=True)
+        return Transform(Phase.FLOAT8, "precision", apply, after=("fp8",), covers=("precision",), fallback=True)

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from forge_train import ConfigError, Ge, Lt, Plugin, Volatile, hookimpl, section
+from forge_train import Batch, ConfigError, Ge, Lt, Plugin, Volatile, hookimpl, section
 from forge_train.protocols import Evaluation, Loader, Problem, Tokenizer
 
 if TYPE_CHECKING:
@@ -79,6 +79,14 @@ class Text(Plugin):
         if split == "validation":
             self._held_out = part
         return loader
+
+    @hookimpl
+    def example_batch(self, job: Job) -> Batch:
+        import torch
+
+        train = job.config.train
+        ids = torch.zeros(train.micro_batch, train.sequence, dtype=torch.int64)
+        return Batch(ids, ids, ids, ids) if self.config.isolate else Batch(ids, ids)
 
     @hookimpl
     def tokenizer(self, job: Job) -> Tokenizer:

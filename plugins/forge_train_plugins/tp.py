@@ -59,6 +59,12 @@ class TensorParallel(Plugin):
         mesh = job.dist.mesh("dense", "tp")
         if self.config.async_tp:
             enable_async(job.device, mesh)
+        train = job.config.train
+        tokens = train.global_batch // job.dist.data_ranks * train.sequence // job.dist.layout.cp
         return apply(
-            part, mesh, sequence_parallel=self.config.sequence_parallel, loss_parallel=self.config.loss_parallel
+            part,
+            mesh,
+            sequence_parallel=self.config.sequence_parallel,
+            loss_parallel=self.config.loss_parallel,
+            size=tokens * job.precision.compute.itemsize,
         )

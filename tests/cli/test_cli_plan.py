@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forge_command import Forge
+
+pytestmark = pytest.mark.accept("dist", 5)
 
 TRANSFORMS = '''
 from forge_train import Applied, Phase, Plugin, Transform, hookimpl
@@ -31,6 +34,44 @@ class Idle(Plugin):
     def parallelize(self, job):
         return None
 
+class Rows(Plugin):
+    """Data that says nothing of its batches."""
+    api = (1, 0)
+
+    @hookimpl
+    def build_data(self, job, split):
+        raise AssertionError("a plan opens no data")
+
+class Documents(Rows):
+    """Data that does."""
+
+    @hookimpl
+    def example_batch(self, job):
+        import torch
+        from forge_train import Batch
+        train = job.config.train
+        ids = torch.zeros(train.micro_batch, train.sequence, dtype=torch.int64)
+        return Batch(ids, ids, documents=ids)
+
+class Refusing(Plugin):
+    """An executor that can't run this model."""
+    api = (1, 0)
+
+    @hookimpl
+    def executor(self, model, task, job):
+        from forge_train import ConfigError
+        raise ConfigError("this executor wants several parts")
+
+class Curious(Plugin):
+    """A loss that reads values."""
+    api = (1, 0)
+
+    @hookimpl
+    def loss(self, job):
+        def loss(hidden, head, labels):
+            return head(hidden).sum() / float(hidden.sum())
+        return loss
+
 class Reader(Plugin):
     """An optimizer that reads values, as no fake tensor can."""
     api = (1, 0)
@@ -45,6 +86,9 @@ class Reader(Plugin):
 
         return Sum(model.parameters(), lr=1e-3)
 '''
+
+
+FOUR = ("-s", "train.global_batch=4")
 
 
 @pytest.fixture
@@ -73,8 +117,6 @@ def test_the_keys(forge: Forge) -> None:
 
 
 def test_the_parameters_are_those_of_the_run(forge: Forge, folder: Path) -> None:
-    import torch
-
     from forge_train import checkpoint
 
     counts = planned(forge)["parameters"]
@@ -98,7 +140,9 @@ def test_memory(forge: Forge, optimizer: str, per_parameter: int) -> None:
     memory, count = plan["memory"], plan["parameters"]["total"]
     assert memory["parameters"] == memory["gradients"] == 4 * count
     assert memory["optimizer"] == pytest.approx(per_parameter * count, rel=0.02)  # and a step count here and there
-    assert memory["total"] == sum(memory[key] for key in ("parameters", "gradients", "optimizer", "activations"))
+    held = memory["parameters"] + memory["buffers"] + memory["optimizer"]
+    assert held + memory["gradients"] < memory["peak"] <= held + memory["gradients"] + memory["activations"]
+    assert 0 < memory["logits"] < memory["activations"]
     assert memory["notes"] == []
 
 
@@ -113,6 +157,22 @@ def test_what_can_t_be_known_is_said(forge: Forge, plugins: None) -> None:
     assert memory["optimizer"] is None
     assert "not known before it is allocated" in memory["notes"][0]
     assert "not known" in forge("plan", "tiny.toml", "-p", "plan_plugins:Reader").out
+
+
+def test_a_step_that_can_t_be_taken_leaves_the_rest(
+    forge: Forge, plugins: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ("-p", "plan_plugins:Curious", "--world", "2", *FOUR, "--device", "h100")
+    plan = planned(forge, *options)
+    memory = plan["memory"]
+    assert memory["gradients"] == memory["parameters"] > 0
+    assert memory["optimizer"] >= 2 * memory["parameters"]
+    assert memory["activations"] is memory["logits"] is memory["peak"] is plan["roofline"] is None
+    assert plan["communication"] == []
+    (note,) = memory["notes"]
+    assert note.startswith("activations and communication: not known before it is allocated (DataDependentOutput")
+    assert "fake" not in caplog.text
+    assert note in forge("plan", "tiny.toml", *options).out
 
 
 def test_phases_idle_plugins_and_slots(forge: Forge, plugins: None) -> None:
@@ -138,9 +198,147 @@ def test_phases_idle_plugins_and_slots(forge: Forge, plugins: None) -> None:
     [
         (["--world", "2", "-s", "parallel.tp=2"], "parallel.tp is 2, but no enabled plugin covers the axis 'tp'"),
         (["--world", "2", "-s", "parallel.dp_shard=1"], "there are 2 processes"),
+        (["--world", "3"], "train.global_batch"),
+        (["--world", "4", "-p", "tp", "-s", "parallel.tp=4"], "tp (4) must divide"),
+        (["--world", "4", "-p", "ddp,tp", "-s", "parallel.tp=2"], "use fsdp2 instead of ddp"),
+        (["--world", "2", "-p", "ddp,zero1", *FOUR], "'ddp' and 'zero1' both fill the slot 'data_parallel'"),
+        (["--world", "2", "-s", "parallel.ep=3"], "parallel.ep (3) must divide"),
         (["--world", "0"], "--world"),
+        (["--world", "2", "--nodes", "3", *FOUR], "2 ranks can't be spread evenly over 3 nodes"),
+        (["--device", "h1000"], "Did you mean 'h100'?"),
         (["-s", "decoder.heads=3"], "decoder.heads"),
     ],
 )
 def test_mistakes(forge: Forge, arguments: list[str], says: str) -> None:
     assert says in forge("plan", "tiny.toml", *arguments, fails=2).err
+    assert not torch.distributed.is_initialized()
+
+
+def test_what_a_run_would_be_refused_for(forge: Forge, plugins: None) -> None:
+    told = forge("plan", "tiny.toml", "-p", "plan_plugins:Refusing", "--world", "2", *FOUR, fails=2).err
+    assert "this executor wants several parts" in told
+
+
+# -- several ranks that are not there ---------------------------------------------------------------------------------
+
+SPLIT = ("--world", "8", "-p", "tp", "-s", "parallel.tp=2", "-s", "train.global_batch=16")
+
+
+def test_one_plan_after_another_leaves_no_process_group(forge: Forge) -> None:
+    alone = planned(forge)
+    split = planned(forge, *SPLIT)
+    assert not torch.distributed.is_initialized()
+    assert planned(forge) == alone
+    assert planned(forge, *SPLIT) == split
+
+
+def test_phases_meshes_and_grids(forge: Forge) -> None:
+    plan = planned(forge, *SPLIT)
+    assert [(entry["phase"], entry["plugin"]) for entry in plan["phases"]] == [("TENSOR", "tp"), ("SHARD", "fsdp2")]
+    assert plan["meshes"] == {
+        "dense": {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 2},
+        "batch": {"pp": 1, "dp": 4, "cp": 1, "tp": 2},
+    }
+    assert plan["grids"]["dense"] == [[[[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]]]]
+    text = forge("plan", "tiny.toml", *SPLIT).out
+    assert "tp 2        0 1 | 2 3 | 4 5 | 6 7" in text
+    assert "dp_shard 4  0 2 4 6 | 1 3 5 7" in text
+    assert "idle" not in text
+
+
+def test_each_parameter_is_where_its_placement_says(forge: Forge) -> None:
+    counts = planned(forge, *SPLIT)["parameters"]
+    for group in counts["groups"]:
+        ways = {
+            "rows over dp_shard 4": 4,
+            "rows over dp_shard 4 × tp 2": 8,
+            "rows over dp_shard 4; columns over tp 2": 8,
+        }
+        assert group["held"] >= group["total"] / ways[group["placement"]]
+    assert counts["held"] == sum(group["held"] for group in counts["groups"])
+    assert counts["total"] == sum(counts["by_module"].values()) == planned(forge)["parameters"]["total"]
+
+
+def test_the_textbook_beside_what_is_counted(forge: Forge) -> None:
+    plan = planned(forge, *SPLIT)
+    assert plan["textbook"].keys() == {"tp", "dp_shard"}
+    for axis, least in plan["textbook"].items():
+        sent = sum(one["bytes"] for one in plan["communication"] if one["axis"] == axis)
+        assert 0.8 * least < sent <= 1.05 * least
+    assert "× the textbook's" in forge("plan", "tiny.toml", *SPLIT).out
+
+
+def test_micro_batches_between_the_first_and_the_last_count_too(forge: Forge) -> None:
+    def gathered(micro_batches: int) -> int:
+        batch = ("-s", f"train.global_batch={2 * micro_batches}", "-s", "train.micro_batch=1")
+        plan = planned(forge, "--world", "2", *batch)
+        assert plan["accumulation"] == micro_batches
+        return sum(one["count"] for one in plan["communication"] if one["kind"] == "all_gather")
+
+    three, four, nine = gathered(3), gathered(4), gathered(9)
+    assert four > three
+    assert nine - four == 5 * (four - three)
+
+
+def test_recompute_keeps_less_and_computes_more(forge: Forge) -> None:
+    layers = ("-s", "decoder.layers=4")
+    kept, recomputed = planned(forge, *layers), planned(forge, *layers, "-p", "ac")
+    assert recomputed["memory"]["activations"] < 0.7 * kept["memory"]["activations"]
+    assert 1.2 * kept["kernel_flops"] < recomputed["kernel_flops"] < 4 / 3 * kept["kernel_flops"]
+    assert recomputed["flops_per_token"] == kept["flops_per_token"]
+
+
+def test_the_kernels_do_what_the_model_declares(forge: Forge) -> None:
+    """But for attention's, which are counted whole where documents are apart, and computed once more backward."""
+    plan = planned(forge, "-s", "text.isolate=false", "-s", "train.sequence=64", "-s", "decoder.dim=64")
+    assert plan["kernel_flops"] == pytest.approx(plan["flops_per_token"] * 2 * 64, rel=0.1)
+
+
+def test_a_device(forge: Forge) -> None:
+    roof = planned(forge, *SPLIT, "--device", "H100", "--nodes", "4")["roofline"]
+    assert roof["bound"] in ("compute", "memory", "communication")
+    assert roof["step"] == max(roof["compute"] + roof["memory"], roof["communication"])
+    assert roof["tokens_per_second"] == pytest.approx(16 * 16 / roof["step"])
+    assert roof["unfused_tokens_per_second"] <= roof["tokens_per_second"]
+    assert roof["fits"] is True
+    assert 0 < roof["mfu"] < 1
+    text = forge("plan", "tiny.toml", *SPLIT, "--device", "h100").out
+    assert "At most, on H100" in text
+    assert "fits into" in text
+    assert planned(forge, *SPLIT)["roofline"] is None
+
+
+def test_warnings(forge: Forge) -> None:
+    assert planned(forge, *SPLIT)["warnings"] == []
+    plan = planned(forge, *SPLIT, "--nodes", "8")
+    assert plan["nodes"] == 8
+    assert plan["crossing"] == ["dp_shard", "tp"]
+    assert "tp crosses nodes" in plan["warnings"][0]
+    large = (*FOUR, "-s", "decoder.vocabulary=1100000", "-s", "train.sequence=4", "--device", "a100")
+    whole = planned(forge, "--world", "2", "-p", "ddp", *large)["warnings"]
+    assert "Each of the 2 ranks holds the whole of embedding.weight (67.1 MiB), head.weight" in whole[0]
+    assert planned(forge, "--world", "2", *large)["warnings"] == []
+    batch = ("-s", "train.global_batch=4000", "-s", "train.micro_batch=4000", "-s", "decoder.hidden=1000000")
+    (heavy,) = planned(forge, *batch, "--device", "a100")["warnings"]
+    assert "A100 SXM 80 GB has 74.5 GiB" in heavy
+
+
+def test_data_says_what_a_batch_looks_like(forge: Forge, plugins: None) -> None:
+    def memory(data: str) -> Any:
+        options = ("-p", f"plan_plugins:{data}", "--without", "text", "-s", "decoder.vocabulary=300")
+        return planned(forge, *options)["memory"]
+
+    silent, described = memory("Rows"), memory("Documents")
+    (note,) = silent["notes"]
+    assert "plugin 'rows' says nothing of them (example_batch)" in note
+    assert described["notes"] == []
+    mask = 4 * 2 * 16 * 16  # of floats, which attention keeps for a batch of two sequences of 16 tokens
+    assert described["activations"] >= silent["activations"] + mask
+
+
+@pytest.mark.parametrize("options", [("-p", "compile"), ("-s", "train.precision=fp16"), ("-s", "decoder.tied=true")])
+def test_plans_what_trains(forge: Forge, options: tuple[str, ...]) -> None:
+    for world in ("1", "2"):
+        memory = planned(forge, *FOUR, *options, "--world", world)["memory"]
+        assert memory["notes"] == []
+        assert memory["peak"] > memory["activations"] > 0

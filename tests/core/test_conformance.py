@@ -17,7 +17,7 @@ from forge_train import (
     hookimpl,
 )
 from forge_train.discovery import DISTRIBUTION, discover
-from forge_train.testing import Installed, Report, assert_conforms, check
+from forge_train.testing import Installed, Pool, Report, assert_conforms, check
 
 
 def failed(report: Report) -> set[str]:
@@ -32,8 +32,8 @@ BUILT_IN = [found.name for found in discover() if found.distribution == DISTRIBU
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_forges_own_plugins_conform(name: str, tmp_path: Path) -> None:
-    assert_conforms(name, folder=tmp_path, strict=True)
+def test_forges_own_plugins_conform(name: str, tmp_path: Path, ranks: Pool) -> None:
+    assert_conforms(name, folder=tmp_path, strict=True, ranks=ranks)
 
 
 # -- the class ----------------------------------------------------------------------------------------------------

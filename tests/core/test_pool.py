@@ -63,8 +63,8 @@ def test_a_result_that_is_not_json_is_an_error(ranks: Pool) -> None:
 
 
 def test_a_world_that_is_too_large_is_refused(ranks: Pool) -> None:
-    with pytest.raises(ValueError, match="1 to 4 ranks"):
-        ranks.run(pool_cases.total, 5, value=1.0)
+    with pytest.raises(ValueError, match="1 to 8 ranks"):
+        ranks.run(pool_cases.total, 9, value=1.0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")

@@ -109,7 +109,8 @@ def test_axes_tile_the_world(parallel: dict[str, int], world: int, expected: Lay
 @pytest.mark.parametrize(
     ("parallel", "world", "says"),
     [
-        ({"tp": 3}, 8, "pp × dp_replicate × dp_shard × cp × tp = 1 × 1 × 2 × 1 × 3 = 6, but there are 8 processes."),
+        ({"tp": 3}, 8, "pp × dp_replicate × cp × tp = 1 × 1 × 1 × 3 = 3 does not divide the 8 processes."),
+        ({"tp": 3, "dp_shard": 2}, 8, "dp_shard × cp × tp = 1 × 1 × 2 × 1 × 3 = 6, but there are 8 processes."),
         ({"tp": 2}, 1, "= 2, but there is 1 process."),
         ({"dp_shard": 2}, 8, "= 2, but there are 8 processes."),
         ({"tp": 4, "etp": 2}, 8, "parallel.etp must be 1 or tp (4); it is 2."),

@@ -10,7 +10,7 @@ import pytest
 from forge_train import ConfigError, ForgeError
 from forge_train.distributed import DistributedContext
 from forge_train.launch import Ended, Outcome, check_alone
-from forge_train.launched import _kind
+from forge_train.launched import kind
 from forge_train.rules import Layout
 from forge_train.world import Topology, World, first_host
 
@@ -162,7 +162,7 @@ def test_what_is_said_of_several_failures() -> None:
 
 
 def test_errors_that_only_follow_from_another_rank() -> None:
-    assert _kind(RuntimeError("[pair.cc:537] Read error [1.2.3.4]: Connection reset by peer")) == "lost"
-    assert _kind(RuntimeError("Timed out waiting 5000ms for recv operation to complete")) == "timeout"
-    assert _kind(RuntimeError("shape mismatch")) == "own"
-    assert _kind(ConfigError("a timeout that is too short")) == "own"
+    assert kind(RuntimeError("[pair.cc:537] Read error [1.2.3.4]: Connection reset by peer")) == "lost"
+    assert kind(RuntimeError("Timed out waiting 5000ms for recv operation to complete")) == "timeout"
+    assert kind(RuntimeError("shape mismatch")) == "own"
+    assert kind(ConfigError("a timeout that is too short")) == "own"

@@ -5,20 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_train import Batch, Job, Model, Plugin, Update, hookimpl, section
+from forge_train.planning.communication import Collective, Collectives
 from forge_train.protocols import PrepareBatch, Span, SpanName
 from forge_train.testing.runs import TinyRun, run_forge
 
 
 class Probe(Plugin):
-    """Keeps the first step's gradients, whole, counts what is sent, and masks labels unevenly on demand."""
+    """Counts what is sent and held, and masks labels unevenly on demand."""
 
     api = (1, 0)
 
@@ -31,7 +31,6 @@ class Probe(Plugin):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.gradients: dict[str, Tensor] = {}
         self.gradient_bytes = 0
         self.grad_norms: list[str] = []
         self.batches: list[str] = []
@@ -55,56 +54,21 @@ class Probe(Plugin):
 
     @hookimpl
     def around(self, span: SpanName, job: Job) -> Span | None:
-        def counted() -> Sent:
-            self.sent.append({})
-            return Sent(self.sent[-1])
+        def counted() -> Collectives:
+            sent: dict[str, float] = {}
+            self.sent.append(sent)
+
+            def tell(one: Collective) -> None:
+                sent[one.kind] = sent.get(one.kind, 0.0) + one.sent
+
+            return Collectives(tell)
 
         return counted if span == "step" and self.config.count else None
 
     @hookimpl
     def on_gradients(self, update: Update) -> None:
         self.grad_norms.append(update.grad_norm.numpy().tobytes().hex())
-        if self.gradients:
-            return
-        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        self.gradients = {name: whole(gradient).clone() for name, gradient in gradients.items()}
-        self.gradient_bytes = sum(size(gradient) for gradient in gradients.values())
-
-
-class Sent(TorchDispatchMode):
-    """Counts the bytes that this rank sends in collectives, by kind, as the best algorithm for each would."""
-
-    KINDS: ClassVar = {
-        "_allgather_base_": ("all_gather", 1.0),
-        "_reduce_scatter_base_": ("reduce_scatter", 1.0),
-        "allreduce_": ("all_reduce", 2.0),
-    }
-
-    FUNCTIONAL: ClassVar = {
-        "all_gather_into_tensor": "all_gather",
-        "reduce_scatter_tensor": "reduce_scatter",
-        "all_reduce": "all_reduce",
-    }
-
-    def __init__(self, bytes_by_kind: dict[str, float]) -> None:
-        super().__init__()
-        self.bytes = bytes_by_kind
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.namespace == "_c10d_functional" and (kind := self.FUNCTIONAL.get(func._opname)):
-            size = torch.distributed.distributed_c10d._resolve_process_group(args[-1]).size()
-            held = max(t.numel() * t.element_size() for t in (args[0], out))
-            factor = 2.0 if kind == "all_reduce" else 1.0
-            self.bytes[kind] = self.bytes.get(kind, 0.0) + factor * held * (size - 1) / size
-        if func.namespace == "c10d":
-            kind, factor = self.KINDS.get(func._schema.name.removeprefix("c10d::"), ("other", 1.0))
-            tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(t, Tensor)]
-            group = next(torch.distributed.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
-            # The larger of input and output is what all ranks hold together.
-            held = max((t.numel() * t.element_size() for t in tensors), default=0)
-            self.bytes[kind] = self.bytes.get(kind, 0.0) + factor * held * (group.size() - 1) / group.size()
-        return out
+        self.gradient_bytes = sum(size(p.grad) for p in self.model.parameters() if p.grad is not None)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -126,29 +90,23 @@ def train(
     config: Mapping[str, Any] | None = None,
     sets: Sequence[str] = (),
     steps: int = 3,
-    key: str = "run",
     **more: Any,
 ) -> dict[str, Any]:
-    """Train; rank 0 leaves weights and first gradients in `folder/key.pt`."""
+    """Train, and say what every number and hash came to."""
     run = tiny(folder, plugins, config, sets, steps, **more)
     probe: Probe = run.plugin("probe")
     weights = {name: whole(parameter).detach() for name, parameter in run.model.named_parameters()}
-    if run.job.dist.main:
-        torch.save({"weights": weights, "gradients": probe.gradients}, Path(folder) / f"{key}.pt")
     state = [value for held in run.optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
     return {
         "losses": run.losses,
         "norms": [line["grad_norm"] for line in run.metrics],
-        "skipped": [line.get("skipped", False) for line in run.metrics],
         "grad_norms": probe.grad_norms,
         "batches": probe.batches,
         "sent": probe.sent,
         "evaluations": [event["loss"] for event in run.events if event["event"] == "evaluation"],
         "weights": {name: digest(tensor) for name, tensor in weights.items()},
-        "replicas": replicas(run.model),
         "plugins": sorted(run.job.hooks.enabled),
         "idle": sorted(set(run.job.hooks.implementers("parallelize")) - {one["plugin"] for one in composition(run)}),
-        "data_rank": run.job.dist.data_rank,
         "parameter_bytes": sum(size(parameter) for parameter in run.model.parameters()),
         "gradient_bytes": probe.gradient_bytes,
         "optimizer_bytes": sum(size(value) for value in state if value.dim()),
@@ -173,19 +131,6 @@ def composition(run: TinyRun) -> list[dict[str, Any]]:
 
     found: list[dict[str, Any]] = json.loads((run.run / "composition.json").read_text())
     return found
-
-
-def replicas(model: Model) -> dict[str, str]:
-    """Parameter → which part of it this rank holds, and a hash of that: ranks with the same part have the same hash."""
-    held: dict[str, str] = {}
-    for name, parameter in model.named_parameters():
-        part = "all"
-        if isinstance(parameter, DTensor):
-            at = parameter.device_mesh.get_coordinate() or []
-            split = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-            part = ",".join(f"{axis}:{at[axis]}" for axis in split)
-        held[name] = f"{part} {digest(local(parameter))}"
-    return held
 
 
 def digest(tensor: Tensor) -> str:

@@ -106,6 +106,7 @@ def test_a_killed_rank_is_survived(two: subprocess.CompletedProcess[str], tmp_pa
     assert resumed["time"] - lost["time"] < 60, "≤ 15 s on a machine that does nothing else"
 
 
+@pytest.mark.accept("dist", 2)
 def test_the_first_that_failed_is_named(tmp_path: Path) -> None:
     file = config(tmp_path, "Trouble", **{"trouble.what": "raise"})
     done = forge(tmp_path, file, "--nproc", "2", "--json", "--name", "raised")
@@ -131,6 +132,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(tmp_path: Path) -> None:
     assert "forge train --resume runs/hung" in done.stderr
 
 
+@pytest.mark.accept("dist", 2)
 def test_a_mistake_ends_it_once_for_all(tmp_path: Path) -> None:
     """Found while composing, on every rank: exit code 2, no other attempt, nothing left."""
     file = config(tmp_path, "Columns", **{"columns.plan": ["gate"]})

@@ -24,38 +24,15 @@ def train(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder = tmp_path_factory.mktemp("precision")
         config = {**STEP, "train.precision": precision, **config}
         replies = ranks.run("cases:train", world, folder=str(folder), plugins=plugins, config=config, timeout=200)
-        return replies[0], torch.load(folder / "run.pt")["gradients"]
+        return replies[0]
 
     return call
 
 
-def gap(mine: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
-    """Root of the mean squared relative gap over all parameters."""
-    assert mine.keys() == other.keys()
-    gaps = [(mine[name] - other[name]).norm() / other[name].norm() for name in other]
-    return float(torch.stack(gaps).square().mean().sqrt())
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_layouts_are_nearer_to_one_process_than_narrow_is_to_fp32(train: Any, precision: str, tied: bool) -> None:
-    config = {"decoder.tied": tied}
-    _, exact = train(1, "fp32", config)
-    one, narrow = train(1, precision, config)
-    own = gap(narrow, exact)
-    assert 1e-4 < own < 0.1
-    assert all(gradient.dtype is torch.float32 for gradient in narrow.values())
-    for plugins in ((), ("ddp",), ("zero1",)):
-        several, gradients = train(2, precision, config, plugins)
-        print(f"{precision} tied={tied} {plugins or 'fsdp2'}: {gap(gradients, narrow) / own:.3f} of {own:.2e}")
-        assert gap(gradients, narrow) <= own / 10
-        assert several["losses"] == pytest.approx(one["losses"], rel=1e-3)
-
-
 def test_the_precision_plugin_steps_aside_for_what_gathers_narrow_weights(train: Any) -> None:
-    assert "precision" in train(2, "bf16", {})[0]["idle"]
-    assert "precision" not in train(2, "bf16", {}, ("ddp",))[0]["idle"]
-    assert "precision" not in train(2, "fp32", {})[0]["plugins"]
+    assert "precision" in train(2, "bf16", {})["idle"]
+    assert "precision" not in train(2, "bf16", {}, ("ddp",))["idle"]
+    assert "precision" not in train(2, "fp32", {})["plugins"]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

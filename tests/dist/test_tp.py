@@ -1,17 +1,19 @@
-"""tp against one process: losses, norms, first gradients, replicas, bytes sent; and what it refuses."""
+"""tp: models of others, evaluations, text, bytes sent, checkpoints, and what it refuses; test_compositions.py compares
+forge's own model with one process."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from forge_train.testing import Pool, PoolError
+from compositions import Composition
+from forge_train.testing import Pool, PoolError, Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
 
@@ -29,8 +31,8 @@ class Runs:
     def train(self, world: int, plugins: tuple[str, ...], config: Settings, **more: Any) -> list[dict[str, Any]]:
         folder = self.folder / str(next(self.numbers))
         folder.mkdir()
-        replies = self.ranks.run(
-            "tp_cases:train",
+        return self.ranks.run(
+            "cases:train",
             world,
             folder=str(folder),
             plugins=plugins,
@@ -38,14 +40,12 @@ class Runs:
             timeout=100,
             **{"steps": 5, **more},
         )
-        tensors = torch.load(folder / "run.pt")
-        return [{**reply, "tensors": tensors} for reply in replies]
 
-    def one(self, config: Settings, third: bool = False) -> dict[str, Any]:
+    def one(self, config: Settings) -> dict[str, Any]:
         config = {key: value for key, value in config.items() if not key.startswith(LAYOUT)}
-        key = json.dumps([config, third], sort_keys=True)
+        key = json.dumps(config, sort_keys=True)
         if key not in self.known:
-            (self.known[key],) = self.train(1, (), config, third=third)
+            (self.known[key],) = self.train(1, (), config)
         return self.known[key]
 
 
@@ -57,67 +57,19 @@ def runs(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 TP2, TP4 = {"parallel.tp": 2}, {"parallel.tp": 4, "decoder.kv_heads": 4}
 WHOLE = {"tp.sequence_parallel": False}
 LOGITS = {"tp.loss_parallel": False}
-RICH = {
-    "decoder.qk_norm": True,
-    "decoder.bias": True,
-    "decoder.qkv_bias": True,
-    "decoder.norm": "layer",
-    "swiglu.activation": "gelu",
-}
 LOSS = {"cross_entropy.z_loss": 1e-2, "cross_entropy.chunk": 16}
-CASES: list[tuple[str, int, tuple[str, ...], Settings]] = [
-    ("tp2", 2, ("tp",), {**TP2, "train.micro_batch": 12}),
-    ("tp2, three micro-batches, masked", 2, ("tp",), {**TP2, "train.micro_batch": 4, "probe.mask": True}),
-    ("tp2 tied", 2, ("tp",), {**TP2, "decoder.tied": True}),
-    ("tp2 whole sequences", 2, ("tp",), {**TP2, **WHOLE}),
-    ("tp2 whole sequences, tied, whole logits", 2, ("tp",), {**TP2, **WHOLE, **LOGITS, "decoder.tied": True}),
-    ("tp2 whole logits", 2, ("tp",), {**TP2, **LOGITS}),
-    ("tp2 biases, norms, gelu, z-loss in chunks", 2, ("tp",), {**TP2, **RICH, **LOSS}),
-    ("tp2 biases, whole sequences", 2, ("tp",), {**TP2, **RICH, **LOSS, **WHOLE}),
-    ("tp2 one long text, uneven sequence", 2, ("tp",), {**TP2, "text.isolate": False, "train.sequence": 31}),
-    ("tp2 ac", 2, ("tp", "ac"), {**TP2, "probe.mask": True}),
-    ("tp2 ac selective", 2, ("tp", "ac"), {**TP2, "ac.mode": "selective", "ac.save": ["attention", "collectives"]}),
-    (
-        "tp2 ac, compiled",
-        2,
-        ("tp", "ac", "compile"),
-        {**TP2, "compile.backend": "aot_eager", "compile.fullgraph": True, "probe.count": False},
-    ),
-    ("tp4", 4, ("tp",), TP4),
-    ("tp4 biases, tied", 4, ("tp",), {**TP4, **RICH, "decoder.tied": True}),
-    ("tp2 × dp2, three micro-batches", 4, ("tp",), {**TP2, "train.micro_batch": 2}),
-    ("tp2 × dp2 ac, tied, masked", 4, ("tp", "ac"), {**TP2, "decoder.tied": True, "probe.mask": True, **LOSS}),
-    ("tp2 × replicas", 4, ("tp",), {**TP2, **RICH, **WHOLE, "parallel.dp_replicate": 2, "train.micro_batch": 2}),
-]
 
 
-def compare(one: dict[str, Any], every: list[dict[str, Any]]) -> None:
-    first = every[0]
-    assert first["losses"] == pytest.approx(one["losses"], rel=1e-5)
-    assert first["norms"] == pytest.approx(one["norms"], rel=1e-5)
-    assert first["tensors"]["gradients"].keys() == one["tensors"]["gradients"].keys()
-    for name, expected in one["tensors"]["gradients"].items():
-        gap = (first["tensors"]["gradients"][name] - expected).abs().max() / expected.abs().max()
-        assert float(gap) < 1e-5, f"first gradient of {name}"
-    assert len({tuple(reply["grad_norms"]) for reply in every}) == 1, "norms are bit-equal on all ranks"
-    for name in first["replicas"]:
-        parts: dict[str, set[str]] = {}
-        for reply in every:
-            part, _, content = reply["replicas"][name].rpartition(" ")
-            parts.setdefault(part, set()).add(content)
-        assert all(len(contents) == 1 for contents in parts.values()), f"replicas of {name} differ"
-
-
-@pytest.mark.parametrize(("world", "plugins", "config"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_is_equal_to_one_process(runs: Runs, world: int, plugins: tuple[str, ...], config: Settings) -> None:
-    every = runs.train(world, plugins, config)
-    compare(runs.one(config), every)
-    assert every[0]["batches"] == every[1]["batches"], "ranks that split one model see the same batches"
-
-
-@pytest.mark.parametrize("config", [TP2, {**TP2, **WHOLE}])
-def test_splits_a_third_partys_model_and_its_unnamed_parameters(runs: Runs, config: Settings) -> None:
-    compare(runs.one({}, third=True), runs.train(2, ("tp",), config, third=True))
+@pytest.mark.parametrize("settings", [{}, WHOLE])
+def test_splits_a_third_partys_model_and_its_unnamed_parameters(
+    verify: Verifier, composition_file: Path, settings: Settings
+) -> None:
+    text = re.sub(r"\[decoder\].*?\n\n", "", composition_file.read_text(encoding="utf-8"), flags=re.DOTALL)
+    file = composition_file.with_name("third.toml")
+    file.write_text(text.replace('"decoder"', '"tp_cases:Third"'), encoding="utf-8")
+    composition = Composition("tp2", "no ac", "one", "untied", "packed")
+    verdict = verify(composition.request(file, **settings), 2, reference=composition.reference(file))
+    assert verdict.agree, verdict
 
 
 @pytest.mark.parametrize("config", [{}, LOGITS, WHOLE])
@@ -160,24 +112,7 @@ def test_holds_a_share_of_the_weights(runs: Runs) -> None:
         assert reply["parameter_bytes"] == pytest.approx(one / 2, rel=0.01)
 
 
-# -- sabotage and refusals --------------------------------------------------------------------------
-
-
-def test_a_norm_left_unsynchronised_shows(runs: Runs) -> None:
-    every = runs.train(2, ("tp",), TP2, sabotage="norm")
-    with pytest.raises(AssertionError):
-        compare(runs.one({}), every)
-    wrong = [
-        name
-        for name, expected in runs.one({})["tensors"]["gradients"].items()
-        if (every[0]["tensors"]["gradients"][name] - expected).abs().max() > 1e-3 * expected.abs().max()
-    ]
-    assert wrong == ["norm.weight"]
-
-
-def test_the_wrong_order_is_refused(runs: Runs) -> None:
-    with pytest.raises(PoolError, match="is sharded already"):
-        runs.train(4, ("tp",), TP2, sabotage="order")
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -14,14 +13,10 @@ from typing import Any
 import pytest
 
 import toys
-import verify_cases
 from forge_train import ConfigError
 from forge_train.config import Request
-from forge_train.setup import resolve
-from forge_train.testing import Pool
-from forge_train.verification import Verdict, finish, verify_against
-from forge_train.verification import _alone as alone
-from forge_train.verification.record import Recording
+from forge_train.testing import Verifier
+from forge_train.verification import Verdict, verify_against
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 STEPS = 4
@@ -35,19 +30,11 @@ def request_of(folder: Path, *plugins: str, **values: Any) -> Request:
 
 
 @pytest.fixture
-def judge(ranks: Pool, tmp_path: Path) -> Judge:
-    """As `verify`, on ranks that are there already."""
+def judge(verify: Verifier, tmp_path: Path) -> Judge:
+    """As `verify`, of toys."""
 
     def verdict(*plugins: str, world: int = 2, **values: Any) -> Verdict:
-        request, folder = request_of(tmp_path, *plugins, **values), tmp_path / "layout"
-        folder.mkdir()
-        said = ranks.run(
-            verify_cases.take, world, timeout=300, request=dataclasses.asdict(request), steps=STEPS, folder=str(folder)
-        )
-        if any(said):
-            raise ConfigError(said[0])
-        layout = Recording.read(folder, resolve(request, world=world), world)
-        return finish(folder, layout, alone(request), request, STEPS)
+        return verify(request_of(tmp_path, *plugins, **values), world, steps=STEPS)
 
     return verdict
 

@@ -1,22 +1,16 @@
-"""Models and saboteurs for the tests of tensor parallelism, and what these have the ranks do."""
+"""Models for the tests of tensor parallelism, and what these have the ranks do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import cases
-from forge_train import Init, Phase, Plugin, Transform, hookimpl
+from forge_train import Init, Plugin, hookimpl
 from forge_train.nn import Embedding, Linear, RMSNorm, TensorStyle
-from forge_train_plugins._tp import apply as tp
 from forge_train_plugins._tp.replicas import Replicas, Whole
 
 WIDTH = 16
@@ -105,36 +99,6 @@ class Unplanned(Plugin):
         model = Model(job.hooks.tokenizer().vocabulary)
         model.tensor_plan = None  # type: ignore[method-assign,assignment]
         return model
-
-
-def train(sabotage: str = "", third: bool = False, **run: Any) -> dict[str, Any]:
-    """As `cases.train`, with something done wrong on demand."""
-    plugins = [*run.pop("plugins", ()), *([Third] if third else [])]
-    with _sabotaged(sabotage):
-        return cases.train(plugins=tuple(plugins), **run)
-
-
-@contextmanager
-def _sabotaged(how: str) -> Iterator[None]:
-    if how == "norm":  # one norm's gradient is not summed over the ranks
-        found = tp.whole_parameters
-
-        def forgetful(*args: Any, **kwargs: Any) -> list[Whole]:
-            return [replace(w, partial=w.partial and w.name != "norm.weight") for w in found(*args, **kwargs)]
-
-        with patch.object(tp, "whole_parameters", forgetful):
-            yield
-    elif how == "order":  # tensor parallelism after FSDP2
-        made = Transform.__init__
-
-        def late(self: Transform, phase: Phase, slot: str, *args: Any, **kwargs: Any) -> None:
-            after = ("data_parallel",) if slot == "tp" else ()
-            made(self, Phase.SHARD if slot == "tp" else phase, slot, *args, after=after, **kwargs)
-
-        with patch.object(Transform, "__init__", late):
-            yield
-    else:
-        yield
 
 
 def judge(partial: bool, same: bool) -> str:

@@ -27,17 +27,28 @@ from forge_train.testing import Installed, installed
 pytestmark = [pytest.mark.unit, pytest.mark.accept("core", 3)]
 
 
-def acting(name: str, phase: Phase, *after: str) -> type[Plugin]:
+def acting(name: str, phase: Phase, *after: str, slot: str = "") -> type[Plugin]:
     """A plugin that transforms the model, and writes down when it is told and entered."""
 
     def parallelize(self: Any, job: Any) -> Transform:
-        return Transform(phase, name.lower(), lambda part: Applied(part, ("head",)), after=after)
+        return Transform(phase, slot or name.lower(), lambda part: Applied(part, ("head",)), after=after)
 
     def on_step(self: Any, step: StepResult) -> None:
         step.add("x", 1)
 
-    members = {"parallelize": hookimpl(parallelize), "on_step": hookimpl(on_step), "api": (1, 0)}
-    return type(name, (Plugin,), members)
+    def on_log(self: Any, record: Any) -> None: ...
+
+    hooks = {function.__name__: hookimpl(function) for function in (parallelize, on_step, on_log)}
+    return type(name, (Plugin,), {**hooks, "api": (1, 0)})
+
+
+class Able(Plugin):
+    """Only watches: by its name it would be told before the others, and must be told after them."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def on_log(self, record: Any) -> None: ...
 
 
 PLUGINS = [
@@ -45,10 +56,13 @@ PLUGINS = [
     acting("Alpha", Phase.SHARD),
     acting("Mike", Phase.ADAPT, "yankee"),
     acting("Yankee", Phase.ADAPT),
+    acting("Bravo", Phase.ADAPT, slot="zinc"),  # by its name it would come before the others, by its slot after them
 ]
-NAMES = ["zulu", "alpha", "mike", "yankee"]
-EXPECTED = ["zulu", "yankee", "mike", "alpha"]
+WATCHING = ["able"]
+NAMES = ["zulu", "alpha", "mike", "yankee", "bravo"]
+EXPECTED = ["zulu", "yankee", "mike", "zinc", "alpha"]
 QUIET = ("console", "tensorboard")
+ORDERS = [tuple(NAMES), tuple(reversed(NAMES)), *random.Random(0).sample(list(itertools.permutations(NAMES)), 16)]
 
 
 def seen(setup: Setup, folder: Path) -> tuple[Any, ...]:
@@ -66,7 +80,7 @@ def seen(setup: Setup, folder: Path) -> tuple[Any, ...]:
         setup.config.plugins,
         list(setup.hooks.enabled),
         list(step.metrics),
-        {hook: setup.hooks.implementers(hook) for hook in ("parallelize", "on_step", "optimizer")},
+        {hook: setup.hooks.implementers(hook) for hook in ("parallelize", "on_step", "on_log", "optimizer")},
     )
 
 
@@ -79,29 +93,30 @@ def same(setups: Iterable[Setup], folder: Path) -> None:
     first, *others = [seen(setup, folder) for setup in setups]
     assert first[0] == EXPECTED
     assert first[-2] == [f"{name}.x" for name in sorted(NAMES)]
+    assert first[-1]["on_log"] == [*sorted(NAMES), *WATCHING]
     for other in others:
         assert other == first
 
 
 @pytest.fixture
 def found() -> Iterator[Installed]:
-    with installed([*PLUGINS, toys.ToyModel, toys.ToyData]) as plugins:
+    with installed([*PLUGINS, Able, toys.ToyModel, toys.ToyData]) as plugins:
         yield plugins
 
 
 @pytest.mark.usefixtures("found")
 def test_the_order_of_the_option_plays_no_part(tmp_path: Path) -> None:
-    same((ask(order, "", "toy_model", "toy_data") for order in itertools.permutations(NAMES)), tmp_path)
+    same((ask(order, "", *WATCHING, "toy_model", "toy_data") for order in ORDERS), tmp_path)
 
 
 @pytest.mark.usefixtures("found")
 def test_nor_does_the_order_in_a_file_or_whether_it_is_the_file_or_the_option(tmp_path: Path) -> None:
     def setups() -> Iterator[Setup]:
         file = tmp_path / "my.toml"
-        for cut, order in enumerate(itertools.permutations(NAMES)):
-            inside = [*order[: cut % 5], "toy-model", "toy_data"]
+        for cut, order in enumerate(ORDERS):
+            inside = [*order[: cut % 6], *WATCHING, "toy-model", "toy_data"]
             file.write_text(f"plugins = {inside}\n", encoding="utf-8")
-            yield ask(order[cut % 5 :], str(file))
+            yield ask(order[cut % 6 :], str(file))
 
     same(setups(), tmp_path)
 
@@ -121,7 +136,7 @@ def test_nor_does_the_order_of_installation(tmp_path: Path, found: Installed) ->
                 return part
 
             discovery.SOURCES[:] = [one, two]  # `found` puts back what was there
-            yield ask(NAMES, "", "toy_model", "toy_data")
+            yield ask(NAMES, "", *WATCHING, "toy_model", "toy_data")
 
     same(setups(), tmp_path)
 
@@ -153,7 +168,7 @@ def test_nor_does_the_order_of_registration(tmp_path: Path, monkeypatch: pytest.
                 return calls
 
             monkeypatch.setattr(Calls, "of", classmethod(shuffled))
-            yield ask(NAMES, "", "toy_model", "toy_data")
+            yield ask(NAMES, "", *WATCHING, "toy_model", "toy_data")
 
     same(setups(), tmp_path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from rich.console import Console as Terminal
 
 from forge_train import CheckpointEvent, Evaluation, Finished, LogRecord
 from forge_train_plugins._console.board import KEPT, Board
+from forge_train_plugins._console.lines import Lines
 from forge_train_plugins._console.live import PAUSE, LiveView, render
 from forge_train_plugins.console import Console
 
@@ -197,6 +199,18 @@ def test_plain_lines(plugin: Console, tmp_path: Path, capsys: pytest.CaptureFixt
     assert lines[2] == "step 10/100 · saved step-00000010"
     assert lines[3].startswith("done · 100 steps in 0:00 · loss 2 · held out: loss 2.25")
     assert len(lines) == 4
+
+
+def test_a_reader_that_leaves_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`forge train | head`: the run goes on, and nothing is said of it."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        lines = Lines(board())
+        lines.board.step = 1
+        lines.resume(Path("runs/a"))
+        assert Path(f"/proc/self/fd/{write}").readlink() == Path(os.devnull)
 
 
 def test_resumed_runs_say_so(plugin: Console, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

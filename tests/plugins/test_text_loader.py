@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from forge_train import MASKED, Batch, ConfigError, Loader
 from forge_train_plugins._text.loader import TextLoader, make_loader
 from forge_train_plugins._text.permutation import permute
+from forge_train_plugins.text import Text
 from text_fakes import job, stream
 
 pytestmark = pytest.mark.unit
@@ -230,3 +231,13 @@ class TestRows:
         assert first[:half] == first[half:]
         assert first == rows(1)
         assert first[:half] != sorted(first[:half])
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_the_example_looks_like_what_the_loader_gives(isolate: bool) -> None:
+    def look(batch: Batch) -> dict[str, Any]:
+        tensors = {name: getattr(batch, name) for name in ("inputs", "labels", "positions", "documents")}
+        return {name: None if tensor is None else (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+    example = Text(Text.Config(isolate=isolate)).example_batch(job(micro_batch=3))
+    assert look(example) == look(next(loader(isolate=isolate, micro_batch=3)))

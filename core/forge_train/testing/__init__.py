@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from .runs import RunForge as RunForge
     from .runs import TinyRun as TinyRun
     from .runs import run_forge as run_forge
+    from .verifying import Verifier as Verifier
 
 _HOME = {
     "conformance": "Check Report assert_conforms check",
     "environment": "Installed installed",
     "pool": "Pool PoolError",
     "runs": "RunForge TinyRun run_forge",
+    "verifying": "Verifier",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from ..protocols import Batch, Layer, Loader
 from ..rules import Layout
 from ..run import Run
 from ..setup import Setup
+from ..transform import Transform
 from ..world import World
 from .conformance import require
 
@@ -68,6 +70,13 @@ class Bench:
         from ..nn import RoPE
 
         return Layer(index=0, count=2, dim=32, heads=4, kv_heads=2, head_dim=8, hidden=48, rope=RoPE(8, length=64))
+
+    def transforms(self, layout: Layout) -> list[Transform]:
+        """What the plugin would apply on the processes of a layout; nothing is applied."""
+        context = _Pretended(layout, torch.device("cpu"), World(0, math.prod(layout.axes().values())))
+        job = Job(self.setup.config, self.setup.hooks, self.job.run, context, Control())
+        ((_, answer),) = job.hooks._calls.collect("parallelize", {"job": job}, only=self.enabled.name)
+        return [answer] if isinstance(answer, Transform) else list(answer or ())
 
     def _job(self, folder: Path, rank: int, ranks: int) -> Job:
         layout = Layout(dp_shard=ranks)

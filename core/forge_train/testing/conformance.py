@@ -16,7 +16,9 @@ from ..plugin import Plugin
 from .environment import installed
 
 if TYPE_CHECKING:
+    from .pool import Pool
     from .runs import Settings
+    from .verifying import Verifier
 
 Status = Literal["ok", "warn", "fail", "skip"]
 
@@ -99,7 +101,12 @@ def attempt(name: str, trial: Trial) -> Check:
 
 
 def assert_conforms(
-    plugin: str | type[Plugin], config: Settings | None = None, *, strict: bool = False, folder: Path | None = None
+    plugin: str | type[Plugin],
+    config: Settings | None = None,
+    *,
+    strict: bool = False,
+    folder: Path | None = None,
+    ranks: Pool | None = None,
 ) -> Report:
     """Hold a plugin to the contract, as `forge plugins check` does.
 
@@ -108,12 +115,13 @@ def assert_conforms(
         config: what its section must say, where it does not train without: `{"mine": {"path": …}}`.
         strict: whether warnings fail too.
         folder: where its tiny trainings leave their runs.
+        ranks: processes for a plugin with transforms, which is verified on two; by default they are started for it.
 
     Raises:
         AssertionError: with every check that failed.
         ConfigError: if there is no such plugin.
     """
-    report = check(plugin, config, folder=folder)
+    report = check(plugin, config, folder=folder, ranks=ranks)
     wrong = report.of("fail") + (report.of("warn") if strict else [])
     if wrong:
         lines = "\n".join(f"  {check.name}: {check.detail}" for check in wrong)
@@ -122,7 +130,12 @@ def assert_conforms(
 
 
 def check(
-    plugin: str | type[Plugin], config: Settings | None = None, *, sets: Iterable[str] = (), folder: Path | None = None
+    plugin: str | type[Plugin],
+    config: Settings | None = None,
+    *,
+    sets: Iterable[str] = (),
+    folder: Path | None = None,
+    ranks: Pool | None = None,
 ) -> Report:
     """Make every check that applies to a plugin.
 
@@ -131,6 +144,7 @@ def check(
         config: as for `assert_conforms`.
         sets: as `--set`, laid over `config`.
         folder: as for `assert_conforms`.
+        ranks: as for `assert_conforms`.
 
     Raises:
         ConfigError: if there is no such plugin.
@@ -140,7 +154,14 @@ def check(
         name = plugin if isinstance(plugin, str) else fake.add(plugin)
         home = _fresh(folder) or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forge-check-")))
         report = Report(find(name))
-        report.checks += _checks(report.found, name, config, tuple(sets), home)
+
+        def verifier() -> Verifier:
+            from .pool import Pool
+            from .verifying import Verifier
+
+            return Verifier(ranks or stack.enter_context(Pool(home)))
+
+        report.checks += _checks(report.found, name, config, tuple(sets), home, verifier)
         return report
 
 
@@ -171,7 +192,14 @@ def find(name: str) -> Found:
     return candidates[0]
 
 
-def _checks(found: Found, spec: str, config: Settings | None, sets: tuple[str, ...], folder: Path) -> Iterator[Check]:
+def _checks(
+    found: Found,
+    spec: str,
+    config: Settings | None,
+    sets: tuple[str, ...],
+    folder: Path,
+    verifier: Callable[[], Verifier],
+) -> Iterator[Check]:
     """Every check, from what needs the least to what needs a training; what can't follow a failure is left out."""
     from . import contract
 
@@ -192,7 +220,7 @@ def _checks(found: Found, spec: str, config: Settings | None, sets: tuple[str, .
         return
     from .practice import practise
 
-    yield from practise(enabled, spec, config, sets, folder)
+    yield from practise(enabled, spec, config, sets, folder, verifier)
 
 
 def _located(error: BaseException) -> str:

@@ -72,7 +72,7 @@ def trials(enabled: Enabled) -> Iterator[tuple[str, Trial]]:
 
 
 def needs(enabled: Enabled) -> None:
-    """Whether the modules of its `needs` are there."""
+    """Whether the modules of its `needs` are there, and a device of its `devices`."""
     missing = {
         module: command
         for module, command in enabled.cls.needs.items()
@@ -80,6 +80,18 @@ def needs(enabled: Enabled) -> None:
     }
     if missing:
         raise SkippedError("; ".join(f"{module} is missing: {command}" for module, command in sorted(missing.items())))
+    if enabled.cls.devices and not device_for(enabled):
+        raise SkippedError(f"it runs on {', '.join(enabled.cls.devices)} only, and there is none here")
+
+
+def device_for(enabled: Enabled) -> str:
+    """The type of device to try it on; empty where it runs on none that is here."""
+    if not enabled.cls.devices:
+        return "cpu"
+    import torch
+
+    here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    return next((device for device in enabled.cls.devices if here.get(device)), "")
 
 
 def _summary(cls: type[Plugin]) -> str:
@@ -127,7 +139,7 @@ def _arguments(enabled: Enabled) -> None:
 
 
 def _metadata(cls: type[Plugin]) -> None:
-    for name in ("requires", "conflicts", "example"):
+    for name in ("requires", "conflicts", "devices", "example"):
         value: Any = getattr(cls, name)
         require(
             isinstance(value, tuple) and all(isinstance(item, str) for item in value),

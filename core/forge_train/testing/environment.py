@@ -14,6 +14,13 @@ from ..plugin import Plugin
 LOCAL = "forge_train_local"
 """Where classes are put that can't be imported by name, such as those a test defines inside itself."""
 
+_REAL = tuple(discovery.SOURCES)
+
+
+def really_installed() -> frozenset[Found]:
+    """What can be found without the test kit, and so by every other process."""
+    return frozenset(found for source in _REAL for found in source())
+
 
 class Installed:
     """The plugins that can be found while the block of `installed` lasts."""

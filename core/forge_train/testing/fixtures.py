@@ -34,7 +34,7 @@ def run_forge(tmp_path: Path) -> RunForge:
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Up to four processes over gloo that live as long as the session; see `forge_train.testing.Pool`."""
+    """Up to eight processes over gloo that live as long as the session; see `forge_train.testing.Pool`."""
     from .pool import Pool
 
     with Pool(tmp_path_factory.mktemp("ranks")) as pool:

@@ -34,7 +34,7 @@ class PoolError(Exception):
 
 
 class Pool:
-    """Up to `size` ranks, started when they are first needed. A context manager; `close` ends the processes.
+    """Up to `size` ranks, each started when it is first needed. A context manager; `close` ends the processes.
 
     Args:
         folder: where the ranks' output goes.
@@ -42,7 +42,7 @@ class Pool:
         threads: OMP_NUM_THREADS of each rank.
     """
 
-    def __init__(self, folder: Path, size: int = 4, threads: int = 1) -> None:
+    def __init__(self, folder: Path, size: int = 8, threads: int = 1) -> None:
         self._folder, self._size, self._threads = folder, size, threads
         self._workers: list[_Worker] = []
         self._store: TCPStore | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,24 +22,33 @@ from ..resume import Stateful
 from ..rules import world_size
 from ..setup import Setup, resolve
 from ..state import join, split
+from .agreement import agree
 from .bench import Bench, same
 from .conformance import Check, SkippedError, attempt, require
+from .contract import device_for
 from .runs import Settings, TinyRun, merged, prepared, run_forge
 from .trials import TRIALS
+from .verifying import Verifier
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 STEPS = 3
+WITH = "plugins="
+"""Begins the entry of a plugin's `example` that names others to try it with."""
+Verify = Callable[[], Verifier]
+"""Gives what verifies on two processes; they are started when it is first asked."""
 
 
 def practise(
-    enabled: Enabled, spec: str, config: Settings | None, sets: tuple[str, ...], folder: Path
+    enabled: Enabled, spec: str, config: Settings | None, sets: tuple[str, ...], folder: Path, verify: Verify
 ) -> Iterator[Check]:
     """Every check of a plugin at work."""
-    plugins = [spec, *_required(enabled)]
-    settings = merged({"train": {"evaluate_every": 2}}, config)
-    sets = sets if sets or config else enabled.cls.example
+    example = enabled.cls.example
+    beside = [one.removeprefix(WITH) for one in example if one.startswith(WITH)]
+    plugins = [spec, *_required(enabled), *(name for names in beside for name in names.split(","))]
+    settings = merged({"train": {"evaluate_every": 2}, "run": {"device": device_for(enabled)}}, config)
+    sets = sets if sets or config else tuple(one for one in example if not one.startswith(WITH))
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # what plugins print is no part of the report
         setups: list[Setup] = []
@@ -63,6 +72,8 @@ def practise(
             for name, trial in TRIALS.get(hook, ()):
                 yield attempt(f"{hook}: {name}", partial(bench.make, trial))
         yield from _trained(enabled, plugins, settings, sets, folder)
+        if "parallelize" in implemented(enabled.cls):
+            yield from agree(bench, folder, verify())
 
 
 def _required(enabled: Enabled) -> list[str]:

@@ -73,7 +73,23 @@ def _run(request: dict[str, Any], store: Store, rank: int) -> Any:
     finally:
         # Closes the connections too: ranks that wait for one that failed fail at once.
         dist.destroy_process_group()
-        gc.collect()  # a mesh that lives on keeps its groups' threads, which wake up all the time
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Empty torch's caches of placements: a mesh in them keeps its groups, whose threads wake up all the time."""
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
+
+    clear: list[Any] = [
+        getattr(debug, "_clear_sharding_prop_cache", None),
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+        getattr(_redistribute._gen_transform_infos, "cache_clear", None),
+        getattr(_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear", None),
+    ]
+    for function in clear:  # of torch 2.13; other versions have some of them
+        if function is not None:
+            function()
+    gc.collect()
 
 
 def _die_with(parent: int) -> None:

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config import Request
 from ..config.sections import CORE_SECTIONS, ParallelSection
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .record import Recording
 
 AXES = tuple(axis.name for axis in dataclasses.fields(ParallelSection))
+WORKER = "forge_train.verification.record:worker"
+EXACT = "train.precision=fp32"
 
 
 @dataclass(frozen=True)
@@ -81,58 +83,87 @@ class Verdict:
         }
 
 
-def verify(request: Request, nproc: int, *, steps: int = 5) -> Verdict:
-    """Take the same steps on one process and on `nproc`, from the same weights and data, and compare them.
+class Start(Protocol):
+    """Has `nproc` processes call `forge_train.verification.record.worker`, and returns when all have."""
+
+    def __call__(self, nproc: int, arguments: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process gives: what layouts of the same model and data are judged by."""
+
+    request: Request
+    steps: int
+    recording: Recording
+    exact: Recording | None = None
+    """In fp32, where the precision is narrow or a plugin rounds below it; without such plugins."""
+
+    @classmethod
+    def take(cls, request: Request, steps: int = 5) -> Reference:
+        """Take the steps on this process."""
+        alone = _alone(request)
+        recording = _recorded(alone, steps)
+        narrow = recording.precision != "fp32" or _rounds(alone)
+        exact = _recorded(_alone(request, EXACT), steps, rounding=False) if narrow else None
+        return cls(request, steps, recording, exact)
+
+
+def launched(nproc: int, arguments: dict[str, Any]) -> None:
+    """Start processes of their own.
 
     Raises:
-        ForgeError: if one of the two can't be run; its message is the one of the rank that failed first.
+        ForgeError: with the message of the rank that failed first; the folder stays, for the logs.
     """
-    layout = resolve(request, world=nproc)
-    alone = _alone(request)
-    folder = Path(tempfile.mkdtemp(prefix="forge-verify-"))
-    task = Task(
-        "forge_train.verification.record:worker",
-        {"request": dataclasses.asdict(request), "steps": steps, "folder": str(folder)},
-        folder=folder / "launch",
-        logs=folder / "log",
-        quiet=True,
-    )
+    folder = Path(arguments["folder"])
+    task = Task(WORKER, arguments, folder=folder / "launch", logs=folder / "log", quiet=True)
     ended = launch(task, nproc)
     if ended.signal:
         raise KeyboardInterrupt
     if complaint := ended.complaint():
-        raise _failure(ended.code, complaint)  # its folder stays, for the logs
-    from .record import Recording
-
-    return finish(folder, Recording.read(folder, layout, nproc), alone, request, steps)
+        raise failure(ended.code, complaint)
 
 
-def finish(folder: Path, layout: Recording, alone: Setup, request: Request, steps: int) -> Verdict:
-    """Run the reference, compare it with what a layout has left in a folder, and remove that."""
-    from .compare import compare, own_gap
-    from .record import record
+def verify(
+    request: Request, nproc: int, *, steps: int = 5, start: Start = launched, reference: Reference | None = None
+) -> Verdict:
+    """Take the same steps on one process and on `nproc`, from the same weights and data, and compare them.
 
-    reference = record(alone, steps, folder / "reference")
-    assert reference is not None
-    again = record(_alone(request), 0, folder / "loaded", compare_with=folder / "checkpoint")
-    assert again is not None
-    gap = None
-    if reference.precision != "fp32":
-        exact = record(_alone(request, "train.precision=fp32"), steps, folder / "exact")
-        assert exact is not None
-        gap = own_gap(reference, exact)
+    Args:
+        request: the configuration.
+        nproc: the layout's number of processes.
+        steps: how many to take.
+        start: how the processes are had; others than `launched` may have them running already.
+        reference: what one process gives, if that is known; by default it is taken here.
+
+    Raises:
+        ForgeError: if one of the two can't be run; its message is the one of the rank that failed first.
+    """
+    from .compare import compare
+    from .record import Recording, record
+
+    steps = reference.steps if reference else steps
+    layout = resolve(request, world=nproc)
+    alone = _alone(reference.request if reference else request)
+    folder = Path(tempfile.mkdtemp(prefix="forge-verify-"))
+    start(nproc, {"request": dataclasses.asdict(request), "steps": steps, "folder": str(folder)})
+    found = Recording.read(folder, layout, nproc)
+    reference = reference or Reference.take(request, steps)
+    loaded = record(alone, 0, folder / "loaded", compare_with=folder / "checkpoint")
+    assert loaded is not None
     shutil.rmtree(folder, ignore_errors=True)
-    return compare(reference, layout, again.first.saved, gap)
+    return compare(reference.recording, found, loaded.first.saved, reference.exact)
 
 
 def verify_against(request: Request, assignment: str, *, steps: int = 5) -> Verdict:
     """Take the same steps on one process with another value of one key, and compare them.
 
+    Another `train.precision` stands for itself: plugins that round below it take no part on that side.
+
     Raises:
         ForgeError: for a key that is none, or if one of the two can't be run.
     """
     from .compare import compare_settings
-    from .record import record
 
     key, equals, value = assignment.partition("=")
     if not equals:
@@ -140,18 +171,30 @@ def verify_against(request: Request, assignment: str, *, steps: int = 5) -> Verd
     key = _full_key(key.strip())
     if key.startswith("parallel."):
         raise ConfigError(f"--against {assignment!r}: compares on one process; layouts are compared with --nproc.")
-    with tempfile.TemporaryDirectory(prefix="forge-verify-") as folder:
-        one = record(_alone(request), steps, Path(folder) / "one")
-        other = record(_alone(request, f"{key}={value}"), steps, Path(folder) / "other")
-    assert one is not None
-    assert other is not None
-    return compare_settings(one, other, f"{key}={value}")
+    setup, rounding = _alone(request), key != "train.precision"
+    one, other = _recorded(setup, steps), _recorded(_alone(request, f"{key}={value}"), steps, rounding=rounding)
+    return compare_settings(one, other, f"{key}={value}", rounded=not rounding and _rounds(setup))
 
 
 def _alone(request: Request, *more: str) -> Setup:
     """The same configuration on one process."""
     sizes = [f"parallel.{axis}=1" for axis in AXES]
     return resolve(dataclasses.replace(request, set=(*request.set, *sizes, *more)), world=1)
+
+
+def _rounds(setup: Setup) -> bool:
+    """Whether a plugin rounds below the run's precision."""
+    return any(enabled.cls.rounds for enabled in setup.hooks.enabled.values())
+
+
+def _recorded(alone: Setup, steps: int, *, rounding: bool = True) -> Recording:
+    """Steps on this process."""
+    from .record import record
+
+    with tempfile.TemporaryDirectory(prefix="forge-verify-") as folder:
+        recording = record(alone, steps, Path(folder), rounding=rounding)
+    assert recording is not None
+    return recording
 
 
 def _full_key(key: str) -> str:
@@ -168,9 +211,10 @@ def _full_key(key: str) -> str:
     return owners[0]
 
 
-def _failure(code: int, complaint: str) -> ForgeError:
+def failure(code: int, complaint: str) -> ForgeError:
+    """What a layout that ended with a code and a complaint raises."""
     error = ConfigError if code == ConfigError.code else ForgeError
     return error(complaint)
 
 
-__all__ = ["Check", "Offender", "Verdict", "finish", "verify", "verify_against"]
+__all__ = ["Check", "Offender", "Reference", "Start", "Verdict", "launched", "verify", "verify_against"]

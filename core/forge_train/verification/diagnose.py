@@ -36,6 +36,11 @@ def diagnose(verdict: Verdict, one: Recording, layout: Recording) -> Iterator[st
         return
     yield from _gradients(verdict, layout)
     yield from _loss(verdict, failed, one, layout)
+    if check := failed.get("buffers"):
+        yield (
+            f"A persistent buffer ends otherwise ({check.where}): what moves it, such as the load of experts, must be "
+            "counted once, over the tokens of all ranks."
+        )
     if check := failed.get("checkpoint"):
         yield (
             f"One process does not load what the layout saved ({check.where}): a parameter that is sharded must be a "

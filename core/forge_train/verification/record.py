@@ -49,7 +49,7 @@ class Record:
     gradients: dict[str, Fingerprint] = field(default_factory=dict)
     """Of the first step."""
     weights: dict[str, Fingerprint] = field(default_factory=dict)
-    """After the last step."""
+    """After the last step, persistent buffers too."""
     saved: dict[str, str] = field(default_factory=dict)
     """Name → hash of every whole tensor that was saved."""
 
@@ -65,6 +65,8 @@ class Recording:
     """Name → role, empty where the model declares none."""
     layout: Layout = field(default_factory=Layout)
     precision: str = "fp32"
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """Persistent buffers after the last step: what a model keeps beside its parameters, such as a router's bias."""
 
     @property
     def first(self) -> Record:
@@ -81,12 +83,15 @@ class Recording:
             ranks.append(Record(**values))
         gradients: dict[str, Tensor] = {}
         parameters: dict[str, str] = {}
+        buffers: dict[str, Tensor] = {}
         for file in sorted(folder.glob("gradients-*.pt")):
             stage = torch.load(file, weights_only=True)
             gradients |= stage["gradients"]
             parameters |= stage["parameters"]
+            buffers |= stage["buffers"]
         config = setup.config
-        return cls(ranks, gradients, parameters, Layout.of(config.parallel, world), config.train.precision)
+        layout = Layout.of(config.parallel, world)
+        return cls(ranks, gradients, parameters, layout, config.train.precision, buffers)
 
 
 def worker(request: dict[str, Any], steps: int, folder: str) -> dict[str, Any]:
@@ -97,7 +102,9 @@ def worker(request: dict[str, Any], steps: int, folder: str) -> dict[str, Any]:
     return {"code": 0}
 
 
-def record(setup: Setup, steps: int, folder: Path, *, compare_with: Path | None = None) -> Recording | None:
+def record(
+    setup: Setup, steps: int, folder: Path, *, compare_with: Path | None = None, rounding: bool = True
+) -> Recording | None:
     """Take some steps and write down what happened; every rank of a layout calls this.
 
     Args:
@@ -105,13 +112,14 @@ def record(setup: Setup, steps: int, folder: Path, *, compare_with: Path | None 
         steps: how many, from the start.
         folder: where the records of several ranks go, and a checkpoint at the end.
         compare_with: the checkpoint of another layout, to load instead of saving one, and to say what it holds.
+        rounding: whether plugins that round below the run's precision do so.
 
     Returns:
         the recording in one process; on several ranks, `Recording.read` gives it to whoever started them.
     """
     config, hooks = setup.config, setup.hooks
     for enabled in hooks.enabled.values():
-        if enabled.observer:
+        if enabled.observer or (enabled.cls.rounds and not rounding):
             hooks.mute(enabled.name)
     layout = Layout.of(config.parallel, World.here().size)
     with DistributedContext.join(layout, config.run.device, timeout=config.run.start_timeout) as dist:
@@ -121,17 +129,19 @@ def record(setup: Setup, steps: int, folder: Path, *, compare_with: Path | None 
         prepare_process(job)
         watched = _Watched.of(job)
         watched.take(min(steps, job.steps))
+        parameters = {name: watched.model.roles.get(name, "") for name, _ in watched.model.named_parameters()}
+        state = watched.model.state_dict().items()
+        buffers = {name: tensor.cpu().clone() for name, tensor in state if name not in parameters}
         if compare_with is not None:
             restore(watched, watched.progress, compare_with)
         elif dist.world > 1:
             checkpoint.write(folder / "checkpoint", steps, capture(watched, watched.progress), dist, beside=[])
         watched.seen.saved = watched.hashes()
-        parameters = {name: watched.model.roles.get(name, "") for name, _ in watched.model.named_parameters()}
         if dist.world == 1:
-            return Recording([watched.seen], watched.gradients, parameters, layout, config.train.precision)
+            return Recording([watched.seen], watched.gradients, parameters, layout, config.train.precision, buffers)
         write_json(folder / f"rank-{dist.rank}.json", asdict(watched.seen))
         if dist.rank % (dist.world // layout.pp) == 0:  # one of each stage: they hold the same names
-            stage = {"gradients": watched.gradients, "parameters": parameters}
+            stage = {"gradients": watched.gradients, "parameters": parameters, "buffers": buffers}
             torch.save(stage, folder / f"gradients-{dist.rank}.pt")
         dist.barrier()
     return None
@@ -171,8 +181,8 @@ class _Watched(Stepper):
             self.seen.losses.append(float(result.loss))
             self.seen.norms.append(float(result.grad_norm))
             self.seen.batches.append(list(self._rows))
-        for name, parameter in self.model.named_parameters():
-            self.seen.weights[name] = _fingerprint(parameter.detach())
+        for name, tensor in self.model.state_dict().items():
+            self.seen.weights[name] = _fingerprint(tensor)
 
     def _backward(self, step: int, batches: Sequence[Batch], weight: float) -> Update:
         update = super()._backward(step, batches, weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,5 +68,8 @@ def summary(board: Board) -> str:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # `forge train | head`: the reader has seen enough, and the run goes on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,6 +18,11 @@ def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
     experts, parallel, train = config.experts, run.parallel, run.train
     if config.top_k > experts:
         yield Problem("moe.top_k", f"a token can't choose {config.top_k} of {experts} experts (moe.experts).")
+    if config.top_k == 1 and config.normalise and config.router != "expert_choice":
+        yield Problem(
+            "moe.normalise",
+            "with top_k = 1 the weight would always be 1, and the router learn nothing; set it to false.",
+        )
     if experts % config.groups:
         yield Problem("moe.groups", f"{config.groups} groups do not divide {experts} experts (moe.experts).")
     elif config.top_groups > config.groups:

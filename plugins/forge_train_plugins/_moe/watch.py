@@ -75,10 +75,10 @@ class Watch:
                     step.add(f"{name}.{index}", value)
 
     def _check(self, broken: Tensor, step: StepResult) -> None:
-        """Raises DivergedError, naming the layers whose router gave something that is no number."""
+        """Raises DivergedError, naming the first layer whose router gave something that is no number."""
         layers = [index for index, bad in zip(self.layers, broken.tolist(), strict=True) if bad]
         if layers and not step.skipped:
             raise DivergedError(
-                f"moe: at step {step.step} the router of layer {', '.join(map(str, layers))} gives logits that are not "
+                f"moe: at step {step.step} the router of layer {layers[0]} is the first that gives logits that are not "
                 "finite. Try a lower learning rate, more warm-up, or moe.z_loss = 0.001."
             )

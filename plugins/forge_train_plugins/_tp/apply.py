@@ -12,14 +12,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forge_train import Applied, ConfigError
 
-from . import plan
+from . import plan, textbook
 from .collectives import Group
 from .layers import Region, Styles
 from .replicas import Replicas, whole_parameters
 
 
-def apply(part: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool) -> Applied:
+def apply(part: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool, size: int = 0) -> Applied:
     """Split a part over the ranks of a mesh, as its plan says.
+
+    Args:
+        part: a model's.
+        mesh: of one axis.
+        sequence_parallel: see `TensorParallel.Config`.
+        loss_parallel: see there.
+        size: bytes that one feature of all tokens of a step takes.
 
     Raises:
         ConfigError: for a plan that does not fit the model, or the number of ranks.
@@ -41,6 +48,7 @@ def apply(part: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool, loss_pa
         part,
         tuple(entry.name for entry in entries),
         _note(entries, wholes, region),
+        textbook={"tp": textbook.sent(part, entries, wholes, ranks=mesh.size(), size=size)},
         on_micro_batch=replicas.look_up,
         after_backward=replicas.reduce,
     )

@@ -116,17 +116,21 @@ def local(parameter: Tensor | None) -> Any:
 
 
 class SplitLinear(nn.Linear):
-    """`x Wᵀ (+ b)` with this rank's weights."""
+    """`x Wᵀ (+ b)` with this rank's weights; another plugin may put another product in the place of `product`."""
+
+    product = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, local(self.weight), local(self.bias))
+        return self.product(x, local(self.weight), local(self.bias))
 
 
 class SummedLinear(nn.Linear):
-    """`x Wᵀ` with this rank's weights; its hook adds the bias to the sum over the ranks."""
+    """`x Wᵀ` with this rank's weights; its hook adds the bias to the sum over the ranks. `product` as above."""
+
+    product = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, local(self.weight))
+        return self.product(x, local(self.weight))
 
 
 class SplitEmbedding(nn.Embedding):

@@ -1,0 +1,72 @@
+"""`forge verify` on ranks that are there already: many layouts, without a launch for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from typing import Any
+
+from ..agent import by_cause
+from ..config import Request
+from ..launch import Ended, Outcome
+from ..verification import Reference, Verdict, failure, verify
+from .pool import Pool
+
+
+class Verifier:
+    """Verifies layouts on a pool's ranks; what one process gives is taken once for each request of a reference.
+
+    Args:
+        pool: the ranks.
+        timeout: seconds until a layout counts as hanging.
+    """
+
+    def __init__(self, pool: Pool, timeout: float = 120.0) -> None:
+        self._pool, self._timeout = pool, timeout
+        self._known: dict[str, Reference] = {}
+
+    def __call__(self, request: Request, nproc: int, *, steps: int = 5, reference: Request | None = None) -> Verdict:
+        """As `forge verify`.
+
+        Args:
+            request: the configuration.
+            nproc: number of ranks.
+            steps: how many to take.
+            reference: a configuration that must give the same on one process; by default the layout's own.
+
+        Raises:
+            ForgeError: as `forge verify` would tell it.
+            PoolError: if a rank hangs.
+        """
+        known = self._reference(reference, steps) if reference else None
+        return verify(request, nproc, steps=steps, start=self._start, reference=known)
+
+    def _reference(self, request: Request, steps: int) -> Reference:
+        key = f"{steps} {request}"
+        if key not in self._known:
+            self._known[key] = Reference.take(request, steps)
+        return self._known[key]
+
+    def _start(self, nproc: int, arguments: dict[str, Any]) -> None:
+        outcomes = [Outcome(**one) for one in self._pool.run(take, nproc, timeout=self._timeout, **arguments)]
+        ended = Ended(by_cause(outcomes))
+        if complaint := ended.complaint():
+            shutil.rmtree(arguments["folder"], ignore_errors=True)
+            raise failure(ended.code, complaint)
+
+
+def take(**arguments: Any) -> dict[str, Any]:
+    """What each rank does, and how it ended."""
+    from ..errors import ForgeError, explain
+    from ..launched import kind
+    from ..verification.record import worker
+    from ..world import World
+
+    rank = World.here().rank
+    try:
+        worker(**arguments)
+        outcome = Outcome(rank, 0)
+    except Exception as error:
+        code = error.code if isinstance(error, ForgeError) else 1
+        outcome = Outcome(rank, code, kind(error), explain(error))
+    return dataclasses.asdict(outcome)

@@ -1,0 +1,98 @@
+"""What multiplies: torch's float8 kernels where the device has them, and plain products elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .formats import Format
+from .minifloat import Minifloat
+
+ALIGNMENT = 16
+"""What torch's float8 kernels want each dimension to be a multiple of."""
+
+_grouped_mm: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the former since 2.12
+
+
+def lacking(device: torch.device, dtype: torch.dtype) -> str:
+    """Why torch's float8 kernels can't be used; empty if they can.
+
+    The CPU's (torch 2.13) gives the right numbers, slowly.
+    """
+    if device.type == "cpu":
+        return ""
+    if device.type != "cuda":
+        return f"there is none for {device.type!r}"
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return f"{torch.cuda.get_device_name(device)} has none (SM 8.9, Ada or Hopper, is the first)"
+    return "" if dtype is torch.bfloat16 else "it gives bfloat16 (train.precision = 'bf16')"
+
+
+def can_group(device: torch.device) -> bool:
+    """Whether there is a float8 kernel for experts too."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _cast(x: Tensor, scale: Tensor, kind: Minifloat) -> Tensor:
+    assert kind.dtype is not None
+    return (x / scale).clamp(-kind.largest, kind.largest).to(kind.dtype)
+
+
+def scaled(
+    a: Tensor, b: Tensor, pair: tuple[Format, Format], scales: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> Tensor:
+    """`a [m, k]`, `b [n, k]` → `a bᵀ [m, n]`, with one scale for each operand or one for each row."""
+    a, b = (_padded(_cast(x, s, one.kind).contiguous()) for x, s, one in zip((a, b), scales, pair, strict=True))
+    of_a, of_b = scales
+    if of_a.ndim or of_b.ndim:  # the kernel takes rows for both or for neither
+        of_a, of_b = of_a.expand(len(a), 1).contiguous(), of_b.expand(len(b), 1).contiguous().t()
+    return torch._scaled_mm(a, b.t(), scale_a=of_a, scale_b=of_b, out_dtype=dtype)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Zeros behind the axis that is contracted."""
+    missing = -x.shape[-1] % ALIGNMENT
+    return F.pad(x.view(torch.uint8), (0, missing)).view(x.dtype) if missing else x
+
+
+def scaled_grouped(
+    rows: Tensor,
+    weight: Tensor,
+    sizes: Tensor,
+    pair: tuple[Format, Format],
+    scales: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    """`rows [rows, k]`, `weight [experts, n, k]` → `[rows, n]`, with a scale for each row of both."""
+    narrow = (_cast(x, s, one.kind).contiguous() for x, s, one in zip((rows, weight), scales, pair, strict=True))
+    a, b = narrow
+    ends = sizes.cumsum(0, dtype=torch.int32)
+    of_a, of_b = scales[0].squeeze(-1).contiguous(), scales[1].squeeze(-1).contiguous()
+    return torch._scaled_grouped_mm(a, b.transpose(1, 2), of_a, of_b, offs=ends, out_dtype=dtype)
+
+
+def grouped(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+    """`rows [rows, k]`, `weight [experts, n, k]` → `[rows, n]`."""
+    if _groupable(rows):
+        return _grouped_mm(rows, weight.transpose(1, 2), offs=sizes.cumsum(0, dtype=torch.int32))  # type: ignore[no-any-return]
+    parts = torch.split(rows, [*sizes.tolist(), int(len(rows) - sizes.sum())])
+    products = [part @ one.t() for part, one in zip(parts, weight, strict=False)]
+    return torch.cat([*products, rows.new_zeros(len(parts[-1]), weight.shape[1])])
+
+
+def grouped_outer(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
+    """`a [rows, m]`, `b [rows, n]` → `aᵀ b` over each expert's rows, `[experts, m, n]`."""
+    if _groupable(a):
+        return _grouped_mm(a.contiguous().t(), b.contiguous(), offs=sizes.cumsum(0, dtype=torch.int32))  # type: ignore[no-any-return]
+    bounds = [*sizes.tolist(), int(len(a) - sizes.sum())]
+    return torch.stack(
+        [x.t() @ y for x, y in zip(torch.split(a, bounds)[:-1], torch.split(b, bounds)[:-1], strict=True)]
+    )
+
+
+def _groupable(rows: Tensor) -> bool:
+    """Whether torch's grouped product takes rows of a multiple of 16 values: on CUDA it knows bfloat16 only."""
+    return rows.device.type == "cpu" or rows.dtype is torch.bfloat16

@@ -1,0 +1,103 @@
+"""Whether low precision pays on this device: the layers' shapes are timed at start-up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import kernels
+from .layers import Candidate, Grouped, Linear
+from .products import Recipe
+
+if TYPE_CHECKING:
+    from forge_train import Job
+
+MOST = 2e9
+"""Multiplications of one product that is timed on a CPU; fewer tokens are taken where there would be more."""
+
+Shape = tuple[int, ...]
+"""Experts (none for a linear layer), outputs, inputs."""
+
+
+def slower(job: Job, linear: Recipe, experts: Recipe, found: Sequence[Candidate]) -> dict[str, str]:
+    """The modules for which forward and backward take no less time than in the precision of the run.
+
+    All ranks come to the same answer: what is slower on one of them counts as slower.
+    """
+    shapes = {one.name: _shape(one) for one in found}
+    mine = {shape: _speed(job, shape, linear if len(shape) == 2 else experts) for shape in sorted(set(shapes.values()))}
+    least: dict[Shape, float] = {}
+    for rank in job.dist.gather_objects(mine):
+        for shape, speed in rank.items():
+            least[shape] = min(speed, least.get(shape, speed))
+    return {
+        name: f"{' × '.join(map(str, shape))} runs at {least[shape]:.2f} × the speed here"
+        for name, shape in shapes.items()
+        if least[shape] <= 1.0
+    }
+
+
+def _shape(one: Candidate) -> Shape:
+    outputs, inputs = one.shapes[0]
+    return (int(one.weights[0].shape[0]), outputs, inputs) if one.experts else (outputs, inputs)
+
+
+def _speed(job: Job, shape: Shape, recipe: Recipe) -> float:
+    """How many times as fast as without."""
+    train, device, dtype = job.config.train, job.device, job.precision.compute
+    tokens = train.micro_batch * train.sequence
+    if device.type == "cpu":
+        tokens = max(16, min(tokens, int(MOST / (shape[-1] * shape[-2]))) // 16 * 16)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, device=device, dtype=dtype, generator=generator).requires_grad_()
+
+    x, weight, gradient = draw(tokens, shape[-1]), draw(*shape), draw(tokens, shape[-2]).detach()
+    if len(shape) == 2:
+        low = Linear(recipe)
+        return _seconds(device, x, weight, gradient, lambda: F.linear(x, weight)) / _seconds(
+            device, x, weight, gradient, lambda: low(x, weight)
+        )
+    each = tokens // shape[0]
+    sizes = torch.full((shape[0],), each, device=device)
+    grouped = Grouped(recipe)
+    plain = _seconds(device, x, weight, gradient, lambda: _Plain.apply(x, weight, sizes))  # type: ignore[no-untyped-call]
+    return plain / _seconds(device, x, weight, gradient, lambda: grouped(x, weight, sizes))
+
+
+class _Plain(torch.autograd.Function):
+    """The grouped product that experts have otherwise."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, sizes)
+        return kernels.grouped(x, weight, sizes)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, sizes = ctx.saved_tensors  # type: ignore[attr-defined]
+        of_x = kernels.grouped(gradients[0], weight.transpose(1, 2), sizes)
+        return of_x, kernels.grouped_outer(gradients[0], x, sizes), None
+
+
+def _seconds(device: torch.device, x: Tensor, weight: Tensor, gradient: Tensor, forward: Callable[[], Tensor]) -> float:
+    """The least of several passes forward and backward."""
+    best = float("inf")
+    for _ in range(4 if device.type == "cpu" else 12):
+        _wait(device)
+        started = time.perf_counter()
+        torch.autograd.grad(forward(), (x, weight), gradient)
+        _wait(device)
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

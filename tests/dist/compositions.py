@@ -1,0 +1,194 @@
+"""What compositions are made of: every factor with its values, all pairs of them in few cases, and the full product.
+
+The tests take the covering array, `make verify-all` (benchmarks/verify_all.py) the full product.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge_train.config import Request
+
+SEED_VARIABLE = "FORGE_COVERING_SEED"
+SEED = int(os.environ.get(SEED_VARIABLE, "0"))
+STEPS = 5
+BATCH = 36
+"""Sequences a step: every number of data ranks divides it three times over."""
+
+MODEL = """\
+plugins = ["decoder", "text"]
+without = ["console", "tensorboard"]
+
+[run]
+device = "cpu"
+seed = 3
+
+[train]
+steps = 5
+global_batch = {batch}
+sequence = 16
+
+[log]
+every = 1
+
+[checkpoint]
+every = 0
+
+[decoder]
+dim = 32
+layers = 2
+heads = 4
+hidden = 48
+max_sequence = 16
+
+[text]
+path = {text}
+cache = {cache}
+held_out = 0.1
+baseline = false
+"""
+WORDS = "every layout of one model over any number of processes gives the losses and the gradients of a single one"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How processes are arranged, and by which plugins."""
+
+    world: int
+    data_ranks: int
+    plugins: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "dp2": Layout(2, 2, ("fsdp2",), {}),
+    "dp3": Layout(3, 3, ("fsdp2",), {}),
+    "dp4": Layout(4, 4, ("fsdp2",), {}),
+    "hsdp2×2": Layout(4, 4, ("fsdp2",), {"parallel.dp_replicate": 2}),
+    "ddp2": Layout(2, 2, ("ddp",), {}),
+    "zero1×2": Layout(2, 2, ("zero1",), {}),
+    "zero2×2": Layout(2, 2, ("fsdp2",), {"fsdp2.reshard": "never"}),
+    "tp2": Layout(2, 1, ("tp",), {"parallel.tp": 2}),
+    "tp4": Layout(4, 1, ("tp",), {"parallel.tp": 4}),
+    "tp2×dp2": Layout(4, 2, ("tp", "fsdp2"), {"parallel.tp": 2}),
+    "tp2×replicas2": Layout(4, 2, ("tp", "fsdp2"), {"parallel.tp": 2, "parallel.dp_replicate": 2}),
+    "tp2×hsdp2×2": Layout(8, 4, ("tp", "fsdp2"), {"parallel.tp": 2, "parallel.dp_replicate": 2}),
+}
+OTHERS: Mapping[str, Layout] = {
+    "replicas2": Layout(2, 2, ("fsdp2",), {"parallel.dp_replicate": 2}),
+    "ddp2×2": Layout(4, 4, ("ddp",), {"parallel.dp_replicate": 2}),
+    "tp2×dp4": Layout(8, 4, ("tp", "fsdp2"), {"parallel.tp": 2}),
+    "zero1 2×2": Layout(4, 4, ("zero1",), {"parallel.dp_replicate": 2}),
+}
+"""Not a factor's values, but tried as they are."""
+AC: Mapping[str, Mapping[str, Any]] = {
+    "no ac": {},
+    "full": {"ac.mode": "full"},
+    "every second": {"ac.mode": "full", "ac.every": 2},
+    "selective": {"ac.mode": "selective"},
+}
+ACCUMULATION: Mapping[str, int] = {"one": 1, "three": 3}
+HEAD: Mapping[str, Mapping[str, Any]] = {"untied": {}, "tied": {"decoder.tied": True}}
+DOCUMENTS: Mapping[str, Mapping[str, Any]] = {"packed": {}, "one text": {"text.isolate": False}}
+FACTORS: tuple[Mapping[str, Any], ...] = (LAYOUTS, AC, ACCUMULATION, HEAD, DOCUMENTS)
+
+
+@dataclass(frozen=True)
+class Composition:
+    """One value of every factor."""
+
+    layout: str
+    ac: str
+    accumulation: str
+    head: str
+    documents: str
+
+    def __str__(self) -> str:
+        return ", ".join(vars(self).values())
+
+    @property
+    def arranged(self) -> Layout:
+        return {**LAYOUTS, **OTHERS}[self.layout]
+
+    @property
+    def world(self) -> int:
+        return self.arranged.world
+
+    def request(self, file: Path, plugins: Sequence[str] = (), **settings: Any) -> Request:
+        """What `forge verify` is asked for it, with more plugins and settings."""
+        ac = AC[self.ac]
+        micro = BATCH // self.arranged.data_ranks // ACCUMULATION[self.accumulation]
+        plugins = (*self.arranged.plugins, *(("ac",) if ac else ()), *plugins)
+        return _request(
+            file, plugins, {"train.micro_batch": micro, **self.arranged.settings, **ac, **self._model, **settings}
+        )
+
+    def reference(self, file: Path, plugins: Sequence[str] = (), **settings: Any) -> Request:
+        """The same model and data in one process, and of plugins and settings only those named here."""
+        return _request(file, plugins, {"train.micro_batch": BATCH, **self._model, **settings})
+
+    @property
+    def _model(self) -> dict[str, Any]:
+        return {**HEAD[self.head], **DOCUMENTS[self.documents]}
+
+
+def _request(file: Path, plugins: Sequence[str], settings: Mapping[str, Any]) -> Request:
+    assignments = (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items())
+    return Request(str(file), tuple(plugins), set=tuple(assignments))
+
+
+def product(layouts: Sequence[str] = tuple(LAYOUTS)) -> Iterator[Composition]:
+    """Every composition of some layouts."""
+    return (Composition(*values) for values in itertools.product(layouts, *FACTORS[1:]))
+
+
+def covering(seed: int = SEED, layouts: Sequence[str] = tuple(LAYOUTS)) -> list[Composition]:
+    """Few compositions in which every two values of different factors meet, those of one world together.
+
+    Greedy, as AETG does it (Cohen et al. 1997, doi:10.1109/32.605761): each begins with a pair that is still missing
+    and takes of the other factors, in random order, the value that brings the most missing pairs.
+    """
+    chance = random.Random(seed)
+    names = [list(layouts), *(list(factor) for factor in FACTORS[1:])]
+    missing = {
+        frozenset({(a, x), (b, y)})
+        for a, b in itertools.combinations(range(len(names)), 2)
+        for x, y in itertools.product(names[a], names[b])
+    }
+    found = []
+    while missing:
+        row = dict(chance.choice(sorted(sorted(pair) for pair in missing)))
+        others = [factor for factor in range(len(names)) if factor not in row]
+        for factor in chance.sample(others, len(others)):
+            values = chance.sample(names[factor], len(names[factor]))
+            row[factor] = max(values, key=lambda value: len(_pairs({**row, factor: value}) & missing))
+        missing -= _pairs(row)
+        found.append(Composition(*(row[factor] for factor in range(len(names)))))
+    return sorted(found, key=lambda one: (one.world, list(LAYOUTS).index(one.layout)))
+
+
+def _pairs(row: Mapping[int, str]) -> set[frozenset[tuple[int, str]]]:
+    return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
+
+
+def write(folder: Path) -> Path:
+    """The model and its text, in a file to build requests on."""
+    chance = random.Random(0)
+    words: Sequence[str] = WORDS.split()
+    lines = (" ".join(chance.choices(words, k=chance.randint(1, 6))) for _ in range(600))  # documents of 5 to 40 bytes
+    text = folder / "text"
+    text.mkdir()
+    (text / "documents.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    file = folder / "composition.toml"
+    file.write_text(
+        MODEL.format(batch=BATCH, text=json.dumps(str(text)), cache=json.dumps(str(folder / "cache"))),
+        encoding="utf-8",
+    )
+    return file

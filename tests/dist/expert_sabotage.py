@@ -1,0 +1,77 @@
+"""Experts with one thing done wrong, for `forge verify` to find. Enable as `expert_sabotage:Unscaled`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from forge_train import Applied, Transform, hookimpl
+from forge_train_plugins._moe.block import Routed
+from forge_train_plugins._moe.watch import Watch
+from forge_train_plugins.ep import ExpertParallel
+from forge_train_plugins.moe import MoE
+
+
+class Unscaled(ExpertParallel):
+    """Leaves the gradients of experts as large as their mesh makes them."""
+
+    @hookimpl
+    def parallelize(self, job: Any) -> Transform | None:
+        transform = super().parallelize(job)
+        return transform and replace(transform, apply=lambda part: replace(transform.apply(part), after_backward=None))
+
+
+class Plain(ExpertParallel):
+    """Gives each rank its experts as plain tensors, so that all of them save theirs under one name."""
+
+    @hookimpl
+    def parallelize(self, job: Any) -> Transform | None:
+        transform = super().parallelize(job)
+
+        def apply(part: nn.Module) -> Applied:
+            assert transform is not None
+            applied = transform.apply(part)
+            for name in applied.matched:
+                module = part.get_submodule(name)
+                for key, parameter in module._parameters.items():
+                    module._parameters[key] = nn.Parameter(parameter.to_local())  # type: ignore[union-attr]
+            return applied
+
+        return transform and replace(transform, apply=apply)
+
+
+class Selfish(MoE):
+    """Moves biases by the load of each rank alone."""
+
+    @hookimpl
+    def on_step(self, step: Any) -> None:
+        with patch.object(
+            Watch, "_counted", lambda self: torch.stack([one.statistics for one in self.layers.values()])
+        ):
+            super().on_step(step)
+
+
+class Deaf(MoE):
+    """Gives the router no gradient through the weights of what it chose, on several ranks."""
+
+    @hookimpl
+    def on_start(self, job: Any, model: Any, optimizer: Any) -> None:
+        super().on_start(job, model, optimizer)
+        if job.dist.world > 1:
+            for _, module in model.named_modules():
+                if isinstance(module, Routed):
+                    _deafen(module)
+
+
+def _deafen(module: Routed) -> None:
+    right = module.transport
+    collect = right.combine
+
+    def combine(rows: Tensor, weights: Tensor, handle: Any) -> Tensor:
+        return collect(rows, weights.detach(), handle)
+
+    right.combine = combine  # type: ignore[method-assign]

@@ -1,0 +1,208 @@
+"""Compositions against one process, by `forge verify`'s own code: all pairs of factors, options, compile, precision."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import compositions
+import forge_cli
+from compositions import LAYOUTS, SEED, Composition
+from forge_train import ForgeError
+from forge_train.config import Request
+from forge_train.testing import Verifier
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
+
+Settings = Mapping[str, Any]
+
+
+def plain(value: object) -> str:
+    """For an id that can be typed."""
+    return str(value if not isinstance(value, dict) else ", ".join(value)).replace("×", "x")
+
+
+@pytest.mark.accept("dist", 1)
+@pytest.mark.accept("dist", 2)
+@pytest.mark.parametrize("composition", compositions.covering(), ids=plain)
+def test_all_pairs_agree_with_one_process(verify: Verifier, composition_file: Path, composition: Composition) -> None:
+    reference = composition.reference(composition_file)
+    verdict = verify(composition.request(composition_file), composition.world, reference=reference)
+    assert verdict.agree, f"seed {SEED}: {verdict}"
+
+
+@pytest.mark.accept("dist", 1)
+def test_ranks_of_ddp_can_not_split_weights(composition_file: Path) -> None:
+    arguments = ("verify", composition_file, "--nproc", 4, "-p", "ddp,tp", "-s", "parallel.tp=2")
+    message = forge_cli.one_message(forge_cli.forge(*arguments), 2)
+    assert "ddp can't take weights that are split over tp ranks; use fsdp2 instead of ddp" in message
+
+
+# -- options that are no factor ---------------------------------------------------------------------------------------
+
+MASK = {"probe.mask": True, "probe.count": False}
+RICH = {
+    "decoder.qk_norm": True,
+    "decoder.bias": True,
+    "decoder.qkv_bias": True,
+    "decoder.norm": "layer",
+    "swiglu.activation": "gelu",
+}
+LOSS = {"cross_entropy.z_loss": 1e-2, "cross_entropy.chunk": 16}
+WHOLE, LOGITS = {"tp.sequence_parallel": False}, {"tp.loss_parallel": False}
+TIED = ("tied", "packed")
+BUDGET = {"ac.mode": "memory_budget", "ac.budget": 0.2}
+OPTIONS: dict[str, tuple[Composition, Settings, Settings]] = {
+    # What it is: the composition, what belongs to the layout, and what one process has too.
+    "reduced after each": (Composition("dp2", "no ac", "three", "untied", "packed"), {"fsdp2.reduce": "each"}, MASK),
+    "gathered once a step": (Composition("dp2", "no ac", "three", *TIED), {"fsdp2.reshard": "step"}, {}),
+    "head in chunks": (Composition("dp4", "no ac", "three", *TIED), {}, {**LOSS, **MASK}),
+    "replicas of fsdp2": (Composition("replicas2", "no ac", "one", *TIED), {}, {}),
+    "small buckets": (Composition("ddp2", "no ac", "three", *TIED), {"ddp.bucket_mb": 0.01}, {**LOSS, **MASK}),
+    "ddp on two axes": (Composition("ddp2×2", "no ac", "one", "untied", "packed"), {}, {}),
+    "a vocabulary that divides nowhere": (Composition("tp2×dp4", "no ac", "one", "untied", "packed"), {}, {}),
+    "zero1 on two axes": (Composition("zero1 2×2", "no ac", "three", *TIED), {}, MASK),
+    "tp, whole sequences": (Composition("tp2", "no ac", "one", *TIED), {**WHOLE, **LOGITS}, {"decoder.kv_heads": 2}),
+    "tp, rich": (Composition("tp2", "no ac", "three", "untied", "packed"), {}, {**RICH, **LOSS, **MASK}),
+    "tp, rich, whole sequences": (
+        Composition("tp2×replicas2", "no ac", "one", "untied", "packed"), WHOLE, {**RICH, **LOSS, **MASK},
+    ),
+    "tp, uneven": (Composition("tp2", "no ac", "one", "untied", "one text"), {}, {"train.sequence": 15}),
+    "tp4, rich": (Composition("tp4", "no ac", "one", *TIED), LOGITS, RICH),
+    "tp, sums kept": (Composition("tp2", "selective", "one", *TIED), {"ac.save": ["attention", "collectives"]}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.accept("dist", 2)
+@pytest.mark.parametrize(("composition", "layout", "model"), OPTIONS.values(), ids=OPTIONS)
+def test_options_agree(
+    verify: Verifier, composition_file: Path, composition: Composition, layout: Settings, model: Settings
+) -> None:
+    plugins = ("cases:Probe",) if MASK.items() <= model.items() else ()
+    request = composition.request(composition_file, plugins, **layout, **model)
+    reference = composition.reference(composition_file, plugins, **model)
+    verdict = verify(request, composition.world, reference=reference)
+    assert verdict.agree, verdict
+
+
+@pytest.mark.accept("dist", 1)
+@pytest.mark.parametrize(
+    ("composition", "settings"),
+    [
+        (Composition("dp2", "full", "one", "tied", "packed"), {"compile.fullgraph": True}),
+        (Composition("tp2", "full", "three", "untied", "packed"), {"compile.backend": "aot_eager"}),
+        (Composition("tp2×dp2", "selective", "one", "untied", "packed"), {"compile.backend": "aot_eager"}),
+        (Composition("hsdp2×2", "no ac", "one", "tied", "packed"), {"compile.backend": "aot_eager", **BUDGET}),
+    ],
+    ids=plain,
+)
+def test_compiled_layouts_agree(
+    verify: Verifier, composition_file: Path, composition: Composition, settings: Settings
+) -> None:
+    plugins = ("ac", "compile") if BUDGET.items() <= settings.items() else ("compile",)
+    request = composition.request(composition_file, plugins, **settings)
+    reference = composition.reference(composition_file)
+    verdict = verify(request, composition.world, reference=reference)
+    assert verdict.agree, verdict
+
+
+@pytest.mark.accept("dist", 1)
+@pytest.mark.accept("dist", 2)
+@pytest.mark.parametrize(
+    ("layout", "precision", "head"),
+    [
+        *itertools.product(("dp2", "ddp2", "zero1×2"), ("bf16", "fp16"), ("untied", "tied")),
+        ("hsdp2×2", "bf16", "tied"),
+        ("tp2", "bf16", "tied"),
+        ("tp2×dp2", "bf16", "untied"),
+    ],
+    ids=plain,
+)
+def test_narrow_layouts_are_near_one_process(
+    verify: Verifier, composition_file: Path, layout: str, precision: str, head: str
+) -> None:
+    composition = Composition(layout, "no ac", "three", head, "packed")
+    settings = {"train.precision": precision}
+    verdict = verify(composition.request(composition_file, **settings), composition.world, steps=3)
+    gradients = next(check for check in verdict.checks if check.name == "gradients")
+    print(f"{composition}, {precision}: {gradients.worst:.1e}, allowed {gradients.tolerance:.1e}")
+    assert 1e-5 < gradients.tolerance < 1e-2
+    assert verdict.agree, verdict
+
+
+# -- sabotage ---------------------------------------------------------------------------------------------------------
+
+
+SABOTAGED = {
+    # Who: whose place it takes, and the name of its section.
+    "LateTP": ("tp", "late_tp"),
+    "ForgetfulTP": ("tp", "forgetful_tp"),
+    "DoubledFSDP": ("fsdp2", "doubled_fsdp"),
+    "RankText": ("text", "rank_text"),
+    "Misnamed": ("decoder", "misnamed"),
+}
+
+
+@pytest.mark.accept("dist", 1)
+@pytest.mark.parametrize(
+    ("name", "says"), [("LateTP", "is sharded already"), ("Misnamed", "'layers.0.attention.query'")]
+)
+def test_a_composition_that_can_not_be_is_refused(
+    verify: Verifier, composition_file: Path, name: str, says: str
+) -> None:
+    with pytest.raises(ForgeError, match=says):
+        verify(_sabotaged(composition_file, name), 4)
+
+
+@pytest.mark.accept("dist", 1)
+@pytest.mark.parametrize(
+    ("name", "failed", "says"),
+    [
+        ("DoubledFSDP", {"gradients", "grad_norm"}, "Every gradient is 2 times what it should be"),
+        ("ForgetfulTP", {"gradients", "replicas"}, "differ between ranks along tp"),
+        ("RankText", {"peers"}, "rank 1 and rank 0 (data index 0)"),
+    ],
+)
+def test_a_composition_that_is_wrong_is_diagnosed(
+    verify: Verifier, composition_file: Path, name: str, failed: set[str], says: str
+) -> None:
+    verdict = verify(_sabotaged(composition_file, name), 4, steps=2)
+    assert failed <= {check.name for check in verdict.checks if not check.ok}
+    assert says in verdict.advice[0]
+    if name == "ForgetfulTP":
+        assert all("norm" in offender.name for offender in verdict.offenders)
+
+
+def _sabotaged(file: Path, name: str) -> Request:
+    """tp2 × dp2, with one plugin's place taken by a wrong one."""
+    right, section = SABOTAGED[name]
+    text = file.read_text(encoding="utf-8")
+    text = text.replace(f'"{right}"', f'"sabotage:{name}"').replace(f"[{right}]", f"[{section}]")
+    own = file.with_name(f"{section}.toml")
+    own.write_text(text, encoding="utf-8")
+    request = Composition("tp2×dp2", "no ac", "one", "untied", "packed").request(own)
+    plugins = (f"sabotage:{name}" if plugin == right else plugin for plugin in request.plugins)
+    return replace(request, plugins=tuple(plugins))
+
+
+# -- the array itself -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("seed", range(5))
+def test_the_array_has_every_pair_and_is_small(seed: int) -> None:
+    array = compositions.covering(seed)
+    assert array == compositions.covering(seed)
+    found = {pair for one in array for pair in itertools.combinations(vars(one).items(), 2)}
+    every = {pair for one in compositions.product() for pair in itertools.combinations(vars(one).items(), 2)}
+    assert found == every
+    assert len(array) <= 1.25 * len(LAYOUTS) * len(compositions.AC)
+
+
+def test_another_seed_gives_another_array() -> None:
+    assert compositions.covering(1) != compositions.covering(2)

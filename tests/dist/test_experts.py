@@ -1,0 +1,133 @@
+"""Experts over ranks: every layout equals one process, in gradients, router biases and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_train import ConfigError
+from forge_train.config import Request
+from forge_train.testing import Verifier
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+STEPS = 5
+EXPERTS = {"moe.experts": 8, "moe.hidden": 16, "moe.bias_speed": 0.01, "moe.z_loss": 0.001, "moe.shared": 1}
+BATCH = {"train.global_batch": 8, "train.micro_batch": 2}
+
+
+def request(file: Path, *plugins: str, **values: Any) -> Request:
+    settings = {**EXPERTS, **BATCH, **values}
+    pairs = tuple(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()
+    )
+    return Request(config=str(file), plugins=("moe", "ep", *plugins), set=pairs)
+
+
+def alone(layout: Request) -> Request:
+    """The same on one process."""
+    kept = tuple(pair for pair in layout.set if not pair.startswith("parallel."))
+    return dataclasses.replace(layout, set=kept)
+
+
+def p(**axes: int) -> dict[str, int]:
+    return {f"parallel.{axis}": size for axis, size in axes.items()}
+
+
+LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
+    "ep2": (2, (), p(ep=2)),
+    "tp2 ep2, dp 1": (2, ("tp",), p(tp=2, ep=2)),
+    "tp2, all experts on each rank": (2, ("tp",), p(tp=2)),
+    "etp2": (2, ("tp",), p(tp=2, etp=2)),
+    "ep4, recompute, accumulation": (4, ("ac",), {**p(ep=4), "train.micro_batch": 1, "ac.mode": "full"}),
+    "ep2×dp2": (4, (), {**p(ep=2), "fsdp2.reshard": "never"}),
+    "ep2×replicas2": (4, ("ac",), {**p(ep=2, dp_replicate=2), "ac.mode": "selective"}),
+    "ep2×tp2": (4, ("tp",), p(ep=2, tp=2)),
+    "ep2×tp2, without sequence parallelism": (4, ("tp",), {**p(ep=2, tp=2), "tp.sequence_parallel": False}),
+    "ep4 over tp2×dp2": (4, ("tp",), {**p(ep=4, tp=2), "train.micro_batch": 1}),
+    "ep2×etp2": (4, ("tp",), p(ep=2, tp=2, etp=2)),
+    "ep2×etp2, without sequence parallelism": (4, ("tp",), {**p(ep=2, tp=2, etp=2), "tp.sequence_parallel": False}),
+    "ep2×tp2×dp2": (8, ("tp",), {**p(ep=2, tp=2), "train.micro_batch": 1}),
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts without tokens": (
+        "ep4, recompute, accumulation",
+        {"moe.experts": 32, "moe.top_k": 1, "moe.normalise": False},
+    ),
+    "a capacity, each sequence balanced": ("ep2×tp2", {"moe.capacity": 1.0, "moe.balance_over": "sequence"}),
+    "DeepSeek's router": ("ep2×etp2", {"moe.router": "sigmoid", "moe.groups": 4, "moe.top_groups": 2}),
+    "experts choose": ("ep2×dp2", {"moe.router": "expert_choice", "moe.balance": 0, "moe.bias_speed": 0}),
+    "a narrow payload": ("ep2×dp2", {"alltoall.payload": "fp8"}),
+}
+
+
+def judge(verify: Verifier, file: Path, name: str, more: dict[str, Any]) -> Any:
+    world, plugins, values = LAYOUTS[name]
+    asked = request(file, *plugins, **{**values, **more})
+    return verify(asked, world, steps=STEPS, reference=alone(asked))
+
+
+@pytest.mark.accept("moe", 2)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_equals_one_process(verify: Verifier, composition_file: Path, name: str) -> None:
+    verdict = judge(verify, composition_file, name, {})
+    assert verdict.agree, verdict
+    assert "buffers" in {check.name for check in verdict.checks}
+
+
+@pytest.mark.accept("moe", 2)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_so_does_every_way_of_routing(verify: Verifier, composition_file: Path, variant: str) -> None:
+    name, more = VARIANTS[variant]
+    verdict = judge(verify, composition_file, name, more)
+    assert verdict.agree, verdict
+
+
+@pytest.mark.parametrize(
+    ("plugins", "values", "message"),
+    [
+        (("ddp",), p(ep=2), "conflicts"),
+        (("zero1",), p(ep=2), "conflicts"),
+        ((), p(ep=3), "must divide"),
+    ],
+)
+def test_what_can_not_be_is_refused(
+    verify: Verifier, composition_file: Path, plugins: tuple[str, ...], values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        verify(request(composition_file, *plugins, **values), 2, steps=1)
+
+
+SABOTAGES: dict[str, tuple[str, set[str], str]] = {
+    "Unscaled": ("ep", {"gradients", "grad_norm"}, r"routed\.experts.* are 2 times what they should be.*ep is 2"),
+    "Plain": ("ep", {"initial weights"}, r"The initial weights differ .*routed\.experts"),
+    "Selfish": (
+        "moe",
+        {"buffers", "replicas"},
+        r"A persistent buffer ends otherwise .*router\.bias.* over the tokens of all",
+    ),
+    "Deaf": ("moe", {"gradients"}, r"No gradient arrives at .*router\.weight"),
+}
+
+
+@pytest.mark.accept("moe", 5)
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_what_is_wrong_is_found_and_named(verify: Verifier, composition_file: Path, name: str) -> None:
+    right, failing, diagnosis = SABOTAGES[name]
+    asked = request(composition_file, **{"moe.balance": 0, "moe.z_loss": 0, **p(ep=2)})
+    plugins = tuple(f"expert_sabotage:{name}" if plugin == right else plugin for plugin in asked.plugins)
+    pairs = tuple(
+        pair.replace(f"{right}.", f"{name.lower()}.", 1) if pair.startswith(f"{right}.") else pair for pair in asked.set
+    )
+    verdict = verify(dataclasses.replace(asked, plugins=plugins, set=pairs), 2, steps=3)
+    assert failing <= {check.name for check in verdict.checks if not check.ok}
+    assert any(re.search(diagnosis, line) for line in verdict.advice), verdict.advice
+
+
+def test_experts_need_a_model_that_has_them(verify: Verifier, composition_file: Path) -> None:
+    asked = Request(config=str(composition_file), plugins=("ep",), set=("parallel.ep=2", "train.global_batch=8"))
+    with pytest.raises(ConfigError, match="no experts to spread; enable a plugin that builds them, such as moe"):
+        verify(asked, 2, steps=1)

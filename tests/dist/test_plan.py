@@ -1,0 +1,79 @@
+"""`forge plan` against ranks that really train: bytes held, at the peak, and sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plan_cases
+from forge_train.planning import Plan, plan
+from forge_train.testing import Pool
+from forge_train.testing.runs import prepared
+
+pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 5), pytest.mark.timeout(400)]
+
+Settings = Mapping[str, Any]
+TP2, HSDP = {"parallel.tp": 2}, {"parallel.dp_replicate": 2}
+BF16 = {"train.precision": "bf16"}
+TINY = {"train.global_batch": 16, "train.micro_batch": 2, "decoder.kv_heads": 4}
+QUICK = {"text.baseline": False, "run.device": "cpu", "train.evaluate_every": 0}
+CASES: dict[str, tuple[str, int, tuple[str, ...], Settings]] = {
+    "one process": ("quickstart", 1, (), {}),
+    "one process, ac": ("quickstart", 1, ("ac",), {}),
+    "one process, ac selective": ("quickstart", 1, ("ac",), {"ac.mode": "selective"}),
+    "one process, bf16, in three": ("quickstart", 1, (), {"train.micro_batch": 2, **BF16}),
+    "quickstart fsdp2": ("quickstart", 4, ("fsdp2",), {}),
+    "quickstart fsdp2, ac": ("quickstart", 4, ("fsdp2", "ac"), {}),
+    "quickstart fsdp2, ac selective": ("quickstart", 4, ("fsdp2", "ac"), {"ac.mode": "selective"}),
+    "quickstart tp2 × dp2, ac": ("quickstart", 4, ("fsdp2", "tp", "ac"), TP2),
+    "fsdp2 bf16, two micro-batches": ("tiny", 4, ("fsdp2",), BF16),
+    "fsdp2 ZeRO-2, four micro-batches": ("tiny", 4, ("fsdp2",), {"fsdp2.reshard": "never", "train.micro_batch": 1}),
+    "fsdp2 once a step, four": ("tiny", 4, ("fsdp2",), {"fsdp2.reshard": "step", "train.micro_batch": 1}),
+    "hsdp": ("tiny", 4, ("fsdp2",), {**HSDP, "decoder.tied": True}),
+    "hsdp bf16": ("tiny", 4, ("fsdp2",), {**HSDP, **BF16}),
+    "tp2 × dp2": ("tiny", 4, ("tp", "fsdp2"), TP2),
+    "tp2 × dp2 bf16, tied": ("tiny", 4, ("tp", "fsdp2"), {**TP2, **BF16, "decoder.tied": True}),
+    "ddp": ("tiny", 4, ("ddp",), {}),
+    "ddp bf16": ("tiny", 4, ("ddp",), BF16),
+    "zero1": ("tiny", 4, ("zero1",), {}),
+    "zero1 bf16, lion": ("tiny", 4, ("zero1", "lion"), BF16),
+}
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    def make(preset: str, world: int, plugins: tuple[str, ...], config: Settings) -> Plan:
+        launched = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        for name, value in {**launched, "MASTER_ADDR": "here", "MASTER_PORT": 1}.items():
+            monkeypatch.setenv(name, str(value))
+        without = plan_cases.without(preset)
+        with prepared(plugins, config, without=without, preset=preset, folder=tmp_path) as setup:
+            return plan(setup, world=world, folder=tmp_path / "none")
+
+    return make
+
+
+@pytest.mark.parametrize(("preset", "world", "plugins", "config"), CASES.values(), ids=CASES)
+def test_is_what_a_rank_holds_and_sends(
+    ranks: Pool, planned: Any, tmp_path: Path, preset: str, world: int, plugins: tuple[str, ...], config: Settings
+) -> None:
+    base = TINY if preset == "tiny" else {**QUICK, "text.path": str(tmp_path / ".testing" / "text")}
+    config = {**base, **config}
+    made: Plan = planned(preset, world, plugins, config)
+    real = ranks.run(
+        plan_cases.measure, world, folder=str(tmp_path), plugins=plugins, config=config, preset=preset, timeout=200
+    )[0]
+    memory = made.memory
+    resident = memory.parameters + memory.buffers + (memory.optimizer or 0)
+    assert memory.notes == ()
+    assert memory.peak is not None
+    print(f"{(memory.peak - resident) / real['peak']:.3f} of the {real['peak']:,} bytes that come and go; {memory}")
+    for what in ("parameters", "buffers", "gradients", "optimizer"):
+        assert getattr(memory, what) == real[what], what
+    counted = {f"{one.kind} {one.axis}": [one.count, one.bytes] for one in made.communication}
+    assert counted == {what: pytest.approx(numbers) for what, numbers in real["sent"].items()}
+    if preset == "quickstart":
+        assert memory.peak - resident == pytest.approx(real["peak"], rel=0.15)

@@ -1,0 +1,120 @@
+"""`deepseek_fp8`: blocks, overrides and stochastic rounding."""
+
+from __future__ import annotations
+
+import json
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+
+import low_precision as low
+from forge_train import ConfigError
+from forge_train.testing import RunForge
+from forge_train_plugins._low_precision import recipes
+from forge_train_plugins._low_precision.formats import Blocks, rounded
+from forge_train_plugins._low_precision.minifloat import E4M3, nearest
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(256, 384), (130, 200)])
+def test_each_tile_has_its_own_scale(rows: int, columns: int) -> None:
+    """By a loop over tiles and blocks, each cast by torch; the last ones may be smaller."""
+    x = torch.randn(rows, columns) * torch.logspace(-3, 3, columns)
+    for form, height in ((Blocks(E4M3, 128), 1), (Blocks(E4M3, 128, square=True), 128)):
+        expected = torch.empty_like(x)
+        for top in range(0, rows, height):
+            for left in range(0, columns, 128):
+                tile = x[top : top + height, left : left + 128]
+                scale = tile.abs().max() / 448
+                cast = (tile / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+                expected[top : top + height, left : left + 128] = cast * scale
+        assert low.same_bits(rounded(x, form.scale(x), form), expected)
+
+
+@pytest.mark.accept("moe", 4)
+@pytest.mark.parametrize("scales", ["float32", "e8m0"])
+def test_signal_to_noise_over_five_seeds(scales: Any) -> None:
+    recipe = recipes.deepseek(scales)
+    for seed in range(5):
+        x, weight, gradient = low.operands(seed)
+        found = low.passes(low.linear(recipe), x, weight, gradient)
+        right = low.passes(low.exact, x, weight, gradient)
+        assert min(low.decibels(one, other) for one, other in zip(right, found, strict=True)) >= 27
+
+
+def test_one_outlier_spoils_its_tile_only() -> None:
+    """What blocks are for: the same value costs a tensor's scale its small values."""
+    x, weight, _ = low.operands()
+    x[3, 5] = 1e6
+    right, blocks, tensor = (
+        x @ weight.t(),
+        *(low.linear(recipe)(x, weight) for recipe in (recipes.deepseek(), recipes.scaled("tensorwise", kernel=False))),
+    )
+    others = torch.arange(len(x)) != 3
+    assert low.decibels(right[others], blocks[others]) > 27
+    assert low.decibels(right[others], tensor[others]) < 10
+
+
+def test_stochastic_rounding_is_right_in_the_mean() -> None:
+    torch.manual_seed(0)
+    x = torch.tensor([1.03, -0.3, 3e-3, 447.0, 2.0**-9 * 0.25, 0.0]).repeat(200_000, 1)
+    found = nearest(x, E4M3, stochastic=True)
+    up, down = found.amax(0), found.amin(0)
+    assert (up - down).tolist() == pytest.approx([0.125, 0.03125, 2.0**-9, 32, 2.0**-9, 0])
+    assert found.mean(0).tolist() == pytest.approx(x[0].tolist(), rel=5e-3, abs=1e-9)
+    assert low.same_bits(nearest(found, E4M3), found), "not all of them are values of e4m3"
+
+
+def test_stochastic_rounding_is_of_gradients() -> None:
+    x, weight, gradient = low.operands()
+    recipe = recipes.deepseek(stochastic=True)
+    once, twice = (low.passes(low.linear(recipe), x, weight, gradient) for _ in range(2))
+    assert torch.equal(once[0], twice[0])
+    assert not torch.equal(once[1], twice[1])
+    assert not torch.equal(once[2], twice[2])
+
+
+def note_of(run: Any) -> str:
+    return next(one["note"] for one in json.loads((run.run / "composition.json").read_text()) if one["slot"] == "fp8")
+
+
+def test_overrides_choose_single_modules(run_forge: RunForge) -> None:
+    overrides = ["layers.0.*=high", "layers.0.attention.q=fp8", "layers.1.attention.o = fp8"]
+    settings = {"deepseek_fp8.exclude": ["head", "layers.1.attention.*"], "deepseek_fp8.overrides": overrides}
+    run = run_forge(["deepseek_fp8"], settings)
+    assert note_of(run).startswith("1 × 128 and 128 × 128, emulated: 5 linear; as they are: layers.0.attention.k")
+    products = run.plugin("deepseek_fp8")._conversion.products
+    assert {name for name in products if "attention" in name} == {"layers.0.attention.q", "layers.1.attention.o"}
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [("layers.9.*=high", "matches none of the 15 modules"), ("head=fp4", "expected name=fp8 or name=high")],
+)
+def test_an_override_that_has_no_effect_is_refused(run_forge: RunForge, override: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run_forge(["deepseek_fp8"], {"deepseek_fp8.overrides": [override]})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.accept("moe", 1)
+def test_losses_stay_within_a_percent_of_bf16(run_forge: RunForge) -> None:
+    """A short version of `benchmarks/run.py low-precision`."""
+    config = {"train.precision": "bf16", "adamw.lr": 3e-3}
+    runs: dict[str, tuple[list[str], dict[str, Any]]] = {
+        "bf16": (["moe"], {}),
+        "tensorwise": (["moe", "fp8"], {}),
+        "rowwise": (["moe", "fp8"], {"fp8.recipe": "rowwise"}),
+        "deepseek": (["moe", "deepseek_fp8"], {}),
+    }
+    last = {
+        name: mean(run_forge(plugins, {**config, **more}, steps=60).losses[-10:])
+        for name, (plugins, more) in runs.items()
+    }
+    assert last["bf16"] < 3
+    for name, loss in last.items():
+        assert loss <= 1.01 * last["bf16"], f"{name}: {last}"
