@@ -52,6 +52,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "fp8 rowwise_gw_hp": ("-p", "fp8", "-s", "fp8.recipe=rowwise_gw_hp"),
     "mxfp8": ("-p", "mxfp8"),
     "fp4 nvfp4": ("-p", "fp4"),
+    "fp4 nvfp4 stochastic": ("-p", "fp4", "-s", "fp4.rounding=stochastic"),
     "fp4 mxfp4": ("-p", "fp4", "-s", "fp4.format=mxfp4"),
 }
 JUDGED = ("fp8 tensorwise", "fp8 rowwise", "deepseek_fp8")

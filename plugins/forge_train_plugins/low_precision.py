@@ -136,7 +136,7 @@ class DeepSeekFP8(LowPrecisionPlugin):
         """As in the paper, or powers of two: these move no rounding, so that layouts round alike even where a rank's
         tokens are no multiple of 128."""
         rounding: Literal["nearest", "stochastic"] = "nearest"
-        """Of gradients; everything else is rounded to the nearest."""
+        """Of gradients; everything else is rounded to the nearest. What is stochastic is other on another layout."""
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
@@ -190,8 +190,8 @@ class FP4(LowPrecisionPlugin):
         format: Literal["nvfp4", "mxfp4"] = "nvfp4"
         """e2m1 in blocks of 16, with scales in e4m3 and one for the whole operand; or in blocks of 32, with scales that
         are powers of two."""
-        rounding: Literal["nearest", "stochastic"] = "stochastic"
-        """Of gradients; everything else is rounded to the nearest."""
+        rounding: Literal["nearest", "stochastic"] = "nearest"
+        """Of gradients; everything else is rounded to the nearest. What is stochastic is other on another layout."""
         include: tuple[str, ...] = EVERYTHING
         """Patterns of the names of linear layers, and of experts, that multiply in 4 bits."""
         exclude: tuple[str, ...] = HIGH

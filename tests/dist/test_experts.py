@@ -103,7 +103,6 @@ def test_what_can_not_be_is_refused(
 
 SABOTAGES: dict[str, tuple[str, set[str], str]] = {
     "Unscaled": ("ep", {"gradients", "grad_norm"}, r"routed\.experts.* are 2 times what they should be.*ep is 2"),
-    "Plain": ("ep", {"initial weights"}, r"The initial weights differ .*routed\.experts"),
     "Selfish": (
         "moe",
         {"buffers", "replicas"},
@@ -117,14 +116,23 @@ SABOTAGES: dict[str, tuple[str, set[str], str]] = {
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_what_is_wrong_is_found_and_named(verify: Verifier, composition_file: Path, name: str) -> None:
     right, failing, diagnosis = SABOTAGES[name]
-    asked = request(composition_file, **{"moe.balance": 0, "moe.z_loss": 0, **p(ep=2)})
-    plugins = tuple(f"expert_sabotage:{name}" if plugin == right else plugin for plugin in asked.plugins)
-    pairs = tuple(
-        pair.replace(f"{right}.", f"{name.lower()}.", 1) if pair.startswith(f"{right}.") else pair for pair in asked.set
-    )
-    verdict = verify(dataclasses.replace(asked, plugins=plugins, set=pairs), 2, steps=3)
+    verdict = verify(sabotaged(composition_file, name, right), 2, steps=3)
     assert failing <= {check.name for check in verdict.checks if not check.ok}
     assert any(re.search(diagnosis, line) for line in verdict.advice), verdict.advice
+
+
+@pytest.mark.accept("moe", 5)
+def test_an_expert_missing_from_a_save_is_found(verify: Verifier, composition_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"routed\.experts\.down: 4 × 32 × 16 in the checkpoint, 8 × 32 × 16 in"):
+        verify(sabotaged(composition_file, "Plain", "ep"), 2, steps=3)
+
+
+def sabotaged(file: Path, name: str, right: str) -> Request:
+    """A request in which the plugin `right` is replaced by one that does something wrong."""
+    asked = request(file, **{"moe.balance": 0, "moe.z_loss": 0, **p(ep=2)})
+    plugins = tuple(f"expert_sabotage:{name}" if plugin == right else plugin for plugin in asked.plugins)
+    pairs = tuple(re.sub(rf"^{right}\.", f"{name.lower()}.", pair) for pair in asked.set)
+    return dataclasses.replace(asked, plugins=plugins, set=pairs)
 
 
 def test_experts_need_a_model_that_has_them(verify: Verifier, composition_file: Path) -> None:
