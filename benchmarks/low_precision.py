@@ -2,7 +2,6 @@
 
     python benchmarks/run.py low_precision            # writes benchmarks/results/low-precision.md
     python benchmarks/low_precision.py                # the table of single layers alone
-    python benchmarks/low_precision.py SETTING ...    # writes it from runs with other settings, as of --set
 
 Losses are of one seed.
 """
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -57,6 +56,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 JUDGED = ("fp8 tensorwise", "fp8 rowwise", "deepseek_fp8")
 STEPS, LAST, BAR = 200, 20, 1.01
+FEWER = ("train.global_batch=4", "train.sequence=64")
 
 Layer = Callable[[Tensor, Tensor], Tensor]
 Ratios = tuple[float, ...]
@@ -156,37 +156,42 @@ def _decibels(value: float) -> str:
     return f"{value:.1f}" if value < 100 else "exact"
 
 
-def losses(own: Sequence[str] = ()) -> dict[str, float]:
-    """Of each run; bf16 first."""
+def losses(names: Iterable[str] = ("bf16", *JUDGED), own: Sequence[str] = ()) -> dict[str, float]:
+    """Of runs, by their names."""
     with tempfile.TemporaryDirectory() as folder:
-        return {name: last_loss(more, folder, f"run-{number}", own) for number, (name, more) in enumerate(RUNS.items())}
+        return {name: last_loss(RUNS[name], folder, f"run-{number}", own) for number, name in enumerate(names)}
 
 
-def write(found: Mapping[str, float], own: Sequence[str] = ()) -> None:
-    """The whole page."""
-    layer = f"{INPUTS} → {OUTPUTS}, on {TOKENS} tokens of normal numbers"
-    settings = "".join(f" -s {one}" for one in own)
-    judged = ", ".join(JUDGED)
+def write(judged: Mapping[str, float], all_of_them: Mapping[str, float]) -> None:
+    """The whole page.
+
+    Args:
+        judged: losses of those that there is a bar for.
+        all_of_them: losses of every run, with `FEWER` tokens.
+    """
+    command = "forge train -p moe -s train.precision=bf16"
+    fewer = "".join(f" -s {one}" for one in FEWER)
     lines = [
         "# Low precision\n",
-        f"`python benchmarks/run.py low-precision`, torch {torch.__version__}, emulated on a CPU.\n",
+        f"`python benchmarks/run.py low_precision`, torch {torch.__version__}, emulated on a CPU.\n",
         "## Signal to noise\n",
-        f"Of one linear layer, {layer}, against fp64, dB: 20 log₁₀ of ‖exact‖ / ‖difference‖, mean of {SEEDS} seeds:",
-        "“exact” is above 100 dB.\n",
+        f"Of one linear layer, {INPUTS} → {OUTPUTS}, on {TOKENS} tokens of normal numbers, against fp64, in dB:",
+        f"20 log₁₀ of ‖exact‖ / ‖difference‖, the mean of {SEEDS} seeds; “exact” is above 100.\n",
         *signal_table(),
         "\n## Loss\n",
-        f"The mean loss of the last {LAST} of {STEPS} steps of `forge train -p moe -s train.precision=bf16{settings}`",
-        "(the quickstart's corpus, one seed), with low precision and without, and the ratio.",
-        f"The bar is {BAR} for {judged}; the others are reported only.\n",
-        "| | loss | ratio |",
-        "|---|---:|---:|",
-        *(f"| {name} | {loss:.4f} | {loss / found['bf16']:.4f} |" for name, loss in found.items()),
+        f"The mean loss of the last {LAST} of {STEPS} steps of `{command}`, the quickstart",
+        f"with experts, one seed, and its ratio to that without low precision. The bar is {BAR}.\n",
+        *_losses(judged),
+        f"\nThe same with fewer tokens, for all recipes: `{command}{fewer}`. Reported only.\n",
+        *_losses(all_of_them),
     ]
     RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def _losses(found: Mapping[str, float]) -> list[str]:
+    rows = (f"| {name} | {loss:.4f} | {loss / found['bf16']:.4f} |" for name, loss in found.items())
+    return ["| | loss | ratio |", "|---|---:|---:|", *rows]
+
+
 if __name__ == "__main__":
-    if settings := sys.argv[1:]:
-        write(losses(settings), settings)
-    else:
-        print("\n".join(signal_table()))
+    print("\n".join(signal_table()))

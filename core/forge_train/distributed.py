@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("forge_train")
 
+# It warns of every tensor over two mesh axes that is gathered whole, which only checks and checkpoints do.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
 Domain = Literal["dense", "expert", "batch", "flat"]
 _T = TypeVar("_T")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -42,10 +43,13 @@ def many_units(units: int) -> AbstractContextManager[Any]:
     return patched
 
 
-def eager_where_new() -> AbstractContextManager[Any]:
+@contextmanager
+def eager_where_new() -> Iterator[None]:
     """Run eagerly whatever has not been compiled yet."""
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("eager_on_recompile")
-    return stance
+    with torch.compiler.set_stance(
+        "eager_on_recompile"
+    ):  # it holds from where it is made, not from where it is entered
+        yield
 
 
 class Summary:

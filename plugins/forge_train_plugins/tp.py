@@ -66,5 +66,6 @@ class TensorParallel(Plugin):
             mesh,
             sequence_parallel=self.config.sequence_parallel,
             loss_parallel=self.config.loss_parallel,
+            experts_apart=job.dist.layout.ep * job.dist.layout.etp > 1,
             size=tokens * job.precision.compute.itemsize,
         )

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forge_train import ConfigError
 from forge_train.config import Request
+from forge_train.planning import plan
+from forge_train.setup import resolve
 from forge_train.testing import Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -139,3 +142,16 @@ def test_experts_need_a_model_that_has_them(verify: Verifier, composition_file: 
     asked = Request(config=str(composition_file), plugins=("ep",), set=("parallel.ep=2", "train.global_batch=8"))
     with pytest.raises(ConfigError, match="no experts to spread; enable a plugin that builds them, such as moe"):
         verify(asked, 2, steps=1)
+
+
+@pytest.mark.parametrize(("payload", "share"), [("same", 1.0), ("fp8", 0.55)])
+def test_no_more_is_sent_than_there_are_tokens(composition_file: Path, payload: str, share: float) -> None:
+    """In bf16, where e4m3 is half: each of a layer's rows goes to its expert and back, and so does its gradient."""
+    settings = {"alltoall.payload": payload, "decoder.dim": 128, "train.precision": "bf16", **p(ep=2)}
+    planned = plan(resolve(request(composition_file, **settings), world=2), world=2)
+    sent = sum(one.bytes for one in planned.communication if one.kind == "all_to_all")
+    layers, tokens, top_k, dim, apart = 2, 4 * 16, 2, 128, 1 / 2
+    rows = layers * tokens * top_k * dim * apart * torch.bfloat16.itemsize
+    there = 2 * rows  # to experts, and gradients to them
+    back = 2 * rows
+    assert sent <= 1.05 * (share * there + back)

@@ -12,7 +12,7 @@ import compositions
 from forge_train import ConfigError
 from forge_train.config import Request
 from forge_train.testing import Verifier
-from forge_train.verification import Verdict
+from forge_train.verification import Verdict, verify_against
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -27,6 +27,7 @@ CASES: dict[str, tuple[int, tuple[str, ...], Mapping[str, Any], tuple[str, ...],
     "tp2, rowwise": (2, FP8, ROWS, ("tp",), TP2),
     "ep2": (2, ("fp8", "moe"), {}, ("ep", "fsdp2"), EP2),
     "ep2, rowwise, recomputed": (2, ("fp8", "moe"), ROWS, ("ep", "fsdp2", "ac"), EP2),
+    "etp2": (2, ("fp8", "moe"), {}, ("ep", "tp"), {**TP2, "parallel.etp": 2}),
     "tp2 × fsdp2": (4, FP8, {}, ("tp", "fsdp2"), TP2),
     "ep2 × tp2 × fsdp2": (4, ("fp8", "moe"), {}, ("ep", "tp", "fsdp2"), {**TP2, **EP2}),
     "deepseek, fsdp2": (2, ("deepseek_fp8",), {"deepseek_fp8.scales": "e8m0"}, ("fsdp2",), {}),
@@ -38,10 +39,9 @@ def judge(verify: Verifier, composition_file: Path) -> Any:
     def verdict(
         world: int, plugins: tuple[str, ...], settings: Mapping[str, Any], more: tuple[str, ...], layout: Any
     ) -> Verdict:
-        both = {**MODEL, **settings}
-        if "moe" in plugins:  # whose balance is a matter of a micro-batch
-            both["train.micro_batch"] = 4
-        shares = {"train.micro_batch": 8 if world == 2 and "parallel.tp" in layout else 4}
+        dense = "moe" not in plugins  # a balance of experts is a matter of a micro-batch
+        both = {**MODEL, "train.micro_batch": 8 if dense else 4, **settings}
+        shares = {"train.micro_batch": 8 if dense and world == layout.get("parallel.tp") else 4}
         own = request(composition_file, (*plugins, *more), {**both, **shares, **layout})
         return verify(own, world, steps=3, reference=request(composition_file, plugins, both))
 
@@ -59,6 +59,20 @@ def test_layouts_differ_by_a_tenth_of_what_low_precision_changes(judge: Any, cas
     assert verdict.agree, verdict
     gradients = next(check for check in verdict.checks if check.name == "gradients")
     assert 1e-3 < gradients.tolerance < 1e-1, "not a tenth of the gap of float8, but of something else"
+
+
+def test_another_precision_is_compared_without_what_rounds_below_it(composition_file: Path) -> None:
+    """Otherwise float8 would be compared with itself."""
+    with_it, without = (request(composition_file, plugins, MODEL) for plugins in (FP8, ()))
+    verdict = verify_against(with_it, "precision=fp32", steps=2)
+    gradients = next(check for check in verdict.checks if check.name == "gradients")
+    assert verdict.agree
+    assert "unrounded" in verdict.title
+    assert 1e-2 < gradients.worst < gradients.tolerance
+    plain = verify_against(without, "precision=fp32", steps=2)
+    assert [other for _, other in verdict.losses] == [one for one, _ in plain.losses]
+    same = verify_against(with_it, "micro_batch=4", steps=2)
+    assert next(check.worst for check in same.checks if check.name == "gradients") < gradients.worst / 10
 
 
 def test_blocks_that_would_lie_on_two_ranks_are_refused(judge: Any) -> None:

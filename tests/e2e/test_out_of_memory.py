@@ -134,7 +134,7 @@ def test_of_several_ranks_the_first_is_told_once(folder: Path) -> None:
     message = one_message(Ended(done.returncode, done.stdout, done.stderr), 1)
     assert message.startswith("Rank 1: Out of memory on cpu (step 1, backward): ")
     assert message.count("Out of memory") == 1
-    assert "Rank 0 ended because of it." in message
+    assert "Rank 0 ended because of it" in message
     assert helps(message)[:2] == ["train.micro_batch=3", "ac"]
     assert "The traceback is in runs/two/log/rank-1.log." in message
     assert "Traceback" in (folder / "runs" / "two" / "log" / "rank-1.log").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ import torch._dynamo
 import fakes
 from forge_train import ConfigError
 from forge_train.testing import RunForge
-from forge_train_plugins._compile import Summary, compile_unit
+from forge_train_plugins._compile import Summary, compile_unit, eager_where_new
 from forge_train_plugins.compile import Compile
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
@@ -81,3 +81,14 @@ def test_what_has_no_effect_or_is_not_there_is_refused(run_forge: RunForge) -> N
     assert [problem.key for problem in plugin.check_config(fakes.run_config())] == ["compile.mode"]
     with pytest.raises(ConfigError, match=r"compile\.backend: 'inducter' is not one of .*Did you mean 'inductor'"):
         run_forge(["compile"], {"compile.backend": "inducter"})
+
+
+def test_the_stance_of_evaluations_holds_from_where_it_is_entered() -> None:
+    def stance() -> str:
+        return str(torch._dynamo.eval_frame._stance.stance)
+
+    span = eager_where_new()  # torch's own would hold from here on, for the whole process
+    assert stance() == "default"
+    with span:
+        assert stance() == "eager_on_recompile"
+    assert stance() == "default"

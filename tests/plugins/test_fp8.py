@@ -176,6 +176,15 @@ def test_bf16_and_recompute_go_with_it(run_forge: RunForge) -> None:
     assert again.losses == narrow.losses
 
 
+@pytest.mark.timeout(300)
+def test_compiles_to_one_graph_for_all_layers(run_forge: RunForge, caplog: pytest.LogCaptureFixture) -> None:
+    compiled = {"compile.backend": "aot_eager", "compile.fullgraph": True}
+    with caplog.at_level(logging.INFO, "forge_train"):
+        run = run_forge(["fp8", "compile"], {**FAST, **compiled})
+    assert "2 units in 1 graphs with 0 graph breaks" in caplog.text
+    assert run.losses == pytest.approx(run_forge(["fp8"], FAST).losses, rel=1e-6)
+
+
 def test_patterns_choose_modules(run_forge: RunForge) -> None:
     run = run_forge(["fp8"], {**FAST, "fp8.include": ["layers.*.attention.*"], "fp8.exclude": ["layers.0.*"]})
     assert composed(run)["matched"] == [f"layers.1.attention.{name}" for name in "koqv"]

@@ -74,8 +74,11 @@ class Candidate:
 
     def unfit(self) -> str:
         """Why it can't; empty if it can."""
-        if not self.experts and not hasattr(self.module, "product") and not _is_plain(self.module):
-            return f"{type(self.module).__name__} has a forward of its own"
+        if not self.experts and not hasattr(self.module, "product"):
+            if type(self.module).forward is not nn.Linear.forward:
+                return f"{type(self.module).__name__} has a forward of its own"
+            if isinstance(self.weights[0], DTensor):
+                return "its weight is split, and its forward does not multiply with `self.product`"
         odd = next((shape for shape in self.shapes if any(size % ALIGNMENT for size in shape)), None)
         return "" if odd is None else f"{odd[1]} → {odd[0]} are not both multiples of {ALIGNMENT}"
 
@@ -124,10 +127,6 @@ def candidates(part: nn.Module) -> list[Candidate]:
             weights = tuple(one for one in module._parameters.values() if one is not None and one.ndim == 3)
             found.append(Candidate(name, module, True, weights))
     return found
-
-
-def _is_plain(module: nn.Module) -> bool:
-    return type(module).forward is nn.Linear.forward and not isinstance(module._parameters["weight"], DTensor)
 
 
 def _narrow(own: type[nn.Module]) -> type[nn.Module]:

@@ -18,7 +18,15 @@ from .layers import Region, Styles
 from .replicas import Replicas, whole_parameters
 
 
-def apply(part: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool, size: int = 0) -> Applied:
+def apply(
+    part: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+    experts_apart: bool = False,
+    size: int = 0,
+) -> Applied:
     """Split a part over the ranks of a mesh, as its plan says.
 
     Args:
@@ -26,6 +34,7 @@ def apply(part: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool, loss_pa
         mesh: of one axis.
         sequence_parallel: see `TensorParallel.Config`.
         loss_parallel: see there.
+        experts_apart: whether experts will be spread over ranks, by one who finishes their gradients too.
         size: bytes that one feature of all tokens of a step takes.
 
     Raises:
@@ -42,7 +51,7 @@ def apply(part: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool, loss_pa
         part.register_forward_hook(lambda _, __, hidden: region.whole(hidden))
     elif getattr(part, "head", None) is not None:
         part.register_forward_hook(lambda _, __, hidden: region.agreed(hidden))
-    wholes = whole_parameters(part, entries, sequence_parallel=sequence_parallel)
+    wholes = whole_parameters(part, entries, sequence_parallel=sequence_parallel, experts_apart=experts_apart)
     replicas = Replicas(part, wholes, mesh)
     return Applied(
         part,

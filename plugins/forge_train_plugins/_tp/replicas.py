@@ -16,9 +16,6 @@ from forge_train import ConfigError
 
 from .plan import Entry
 
-EXPERT_AXES = {"efsdp", "ep", "etp"}
-"""Axes of the domain in which expert parallelism has its own ways with gradients."""
-
 
 @dataclass(frozen=True)
 class Whole:
@@ -30,8 +27,10 @@ class Whole:
     planned: bool
 
 
-def whole_parameters(part: nn.Module, entries: Sequence[Entry], *, sequence_parallel: bool) -> list[Whole]:
-    """The parameters that the plan did not split.
+def whole_parameters(
+    part: nn.Module, entries: Sequence[Entry], *, sequence_parallel: bool, experts_apart: bool = False
+) -> list[Whole]:
+    """The parameters that the plan did not split, without those of experts that are spread later.
 
     Under sequence parallelism every rank sees some of the tokens, outside of blocks, or computes a part of a sum,
     within them, so that every gradient is partial. Without, that holds within blocks only, save for what is added to
@@ -40,9 +39,10 @@ def whole_parameters(part: nn.Module, entries: Sequence[Entry], *, sequence_para
     styles = {entry.name: entry.style for entry in entries}
     blocks = [entry.name for entry in entries if entry.style == "gather"]
     replicated_head = "logits" not in styles.values()
+    experts = [name for name, module in part.named_modules() if getattr(module, "domain", "") == "expert"]
     found = []
     for name, parameter in part.named_parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) or (experts_apart and _within(name, experts)):
             continue
         owner = name.rpartition(".")[0]
         style = next((styles[path] for path in _around(owner) if path in styles and styles[path] != "gather"), None)
@@ -82,11 +82,7 @@ class Replicas:
         """Before the first forward: later on a SHARD transform may show other parameters than the optimizer has."""
         if self._found is None:
             ours = {whole.name: whole for whole in self._wholes}
-            self._found = [
-                (ours[name], parameter)
-                for name, parameter in self._part.named_parameters()
-                if name in ours and not EXPERT_AXES & set(_axes(parameter))
-            ]
+            self._found = [(ours[name], parameter) for name, parameter in self._part.named_parameters() if name in ours]
 
     def reduce(self) -> None:
         """Finish the step's gradients."""
@@ -132,7 +128,3 @@ class Replicas:
 
 def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _axes(parameter: Tensor) -> tuple[str, ...]:
-    return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
