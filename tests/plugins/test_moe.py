@@ -490,3 +490,32 @@ def test_the_grouped_product_is_the_loop() -> None:
 
 def test_there_is_a_number_for_every_measure() -> None:
     assert block().routed.statistics.shape == (EXPERTS + len(MEASURES),)
+
+
+class Courier(Plugin):
+    """A transport of somebody else's: one product with a matrix of ones and zeros there, and one back."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def token_dispatch(self, job: Any) -> Any:
+        return self
+
+    def dispatch(self, x: Tensor, experts: Tensor, count: int, *, meanwhile: Any = None) -> tuple[Tensor, Tensor, Any]:
+        order = experts.flatten().argsort(stable=True)
+        carry = torch.zeros(len(order), len(x)).scatter(1, (order // experts.shape[1]).unsqueeze(1), 1.0)
+        if meanwhile is not None:
+            meanwhile()
+        return carry @ x, experts.flatten().bincount(minlength=count), (carry, order)
+
+    def combine(self, rows: Tensor, weights: Tensor, handle: Any) -> Tensor:
+        carry, order = handle
+        return carry.t() @ (rows * weights.flatten()[order].unsqueeze(1))
+
+
+def test_another_transport_takes_the_place_of_the_default(run_forge: RunForge) -> None:
+    config = {"moe.shared": 1}
+    plain, other = run_forge(["moe"], config), run_forge(["moe", Courier], config)
+    assert other.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert "alltoall" in plain.job.hooks.enabled
+    assert "alltoall" not in other.job.hooks.enabled
