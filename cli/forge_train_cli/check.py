@@ -51,8 +51,8 @@ def check(names: tuple[str, ...], assignments: tuple[str, ...], as_json: bool) -
 
 
 def _reports(names: tuple[str, ...], assignments: tuple[str, ...]) -> Iterator[Report]:
+    from forge_train.discovery import find
     from forge_train.testing import Check, Pool, Report, check
-    from forge_train.testing.conformance import find
 
     for name in names:
         find(name)  # a mistake in the last name should not come after minutes of checking the first

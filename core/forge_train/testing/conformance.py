@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..calls import Enabled
-from ..discovery import Found, canonical, discover, dotted, load
-from ..errors import ConfigError, ForgeError, describe, nearest
+from ..discovery import Found, find, load
+from ..errors import ForgeError, describe
 from ..plugin import Plugin
 from .environment import installed
 
@@ -171,25 +171,6 @@ def _fresh(folder: Path | None) -> Path | None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix="check-", dir=folder))
-
-
-def find(name: str) -> Found:
-    """The plugin of a name.
-
-    Raises:
-        ConfigError: if there is none, or more than one.
-    """
-    if ":" in name:
-        return dotted(name)
-    known = discover()
-    candidates = [found for found in known if found.name == canonical(name)]
-    if not candidates:
-        hint = nearest(canonical(name), [found.name for found in known])
-        raise ConfigError(f"There is no plugin named {name!r}.{hint}")
-    if len(candidates) > 1:
-        owners = " and ".join(f"{found.distribution} {found.version}" for found in candidates)
-        raise ConfigError(f"The name {name!r} is used by {owners}; uninstall one.")
-    return candidates[0]
 
 
 def _checks(

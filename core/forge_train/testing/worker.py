@@ -78,10 +78,13 @@ def _run(request: dict[str, Any], store: Store, rank: int) -> Any:
 
 def _forget_meshes() -> None:
     """Empty torch's caches of placements: a mesh in them keeps its groups, whose threads wake up all the time."""
-    from torch.distributed.tensor import _collective_utils, _redistribute, debug
+    from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, debug
 
+    dispatch: Any = DTensor._op_dispatcher
+    shapes = getattr(dispatch.sharding_propagator, "_propagate_tensor_meta_cached", None)
     clear: list[Any] = [
         getattr(debug, "_clear_sharding_prop_cache", None),
+        getattr(shapes, "cache_clear", None),
         getattr(_redistribute, "clear_redistribute_planner_cache", None),
         getattr(_redistribute._gen_transform_infos, "cache_clear", None),
         getattr(_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear", None),
