@@ -114,7 +114,7 @@ def test_the_first_that_failed_is_named(tmp_path: Path) -> None:
     assert "Rank 1: ValueError: something of this rank's own" in done.stderr
     assert "in plugin 'trouble'" in done.stderr
     assert done.stderr.count("Traceback") == 0
-    assert "Rank 0 ended because of it." in done.stderr
+    assert "Rank 0 ended because of it" in done.stderr
     log = tmp_path / "runs" / "raised" / "log" / "rank-1.log"
     assert log.read_text().count("ValueError: something") == 1
     assert json.loads(done.stdout) == {
