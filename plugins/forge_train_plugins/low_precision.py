@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,8 +51,9 @@ class LowPrecisionPlugin(Plugin):
     def on_step(self, step: StepResult) -> None:
         self._conversion.step(step)
 
+    @abstractmethod
     def _convert(self, job: Job) -> Conversion:
-        raise NotImplementedError
+        """What the plugin does to the model."""
 
     def _rules(self) -> list[Rule]:
         """Of `include` and `exclude`."""

@@ -60,7 +60,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "ep4, recompute, accumulation",
         {"moe.experts": 32, "moe.top_k": 1, "moe.normalise": False},
     ),
-    "a capacity, each sequence balanced": ("ep2×tp2", {"moe.capacity": 1.0, "moe.balance_over": "sequence"}),
+    "a capacity, each micro-batch balanced": ("ep2×tp2", {"moe.capacity": 1.0, "moe.balance_over": "batch"}),
     "DeepSeek's router": ("ep2×etp2", {"moe.router": "sigmoid", "moe.groups": 4, "moe.top_groups": 2}),
     "experts choose": ("ep2×dp2", {"moe.router": "expert_choice", "moe.balance": 0, "moe.bias_speed": 0}),
     "a narrow payload": ("ep2×dp2", {"alltoall.payload": "fp8"}),
@@ -154,4 +154,4 @@ def test_no_more_is_sent_than_there_are_tokens(composition_file: Path, payload: 
     rows = layers * tokens * top_k * dim * apart * torch.bfloat16.itemsize
     there = 2 * rows  # to experts, and gradients to them
     back = 2 * rows
-    assert sent <= 1.05 * (share * there + back)
+    assert 0.5 * there + back <= sent <= 1.05 * (share * there + back)

@@ -233,7 +233,7 @@ def attached(made: MoEFeedForward, x: Tensor) -> dict[str, Tensor]:
 def test_balance_is_switchs_loss_over_top_k() -> None:
     x = tokens(4, 16)
     with loss_scaling(1.0):
-        got = attached(block(balance=0.1), x)
+        got = attached(block(balance=0.1, balance_over="batch"), x)
     made = block()
     routing = made.routed.router(x.flatten(0, 1))
     share = torch.stack([(routing.experts == e).float().sum() for e in range(EXPERTS)]) / (64 * 2)

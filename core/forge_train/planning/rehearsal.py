@@ -77,6 +77,8 @@ def rehearse(job: Job, model: Model) -> Rehearsed:
         try:
             _first_step(model, optimizer)
             found.optimizer = held(state_of(optimizer))
+        except ForgeError:
+            raise
         except Exception as error:  # an optimizer that reads values has no fake step
             found.not_found("optimizer", error)
         rehearsal = _Rehearsal(job, model, optimizer, found)
