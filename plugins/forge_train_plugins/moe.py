@@ -54,8 +54,8 @@ class MoE(Plugin):
         balance: Annotated[float, Ge(0)] = 0.01
         """Weight of the load-balancing loss, a mean over layers and tokens (arXiv:2101.03961, eq. 4)."""
         balance_over: Literal["batch", "sequence"] = "sequence"
-        """Tokens whose load is balanced: those of each sequence (arXiv:2412.19437, eq. 17), or of a micro-batch, which is
-        another loss where another layout has other micro-batches."""
+        """Tokens whose load is balanced: those of each sequence (arXiv:2412.19437, eq. 17), or of a micro-batch, which
+        is another loss where another layout has other micro-batches."""
         z_loss: Annotated[float, Ge(0)] = 0.0
         """Weight of the mean squared log-partition of the logits (arXiv:2202.08906, eq. 5)."""
         capacity: Annotated[float, Ge(0)] = 0.0
