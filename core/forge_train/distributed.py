@@ -7,7 +7,6 @@ same in one process without a process group.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from .config.sections import Device
 from .errors import ConfigError, ForgeError, PluginError
+from .meshes import build_meshes
+from .process_group import join
 from .rules import Layout
 from .world import Topology, World
 
@@ -102,7 +103,7 @@ class DistributedContext:
             torch.cuda.set_device(device)
         joins = place.size > 1 and not dist.is_initialized()
         if joins:
-            _join(place, device, timedelta(seconds=timeout))
+            join(place, device, timedelta(seconds=timeout))
         try:
             context = cls(layout, device, place)
             if place.size > 1:
@@ -265,75 +266,3 @@ class DistributedContext:
                 lines.append(f"{key}: {mine!r} on rank 0, {next(iter(others.values()))!r} on rank {ranks}")
         if lines:
             raise ConfigError("The processes do not agree:\n  " + "\n  ".join(lines))
-
-
-def _join(place: World, device: torch.device, timeout: timedelta) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = place.rank == 0 and not agent_has_store
-    at = f"{place.address}:{place.port}"
-    try:
-        store = dist.TCPStore(
-            place.address, place.port, place.size, is_master=serves, timeout=timeout, wait_for_workers=False
-        )
-        # A prefix of its own for each attempt: after a restart gloo finds the addresses of the dead otherwise.
-        own = dist.PrefixStore(f"attempt-{place.attempt}", store)
-        _await_all(place, own, timeout, at)
-        dist.init_process_group(backend, store=own, rank=place.rank, world_size=place.size, timeout=timeout)
-    except RuntimeError as error:
-        if serves and "EADDRINUSE" in str(error):
-            raise ForgeError(
-                f"Rank 0 can't listen at {at}: the port is in use. Set MASTER_PORT to a free one, on all nodes."
-            ) from error
-        reason = str(error).strip().splitlines()[0]
-        raise ForgeError(f"Rank {place.rank} can't join the other {place.size - 1} at {at}: {reason}") from error
-
-
-def _await_all(place: World, store: dist.Store, timeout: timedelta, at: str) -> None:
-    """Have rank 0 name those that do not come; the others hear of it from whoever started them."""
-    store.set(f"here-{place.rank}", "")
-    if place.rank:
-        return
-    try:
-        store.wait([f"here-{rank}" for rank in range(place.size)], timeout)
-    except RuntimeError as error:
-        missing = [rank for rank in range(place.size) if not store.check([f"here-{rank}"])]
-        ranks = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
-        raise ForgeError(
-            f"After {timeout.total_seconds():g} s {ranks} not joined the other {place.size - len(missing)} of "
-            f"{place.size} processes at {at}. Look whether they were started, and at their logs."
-        ) from error
-
-
-def build_meshes(layout: Layout, device: torch.device) -> dict[str, DeviceMesh]:
-    """All meshes, on every rank in the same order, unflattened from one root."""
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-    size = dist.get_world_size()
-    root = init_device_mesh(device.type, (size,), mesh_dim_names=("world",))
-    inner = layout.dp_shard * layout.cp * layout.tp
-
-    def view(**axes: int) -> DeviceMesh:
-        return root._unflatten(0, tuple(axes.values()), tuple(axes))
-
-    dense = view(pp=layout.pp, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, cp=layout.cp, tp=layout.tp)
-    fsdp = dense["dp_shard", "cp"]._flatten("fsdp")
-    meshes = {
-        "flat": root,
-        "dense": dense,
-        "dense.fsdp": fsdp,
-        "dense.dp_replicate,fsdp": DeviceMesh._concatenate([dense["dp_replicate"], fsdp]),
-        "dense.data": dense["dp_replicate", "dp_shard", "cp"]._flatten("data"),
-        "dense.loss": dense["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss"),
-        "batch": view(pp=layout.pp, dp=layout.data_ranks, cp=layout.cp, tp=layout.tp),
-    }
-    if layout.etp == 1:
-        meshes["expert"] = view(
-            pp=layout.pp, dp_replicate=layout.dp_replicate, efsdp=inner // layout.ep, ep=layout.ep, etp=1
-        )
-    else:
-        efsdp = inner // layout.tp // layout.ep
-        meshes["expert"] = view(
-            pp=layout.pp, dp_replicate=layout.dp_replicate, efsdp=efsdp, ep=layout.ep, etp=layout.etp
-        )
-    return meshes

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import DistributedContext, build_meshes
+from ..distributed import DistributedContext
 from ..errors import ForgeError
+from ..meshes import build_meshes
 from ..rules import Layout
 from ..world import World
 
