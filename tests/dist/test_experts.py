@@ -46,6 +46,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "tp2, all experts on each rank": (2, ("tp",), p(tp=2)),
     "etp2": (2, ("tp",), p(tp=2, etp=2)),
     "ep4, recompute, accumulation": (4, ("ac",), {**p(ep=4), "train.micro_batch": 1, "ac.mode": "full"}),
+    "ep2, compiled": (2, ("compile",), p(ep=2)),
     "ep2×dp2": (4, (), {**p(ep=2), "fsdp2.reshard": "never"}),
     "ep2×replicas2": (4, ("ac",), {**p(ep=2, dp_replicate=2), "ac.mode": "selective"}),
     "ep2×tp2": (4, ("tp",), p(ep=2, tp=2)),

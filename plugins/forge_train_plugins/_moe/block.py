@@ -170,8 +170,9 @@ class Routed(nn.Module):
     def reset_buffers(self) -> None:
         self.statistics.zero_()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor, *, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        """`[batch, sequence, dim]` → the same.
+        """`[batch, sequence, dim]` → the same. Not compiled: how many rows go where depends on data.
 
         Args:
             x: tokens.
