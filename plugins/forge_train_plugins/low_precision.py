@@ -6,10 +6,11 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from forge_train import ConfigError, Phase, Plugin, Problem, Transform, hookimpl, section
+from forge_train import Applied, ConfigError, Phase, Plugin, Problem, Transform, hookimpl, section
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from forge_train import Job, Model, StepResult
     from forge_train.config import Config as RunConfig
@@ -39,9 +40,9 @@ class LowPrecisionPlugin(Plugin):
         self._conversion: Any = None
 
     @hookimpl
-    def parallelize(self, job: Job) -> Transform:
+    def parallelize(self, job: Job) -> list[Transform]:
         self._conversion = self._convert(job)
-        return Transform(Phase.FLOAT8, "fp8", self._conversion.apply)
+        return [Transform(Phase.FLOAT8, "fp8", self._conversion.apply)]
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
@@ -97,6 +98,30 @@ class FP8(LowPrecisionPlugin):
         """Patterns of the names of linear layers, and of experts, that multiply in float8."""
         exclude: tuple[str, ...] = HIGH
         """Patterns of those among them that do not."""
+        all_gather: bool = False
+        """Have FSDP2 gather the weights of these layers in e4m3, with a power of two for each row: half the bytes of
+        bf16. Only values below 1/14336 of the largest that shares their scale come to be rounded otherwise."""
+
+    @hookimpl
+    def parallelize(self, job: Job) -> list[Transform]:
+        gather = Transform(Phase.SHARD, "fp8_gather", self._gather, after=("data_parallel",))
+        return [*super().parallelize(job), *([gather] if self._gathers(job) else [])]
+
+    def _gathers(self, job: Job) -> bool:
+        return self.config.all_gather and job.dist.layout.averaged > 1
+
+    def _gather(self, part: nn.Module) -> Applied:
+        from ._low_precision.gather import gather_packed, weights_of
+
+        weights = weights_of(part, self._conversion.products)
+        found, groups = gather_packed(part, weights)
+        if not groups:
+            raise ConfigError(
+                "fp8.all_gather: no weights are gathered on this layout. Shard them, with fsdp2 and parallel.dp_shard "
+                "above 1 or with zero1, or set fp8.all_gather = false."
+            )
+        matched = found or self._conversion.declined  # that `auto` declined every layer is no mistake
+        return Applied(part, tuple(matched), f"{len(found)} of {len(weights)} weights gathered in e4m3")
 
     def _convert(self, job: Job) -> Conversion:
         from ._low_precision import recipes, trial
@@ -111,6 +136,8 @@ class FP8(LowPrecisionPlugin):
         linear = recipes.scaled(config.recipe, kernel=kernel)
         experts = recipes.scaled_experts(config.recipe, kernel=kernel and can_group(job.device))
         says = f"{config.recipe}, {'by kernel' if kernel else 'emulated'}"
+        if config.all_gather and not self._gathers(job):
+            says += ", nothing to gather"
         conversion = Conversion(self.name, job, self._rules(), linear, experts, says)
         if config.mode == "auto":
             conversion.decline = lambda found: trial.slower(job, linear, experts, found)

@@ -19,10 +19,12 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 MODEL = {"decoder.hidden": 64, "train.global_batch": 8, "train.micro_batch": 8}
 FP8: tuple[str, ...] = ("fp8",)
 ROWS = {"fp8.recipe": "rowwise"}
+GATHER = {"fp8.all_gather": True}
 TP2, EP2 = {"parallel.tp": 2}, {"parallel.ep": 2}
 CASES: dict[str, tuple[int, tuple[str, ...], Mapping[str, Any], tuple[str, ...], Mapping[str, Any]]] = {
     # What it is: ranks; plugins and settings of both sides; what the layout adds.
     "fsdp2": (2, FP8, {}, ("fsdp2",), {}),
+    "fsdp2 over three": (3, FP8, {"train.global_batch": 6, "train.micro_batch": 6}, ("fsdp2",), {"train.micro_batch": 2}),
     "tp2": (2, FP8, {}, ("tp",), TP2),
     "tp2, rowwise": (2, FP8, ROWS, ("tp",), TP2),
     "ep2": (2, ("fp8", "moe"), {}, ("ep", "fsdp2"), EP2),
@@ -30,6 +32,9 @@ CASES: dict[str, tuple[int, tuple[str, ...], Mapping[str, Any], tuple[str, ...],
     "etp2": (2, ("fp8", "moe"), {}, ("ep", "tp"), {**TP2, "parallel.etp": 2}),
     "tp2 × fsdp2": (4, FP8, {}, ("tp", "fsdp2"), TP2),
     "ep2 × tp2 × fsdp2": (4, ("fp8", "moe"), {}, ("ep", "tp", "fsdp2"), {**TP2, **EP2}),
+    "fsdp2, gathered": (2, FP8, GATHER, ("fsdp2",), {}),
+    "tp2 × fsdp2, gathered": (4, FP8, {**ROWS, **GATHER}, ("tp", "fsdp2"), TP2),
+    "ep2 × tp2 × fsdp2, gathered": (4, ("fp8", "moe"), GATHER, ("ep", "tp", "fsdp2"), {**TP2, **EP2}),
     "deepseek, fsdp2": (2, ("deepseek_fp8",), {"deepseek_fp8.scales": "e8m0"}, ("fsdp2",), {}),
 }
 

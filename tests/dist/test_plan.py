@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], Settings]] = {
     "fsdp2 once a step, four": ("tiny", 4, ("fsdp2",), {"fsdp2.reshard": "step", "train.micro_batch": 1}),
     "hsdp": ("tiny", 4, ("fsdp2",), {**HSDP, "decoder.tied": True}),
     "hsdp bf16": ("tiny", 4, ("fsdp2",), {**HSDP, **BF16}),
+    "hsdp bf16, gathered in float8": ("tiny", 4, ("fsdp2", "fp8"), {**HSDP, **BF16, "fp8.all_gather": True}),
     "tp2 × dp2": ("tiny", 4, ("tp", "fsdp2"), TP2),
     "tp2 × dp2 bf16, tied": ("tiny", 4, ("tp", "fsdp2"), {**TP2, **BF16, "decoder.tied": True}),
     "ddp": ("tiny", 4, ("ddp",), {}),

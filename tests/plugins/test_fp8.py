@@ -161,6 +161,12 @@ def test_says_what_it_converted_and_what_it_left(run_forge: RunForge) -> None:
     assert type(run.model.parts[0].layers["0"].attention.q).__name__ == "Linear"
 
 
+def test_alone_there_is_nothing_to_gather(run_forge: RunForge) -> None:
+    run = run_forge(["fp8", "fsdp2"], {**FAST, "fp8.all_gather": True})
+    assert composed(run)["note"] == "tensorwise, emulated, nothing to gather: 14 linear; as they are: head"
+    assert run.losses == run_forge(["fp8"], FAST).losses
+
+
 def test_experts_multiply_in_float8_too(run_forge: RunForge) -> None:
     run = run_forge(["fp8", "moe"], {**FAST, "moe.shared": 1})
     assert composed(run)["note"] == "tensorwise, emulated: 14 linear, 2 groups of experts; as they are: head"

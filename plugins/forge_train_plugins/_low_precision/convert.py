@@ -49,6 +49,7 @@ class Conversion:
     decline: Decline = lambda _: {}
     experimental: bool = False
     products: dict[str, Product] = field(default_factory=dict)
+    declined: dict[str, str] = field(default_factory=dict)
     _names: list[str] = field(default_factory=list)
     _classes: dict[type, type] = field(default_factory=dict)
     _first: Tensor | None = None
@@ -71,6 +72,7 @@ class Conversion:
         if unfit:
             log.warning("%s leaves %d modules as they are.%s", self.own, len(unfit), _listed(unfit))
         declined = self.decline(fit)
+        self.declined |= declined
         for one in fit:
             if one.name not in declined:
                 self.products[one.name] = one.multiply_with(self.experts if one.experts else self.linear, self._classes)
