@@ -3,7 +3,7 @@
     python benchmarks/run.py low_precision            # writes benchmarks/results/low-precision.md
     python benchmarks/low_precision.py                # the table of single layers alone
 
-Losses are of one seed.
+Losses are means over seeds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -56,12 +56,14 @@ RUNS: dict[str, tuple[str, ...]] = {
     "fp4 mxfp4": ("-p", "fp4", "-s", "fp4.format=mxfp4"),
 }
 JUDGED = ("fp8 tensorwise", "fp8 rowwise", "deepseek_fp8")
-STEPS, LAST, BAR = 200, 20, 1.01
+STEPS, LAST, BAR, DRAWS = 200, 20, 1.01, 3
 FEWER = ("train.global_batch=4", "train.sequence=64")
 
 Layer = Callable[[Tensor, Tensor], Tensor]
 Ratios = tuple[float, ...]
 """Of output, gradient of the input, gradient of the weight, in dB."""
+Losses = dict[str, list[float]]
+"""Of runs, by the recipe, one for each seed."""
 
 
 def decibels(signal: Tensor, other: Tensor) -> float:
@@ -121,7 +123,7 @@ def typical(layer: Layer) -> Ratios:
     return tuple(mean(column) for column in zip(*(ratios(layer, seed) for seed in range(SEEDS)), strict=True))
 
 
-def last_loss(more: tuple[str, ...], folder: str, name: str, own: Sequence[str] = ()) -> float:
+def last_loss(more: tuple[str, ...], folder: str, name: str, own: Sequence[str]) -> float:
     """The mean loss of the last steps of a quickstart with experts, and with settings of its own."""
     command = [sys.executable, "-m", "forge_train_cli", "train", "-p", "moe", "--run-dir", folder, "--name", name]
     settings = [f"train.steps={STEPS}", "train.precision=bf16", "train.evaluate_every=0", "checkpoint.every=0"]
@@ -157,13 +159,24 @@ def _decibels(value: float) -> str:
     return f"{value:.1f}" if value < 100 else "exact"
 
 
-def losses(names: Iterable[str] = (*list(RUNS)[:2], *JUDGED), own: Sequence[str] = ()) -> dict[str, float]:
-    """Of runs, by their names."""
+def losses(names: Iterable[str] = (*list(RUNS)[:2], *JUDGED), own: Sequence[str] = (), draws: int = DRAWS) -> Losses:
+    """Of runs, by their names: one for each seed."""
     with tempfile.TemporaryDirectory() as folder:
-        return {name: last_loss(RUNS[name], folder, f"run-{number}", own) for number, name in enumerate(names)}
+        return {
+            name: [
+                last_loss(RUNS[name], folder, f"run-{number}-{seed}", (*own, f"run.seed={seed}"))
+                for seed in range(draws)
+            ]
+            for number, name in enumerate(names)
+        }
 
 
-def write(judged: Mapping[str, float], all_of_them: Mapping[str, float]) -> None:
+def ratio(found: Losses, name: str) -> float:
+    """Of the mean loss to bf16's."""
+    return mean(found[name]) / mean(found["bf16"])
+
+
+def write(judged: Losses, all_of_them: Losses) -> None:
     """The whole page.
 
     Args:
@@ -181,17 +194,21 @@ def write(judged: Mapping[str, float], all_of_them: Mapping[str, float]) -> None
         *signal_table(),
         "\n## Loss\n",
         f"The mean loss of the last {LAST} of {STEPS} steps of `{command}`, the quickstart",
-        f"with experts, one seed, and its ratio to that without low precision. The bar is {BAR}.\n",
+        f"with experts, over {DRAWS} seeds, and its ratio to that without low precision. The bar is {BAR}.\n",
         *_losses(judged),
-        f"\nThe same with fewer tokens, for all recipes: `{command}{fewer}`. Reported only.\n",
+        f"\nThe same with fewer tokens and one seed, for all recipes: `{command}{fewer}`. Reported only.\n",
         *_losses(all_of_them),
     ]
     RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _losses(found: Mapping[str, float]) -> list[str]:
-    rows = (f"| {name} | {loss:.4f} | {loss / found['bf16']:.4f} |" for name, loss in found.items())
-    return ["| | loss | ratio |", "|---|---:|---:|", *rows]
+def _losses(found: Losses) -> list[str]:
+    lines = ["| | loss | by seed | ratio |", "|---|---:|---|---:|"]
+    for name, each in found.items():
+        lines.append(
+            f"| {name} | {mean(each):.4f} | {', '.join(f'{one:.3f}' for one in each)} | {ratio(found, name):.4f} |"
+        )
+    return lines
 
 
 if __name__ == "__main__":

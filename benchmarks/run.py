@@ -197,11 +197,11 @@ def parallel() -> list[Row]:
 def low_precision() -> list[Row]:
     """Losses of short runs, by the recipe; the page has a table of signal to noise too."""
     sys.path.insert(0, str(HERE))
-    from low_precision import BAR, FEWER, JUDGED, RUNS, losses, write
+    from low_precision import BAR, FEWER, JUDGED, RUNS, losses, ratio, write
 
     found = losses()
-    write(found, losses(RUNS, FEWER))
-    ratios = {name: found[name] / found["bf16"] for name in JUDGED}
+    write(found, losses(RUNS, FEWER, draws=1))
+    ratios = {name: ratio(found, name) for name in JUDGED}
     return [Row(f"{name}, loss / bf16's", f"{one:.4f}", f"≤ {BAR}", one <= BAR) for name, one in ratios.items()]
 
 

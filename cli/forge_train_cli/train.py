@@ -17,7 +17,7 @@ from forge_train.config.layers import Request
 from forge_train.control import INTERRUPTED
 from forge_train.discovery import canonical, dotted
 from forge_train.errors import ConfigError, DivergedError, ForgeError
-from forge_train.protocols import Finished
+from forge_train.events import Finished
 from forge_train.run import Run, is_checkpoint, is_run
 
 from .failures import complain, report

@@ -31,7 +31,8 @@ SHOWN = 8
 @json_option
 def verify(request: Request, nproc: int | None, steps: int, against: str | None, as_json: bool) -> int:
     """Take a few steps of CONFIG on one process and on N, from the same weights and data, and compare loss, gradients,
-    replicas, batches and checkpoints. Exit code 0 if they agree, 1 if not. Nothing is left behind.
+    replicas, batches and checkpoints. Exit code 0 if they agree, 1 if they do not or a tie leaves
+    it open. Nothing is left behind.
 
     \b
     forge verify --nproc 2                       the default layout of 2 processes
@@ -93,7 +94,10 @@ def _show(verdict: Verdict) -> None:
     if verdict.agree:
         screen.line("They agree.", "bold green")
         return
-    screen.line("They do not agree.", "bold red")
+    if verdict.undecided:
+        screen.line("Undecided: they agree in what could be compared.", "bold yellow")
+    else:
+        screen.line("They do not agree.", "bold red")
     for sentence in verdict.advice:
         screen.line(f"  {sentence}")
 

@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .auxiliary import attach_loss as attach_loss
+    from .choices import record_choices as record_choices
     from .errors import ConfigError as ConfigError
     from .errors import DivergedError as DivergedError
     from .errors import ForgeError as ForgeError
     from .errors import PluginError as PluginError
+    from .events import CheckpointEvent as CheckpointEvent
+    from .events import Evaluation as Evaluation
+    from .events import Finished as Finished
+    from .events import LogRecord as LogRecord
+    from .events import StepResult as StepResult
+    from .events import Update as Update
     from .job import Job as Job
     from .model import Model as Model
     from .plugin import Ge as Ge
@@ -28,16 +35,12 @@ if TYPE_CHECKING:
     from .protocols import Attention as Attention
     from .protocols import AttentionKernel as AttentionKernel
     from .protocols import Batch as Batch
-    from .protocols import CheckpointEvent as CheckpointEvent
-    from .protocols import Evaluation as Evaluation
     from .protocols import Executor as Executor
     from .protocols import FeedForward as FeedForward
-    from .protocols import Finished as Finished
     from .protocols import HFModel as HFModel
     from .protocols import Init as Init
     from .protocols import Layer as Layer
     from .protocols import Loader as Loader
-    from .protocols import LogRecord as LogRecord
     from .protocols import LossFunction as LossFunction
     from .protocols import LossScale as LossScale
     from .protocols import PrepareBatch as PrepareBatch
@@ -45,11 +48,9 @@ if TYPE_CHECKING:
     from .protocols import Schedule as Schedule
     from .protocols import Span as Span
     from .protocols import SpanName as SpanName
-    from .protocols import StepResult as StepResult
     from .protocols import Task as Task
     from .protocols import TokenDispatch as TokenDispatch
     from .protocols import Tokenizer as Tokenizer
-    from .protocols import Update as Update
     from .transform import Applied as Applied
     from .transform import Phase as Phase
     from .transform import Transform as Transform
@@ -59,13 +60,14 @@ __version__ = "0.1.0"
 
 _HOME = {
     "auxiliary": "attach_loss",
+    "choices": "record_choices",
     "errors": "ConfigError DivergedError ForgeError PluginError",
     "job": "Job",
     "model": "Model",
     "plugin": "Ge Gt Le Lt Plugin Volatile hookimpl section",
-    "protocols": "MASKED Attention AttentionKernel Batch CheckpointEvent Evaluation Executor FeedForward Finished"
-    " HFModel Init Layer Loader LogRecord LossFunction LossScale PrepareBatch Problem Schedule Span SpanName"
-    " StepResult Task TokenDispatch Tokenizer Update",
+    "events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
+    "protocols": "MASKED Attention AttentionKernel Batch Executor FeedForward HFModel Init Layer Loader LossFunction"
+    " LossScale PrepareBatch Problem Schedule Span SpanName Task TokenDispatch Tokenizer",
     "transform": "Applied Phase Transform swap",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config.layers import Request
+from .events import CheckpointEvent, StepResult
 from .plugin import Plugin, hookimpl
-from .protocols import CheckpointEvent, StepResult
 
 if TYPE_CHECKING:
     import torch

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .calls import blame
+from .discovery import discover
 from .errors import ConfigError, ForgeError, PluginError
 from .initialise import declared, materialise, retie, tied_groups
 from .job import Job
@@ -241,7 +242,17 @@ def _check_coverage(job: Job, transforms: list[Named]) -> None:
     covered = {axis for _, transform in transforms for axis in transform.covers}
     for axis, size in job.dist.layout.axes().items():
         if size > 1 and axis not in covered:
-            raise ConfigError(f"parallel.{axis} is {size}, but no enabled plugin covers the axis {axis!r}.")
+            raise ConfigError(
+                f"parallel.{axis} is {size}, but no enabled plugin covers the axis {axis!r}.{_covering(job, axis)}"
+            )
     precision = job.config.train.precision
     if precision != "fp32" and "precision" not in covered:
-        raise ConfigError(f"train.precision is {precision!r}, but no enabled plugin covers 'precision'.")
+        raise ConfigError(
+            f"train.precision is {precision!r}, but no enabled plugin covers 'precision'.{_covering(job, 'precision')}"
+        )
+
+
+def _covering(job: Job, axis: str) -> str:
+    """The installed plugins that would cover it."""
+    names = sorted(found.name for found in discover() if axis in found.covers and found.name not in job.hooks.enabled)
+    return f" Installed plugins that do: {', '.join(names)}; enable one with --plugins." if names else ""

@@ -67,6 +67,14 @@ class Found:
         file = self.file
         return _saves(file, self.object.partition(":")[2]) if file else ()
 
+    @property
+    def covers(self) -> frozenset[str]:
+        """What the class's transforms cover, as far as it writes `covers=("tp",)` out: read as text."""
+        file = self.file
+        text = _body(file, self.object.partition(":")[2]) if file else ""
+        found = re.findall(r"\bcovers ?= ?\(([^)]*)\)", text)
+        return frozenset(re.findall(r"\w+", " ".join(found)))
+
     def hash(self) -> str:
         """sha256 of the distribution's RECORD if that lists the module's file, else of the file itself."""
         import hashlib

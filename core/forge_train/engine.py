@@ -15,9 +15,9 @@ from .compose import compose
 from .control import Control, signals
 from .distributed import DistributedContext
 from .errors import ConfigError, DivergedError, ForgeError, describe
+from .events import Finished
 from .job import Job
 from .out_of_memory import Memory
-from .protocols import Finished
 from .resume import compare
 from .rules import Layout, world_size
 from .run import Run, Start, begin, is_run, plugin_list, write_json

@@ -8,32 +8,27 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from .calls import Calls, Enabled, accuse, blame
 from .errors import ConfigError, PluginError
+from .events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult, Update
 from .hookspecs import KINDS, OPTIONAL
 from .plugin import Plugin
 from .protocols import (
     Attention,
     AttentionKernel,
     Batch,
-    CheckpointEvent,
-    Evaluation,
     Executor,
     FeedForward,
-    Finished,
     HFModel,
     Layer,
     Loader,
-    LogRecord,
     LossFunction,
     LossScale,
     Problem,
     Schedule,
     Span,
     SpanName,
-    StepResult,
     Task,
     TokenDispatch,
     Tokenizer,
-    Update,
 )
 from .transform import Transform
 

@@ -27,21 +27,18 @@ if TYPE_CHECKING:
     from torch import nn
 
     from .config import Config
+    from .events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult, Update
     from .job import Job
     from .model import Model
     from .protocols import (
         Attention,
         AttentionKernel,
         Batch,
-        CheckpointEvent,
-        Evaluation,
         Executor,
         FeedForward,
-        Finished,
         HFModel,
         Layer,
         Loader,
-        LogRecord,
         LossFunction,
         LossScale,
         PrepareBatch,
@@ -49,11 +46,9 @@ if TYPE_CHECKING:
         Schedule,
         Span,
         SpanName,
-        StepResult,
         Task,
         TokenDispatch,
         Tokenizer,
-        Update,
     )
     from .transform import Transform
 

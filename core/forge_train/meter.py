@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .events import StepResult
 from .job import Job
 from .model import Model
-from .protocols import StepResult
 
 
 class Meter:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from .auxiliary import loss_scaling
+from .events import StepResult, Update
 from .gradients import clip, full, present, scale, total_norm
 from .job import Job
 from .model import Model
-from .protocols import Batch, Executor, Loader, LossScale, Schedule, StepResult, Task, Update
+from .protocols import Batch, Executor, Loader, LossScale, Schedule, Task
 
 
 @dataclass
@@ -80,14 +81,17 @@ class Stepper:
     def _backward(self, step: int, batches: Sequence[Batch], weight: float) -> Update:
         """Accumulate the gradients of the mean loss over the global batch."""
         factor: Tensor | float = self.loss_scale.scale() if self.loss_scale else 1.0
-        # SHARD transforms average over R ranks, so R / weight of the summed losses is the mean over all of them.
-        whole = factor * (self.job.dist.layout.averaged / (weight or 1.0))
+        # SHARD transforms average over R ranks, so R / weight of the summed losses is the mean over all of them. The
+        # backward pass gets the next power of two for R: a factor of 3 would round other than one process does.
+        ranks = self.job.dist.layout.averaged
+        power = 1 << (ranks - 1).bit_length()
+        whole = factor * (power / (weight or 1.0))
         with self._around_backward(), loss_scaling(whole):
             total = self.executor.train(batches, whole)
         self.model.after_backward()
         gradients = present(self.parameters)
-        if self.loss_scale is not None:
-            scale(gradients, 1.0 / factor)
+        if self.loss_scale is not None or power != ranks:
+            scale(gradients, ranks / power / factor)
         norm = total_norm(gradients, self.job.dist)
         return Update(step, self._mean(total, weight), norm, self.parameters)
 

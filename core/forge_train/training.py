@@ -12,9 +12,9 @@ from . import checkpoint
 from .compose import Composition
 from .control import Requests
 from .errors import ConfigError, DivergedError
+from .events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult
 from .job import Job
 from .meter import Meter
-from .protocols import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult
 from .resume import capture, load_weights, restore
 from .step import Progress, Stepper
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_train import DivergedError, Ge, Gt, Plugin, Problem, hookimpl, section
-from forge_train.protocols import LossScale, Update
+from forge_train.events import Update
+from forge_train.protocols import LossScale
 
 if TYPE_CHECKING:
     from forge_train import Job

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from forge_train import Batch, ConfigError, Ge, Lt, Plugin, Volatile, hookimpl, section
-from forge_train.protocols import Evaluation, Loader, Problem, Tokenizer
+from forge_train.events import Evaluation
+from forge_train.protocols import Loader, Problem, Tokenizer
 
 if TYPE_CHECKING:
     from forge_train import Job

@@ -17,9 +17,10 @@ import toys
 from forge_train import Batch, ConfigError, LogRecord, Phase, Plugin, PluginError, Transform, hookimpl
 from forge_train.calls import Calls, Enabled, accuse, implemented
 from forge_train.discovery import Found
+from forge_train.events import StepResult
 from forge_train.hooks import Hooks
 from forge_train.hookspecs import KINDS, OBSERVERS, OPTIONAL
-from forge_train.protocols import Layer, StepResult
+from forge_train.protocols import Layer
 
 pytestmark = pytest.mark.unit
 

@@ -16,7 +16,9 @@ from torch import nn
 import toys
 from forge_train import Applied, ConfigError, Init, Phase, Plugin, PluginError, Transform, hookimpl, swap
 from forge_train.compose import Composition, compose, order
+from forge_train.discovery import discover
 from forge_train.rules import Layout
+from forge_train.testing.environment import installed
 
 pytestmark = pytest.mark.unit
 
@@ -323,9 +325,8 @@ def test_a_transform_that_fails_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("axis", ["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp"])
 def test_every_axis_larger_than_one_is_covered_by_somebody(tmp_path: Path, axis: str) -> None:
     layout = Layout(**{axis: 2})
-    assert complaint(tmp_path, ConfigError, world=layout) == (
-        f"parallel.{axis} is 2, but no enabled plugin covers the axis {axis!r}."
-    )
+    message = complaint(tmp_path, ConfigError, world=layout)
+    assert message.startswith(f"parallel.{axis} is 2, but no enabled plugin covers the axis {axis!r}.")
     covering = plugin("Covers", Phase.SHARD, touch, covers=(axis,))
     assert composed(tmp_path, covering, allocate=False, world=layout).report
 
@@ -333,8 +334,35 @@ def test_every_axis_larger_than_one_is_covered_by_somebody(tmp_path: Path, axis:
 def test_a_precision_is_covered_by_somebody(tmp_path: Path) -> None:
     config = {"train.precision": "bf16"}
     message = complaint(tmp_path, ConfigError, config=config, without=["precision"])
-    assert message == "train.precision is 'bf16', but no enabled plugin covers 'precision'."
+    assert message.startswith("train.precision is 'bf16', but no enabled plugin covers 'precision'.")
     composed(tmp_path, plugin("Covers", Phase.SHARD, touch, covers=("precision",)), config=config)
+
+
+class Sideways(Plugin):
+    """Covers an axis, unless it is told not to."""
+
+    @hookimpl
+    def parallelize(self, job: Any) -> Transform | None:
+        return Transform(Phase.PIPELINE, "sideways", touch, covers=("pp",)) if job.dist.layout.tp == 1 else None
+
+
+def test_the_plugins_that_would_cover_it_are_named(tmp_path: Path) -> None:
+    def offered(*plugins: Any, **axes: int) -> list[str]:
+        message = complaint(tmp_path, ConfigError, *plugins, world=Layout(**axes))
+        return re.sub(r".* do: |; enable one with --plugins\.$", "", message).split(", ")
+
+    with installed([Sideways]):
+        assert {"ddp", "fsdp2", "zero1"} <= set(offered(dp_shard=2))
+        assert "sideways" in offered(pp=2)
+        assert "sideways" not in offered(Sideways, pp=2, tp=2), "it is enabled already"
+        assert not {"ddp", "sideways"} & set(offered(tp=2))
+
+
+def test_what_a_plugin_covers_is_read_from_its_text() -> None:
+    found = {found.name: found.covers for found in discover()}
+    assert found["tp"] == {"tp"}
+    assert found["zero1"] == {"dp_replicate", "dp_shard", "cp", "precision"}
+    assert not found["adamw"]
 
 
 # -- parts ----------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from forge_train import Applied, Transform, hookimpl
 from forge_train_plugins._moe.block import Routed
+from forge_train_plugins._moe.router import Router
 from forge_train_plugins._moe.watch import Watch
 from forge_train_plugins.ep import ExpertParallel
 from forge_train_plugins.moe import MoE
@@ -75,3 +78,34 @@ def _deafen(module: Routed) -> None:
         return collect(rows, weights.detach(), handle)
 
     right.combine = combine  # type: ignore[method-assign]
+
+
+class Tied(MoE):
+    """Has two experts equal up to rounding, which falls one way on one process and the other way on several."""
+
+    @hookimpl
+    def on_start(self, job: Any, model: Any, optimizer: Any) -> None:
+        super().on_start(job, model, optimizer)
+        factor = 1 + (1e-6 if job.dist.world > 1 else -1e-6)
+        _choose_by(model, lambda scores: torch.cat([scores[:, :1], factor * scores[:, :1], scores[:, 2:]], dim=1))
+
+
+class Shifted(MoE):
+    """Adds a hundredth to the scores of one expert of the last layer, on several ranks."""
+
+    @hookimpl
+    def on_start(self, job: Any, model: Any, optimizer: Any) -> None:
+        super().on_start(job, model, optimizer)
+        if job.dist.world > 1:
+            shift = torch.zeros(self.config.experts).index_fill(0, torch.tensor(1), 0.01)
+            _choose_by(model, lambda scores: scores + shift, only="layers.1.")
+
+
+def _choose_by(model: Any, change: Callable[[Tensor], Tensor], only: str = "") -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, Router) and name.startswith(only):
+            module._choose = partial(_changed, module._choose, change)  # type: ignore[method-assign]
+
+
+def _changed(right: Callable[[Tensor], Tensor], change: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
+    return right(change(scores))

@@ -79,7 +79,7 @@ def judge(verify: Verifier, file: Path, name: str, more: dict[str, Any]) -> Any:
 def test_a_layout_equals_one_process(verify: Verifier, composition_file: Path, name: str) -> None:
     verdict = judge(verify, composition_file, name, {})
     assert verdict.agree, verdict
-    assert "buffers" in {check.name for check in verdict.checks}
+    assert {"routing", "buffers"} <= {check.name for check in verdict.checks}
 
 
 @pytest.mark.accept("moe", 2)
@@ -123,6 +123,30 @@ def test_what_is_wrong_is_found_and_named(verify: Verifier, composition_file: Pa
     verdict = verify(sabotaged(composition_file, name, right), 2, steps=3)
     assert failing <= {check.name for check in verdict.checks if not check.ok}
     assert any(re.search(diagnosis, line) for line in verdict.advice), verdict.advice
+
+
+@pytest.mark.accept("moe", 5)
+def test_a_tie_is_reported_and_not_compared(verify: Verifier, composition_file: Path) -> None:
+    verdict = verify(sabotaged(composition_file, "Tied", "moe"), 2, steps=3)
+    assert verdict.undecided, verdict
+    assert not verdict.agree
+    parting = verdict.parting
+    assert parting is not None
+    assert (parting.step, parting.where) == (1, "experts of layers.0.feed_forward.routed.router")
+    assert 0 < parting.moved <= parting.near
+    assert f"{parting.moved} choices of {parting.where} fell otherwise: ties" in verdict.advice[0]
+    names = {check.name for check in verdict.checks}
+    assert not names & {"loss", "grad_norm", "gradients", "buffers"}
+    assert {"initial weights", "data", "routing", "replicas", "checkpoint"} <= names
+
+
+@pytest.mark.accept("moe", 5)
+def test_wrong_routing_is_named_before_what_comes_of_it(verify: Verifier, composition_file: Path) -> None:
+    verdict = verify(sabotaged(composition_file, "Shifted", "moe"), 2, steps=3)
+    assert {"routing", "gradients"} <= verdict.failed
+    assert len(verdict.advice) == 1
+    said = r"At step 1, \d+ choices of experts of layers\.1\..*router fell otherwise, and at most \d+ of them"
+    assert re.match(said, verdict.advice[0]), verdict.advice
 
 
 @pytest.mark.accept("moe", 5)

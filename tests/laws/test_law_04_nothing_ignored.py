@@ -107,7 +107,7 @@ def test_a_transform_that_matches_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("axis", ["tp", "cp", "pp", "ep", "dp_shard", "dp_replicate"])
 def test_an_axis_that_nobody_covers(tmp_path: Path, axis: str) -> None:
     message = composing(tmp_path, Phase.SHARD, matching, world=Layout(**{axis: 2}), covers=("precision",))
-    assert message == f"parallel.{axis} is 2, but no enabled plugin covers the axis {axis!r}."
+    assert message.startswith(f"parallel.{axis} is 2, but no enabled plugin covers the axis {axis!r}.")
 
 
 def test_a_transform_whose_phase_is_none() -> None:

@@ -16,12 +16,15 @@ from torch.utils.checkpoint import checkpoint
 import fakes
 from forge_train import DivergedError, Layer, Plugin, hookimpl
 from forge_train.auxiliary import loss_scaling
+from forge_train.choices import heard_by
 from forge_train.testing import RunForge
+from forge_train.verification.routing import Counter
 from forge_train_plugins._alltoall.transport import Local
 from forge_train_plugins._moe.block import MEASURES, MoEFeedForward, build
 from forge_train_plugins._moe.experts import Experts, grouped, looped
 from forge_train_plugins._moe.losses import balance
 from forge_train_plugins._moe.router import Choice, Router, kept
+from forge_train_plugins._moe.slices import Slices
 from forge_train_plugins.moe import MoE
 
 pytestmark = pytest.mark.unit
@@ -283,6 +286,58 @@ def test_recompute_counts_once() -> None:
     checkpoint(again, x, use_reentrant=False).sum().backward()
     torch.testing.assert_close(again.routed.statistics, plain.routed.statistics)
     assert float(plain.routed.statistics[:EXPERTS].sum()) == 2 * 24
+
+
+def told(made: MoEFeedForward, x: Tensor) -> dict[str, Any]:
+    """What `forge verify` hears of one micro-batch of two sequences."""
+    counter = Counter(made.named_modules(), ["a", "b"], micro_batch=2)
+    with heard_by(counter):
+        made(x)
+    return counter.end()
+
+
+@pytest.mark.parametrize(
+    ("values", "decisions"),
+    [
+        ({}, ["experts of routed.router"]),
+        ({"groups": 4, "top_groups": 2}, ["groups of routed.router", "experts of routed.router"]),
+        ({"capacity": 0.5}, ["experts of routed.router", "tokens within the capacity of routed"]),
+        ({"router": "expert_choice", "balance": 0.0}, ["tokens of routed"]),
+    ],
+)
+def test_every_choice_is_told_with_its_ties(values: dict[str, Any], decisions: list[str]) -> None:
+    made, x = block(**values), tokens()
+    found = told(made, x)
+    assert list(found) == decisions
+    for tally in found.values():
+        assert [tally.rows[name][-1] for name in ("a", "b")] == [12, 12]
+        assert tally.near[0] == 0
+    with torch.no_grad():
+        made.routed.router.weight.zero_()
+    assert all(tally.near[0] > 0 for tally in told(made, x).values()), "all scores are equal"
+
+
+def test_what_is_told_is_what_was_taken() -> None:
+    made, x = block(capacity=0.5), tokens()
+    routing = made.routed.router(x.flatten(0, 1))
+    stays = kept(routing.experts, routing.weights, math.ceil(0.5 * 24 * 2 / EXPERTS), EXPERTS)
+    found = told(made, x)
+    for row, name in enumerate("ab"):
+        chosen, mine = routing.experts.view(2, -1)[row], stays.view(2, -1)[row]
+        assert found["experts of routed.router"].rows[name][:-1] == chosen.bincount(minlength=EXPERTS).tolist()
+        within = found["tokens within the capacity of routed"].rows[name][:-1]
+        assert within == chosen[mine].bincount(minlength=EXPERTS).tolist()
+    choosing = block(router="expert_choice", balance=0.0)
+    each = math.ceil(24 * 2 / EXPERTS)
+    (tally,) = told(choosing, x).values()
+    best = choosing.routed.router.score(x.flatten(0, 1))[0].topk(each, dim=0).indices
+    assert tally.rows["a"][:-1] == (best < 12).sum(0).tolist()
+
+
+def test_slices_are_put_in_order() -> None:
+    whole = torch.arange(2 * 6 * 3).view(2, 6, 3)
+    gathered = torch.cat([part.flatten(0, 1) for part in whole.chunk(2, dim=1)])
+    assert torch.equal(Slices(list, (2,)).in_order(gathered, 2), whole.flatten(0, 1))
 
 
 def test_statistics_are_of_training_only() -> None:

@@ -59,6 +59,8 @@ def _agrees(bench: Bench, axis: str, folder: Path, verify: Verifier) -> str:
     file.write_text(_for_others(bench), encoding="utf-8")
     layout = [f"parallel.{name}={size}" for name, size in AXES[axis][1].axes().items()]
     verdict = verify(Request(str(file), set=("train.micro_batch=1", *layout)), RANKS, steps=STEPS)
+    if verdict.undecided:
+        raise SkippedError(" ".join(verdict.advice))
     if not verdict.agree:
         raise BrokenError(_told(verdict))
     return ", ".join(f"{check.name} {check.worst:.1e}" for check in verdict.checks if check.tolerance)

@@ -16,9 +16,9 @@ from ..calls import implemented
 from ..config import Request
 from ..discovery import canonical, discover, dotted, load, plugin_name
 from ..errors import ConfigError
+from ..events import Finished, StepResult
 from ..hooks import Hooks
 from ..plugin import Plugin
-from ..protocols import Finished, StepResult
 from ..rules import world_size
 from ..setup import Setup, resolve
 from . import tiny

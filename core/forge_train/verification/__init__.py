@@ -17,6 +17,7 @@ from ..setup import Setup, resolve
 
 if TYPE_CHECKING:
     from .record import Recording
+    from .routing import Parting
 
 AXES = tuple(axis.name for axis in dataclasses.fields(ParallelSection))
 WORKER = "forge_train.verification.record:worker"
@@ -65,20 +66,34 @@ class Verdict:
     """Gradients beyond the tolerance, the worst first."""
     advice: tuple[str, ...] = ()
     """What the pattern suggests."""
+    parting: Parting | None = None
+    """The first choices that fell otherwise, where that is more than the other checks allow for."""
+
+    @property
+    def failed(self) -> set[str]:
+        """Names of the checks that are not ok."""
+        return {check.name for check in self.checks if not check.ok}
 
     @property
     def agree(self) -> bool:
-        return all(check.ok for check in self.checks)
+        return not self.failed and self.parting is None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether nothing is wrong in what could be compared, and a tie kept the rest from it."""
+        return not self.failed and self.parting is not None
 
     def as_json(self) -> dict[str, Any]:
         return {
             "agree": self.agree,
+            "undecided": self.undecided,
             "checks": [
                 {"name": c.name, "worst": c.worst, "tolerance": c.tolerance, "ok": c.ok, "where": c.where}
                 for c in self.checks
             ],
             "losses": [list(pair) for pair in self.losses],
             "gradients": [dataclasses.asdict(offender) for offender in self.offenders],
+            "parting": self.parting and self.parting.as_json(),
             "advice": list(self.advice),
         }
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from . import Check, Offender, Verdict
-from .diagnose import diagnose
+from .diagnose import BEFORE, diagnose, of_choices
 from .record import Fingerprint, Record, Recording
+from .routing import TIES, Parting, parting
 
 LOSS = 1e-5
 """Relative, in fp32: what another order of summation gives."""
@@ -41,9 +42,29 @@ def compare(one: Recording, layout: Recording, loaded: Mapping[str, str], exact:
         loaded: hashes of what one process found in the layout's checkpoint.
         exact: the reference in fp32, where the precision is narrow.
     """
+    verdict = _judged(one, layout, loaded, exact)
+    if not BEFORE & verdict.failed:
+        parted = _parting(one, layout, "bf16" if exact and one.precision == "fp32" else "fp32")
+        if parted and parted.tie and not verdict.agree:
+            verdict = replace(_judged(one, layout, loaded, exact, until=parted.step - 1), parting=parted)
+        elif parted and not parted.tie and not (exact and verdict.agree):
+            verdict = replace(verdict, parting=parted)
+        routing = _routing(one, parted) if verdict.parting or parted is None or parted.tie else ()
+        verdict = replace(verdict, checks=(*verdict.checks[: len(BEFORE)], *routing, *verdict.checks[len(BEFORE) :]))
+    return verdict if verdict.agree else replace(verdict, advice=tuple(diagnose(verdict, one, layout)))
+
+
+def _judged(
+    one: Recording,
+    layout: Recording,
+    loaded: Mapping[str, str],
+    exact: Recording | None,
+    until: int | None = None,
+) -> Verdict:
+    """By numbers; those that come of steps after `until`, if that is given, are not looked at."""
     first = layout.first
-    loss, loss_at = _relative(one.first.losses, first.losses)
-    norm, norm_at = _relative(one.first.norms, first.norms)
+    loss, loss_at = _relative(one.first.losses[:until], first.losses[:until])
+    norm, norm_at = _relative(one.first.norms[:until], first.norms[:until])
     own_loss = LUCK * _relative(exact.first.losses, one.first.losses)[0] if exact else 0.0
     own_norm = LUCK * _relative(exact.first.norms, one.first.norms)[0] if exact else 0.0
     differ = errors(one.gradients, layout.gradients)
@@ -54,25 +75,43 @@ def compare(one: Recording, layout: Recording, loaded: Mapping[str, str], exact:
     apart = _apart([rank.weights for rank in layout.ranks])
     spoken = _scalars(layout.ranks)
     saved = _different(_union(rank.saved for rank in layout.ranks), loaded)
+    steps = (
+        Check("loss", loss, max(LOSS, own_loss), _says(until), loss_at),
+        Check("grad_norm", norm, max(NORM, own_norm), _says(until), norm_at),
+        gradients,
+    )
     checks = (
         Check("initial weights", len(start), 0, "parameters that start differently", _few(start)),
         Check("peers", peers, 0, "ranks that share a data index and saw another batch", peers_at),
         Check("data", data, 0, "steps whose sequences are not those of one process", data_at),
-        Check("loss", loss, max(LOSS, own_loss), "relative", loss_at),
-        Check("grad_norm", norm, max(NORM, own_norm), "relative", norm_at),
-        gradients,
-        *_buffers(one.buffers, layout.buffers),
+        *(() if until == 0 else steps),
+        *(_buffers(one.buffers, layout.buffers) if until is None else ()),
         Check("replicas", len(apart) + spoken, 0, "parameters that are not bit-equal on all ranks", _few(list(apart))),
         Check("checkpoint", len(saved), 0, "tensors that one process loads differently", _few(saved)),
     )
-    verdict = Verdict(
+    return Verdict(
         title=f"{len(layout.ranks)} processes ({_axes(layout)}) against one",
         sides=("1 process", f"{len(layout.ranks)} processes"),
         checks=checks,
         losses=tuple(itertools.zip_longest(one.first.losses, first.losses, fillvalue=float("nan"))),
-        offenders=() if gradients.ok else _beyond(differ, GRADIENT if exact is None else gradients.tolerance),
+        offenders=()
+        if gradients.ok or until == 0
+        else _beyond(differ, GRADIENT if exact is None else gradients.tolerance),
     )
-    return verdict if verdict.agree else _advised(verdict, one, layout)
+
+
+def _parting(one: Recording, other: Recording, at_least: str) -> Parting | None:
+    """Where choices part, by the coarsest of both precisions and a third."""
+    precision = max(one.precision, other.precision, at_least, key=list(TIES).index)
+    return parting([rank.choices for rank in one.ranks], [rank.choices for rank in other.ranks], precision)
+
+
+def _routing(one: Recording, parted: Parting | None) -> tuple[Check, ...]:
+    """One check for a model that makes choices, none for others; ties are allowed."""
+    says = "choices that fell otherwise"
+    if parted:
+        return (Check("routing", parted.moved, parted.near, f"{says}, at step {parted.step}", parted.where),)
+    return (Check("routing", 0, 0, says),) if any(rank.choices and rank.choices[0] for rank in one.ranks) else ()
 
 
 def _gradients(differ: Sequence[Offender]) -> Check:
@@ -122,9 +161,19 @@ def compare_settings(one: Recording, other: Recording, assignment: str, *, round
         assignment: that setting, in words.
         rounded: whether the reference alone rounds below its precision.
     """
-    narrow = "fp32" in (one.precision, other.precision) and one.precision != other.precision
-    narrow = narrow or one.precision != "fp32"
-    loss, loss_at = _relative(one.first.losses, other.first.losses)
+    verdict = _judged_settings(one, other, assignment, rounded)
+    parted = _parting(one, other, "fp8" if rounded else "fp32")
+    if verdict.agree or BEFORE & verdict.failed or parted is None or not parted.tie:
+        return verdict
+    verdict = _judged_settings(one, other, assignment, rounded, until=parted.step - 1)
+    return replace(verdict, parting=parted, advice=(of_choices(parted),))
+
+
+def _judged_settings(
+    one: Recording, other: Recording, assignment: str, rounded: bool, until: int | None = None
+) -> Verdict:
+    narrow = {one.precision, other.precision} != {"fp32"}
+    loss, loss_at = _relative(one.first.losses[:until], other.first.losses[:until])
     gradients = errors(one.gradients, other.gradients)
     together = _together(one.gradients, other.gradients)
     data, data_at = _data(one.first, other.ranks)
@@ -133,14 +182,16 @@ def compare_settings(one: Recording, other: Recording, assignment: str, *, round
     checks = (
         Check("initial weights", len(start), 0, "parameters that start differently", _few(start)),
         Check("data", data, 0, "steps whose sequences are others", data_at),
-        Check("loss", loss, NARROW_LOSS if narrow or rounded else LOSS, "relative", loss_at),
+    )
+    steps = (
+        Check("loss", loss, NARROW_LOSS if narrow or rounded else LOSS, _says(until), loss_at),
         Check("gradients", together, allowed, "relative (Frobenius), of all at step 1"),
     )
-    worst = tuple(gradients[:10]) if together > checks[-1].tolerance else ()
+    worst = tuple(gradients[:10]) if until != 0 and together > allowed else ()
     return Verdict(
         title=f"{assignment}{', unrounded,' * rounded} against the configuration, on one process",
         sides=("configuration", assignment),
-        checks=checks,
+        checks=checks if until == 0 else checks + steps,
         losses=tuple(itertools.zip_longest(one.first.losses, other.first.losses, fillvalue=float("nan"))),
         offenders=worst,
     )
@@ -186,6 +237,10 @@ def _relative(reference: Sequence[float], other: Sequence[float]) -> tuple[float
         if difference > worst:
             worst, where = difference, f"step {step}: {a:.8g} and {b:.8g}"
     return worst, where
+
+
+def _says(until: int | None) -> str:
+    return "relative" if until is None else f"relative, up to step {until}"
 
 
 def _peers(ranks: Sequence[Record]) -> tuple[int, str]:
@@ -239,7 +294,3 @@ def _few(names: Sequence[str]) -> str:
 def _axes(layout: Recording) -> str:
     sizes = [f"{axis} {size}" for axis, size in layout.layout.axes().items() if size > 1]
     return " × ".join(sizes) or "one axis"
-
-
-def _advised(verdict: Verdict, one: Recording, layout: Recording) -> Verdict:
-    return replace(verdict, advice=tuple(diagnose(verdict, one, layout)))

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from . import Offender, Verdict
 from .record import Fingerprint, Record, Recording
+from .routing import Parting
 
 PURE = 1e-3
 """A gradient is a pure multiple of what it should be if so little of it remains beside that multiple."""
+BEFORE = frozenset({"initial weights", "peers", "data"})
+"""Checks without which no other says anything."""
 ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first."""
 
@@ -32,20 +35,45 @@ def diagnose(verdict: Verdict, one: Recording, layout: Recording) -> Iterator[st
             f"The layout trains on other sequences ({check.where}): global micro-batch = position × data ranks + data "
             "index, whatever the number of ranks."
         )
-    if "initial weights" in failed or "peers" in failed or "data" in failed:
+    if BEFORE & failed.keys():
         return
-    yield from _gradients(verdict, layout)
-    yield from _loss(verdict, failed, one, layout)
-    if check := failed.get("buffers"):
-        yield (
-            f"A persistent buffer ends otherwise ({check.where}): what moves it, such as the load of experts, must be "
-            "counted once, over the tokens of all ranks."
-        )
+    parted = verdict.parting
+    if parted and (parted.tie or parted.step == 1 or not verdict.offenders):
+        yield of_choices(parted)
+    if "routing" not in failed or (parted and parted.step > 1):
+        yield from _gradients(verdict, layout)
+        yield from _loss(verdict, failed, one, layout)
+        if check := failed.get("buffers"):
+            yield (
+                f"A persistent buffer ends otherwise ({check.where}): what moves it, such as the load of experts, must "
+                "be counted once, over the tokens of all ranks."
+            )
     if check := failed.get("checkpoint"):
         yield (
             f"One process does not load what the layout saved ({check.where}): a parameter that is sharded must be a "
             "DTensor, under its global name, and so must its optimizer state."
         )
+
+
+def of_choices(parted: Parting) -> str:
+    """What to make of choices that fell otherwise."""
+    found = f"At step {parted.step}, {parted.moved} choices of {parted.where} fell otherwise"
+    equal = f"between scores that are equal up to rounding ({parted.slack:.0e} relative)"
+    if not parted.tie:
+        return (
+            f"{found}, and at most {parted.near} of them are {equal}: the scores are computed otherwise, or what is "
+            "made of them. What comes after it differs for that alone."
+        )
+    ways = ["another run.seed"]
+    if parted.step > 1:
+        ways.append(f"--steps {parted.step - 1}")
+    if parted.precision != "fp32":
+        ways.append("train.precision=fp32")
+    return (
+        f"{found}: ties. Both sides have at least as many {equal}. Loss, gradient norm"
+        f"{', gradients' * (parted.step == 1)} and buffers are not compared from that step on: they differ although "
+        f"nothing is wrong. To compare more, try {' or '.join(ways)}."
+    )
 
 
 def _gradients(verdict: Verdict, layout: Recording) -> Iterator[str]:
@@ -60,6 +88,9 @@ def _gradients(verdict: Verdict, layout: Recording) -> Iterator[str]:
             pure.setdefault(float(f"{offender.ratio:.3g}"), []).append(offender)
         else:
             other.append(offender)
+    nearly = pure.pop(1.0, [])
+    if not (missing or pure or other):
+        other = nearly
     if missing:
         yield f"No gradient arrives at {_group(missing, everything)}: something detaches it, or leaves it out."
     for ratio, offenders in sorted(pure.items(), key=lambda pair: -len(pair[1])):
@@ -89,7 +120,7 @@ def _gradients(verdict: Verdict, layout: Recording) -> Iterator[str]:
 
 
 def _loss(verdict: Verdict, failed: Mapping[str, object], one: Recording, layout: Recording) -> Iterator[str]:
-    tolerance = next(check.tolerance for check in verdict.checks if check.name == "loss")
+    tolerance = next((check.tolerance for check in verdict.checks if check.name == "loss"), float("inf"))
     start, ours = verdict.losses[0]
     at_start = abs(start - ours) <= tolerance * abs(start)
     if not at_start:

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from .. import checkpoint
+from ..choices import heard_by
 from ..compose import compose
 from ..config import Request
 from ..control import Control
 from ..distributed import DistributedContext
 from ..engine import prepare_process
+from ..events import Update
 from ..gradients import full
 from ..job import Job
 from ..model import Model
-from ..protocols import Batch, Loader, Update
+from ..protocols import Batch, Loader
 from ..resume import capture, restore
 from ..rules import Layout
 from ..run import Run, plugin_list, write_json
@@ -29,6 +31,7 @@ from ..setup import Setup, resolve
 from ..state import split
 from ..step import Progress, Stepper
 from ..world import World
+from .routing import Counter, Step, Tally
 
 Fingerprint = tuple[str, str]
 """Which piece of a tensor a rank holds, and a hash of its bytes: equal pieces must have equal hashes."""
@@ -52,6 +55,8 @@ class Record:
     """After the last step, persistent buffers too."""
     saved: dict[str, str] = field(default_factory=dict)
     """Name → hash of every whole tensor that was saved."""
+    choices: list[Step] = field(default_factory=list)
+    """For each step, what the model has decided."""
 
 
 @dataclass
@@ -80,6 +85,7 @@ class Recording:
             values = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
             for name in ("gradients", "weights"):
                 values[name] = {key: tuple(value) for key, value in values[name].items()}
+            values["choices"] = [{key: Tally(**one) for key, one in step.items()} for step in values["choices"]]
             ranks.append(Record(**values))
         gradients: dict[str, Tensor] = {}
         parameters: dict[str, str] = {}
@@ -166,6 +172,7 @@ class _Watched(Stepper):
         self.gradients: dict[str, Tensor] = {}
         self.progress = Progress()
         self._rows = loader.rows
+        self._counter = Counter(self.model.named_modules(), loader.rows, self.job.config.train.micro_batch)
         self._around_step = self.job.hooks.span("step")
         self.seen.start = {name: _hash(full(tensor)) for name, tensor in self.model.state_dict().items()}
 
@@ -174,13 +181,14 @@ class _Watched(Stepper):
         self.model.train()
         for _ in range(steps):
             self._rows.clear()
-            with self._around_step():
+            with self._around_step(), heard_by(self._counter):
                 result = self.run(self.progress)
             self.job.hooks.on_step(result)
             self.job.control.take()
             self.seen.losses.append(float(result.loss))
             self.seen.norms.append(float(result.grad_norm))
             self.seen.batches.append(list(self._rows))
+            self.seen.choices.append(self._counter.end())
         for name, tensor in self.model.state_dict().items():
             self.seen.weights[name] = _fingerprint(tensor)
 

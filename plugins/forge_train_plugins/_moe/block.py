@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from forge_train import Layer, TokenDispatch, attach_loss
+from forge_train import Layer, TokenDispatch, attach_loss, record_choices
 from forge_train.nn import Linear, TensorStyle, flops_per_token
 
 from .experts import GATES, Experts
@@ -186,7 +186,7 @@ class Routed(nn.Module):
         routing: Routing = self.router(x)
         experts = routing.experts
         if self.capacity:
-            experts = experts.masked_fill(~self._within_capacity(routing), -1)
+            experts = experts.masked_fill(~self._within_capacity(routing, batch), -1)
         rows, sizes, handle = self.transport.dispatch(x, experts, self.count, meanwhile=meanwhile)
         weights = self._with_losses(routing, experts, batch).to(x.dtype)
         return self.transport.combine(self.experts(rows, sizes), weights, handle)
@@ -195,8 +195,14 @@ class Routed(nn.Module):
         choice = self.router.choice
         scores, shares, logits = self.router.score(x)
         each = min(len(x), self._limit(len(x), self.capacity or 1.0))
-        weights, tokens = scores.t().topk(each, dim=1)
-        tokens, weights = tokens.flatten(), weights.flatten()
+        weights, chosen = scores.t().topk(each, dim=1)
+        record_choices(
+            self,
+            "tokens",
+            lambda: (scores, torch.zeros_like(scores, dtype=torch.bool).scatter(0, chosen.t(), True)),
+            among="tokens",
+        )
+        tokens, weights = chosen.flatten(), weights.flatten()
         if choice.normalise:
             totals = weights.new_zeros(len(x)).index_add(0, tokens, weights)
             weights = weights / (totals[tokens] + 1e-20)
@@ -211,10 +217,18 @@ class Routed(nn.Module):
         """Rows that one expert takes of a micro-batch of which `tokens` are here."""
         return math.ceil(capacity * tokens * self.slices.count * self.router.choice.top_k / self.count)
 
-    def _within_capacity(self, routing: Routing) -> Tensor:
+    def _within_capacity(self, routing: Routing, batch: int) -> Tensor:
         """Which assignments stay: decided over the whole micro-batch, also where a rank has a slice of it."""
         experts, weights = self.slices.gather(routing.experts), self.slices.gather(routing.weights.detach())
-        return self.slices.own(kept(experts, weights, self._limit(len(routing.experts), self.capacity), self.count))
+        stays = kept(experts, weights, self._limit(len(routing.experts), self.capacity), self.count)
+
+        def made() -> tuple[Tensor, Tensor]:
+            chosen, by, taken = (self.slices.in_order(one, batch) for one in (experts, weights, stays))
+            scores = by.new_full((len(by), self.count), -math.inf)
+            return scores.scatter(1, chosen, by), torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, taken)
+
+        record_choices(self, "tokens within the capacity", made, among="tokens")
+        return self.slices.own(stays)
 
     def _with_losses(self, routing: Routing, taken: Tensor, batch: int) -> Tensor:
         """The weights, with the auxiliary losses attached; the step's statistics are counted on the way."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_train import Init
+from forge_train import Init, record_choices
 
 
 @dataclass
@@ -75,7 +75,9 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """`x [tokens, dim]` → where they go."""
         scores, shares, logits = self.score(x)
-        experts = self._choose(scores.detach()).topk(self.choice.top_k, dim=-1).indices
+        by = self._choose(scores.detach())
+        experts = by.topk(self.choice.top_k, dim=-1).indices
+        record_choices(self, "experts", lambda: (by, _mask(by, experts)))
         weights = scores.gather(1, experts)
         if self.choice.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -101,9 +103,13 @@ class Router(nn.Module):
             return scores
         by_group = scores.view(len(scores), self.choice.groups, -1)
         best = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
-        chosen = best.topk(self.choice.top_groups, dim=-1).indices
-        allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen, True)
+        allowed = _mask(best, best.topk(self.choice.top_groups, dim=-1).indices)
+        record_choices(self, "groups", lambda: (best, allowed))
         return by_group.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def _mask(scores: Tensor, chosen: Tensor) -> Tensor:
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
 
 
 def kept(experts: Tensor, weights: Tensor, limit: int, count: int) -> Tensor:

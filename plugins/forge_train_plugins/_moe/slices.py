@@ -60,6 +60,10 @@ class Slices:
             x = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
         return x
 
+    def in_order(self, x: Tensor, batch: int) -> Tensor:
+        """What `gather` gave of so many sequences, sequence by sequence."""
+        return x.view(self.count, batch, -1, x.shape[-1]).transpose(0, 1).reshape(len(x), -1)
+
     def own(self, x: Tensor) -> Tensor:
         """This rank's rows of what `gather` gave."""
         for group in self.groups():
