@@ -39,7 +39,7 @@ def build() -> Any:
     """The benchmark's model, with weights."""
     import torch
 
-    from forge_train.initialise import materialise
+    from forge_train.composition.initialise import materialise
 
     model = skeleton()
     materialise(model, torch.device("cpu"), 0)

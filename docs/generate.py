@@ -24,8 +24,8 @@ from mkdocs.structure.pages import Page
 from forge_train import ForgeError, Plugin, hookspecs
 from forge_train.config.sections import CORE_SECTIONS
 from forge_train.config.write import describe_type, field_docs
-from forge_train.discovery import DISTRIBUTION, Found, discover, load
 from forge_train.plugin import PROJECT
+from forge_train.registry.discovery import DISTRIBUTION, Found, discover, load
 
 log = logging.getLogger("mkdocs.hooks.forge")
 

@@ -18,9 +18,9 @@ from rich.text import Text
 
 from forge_train import Evaluation, Job, LogRecord, Model, Plugin, hookimpl
 from forge_train.config.layers import Request
-from forge_train.engine import train
+from forge_train.loop.engine import train
 from forge_train.protocols import CheckpointEvent
-from forge_train.setup import resolve
+from forge_train.registry.setup import resolve
 from forge_train_plugins._console.board import Board
 from forge_train_plugins._console.live import render
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import MASKED, Applied, Batch, Ge, Gt, Init, Model, Phase, Plugin, Transform, hookimpl, section
-from forge_train.control import Control
-from forge_train.distributed import DistributedContext
+from forge_train.config.rules import Layout
 from forge_train.job import Job
+from forge_train.loop.control import Control
 from forge_train.nn import Embedding, Linear, RMSNorm
-from forge_train.rules import Layout
-from forge_train.run import Run
-from forge_train.setup import Setup
+from forge_train.processes.distributed import DistributedContext
+from forge_train.registry.setup import Setup
+from forge_train.storage.run import Run
 from forge_train.testing import TinyRun, run_forge
 from forge_train.testing.runs import prepared
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forge_train.discovery import discover
 from forge_train.errors import ConfigError
+from forge_train.registry.discovery import discover
 
 from .options import json_option
 
@@ -51,7 +51,7 @@ def check(names: tuple[str, ...], assignments: tuple[str, ...], as_json: bool) -
 
 
 def _reports(names: tuple[str, ...], assignments: tuple[str, ...]) -> Iterator[Report]:
-    from forge_train.discovery import find
+    from forge_train.registry.discovery import find
     from forge_train.testing import Check, Pool, Report, check
 
     for name in names:

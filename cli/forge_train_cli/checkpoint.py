@@ -10,7 +10,7 @@ import click
 
 from forge_train.errors import ConfigError
 from forge_train.present import gib
-from forge_train.run import is_run
+from forge_train.storage.run import is_run
 
 from . import screen
 from .options import json_option, plugin_options
@@ -31,7 +31,7 @@ def checkpoint() -> None:
 @json_option
 def list_checkpoints(run: Path, as_json: bool) -> None:
     """The checkpoints of a run, and whether they are whole. Sizes are compared; `verify` reads every file."""
-    from forge_train import checkpoint as store
+    from forge_train.storage import checkpoint as store
 
     if not is_run(run):
         raise ConfigError(f"{run} is not a run.")
@@ -67,7 +67,7 @@ def list_checkpoints(run: Path, as_json: bool) -> None:
 @json_option
 def inspect(path: Path, as_json: bool) -> None:
     """What a checkpoint holds: its progress, plugins and tensors. --json has the configuration too."""
-    from forge_train import checkpoint as store
+    from forge_train.storage import checkpoint as store
 
     path = store.whole(path)
     state = store.read_state(path)
@@ -122,7 +122,7 @@ def verify(path: Path, as_json: bool) -> int:
 
     The exit code is 1 if one is damaged.
     """
-    from forge_train import checkpoint as store
+    from forge_train.storage import checkpoint as store
 
     if is_run(path):
         paths = [saved.path for saved in store.found(path / "checkpoints")]
@@ -153,7 +153,7 @@ def import_(hf_dir: Path, path: Path, plugins: tuple[str, ...], without: tuple[s
     forge checkpoint import Qwen3-0.6B qwen
     forge train qwen/config.toml -s text.path=my-texts -s adamw.lr=1e-5
     """
-    from forge_train.huggingface import import_checkpoint
+    from forge_train.offline.huggingface import import_checkpoint
 
     done = import_checkpoint(hf_dir, path, plugins=plugins, without=without)
     _say(done, as_json, f"Train it further with: forge train {path / 'config.toml'} -s text.path=…")
@@ -170,14 +170,14 @@ def export(path: Path, hf_dir: Path, dtype: str, as_json: bool) -> None:
     """Write the model of PATH to HF_DIR: config.json, safetensors files, and the tokenizer if the run has one."""
     import torch
 
-    from forge_train.huggingface import export_checkpoint
+    from forge_train.offline.huggingface import export_checkpoint
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     _say(export_checkpoint(path, hf_dir, dtype=dtypes[dtype]), as_json)
 
 
 def _say(done: Any, as_json: bool, next_step: str = "") -> None:
-    """What was imported or exported; a `forge_train.huggingface.Exchanged`."""
+    """What was imported or exported; a `forge_train.offline.huggingface.Exchanged`."""
     if as_json:
         result = {"path": str(done.path), "parameters": done.parameters, "files": done.files, "notes": done.notes}
         click.echo(json.dumps(result))

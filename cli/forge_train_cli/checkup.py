@@ -17,9 +17,9 @@ from typing import Literal
 
 from forge_train import __version__
 from forge_train.config.layers import Request
-from forge_train.discovery import DISTRIBUTION, discover, load
 from forge_train.errors import ConfigError, describe
 from forge_train.present import gib
+from forge_train.registry.discovery import DISTRIBUTION, discover, load
 
 from .lazy import GROUP
 from .options import PRESET
@@ -183,7 +183,7 @@ def _commands() -> Iterator[Check]:
 
 def _start() -> Iterator[Check]:
     """Whether the preset's plugins and configuration hold together."""
-    from forge_train.setup import resolve
+    from forge_train.registry.setup import resolve
 
     try:
         resolve(Request(config=PRESET))

@@ -36,7 +36,7 @@ def config() -> None:
 @json_option
 def show(request: Request, as_json: bool) -> None:
     """Resolve CONFIG as `forge train` would, and show every value with where it comes from."""
-    from forge_train.setup import resolve
+    from forge_train.registry.setup import resolve
 
     resolved = resolve(request).config
     rows = list(_values(resolved))
@@ -67,7 +67,7 @@ def init(request: Request, output: str | None) -> None:
     forge train my.toml
     """
     from forge_train.config.write import to_toml
-    from forge_train.setup import resolve
+    from forge_train.registry.setup import resolve
 
     path = Path(output) if output else None
     if path and path.exists():

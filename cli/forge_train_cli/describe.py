@@ -9,11 +9,11 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from forge_train.calls import implemented
 from forge_train.config.validate import plain
 from forge_train.config.write import describe_type, field_docs
-from forge_train.discovery import find, load
 from forge_train.hookspecs import KINDS
+from forge_train.registry.calls import implemented
+from forge_train.registry.discovery import find, load
 
 from . import screen
 

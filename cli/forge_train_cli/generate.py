@@ -15,7 +15,7 @@ from forge_train.errors import ConfigError
 from .options import json_option
 
 if TYPE_CHECKING:
-    from forge_train.generate import Completion
+    from forge_train.offline.generate import Completion
 
 ENDED = {
     "tokens": "as many tokens as asked for",
@@ -56,8 +56,8 @@ def generate(
     forge generate runs/first --prompt "def "
     forge generate runs/first --prompt "import " --temperature 0 --stop $'\\n'
     """
-    from forge_train.generate import Completion, Sampling
-    from forge_train.offline import open_model
+    from forge_train.offline.generate import Completion, Sampling
+    from forge_train.offline.opening import open_model
 
     sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop)
     prompt = _stdin() if prompt == "-" else prompt

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.errors import ConfigError
-from forge_train.records import read
-from forge_train.run import is_run
+from forge_train.storage.records import read
+from forge_train.storage.run import is_run
 
 _NOTHING: dict[str, Any] = {}
 

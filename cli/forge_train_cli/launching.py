@@ -11,12 +11,12 @@ from typing import Any
 
 import click
 
-from forge_train import records
 from forge_train.config.layers import Request
 from forge_train.errors import ConfigError
-from forge_train.launch import Ended, Task, launch
-from forge_train.run import Start, begin
-from forge_train.setup import Setup, resolve
+from forge_train.processes.launch import Ended, Task, launch
+from forge_train.registry.setup import Setup, resolve
+from forge_train.storage import records
+from forge_train.storage.run import Start, begin
 
 from .failures import show_warnings
 
@@ -73,9 +73,9 @@ def train_several(
 
 def worker(request: dict[str, Any], start: dict[str, Any], quiet: bool) -> Mapping[str, Any]:
     """What each of the processes does."""
-    from forge_train.checkpoint import newest
-    from forge_train.engine import train
-    from forge_train.world import World
+    from forge_train.loop.engine import train
+    from forge_train.processes.world import World
+    from forge_train.storage.checkpoint import newest
 
     show_warnings()
     world = World.here()

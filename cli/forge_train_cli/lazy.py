@@ -25,7 +25,7 @@ class Outside:
 
     @property
     def owner(self) -> str:
-        from forge_train.discovery import identity
+        from forge_train.registry.discovery import identity
 
         return " ".join(identity(self.point.dist)).strip()
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from forge_train import __version__
-from forge_train.discovery import CONTRIB, RESERVED, canonical, discover, folder
 from forge_train.errors import ConfigError
 from forge_train.plugin import API
+from forge_train.registry.discovery import CONTRIB, RESERVED, canonical, discover, folder
 
 from .snippets import SNIPPETS, Snippet
 

@@ -18,7 +18,7 @@ from .options import json_option, run_options
 
 if TYPE_CHECKING:
     from forge_train.planning import Plan
-    from forge_train.setup import Setup
+    from forge_train.registry.setup import Setup
 
 SHOWN = 3
 
@@ -38,7 +38,7 @@ def plan(request: Request, world: int, nodes: int | None, device: str | None, as
     forge plan big.toml --world 512 --device h100     does it fit, and what bounds it?
     """
     from forge_train.planning import plan as make
-    from forge_train.setup import resolve
+    from forge_train.registry.setup import resolve
 
     setup = resolve(request, world=world)
     made = make(setup, world=world, nodes=nodes or 0, device=device)

@@ -7,8 +7,8 @@ import sys
 
 import click
 
-from forge_train.discovery import discover
 from forge_train.errors import ConfigError
+from forge_train.registry.discovery import discover
 
 from .lazy import LazyGroup
 from .options import json_option

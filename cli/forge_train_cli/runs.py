@@ -140,7 +140,7 @@ def _open(name: str | None, folder: Path) -> History:
     Raises:
         ConfigError: if there is none.
     """
-    from forge_train.run import is_run
+    from forge_train.storage.run import is_run
 
     if name is None:
         found = runs_in(folder)

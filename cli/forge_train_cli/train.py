@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import click
 
 from forge_train.config.layers import Request
-from forge_train.control import INTERRUPTED
-from forge_train.discovery import canonical, dotted
 from forge_train.errors import ConfigError, DivergedError, ForgeError
 from forge_train.events import Finished
-from forge_train.run import Run, is_checkpoint, is_run
+from forge_train.loop.control import INTERRUPTED
+from forge_train.registry.discovery import canonical, dotted
+from forge_train.storage.run import Run, is_checkpoint, is_run
 
 from .failures import complain, report
 from .options import PRESET, nproc_option, run_dir_option, run_options
 
 if TYPE_CHECKING:
-    from forge_train.setup import Setup
+    from forge_train.registry.setup import Setup
 
     from .launching import Launched
 
@@ -75,9 +75,9 @@ def train(
     if not (quiet or as_json) and sys.stdout.isatty():
         click.echo(click.style("starting …", dim=True) + "\r", nl=False)  # whatever comes next is written over it
     try:
-        from forge_train.launch import check_alone
-        from forge_train.rules import world_size
-        from forge_train.setup import resolve
+        from forge_train.config.rules import world_size
+        from forge_train.processes.launch import check_alone
+        from forge_train.registry.setup import resolve
 
         if nproc is not None or max_restarts:
             check_alone(f"--nproc {nproc}" if nproc is not None else f"--max-restarts {max_restarts}")
@@ -98,7 +98,7 @@ def train(
                 quiet=quiet or as_json,
             )
             return _told(launched, setup, quiet=quiet, as_json=as_json)
-        from forge_train.engine import train as train_run
+        from forge_train.loop.engine import train as train_run
 
         finished = train_run(setup, run_dir=Path(run_dir), resume=resume, notable=_notable(request))
     except Exception as error:

@@ -39,7 +39,7 @@ def verify(request: Request, nproc: int | None, steps: int, against: str | None,
     forge verify --nproc 4 -p tp -s parallel.tp=2
     forge verify --against precision=bf16        another precision instead of another layout
     """
-    from forge_train.launch import check_alone
+    from forge_train.processes.launch import check_alone
     from forge_train.verification import verify as compare
     from forge_train.verification import verify_against
 

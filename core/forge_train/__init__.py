@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .auxiliary import attach_loss as attach_loss
     from .choices import record_choices as record_choices
+    from .composition.model import Model as Model
     from .errors import ConfigError as ConfigError
     from .errors import DivergedError as DivergedError
     from .errors import ForgeError as ForgeError
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from .events import StepResult as StepResult
     from .events import Update as Update
     from .job import Job as Job
-    from .model import Model as Model
     from .plugin import Ge as Ge
     from .plugin import Gt as Gt
     from .plugin import Le as Le
@@ -63,7 +63,7 @@ _HOME = {
     "choices": "record_choices",
     "errors": "ConfigError DivergedError ForgeError PluginError",
     "job": "Job",
-    "model": "Model",
+    "composition.model": "Model",
     "plugin": "Ge Gt Le Lt Plugin Volatile hookimpl section",
     "events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
     "protocols": "MASKED Attention AttentionKernel Batch Executor FeedForward HFModel Init Layer Loader LossFunction"

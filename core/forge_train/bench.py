@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from .composition.model import Model
     from .job import Job
-    from .model import Model
     from .protocols import Loader
-    from .setup import Setup
+    from .registry.setup import Setup
 
 TURN = 5
 """Steps that a loop takes before the other one's turn."""
@@ -137,7 +137,7 @@ class Probe(Plugin):
         if event.kind == "saving":
             self._wall = time.perf_counter()
         elif event.kind == "saved":
-            from . import checkpoint
+            from .storage import checkpoint
 
             self.result.save_seconds = time.perf_counter() - self._wall
             weights = {f"model.{name}": tensor for name, tensor in self._model.state_dict().items()}
@@ -188,7 +188,7 @@ def measure(request: Request, *, turns: int = 8) -> Measured:
     Raises:
         ForgeError: as `forge train` does.
     """
-    from .setup import resolve
+    from .registry.setup import resolve
 
     steps = (turns + WARM_UP) * TURN
     own = ("train.tokens=0", f"train.steps={steps}", "train.evaluate_every=0", "checkpoint.every=0", "log.every=10")
@@ -204,7 +204,7 @@ def measure(request: Request, *, turns: int = 8) -> Measured:
 
 
 def _train(setup: Setup, folder: Path) -> None:
-    from .engine import train
+    from .loop.engine import train
 
     train(setup, run_dir=folder, resume="never")
 

@@ -26,7 +26,7 @@ class Update:
 
     def scale(self, k: Tensor | float) -> None:
         """Multiply every gradient, and the norm, by `k`."""
-        from .gradients import present, scale
+        from .loop.gradients import present, scale
 
         scale(present(self.parameters), k)
         self.grad_norm = self.grad_norm * k

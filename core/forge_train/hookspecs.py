@@ -1,4 +1,4 @@
-"""Every hook a plugin can implement. Core calls them only through `forge_train.hooks.Hooks`.
+"""Every hook a plugin can implement. Core calls them only through `forge_train.registry.hooks.Hooks`.
 
 A hook is of one kind:
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from .composition.model import Model
     from .config import Config
     from .events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult, Update
     from .job import Job
-    from .model import Model
     from .protocols import (
         Attention,
         AttentionKernel,

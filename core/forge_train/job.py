@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .control import Control
-from .hooks import Hooks
-from .rules import total_steps
+from .config.rules import total_steps
+from .loop.control import Control
+from .registry.hooks import Hooks
 
 if TYPE_CHECKING:
     import torch
 
     from .config import Config
     from .config.sections import Precision as PrecisionName
-    from .distributed import DistributedContext
-    from .run import Run
+    from .processes.distributed import DistributedContext
+    from .storage.run import Run
 
 
 @dataclass(frozen=True)

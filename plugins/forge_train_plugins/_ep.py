@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from forge_train import Applied, ConfigError, PluginError
 
 if TYPE_CHECKING:
-    from forge_train.distributed import DistributedContext
+    from forge_train.processes.distributed import DistributedContext
 
 
 def spread(part: nn.Module, dist: DistributedContext) -> Applied:

@@ -24,7 +24,7 @@ from forge_train import Applied, Job
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from forge_train.distributed import DistributedContext
+    from forge_train.processes.distributed import DistributedContext
 
 Domain = Literal["dense", "expert"]
 

@@ -49,7 +49,7 @@ class Sample(Plugin):
     def on_finish(self, finished: Finished) -> None:
         if finished.outcome != "done" or self._job is None or self._model is None:
             return
-        from forge_train.generate import Completion, Sampling
+        from forge_train.offline.generate import Completion, Sampling
 
         config = self.config
         sampling = Sampling(

@@ -15,12 +15,12 @@ import pytest
 
 import toys
 from forge_train import Batch, ConfigError, LogRecord, Phase, Plugin, PluginError, Transform, hookimpl
-from forge_train.calls import Calls, Enabled, accuse, implemented
-from forge_train.discovery import Found
 from forge_train.events import StepResult
-from forge_train.hooks import Hooks
 from forge_train.hookspecs import KINDS, OBSERVERS, OPTIONAL
 from forge_train.protocols import Layer
+from forge_train.registry.calls import Calls, Enabled, accuse, implemented
+from forge_train.registry.discovery import Found
+from forge_train.registry.hooks import Hooks
 
 pytestmark = pytest.mark.unit
 

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from forge_train import ConfigError, ForgeError, checkpoint
-from forge_train.checkpoint import MANIFEST, check, found, load, newest, prune, read_state, save, shapes, whole
-from forge_train.distributed import DistributedContext
-from forge_train.rules import Layout
+from forge_train import ConfigError, ForgeError
+from forge_train.config.rules import Layout
+from forge_train.processes.distributed import DistributedContext
+from forge_train.storage import checkpoint
+from forge_train.storage.checkpoint import MANIFEST, check, found, load, newest, prune, read_state, save, shapes, whole
 
 pytestmark = pytest.mark.unit
 

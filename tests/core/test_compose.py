@@ -15,9 +15,9 @@ from torch import nn
 
 import toys
 from forge_train import Applied, ConfigError, Init, Phase, Plugin, PluginError, Transform, hookimpl, swap
-from forge_train.compose import Composition, compose, order
-from forge_train.discovery import discover
-from forge_train.rules import Layout
+from forge_train.composition.compose import Composition, compose, order
+from forge_train.config.rules import Layout
+from forge_train.registry.discovery import discover
 from forge_train.testing.environment import installed
 
 pytestmark = pytest.mark.unit

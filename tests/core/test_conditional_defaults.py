@@ -8,7 +8,7 @@ import pytest
 
 from forge_train.config import Request
 from forge_train.config.write import to_toml
-from forge_train.setup import Setup, resolve
+from forge_train.registry.setup import Setup, resolve
 
 pytestmark = pytest.mark.unit
 

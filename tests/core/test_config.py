@@ -15,7 +15,7 @@ from forge_train.config.layers import Origin, Request, Tree, Value, lay, presets
 from forge_train.config.toml import read
 from forge_train.config.validate import read_text, validate
 from forge_train.config.write import to_toml
-from forge_train.setup import resolve
+from forge_train.registry.setup import resolve
 from forge_train.testing import Installed, installed
 
 pytestmark = pytest.mark.unit

@@ -16,7 +16,7 @@ from forge_train import (
     StepResult,
     hookimpl,
 )
-from forge_train.discovery import DISTRIBUTION, discover
+from forge_train.registry.discovery import DISTRIBUTION, discover
 from forge_train.testing import Installed, Pool, Report, assert_conforms, check
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import tiny_models
 from forge_train import ConfigError, ForgeError
-from forge_train.generate import Completion, Sampling, _Stops, _Stream, choose
+from forge_train.offline.generate import Completion, Sampling, _Stops, _Stream, choose
 from forge_train_cli.app import run as forge
 from forge_train_plugins._text.vocabulary import ByteTokenizer
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 import tiny_models
 from forge_train import ConfigError, HFModel, Plugin, PluginError, hookimpl
-from forge_train.checkpoint import check, shapes
 from forge_train.config import Request
-from forge_train.engine import train
-from forge_train.huggingface import export_checkpoint, import_checkpoint
-from forge_train.offline import open_model
-from forge_train.setup import resolve
+from forge_train.loop.engine import train
+from forge_train.offline.huggingface import export_checkpoint, import_checkpoint
+from forge_train.offline.opening import open_model
+from forge_train.registry.setup import resolve
+from forge_train.storage.checkpoint import check, shapes
 from forge_train_cli.app import run as forge
 
 transformers = pytest.importorskip("transformers")

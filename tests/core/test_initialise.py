@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forge_train import Init, initialise
-from forge_train.initialise import ROWS, declared_init, fill, materialise, retie, tied_groups
+from forge_train import Init
+from forge_train.composition import initialise
+from forge_train.composition.initialise import ROWS, declared_init, fill, materialise, retie, tied_groups
 
 pytestmark = pytest.mark.unit
 NORMAL = Init("normal", 0.5)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from forge_train import ForgeError
+from forge_train.config.rules import Layout
 from forge_train.planning import meshes
 from forge_train.planning.communication import Collective, Collectives, Names
 from forge_train.planning.imagined import ImaginedContext, imagined
@@ -21,8 +22,7 @@ from forge_train.planning.ledger import Ledger
 from forge_train.planning.roofline import DEVICES, Kernel, roofline
 from forge_train.planning.watch import AnyDtype
 from forge_train.planning.work import Work
-from forge_train.rules import Layout
-from forge_train.world import World
+from forge_train.processes.world import World
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("dist", 5)]
 

@@ -14,9 +14,9 @@ import torch
 import forge_train
 import toys
 from forge_train import Batch, ConfigError, DivergedError, ForgeError, PluginError
+from forge_train.config.rules import Layout
 from forge_train.config.sections import ParallelSection
 from forge_train.errors import describe, nearest
-from forge_train.rules import Layout
 
 pytestmark = pytest.mark.unit
 
@@ -50,7 +50,7 @@ def test_what_type_checkers_see_is_what_there_is() -> None:
 
 def test_a_plugin_is_written_without_importing_torch() -> None:
     code = (
-        "import sys, forge_train as f, forge_train.setup\n"
+        "import sys, forge_train as f, forge_train.registry.setup\n"
         "f.Plugin, f.section, f.hookimpl, f.Phase, f.Transform, f.Applied, f.Init, f.Batch\n"
         "print(sorted({'torch', 'pydantic', 'numpy', 'rich', 'tomlkit'} & sys.modules.keys()))"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge_train import PluginError
-from forge_train.records import EVENTS, EventSchema, Records, read
+from forge_train.storage.records import EVENTS, EventSchema, Records, read
 
 pytestmark = pytest.mark.unit
 

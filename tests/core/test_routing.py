@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from forge_train import record_choices
 from forge_train.choices import heard_by
-from forge_train.rules import Layout
+from forge_train.config.rules import Layout
 from forge_train.verification import Verdict
 from forge_train.verification.compare import compare, compare_settings
 from forge_train.verification.record import Record, Recording

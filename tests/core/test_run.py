@@ -13,8 +13,8 @@ import toys
 from forge_train import ConfigError, Plugin, hookimpl
 from forge_train.config import Config, Request
 from forge_train.config.sections import RunSection
-from forge_train.run import Run, Start, begin, is_checkpoint, is_run, write_whole
-from forge_train.setup import resolve
+from forge_train.registry.setup import resolve
+from forge_train.storage.run import Run, Start, begin, is_checkpoint, is_run, write_whole
 from forge_train.testing import installed
 
 pytestmark = pytest.mark.unit
@@ -139,7 +139,7 @@ def test_a_run_folder_holds_all_that_is_needed_to_repeat_it(tmp_path: Path) -> N
     assert environment.keys() >= {"forge", "python", "torch", "git", "devices", "launcher"}
     with installed([toys.ToyModel, toys.ToyData, toys.Noise, Draws]):
         setup = resolve(Request(config=str(first.run / "config.toml")))
-        from forge_train.engine import train
+        from forge_train.loop.engine import train
 
         again = train(setup, run_dir=tmp_path)
     assert again.run != first.run

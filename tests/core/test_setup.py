@@ -12,9 +12,9 @@ import pytest
 import toys
 from forge_train import ConfigError, Plugin, PluginError, hookimpl, section
 from forge_train.config.layers import Request, presets
-from forge_train.discovery import Found, canonical, discover, dotted, load, snake
 from forge_train.protocols import Problem
-from forge_train.setup import Setup, resolve
+from forge_train.registry.discovery import Found, canonical, discover, dotted, load, snake
+from forge_train.registry.setup import Setup, resolve
 from forge_train.testing import Installed
 
 pytestmark = pytest.mark.unit
@@ -177,7 +177,7 @@ def test_hyphens_and_underscores_are_equal(here: Installed) -> None:
 
 
 def test_a_name_that_two_distributions_use(here: Installed) -> None:
-    from forge_train import discovery
+    from forge_train.registry import discovery
 
     def two() -> Iterator[Found]:
         for distribution in ("forge-b", "forge-a"):
@@ -254,7 +254,7 @@ def test_the_label_of_a_plugin() -> None:
 
 
 def test_a_file_dropped_into_contrib_is_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forge_train import discovery
+    from forge_train.registry import discovery
 
     package = tmp_path / "contrib_here"
     package.mkdir()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from forge_train import Model, PluginError
-from forge_train.state import (
+from forge_train.storage.state import (
     join,
     keep_rates,
     load_optimizer_state,

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from forge_train import ConfigError, Job, LogRecord, Plugin, StepResult, discovery, hookimpl
-from forge_train.discovery import discover
+from forge_train import ConfigError, Job, LogRecord, Plugin, StepResult, hookimpl
+from forge_train.registry import discovery
+from forge_train.registry.discovery import discover
 from forge_train.testing import Installed, RunForge, installed, run_forge
 from forge_train_plugins.lion import Lion
 

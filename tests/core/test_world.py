@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import pytest
 
 from forge_train import ConfigError, ForgeError
-from forge_train.distributed import DistributedContext
-from forge_train.launch import Ended, Outcome, check_alone
-from forge_train.launched import kind
-from forge_train.rules import Layout
-from forge_train.world import Topology, World, first_host
+from forge_train.config.rules import Layout
+from forge_train.processes.distributed import DistributedContext
+from forge_train.processes.launch import Ended, Outcome, check_alone
+from forge_train.processes.launched import kind
+from forge_train.processes.world import Topology, World, first_host
 
 pytestmark = pytest.mark.unit
 TORCHRUN = {

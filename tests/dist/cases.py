@@ -165,9 +165,9 @@ def global_norm() -> dict[str, float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from forge_train.distributed import DistributedContext
-    from forge_train.gradients import clip, total_norm
-    from forge_train.rules import Layout
+    from forge_train.processes.distributed import DistributedContext
+    from forge_train.loop.gradients import clip, total_norm
+    from forge_train.config.rules import Layout
 
     world = torch.distributed.get_world_size()
     root = init_device_mesh("cpu", (world,), mesh_dim_names=("world",))

@@ -15,7 +15,7 @@ import pytest
 
 import toys
 from forge_cli import DECODER, TESTS, environment, forge, forge_process, one_message
-from forge_train.checkpoint import check, found
+from forge_train.storage.checkpoint import check, found
 
 pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.accept("dist", 2), pytest.mark.timeout(300)]
 

@@ -13,7 +13,7 @@ import torch
 from forge_train import ConfigError
 from forge_train.config import Request
 from forge_train.planning import plan
-from forge_train.setup import resolve
+from forge_train.registry.setup import resolve
 from forge_train.testing import Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gather_cases
-from forge_train import checkpoint
+from forge_train.storage import checkpoint
 from forge_train.testing import Pool, PoolError, run_forge
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import toys
-from forge_train import records
-from forge_train.checkpoint import check, found
+from forge_train.storage import records
+from forge_train.storage.checkpoint import check, found
 
 pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.timeout(400)]
 TESTS = Path(__file__).parent.parent

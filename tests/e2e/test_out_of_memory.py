@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from forge_cli import DECODER, TESTS, Ended, command, environment, one_message
-from forge_train.discovery import discover, find, load
-from forge_train.out_of_memory import Held, Memory, requested
+from forge_train.loop.out_of_memory import Held, Memory, requested
+from forge_train.registry.discovery import discover, find, load
 
 pytestmark = [pytest.mark.e2e, pytest.mark.accept("dist", 3), pytest.mark.timeout(300)]
 

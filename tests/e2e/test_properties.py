@@ -23,9 +23,9 @@ from forge_train.config import Request
 from forge_train.config.layers import presets
 from forge_train.config.sections import CORE_SECTIONS
 from forge_train.config.toml import index_lines, read
-from forge_train.discovery import canonical, discover
 from forge_train.errors import ConfigError
-from forge_train.setup import resolve
+from forge_train.registry.discovery import canonical, discover
+from forge_train.registry.setup import resolve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.accept("core", 6), pytest.mark.timeout(3600)]
 

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 
 import toys
-from forge_train import Applied, Phase, Plugin, StepResult, Transform, discovery, hookimpl
-from forge_train.calls import Calls
-from forge_train.compose import compose
+from forge_train import Applied, Phase, Plugin, StepResult, Transform, hookimpl
+from forge_train.composition.compose import compose
 from forge_train.config import Request
-from forge_train.control import Control
-from forge_train.discovery import Found
-from forge_train.distributed import DistributedContext
+from forge_train.config.rules import Layout
 from forge_train.job import Job
-from forge_train.rules import Layout
-from forge_train.run import Run
-from forge_train.setup import Setup, resolve
+from forge_train.loop.control import Control
+from forge_train.processes.distributed import DistributedContext
+from forge_train.registry import discovery
+from forge_train.registry.calls import Calls
+from forge_train.registry.discovery import Found
+from forge_train.registry.setup import Setup, resolve
+from forge_train.storage.run import Run
 from forge_train.testing import Installed, installed
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("core", 3)]

@@ -10,10 +10,10 @@ import pytest
 
 import toys
 from forge_train import Applied, ConfigError, Phase, Plugin, PluginError, Transform, hookimpl
-from forge_train.compose import compose
+from forge_train.composition.compose import compose
 from forge_train.config import Request
-from forge_train.rules import Layout
-from forge_train.setup import resolve
+from forge_train.config.rules import Layout
+from forge_train.registry.setup import resolve
 from forge_train.testing import installed
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("core", 3)]

@@ -13,7 +13,7 @@ import pytest
 
 import toys
 from forge_cli import environment
-from forge_train.discovery import discover
+from forge_train.registry.discovery import discover
 
 pytestmark = [pytest.mark.e2e, pytest.mark.accept("core", 3), pytest.mark.timeout(400)]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import toys
 from forge_train import Batch, Plugin, StepResult, hookimpl
-from forge_train.calls import Calls
+from forge_train.registry.calls import Calls
 from forge_train.testing import run_forge
 from hot_path import Watch, counting, waits
 
@@ -112,9 +112,9 @@ def test_events_of_a_step_cost_one_call_for_each_who_listens(tmp_path: Path, mon
 
 def test_the_norm_and_the_clipping_stay_on_the_device(tmp_path: Path) -> None:
     """On the meta device no value exists: whoever reads one fails."""
-    from forge_train.distributed import DistributedContext
-    from forge_train.gradients import clip, total_norm
-    from forge_train.rules import Layout
+    from forge_train.config.rules import Layout
+    from forge_train.loop.gradients import clip, total_norm
+    from forge_train.processes.distributed import DistributedContext
 
     gradients: list[Tensor] = [torch.ones(3, 2, device="meta"), torch.ones(5, device="meta")]
     norm = total_norm(gradients, DistributedContext(Layout(), torch.device("meta")))

@@ -13,8 +13,9 @@ import pytest
 
 import toys
 from forge_cli import environment
-from forge_train import ForgeError, Plugin, checkpoint, hookimpl
-from forge_train.checkpoint import check, found
+from forge_train import ForgeError, Plugin, hookimpl
+from forge_train.storage import checkpoint
+from forge_train.storage.checkpoint import check, found
 
 pytestmark = [pytest.mark.accept("core", 3)]
 
@@ -25,8 +26,8 @@ import json, os, pathlib, shutil, signal, sys
 import torch
 
 from forge_train import checkpoint
-from forge_train.distributed import DistributedContext
-from forge_train.rules import Layout
+from forge_train.processes.distributed import DistributedContext
+from forge_train.config.rules import Layout
 
 folder, alone = pathlib.Path(sys.argv[1]), DistributedContext(Layout(), torch.device("cpu"))
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..discovery import canonical, folder
 from ..errors import ConfigError, nearest
+from ..registry.discovery import canonical, folder
 from .toml import Document, Key, read
 
 OriginKind = Literal["default", "preset", "file", "FORGE_SET", "--set"]

@@ -12,14 +12,14 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..discovery import canonical
 from ..hookspecs import KINDS
+from ..registry.discovery import canonical
 from .layers import CONDITIONAL, Request, lay
 from .sections import CORE_SECTIONS
 from .validate import plain
 
 if TYPE_CHECKING:
-    from ..hooks import Hooks
+    from ..registry.hooks import Hooks
     from . import Config
 
 

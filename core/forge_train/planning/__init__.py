@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..control import Control
+from ..config.rules import Layout
 from ..errors import ConfigError, nearest
 from ..hookspecs import KINDS
 from ..job import Job
-from ..rules import Layout
-from ..run import Run
-from ..setup import Setup
-from ..world import World
+from ..loop.control import Control
+from ..processes.world import World
+from ..registry.setup import Setup
+from ..storage.run import Run
 from . import advice, meshes
 from .roofline import DEVICES, Device, Roofline, roofline
 
 if TYPE_CHECKING:
-    from ..compose import Composition
+    from ..composition.compose import Composition
     from .communication import Names
     from .parameters import Parameters
     from .rehearsal import Rehearsed
@@ -112,7 +112,7 @@ def plan(
     Raises:
         ConfigError: for a composition that can't be.
     """
-    from ..compose import compose
+    from ..composition.compose import compose
     from .communication import Names
     from .imagined import imagined
     from .ledger import held

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..discovery import discover
 from ..present import gib
+from ..registry.discovery import discover
 
 if TYPE_CHECKING:
     from . import Memory, Traffic

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import ScriptObject, Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ..distributed import DistributedContext
+from ..processes.distributed import DistributedContext
 from . import meshes
 from .watch import Watch
 

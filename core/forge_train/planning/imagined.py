@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import DistributedContext
+from ..config.rules import Layout
 from ..errors import ForgeError
-from ..meshes import build_meshes
-from ..rules import Layout
-from ..world import World
+from ..processes.distributed import DistributedContext
+from ..processes.meshes import build_meshes
+from ..processes.world import World
 
 _T = TypeVar("_T")
 

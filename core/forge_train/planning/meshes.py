@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..rules import Layout
+from ..config.rules import Layout
 
 Axes = Mapping[str, int]
 """Axis → size, the outermost first; ranks are numbered along the innermost."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ..initialise import tied_groups
-from ..model import Model
+from ..composition.initialise import tied_groups
+from ..composition.model import Model
 from .communication import Names
 from .ledger import held, local
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..composition.initialise import retie, tied_groups
+from ..composition.model import Model
 from ..errors import ForgeError, describe
-from ..initialise import retie, tied_groups
 from ..job import Job
-from ..model import Model
+from ..loop.step import Stepper
 from ..protocols import Batch
-from ..step import Stepper
 from .communication import Collective, Collectives
 from .ledger import Ledger, held, local, state_of
 from .roofline import Kernel

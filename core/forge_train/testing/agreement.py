@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from ..calls import Enabled
 from ..config import Request
+from ..config.rules import Layout
 from ..config.write import to_toml
-from ..discovery import plugin_name
 from ..errors import describe
-from ..rules import Layout
+from ..registry.calls import Enabled
+from ..registry.discovery import plugin_name
 from ..transform import Phase
 from ..verification import Verdict
 from .bench import Bench

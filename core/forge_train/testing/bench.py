@@ -11,18 +11,18 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..calls import Enabled
-from ..compose import compose
-from ..control import Control
-from ..distributed import DistributedContext
+from ..composition.compose import compose
+from ..composition.model import Model
+from ..config.rules import Layout
 from ..job import Job
-from ..model import Model
+from ..loop.control import Control
+from ..processes.distributed import DistributedContext
+from ..processes.world import World
 from ..protocols import Batch, Layer, Loader
-from ..rules import Layout
-from ..run import Run
-from ..setup import Setup
+from ..registry.calls import Enabled
+from ..registry.setup import Setup
+from ..storage.run import Run
 from ..transform import Transform
-from ..world import World
 from .conformance import require
 
 _T = TypeVar("_T")

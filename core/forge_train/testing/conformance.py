@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..calls import Enabled
-from ..discovery import Found, find, load
 from ..errors import ForgeError, describe
 from ..plugin import Plugin
+from ..registry.calls import Enabled
+from ..registry.discovery import Found, find, load
 from .environment import installed
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..calls import Calls, Enabled, implemented
-from ..discovery import Found, load
 from ..errors import ConfigError, nearest
 from ..hookspecs import KINDS
 from ..plugin import API, Plugin
+from ..registry.calls import Calls, Enabled, implemented
+from ..registry.discovery import Found, load
 from .conformance import BrokenError, DoubtError, SkippedError, Trial, require
 from .environment import LOCAL
 

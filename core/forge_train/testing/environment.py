@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from .. import discovery
-from ..discovery import DISTRIBUTION, Found, canonical, snake
 from ..plugin import Plugin
+from ..registry import discovery
+from ..registry.discovery import DISTRIBUTION, Found, canonical, snake
 
 LOCAL = "forge_train_local"
 """Where classes are put that can't be imported by name, such as those a test defines inside itself."""

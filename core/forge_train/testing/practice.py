@@ -10,18 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..calls import Enabled, implemented
-from ..compose import compose, order
+from ..composition.compose import compose, order
 from ..config import Request
+from ..config.rules import world_size
 from ..config.write import to_toml
-from ..discovery import canonical, discover
 from ..errors import describe
-from ..hooks import Hooks
 from ..hookspecs import KINDS
-from ..resume import Stateful
-from ..rules import world_size
-from ..setup import Setup, resolve
-from ..state import join, split
+from ..registry.calls import Enabled, implemented
+from ..registry.discovery import canonical, discover
+from ..registry.hooks import Hooks
+from ..registry.setup import Setup, resolve
+from ..storage.resume import Stateful
+from ..storage.state import join, split
 from .agreement import agree
 from .bench import Bench, same
 from .conformance import Check, SkippedError, attempt, require

@@ -11,24 +11,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .. import records
-from ..calls import implemented
 from ..config import Request
-from ..discovery import canonical, discover, dotted, load, plugin_name
+from ..config.rules import world_size
 from ..errors import ConfigError
 from ..events import Finished, StepResult
-from ..hooks import Hooks
 from ..plugin import Plugin
-from ..rules import world_size
-from ..setup import Setup, resolve
+from ..registry.calls import implemented
+from ..registry.discovery import canonical, discover, dotted, load, plugin_name
+from ..registry.hooks import Hooks
+from ..registry.setup import Setup, resolve
+from ..storage import records
 from . import tiny
 from .environment import installed
 
 if TYPE_CHECKING:
     import torch
 
+    from ..composition.model import Model
     from ..job import Job
-    from ..model import Model
 
 Wanted = Iterable[str | type[Plugin]]
 Settings = Mapping[str, Any]
@@ -121,7 +121,7 @@ def run_forge(
     Raises:
         ForgeError: as `forge train` would show it; anything a plugin raises.
     """
-    from ..engine import train
+    from ..loop.engine import train
 
     folder = folder or _temporary()
     with (
@@ -242,7 +242,7 @@ def _unchanged_process() -> Iterator[None]:
     """Leave the process's random numbers and switches as they were found."""
     import torch
 
-    from ..state import random_state, set_random_state
+    from ..storage.state import random_state, set_random_state
 
     before, deterministic = random_state(), torch.are_deterministic_algorithms_enabled()
     try:

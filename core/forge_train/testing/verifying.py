@@ -6,9 +6,9 @@ import dataclasses
 import shutil
 from typing import Any
 
-from ..agent import by_cause
 from ..config import Request
-from ..launch import Ended, Outcome
+from ..processes.agent import by_cause
+from ..processes.launch import Ended, Outcome
 from ..verification import Reference, Verdict, failure, verify
 from .pool import Pool
 
@@ -58,9 +58,9 @@ class Verifier:
 def take(**arguments: Any) -> dict[str, Any]:
     """What each rank does, and how it ended."""
     from ..errors import ForgeError, explain
-    from ..launched import kind
+    from ..processes.launched import kind
+    from ..processes.world import World
     from ..verification.record import worker
-    from ..world import World
 
     rank = World.here().rank
     try:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..config import Request
 from ..config.sections import CORE_SECTIONS, ParallelSection
 from ..errors import ConfigError, ForgeError
-from ..launch import Task, launch
-from ..setup import Setup, resolve
+from ..processes.launch import Task, launch
+from ..registry.setup import Setup, resolve
 
 if TYPE_CHECKING:
     from .record import Recording

@@ -12,25 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checkpoint
 from ..choices import heard_by
-from ..compose import compose
+from ..composition.compose import compose
+from ..composition.model import Model
 from ..config import Request
-from ..control import Control
-from ..distributed import DistributedContext
-from ..engine import prepare_process
+from ..config.rules import Layout
 from ..events import Update
-from ..gradients import full
 from ..job import Job
-from ..model import Model
+from ..loop.control import Control
+from ..loop.engine import prepare_process
+from ..loop.gradients import full
+from ..loop.step import Progress, Stepper
+from ..processes.distributed import DistributedContext
+from ..processes.world import World
 from ..protocols import Batch, Loader
-from ..resume import capture, restore
-from ..rules import Layout
-from ..run import Run, plugin_list, write_json
-from ..setup import Setup, resolve
-from ..state import split
-from ..step import Progress, Stepper
-from ..world import World
+from ..registry.setup import Setup, resolve
+from ..storage import checkpoint
+from ..storage.resume import capture, restore
+from ..storage.run import Run, plugin_list, write_json
+from ..storage.state import split
 from .routing import Counter, Step, Tally
 
 Fingerprint = tuple[str, str]

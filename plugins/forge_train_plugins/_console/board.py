@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_train.hookspecs import KINDS
 from forge_train.present import quantity, short
-from forge_train.records import METRICS
+from forge_train.storage.records import METRICS
 
 if TYPE_CHECKING:
     from forge_train import Evaluation, Finished, Job, LogRecord, Model

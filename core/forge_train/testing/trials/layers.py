@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...initialise import materialise
+from ...composition.initialise import materialise
 from ..bench import Bench, Trials, close
 from ..conformance import DoubtError, SkippedError, require
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ...calls import implemented
+from ...composition.model import Model
 from ...config.layers import DEFAULT, Value
 from ...config.toml import Key
 from ...config.validate import validate
-from ...model import Model
 from ...protocols import HFModel
+from ...registry.calls import implemented
 from ...transform import Phase, Transform
 from ..bench import Bench, Trials, close, hidden_states
 from ..conformance import DoubtError, SkippedError, require

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...model import Model
-from ...state import join, load_optimizer_state, optimizer_state, split
+from ...composition.model import Model
+from ...storage.state import join, load_optimizer_state, optimizer_state, split
 from ..bench import Bench, Trials, draw_gradients, same
 from ..conformance import DoubtError, require
 

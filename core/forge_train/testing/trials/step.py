@@ -7,7 +7,7 @@ from typing import get_args
 
 import torch
 
-from ...model import Model
+from ...composition.model import Model
 from ...protocols import MASKED, SpanName
 from ...transform import Applied
 from ..bench import Bench, OpaqueHead, Oracle, Trials, close, hidden_states, rows, scalar

@@ -1,0 +1,1 @@
+"""From plugins' transforms to one model."""

@@ -1,0 +1,174 @@
+"""Initial weights: a pure function of (run seed, parameter's name, row block), the same on every topology."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PluginError
+from ..protocols import Init
+
+ROWS = 64
+"""Rows per seeded block: few enough that an uneven shard wastes little, enough that seeding costs nothing."""
+
+
+def declared(part: nn.Module) -> dict[str, Init]:
+    """How every parameter starts. Asked before any transform replaces the modules that know.
+
+    Raises:
+        PluginError: for a parameter that nobody declares the start of.
+    """
+    return {name: declared_init(part, name) for name, _ in part.named_parameters()}
+
+
+def materialise(part: nn.Module, device: torch.device, seed: int, starts: Mapping[str, Init] | None = None) -> None:
+    """Give a part that was built on the meta device its memory and its initial values.
+
+    Args:
+        part: the module, composed.
+        device: where its memory is taken.
+        seed: the run's.
+        starts: what `declared` found before the composition; parameters that were added since are asked for here.
+
+    Raises:
+        PluginError: for a parameter or a buffer that nobody declares the start of.
+    """
+    starts = starts or {}
+    allocate(part, device)
+    done: set[int] = set()
+    with torch.no_grad():
+        for name, parameter in part.named_parameters():
+            if id(parameter) not in done:
+                done.add(id(parameter))
+                fill(parameter, name, starts.get(name) or declared_init(part, name), seed)
+
+
+def allocate(part: nn.Module, device: torch.device) -> None:
+    """Give a part that was built on the meta device its memory: parameters hold anything, buffers what they start with.
+
+    Raises:
+        PluginError: for a buffer that nobody declares the start of.
+    """
+    ties = tied_groups(part)
+    part.to_empty(device=device)
+    retie(part, ties)
+    for name, module in part.named_modules():
+        if next(module.buffers(recurse=False), None) is not None:
+            reset = getattr(module, "reset_buffers", None)
+            if reset is None:
+                raise PluginError(
+                    f"Module {name!r} ({type(module).__name__}) has buffers but no `reset_buffers()` to fill them "
+                    "after it was built on the meta device."
+                )
+            reset()
+
+
+def declared_init(part: nn.Module, name: str) -> Init:
+    """How a parameter starts: its module's `initial(name)`, or that of the nearest module around it.
+
+    Raises:
+        PluginError: if none declares it.
+    """
+    owner, _, rest = name.rpartition(".")
+    while True:
+        initial = getattr(part.get_submodule(owner), "initial", None)
+        if initial is not None:
+            init = initial(rest)
+            if isinstance(init, Init):
+                return init
+        if not owner:
+            module = part.get_submodule(name.rpartition(".")[0])
+            raise PluginError(
+                f"Nobody declares how parameter {name!r} ({type(module).__name__}) starts: give its module, or one "
+                "around it, `initial(name) -> Init`, or build it from forge_train.nn."
+            )
+        owner, _, last = owner.rpartition(".")
+        rest = f"{last}.{rest}"
+
+
+def fill(tensor: Tensor, name: str, init: Init, seed: int) -> None:
+    """Fill a parameter, or this rank's shard of it, in place."""
+    local, window = _window(tensor)
+    if init.kind in ("ones", "zeros"):
+        local.fill_(1.0 if init.kind == "ones" else 0.0)
+        return
+    if local.numel() == 0:
+        return
+    shape = tuple(tensor.shape) if tensor.dim() > 1 else (1, *tensor.shape) if tensor.dim() else (1, 1)
+    if tensor.dim() <= 1:
+        local, window = local.reshape(1, -1), [(0, 1), *window] if tensor.dim() else [(0, 1), (0, 1)]
+    leading, (row_from, row_to), columns = window[:-2], window[-2], slice(*window[-1])
+    for index in itertools.product(*(range(*bounds) for bounds in leading)):
+        target = local[tuple(i - bounds[0] for i, bounds in zip(index, leading, strict=True))]
+        for start in range(row_from - row_from % ROWS, row_to, ROWS):
+            rows = min(ROWS, shape[-2] - start)
+            block = torch.empty(rows, shape[-1])
+            _draw(block, init, _seed(seed, name, *index, start // ROWS))
+            low, high = max(start, row_from), min(start + rows, row_to)
+            target[low - row_from : high - row_from].copy_(block[low - start : high - start, columns])
+
+
+def _draw(block: Tensor, init: Init, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    if init.kind == "normal":
+        block.normal_(0.0, init.std, generator=generator)
+    else:
+        bound = math.sqrt(3.0) * init.std
+        block.uniform_(-bound, bound, generator=generator)
+
+
+def _seed(*parts: object) -> int:
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _window(tensor: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+    """This rank's part of a tensor, and what it covers of each axis: from, up to."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor, [(0, size) for size in tensor.shape]
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(tensor, DTensor):
+        return tensor, [(0, size) for size in tensor.shape]
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
+
+
+def tied_groups(*parts: nn.Module) -> list[tuple[str, ...]]:
+    """Names that share one parameter, a tuple for each such parameter."""
+    names: dict[int, list[str]] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+    return [tuple(group) for group in names.values() if len(group) > 1]
+
+
+def retie(part: nn.Module, groups: list[tuple[str, ...]]) -> list[str]:
+    """Tie again what `to_empty` or tensor parallelism has untied; names that could not be tied.
+
+    Two parameters can be tied when they have the same shape and the same placements.
+    """
+    failed = []
+    for first, *others in groups:
+        owner, _, attribute = first.rpartition(".")
+        # Not by getattr: a module may compute with a narrower copy under the parameter's name.
+        kept = part.get_submodule(owner)._parameters[attribute]
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            module = part.get_submodule(owner)
+            parameter = module._parameters[attribute]
+            assert parameter is not None
+            assert kept is not None
+            if parameter is kept:
+                continue
+            if parameter.shape == kept.shape and getattr(parameter, "placements", 0) == getattr(kept, "placements", 0):
+                setattr(module, attribute, kept)
+            else:
+                failed.append(name)
+    return failed

@@ -1,0 +1,132 @@
+"""Rules between core's own values, and the layout of the processes that follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ..processes.world import World
+from ..protocols import Problem
+from . import Config
+from .sections import ParallelSection
+
+
+def world_size() -> int:
+    """The number of processes a launcher started, 1 without a launcher.
+
+    Raises:
+        ConfigError: for an environment that contradicts itself.
+    """
+    return World.here().size
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh axes over a world of processes."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @classmethod
+    def of(cls, parallel: ParallelSection, world: int) -> Layout:
+        """Fill in `dp_shard = -1` and check that the axes tile the world.
+
+        Raises:
+            ConfigError: stating the rule and the numbers.
+        """
+        others = parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
+        shard = parallel.dp_shard
+        if shard == 0:
+            raise ConfigError("parallel.dp_shard must be at least 1, or -1 for what is left over; it is 0.")
+        if shard == -1:
+            if world > others and world % others:
+                raise ConfigError(
+                    f"parallel.dp_shard = -1 takes what is left over, but pp × dp_replicate × cp × tp = {parallel.pp} "
+                    f"× {parallel.dp_replicate} × {parallel.cp} × {parallel.tp} = {others} does not divide the {world} "
+                    "processes."
+                )
+            shard = max(world // others, 1)
+        if others * shard != world:
+            raise ConfigError(
+                f"pp × dp_replicate × dp_shard × cp × tp = {parallel.pp} × {parallel.dp_replicate} × {shard} × "
+                f"{parallel.cp} × {parallel.tp} = {others * shard}, but there {_are(world)}."
+            )
+        inner = shard * parallel.cp * parallel.tp
+        if parallel.etp not in (1, parallel.tp):
+            raise ConfigError(f"parallel.etp must be 1 or tp ({parallel.tp}); it is {parallel.etp}.")
+        tiled = inner if parallel.etp == 1 else shard * parallel.cp
+        if tiled % parallel.ep:
+            axes = "dp_shard × cp × tp" if parallel.etp == 1 else "dp_shard × cp"
+            raise ConfigError(f"parallel.ep ({parallel.ep}) must divide {axes} ({tiled}).")
+        return cls(parallel.pp, parallel.dp_replicate, shard, parallel.cp, parallel.tp, parallel.ep, parallel.etp)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that work on different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def averaged(self) -> int:
+        """R: the ranks that SHARD transforms average gradients over."""
+        return self.data_ranks * self.cp
+
+    def axes(self) -> dict[str, int]:
+        """Axis → size, the sharding and replicating ones."""
+        return {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "cp": self.cp,
+            "tp": self.tp,
+            "ep": self.ep,
+            "etp": self.etp,
+        }
+
+
+def _are(world: int) -> str:
+    return "is 1 process" if world == 1 else f"are {world} processes"
+
+
+def check(config: Config, world: int) -> Iterator[Problem]:
+    """Mistakes in core's sections that only several values together show."""
+    train, name = config.train, config.run.name
+    if name in (".", "..") or "/" in name or "\\" in name:
+        yield Problem("run.name", f"expected the name of a folder, found the path {name!r}; its place is --run-dir.")
+    if bool(train.steps) == bool(train.tokens):
+        found = "both" if train.steps else "neither"
+        yield Problem("train.steps", f"say how long to train, either in steps or in tokens; found {found}.")
+    try:
+        layout = Layout.of(config.parallel, world)
+    except ConfigError as error:
+        yield Problem("parallel.dp_shard", str(error))
+        return
+    per_pass = (train.micro_batch or 1) * layout.data_ranks
+    if train.global_batch % per_pass:
+        yield Problem(
+            "train.global_batch",
+            f"{train.global_batch} is not a multiple of micro_batch × data-parallel ranks "
+            f"= {train.micro_batch or 1} × {layout.data_ranks} = {per_pass}.",
+        )
+
+
+def fill_in(config: Config, world: int) -> Config:
+    """A checked configuration with the values that follow from others."""
+    train = config.train
+    if train.micro_batch:
+        return config
+    share = train.global_batch // Layout.of(config.parallel, world).data_ranks
+    filled = dataclasses.replace(train, micro_batch=share)
+    return dataclasses.replace(config, train=filled, as_written={"train": {"micro_batch": 0}})
+
+
+def total_steps(config: Config) -> int:
+    """Optimizer steps of the run."""
+    per_step = config.train.global_batch * config.train.sequence
+    return config.train.steps or -(-config.train.tokens // per_step)

@@ -1,0 +1,1 @@
+"""A run: its steps, and what happens between them."""

@@ -1,0 +1,72 @@
+"""The global gradient norm, and clipping by it, over parameters of any placement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..processes.distributed import DistributedContext
+
+
+def present(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that are there."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def total_norm(gradients: Sequence[Tensor], context: DistributedContext) -> Tensor:
+    """The 2-norm of all gradients together, 0-dim float32 and bit-equal on all ranks, without waiting for the device.
+
+    Each rank sums the squares of what it holds; the sums are added up over the mesh axes that the gradients are split
+    along, those of one mesh together, and over the stages of a pipeline. torch's own total norm (2.13) fails for plain
+    tensors beside DTensors, and for two meshes.
+    """
+    from torch.distributed.tensor import DTensor, Partial
+
+    groups: dict[tuple[object, tuple[int, ...]], list[Tensor]] = {}
+    for gradient in gradients:
+        if not isinstance(gradient, DTensor):
+            groups.setdefault((None, ()), []).append(gradient)
+            continue
+        if any(isinstance(placement, Partial) for placement in gradient.placements):
+            gradient = full(gradient)
+            groups.setdefault((None, ()), []).append(gradient)
+            continue
+        split = tuple(
+            axis
+            for axis, placement in enumerate(gradient.placements)
+            if not placement.is_replicate() and gradient.device_mesh.size(axis) > 1
+        )
+        groups.setdefault((gradient.device_mesh if split else None, split), []).append(gradient.to_local())
+    total = torch.zeros((), device=context.device)
+    for (mesh, split), tensors in groups.items():
+        square = torch.nn.utils.get_total_norm(tensors).to(context.device, torch.float32) ** 2
+        for axis in split:
+            dist.all_reduce(square, group=mesh.get_group(axis))  # type: ignore[attr-defined]
+        total += square
+    if context.layout.pp > 1:
+        context.all_reduce(total, axis="pp")
+    return total.sqrt()
+
+
+def scale(gradients: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiply gradients in place: plain tensors and DTensors of any mesh together, on one device or several."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        held: Tensor = getattr(gradient, "_local_tensor", gradient)
+        by_device.setdefault(held.device, []).append(held)
+    for device, tensors in by_device.items():
+        torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
+
+
+def clip(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
+    """Scale gradients in place so that their norm is at most `limit`."""
+    scale(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be a DTensor (a norm, or a loss under loss parallelism)."""
+    whole = getattr(tensor, "full_tensor", None)
+    return whole() if whole is not None else tensor

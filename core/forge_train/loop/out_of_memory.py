@@ -1,0 +1,185 @@
+"""Out of memory, told so that it can be mended: what was asked for and where, what the run holds, what may help."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..composition.model import Model
+from ..errors import ForgeError
+from ..job import Job
+from ..present import gib
+from ..registry.discovery import discover
+from .meter import memory_gib
+
+_NO_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory|std::bad_alloc", re.IGNORECASE)
+_ASKED = re.compile(r"tried to allocate ([\d.]+) ?(\w+)", re.IGNORECASE)
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_PLACES = {
+    "Stepper._apply": "the optimizer",
+    "Stepper._backward": "forward",
+    "Stepper.run": "reading batches",
+    "Training._evaluate": "evaluation",
+    "Training._save": "saving a checkpoint",
+    "Training._load": "loading a checkpoint",
+    "Training.run": "between steps",
+    "Training.__init__": "building",
+    "Composition.allocate": "building",
+    "compose": "building",
+}
+"""Function of core → the phase of a run that it is, innermost first."""
+_KEPT = ("parameters", "gradients", "optimizer")
+"""Parts of what a rank holds that can be spread over ranks."""
+_WORTH, _MOST = 0.1, 0.5
+"""The share of what is held that spreading it must be about, and that of activations to be suspected anywhere."""
+
+
+class OutOfMemoryError(ForgeError):
+    """A tensor found no memory."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that this rank held at its peak."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """What is neither of the others: activations, gathered weights, and what kernels need in passing."""
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+    def share(self, parts: Iterable[str]) -> float:
+        """Of some of the parts, from 0 to 1."""
+        return sum(getattr(self, part, 0) for part in parts) / max(self.total, 1)
+
+
+class Memory:
+    """What a run holds, as far as it has been built."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._besides = resident(job.device)
+        """Bytes of the process that are no part of the run: the interpreter and its libraries."""
+        self._model: Model | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def holds(self, model: Model, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """From here on there is a model, and then an optimizer."""
+        self._model, self._optimizer = model, optimizer
+        if optimizer is not None:
+            held = (*model.parameters(), *_tensors(optimizer))
+            self._besides = max(resident(self._job.device) - local_bytes(held), 0)
+
+    def explain(self, error: BaseException, step: int, log: Path) -> OutOfMemoryError | None:
+        """What a user is told of an error, if that is that memory ran out.
+
+        Args:
+            error: what ended the run.
+            step: the last one that was done.
+            log: the file that holds the traceback.
+        """
+        asked = requested(error)
+        if asked is None:
+            return None
+        place, held = where(error), self.peak(stepped=step > 0)
+        at = place if place in ("building", "start") else f"step {step + 1}, {place}"
+        more = f"{gib(asked)} more were asked for ({asked:,} bytes)" if asked else "nobody says how much was asked for"
+        lines = [f"Out of memory on {self._job.device} ({at}): {more}.", "This rank's peak, by part:"]
+        lines += [f"  {part:<12} {gib(count):>10}" for part, count in asdict(held).items()]
+        advice = list(self._advice(place, held))
+        lines += ["What would help:", *(f"  {line}" for line in advice)] if advice else []
+        return OutOfMemoryError("\n".join([*lines, f"The traceback is in {log}."]))
+
+    def peak(self, *, stepped: bool) -> Held:
+        """By part; a run that has `stepped` held all gradients once, also if they are gone."""
+        parameters = list(self._model.parameters()) if self._model else []
+        gradients = [p for p in parameters if p.requires_grad] if stepped else [p.grad for p in parameters]
+        tensors = _tensors(self._optimizer) if self._optimizer else []
+        known = Held(local_bytes(parameters), local_bytes(gradients), local_bytes(tensors), 0)
+        if self._optimizer is None:
+            return known
+        most = resident(self._job.device, peak=True) - self._besides
+        return replace(known, activations=max(most - known.total, 0))
+
+    def _advice(self, place: str, held: Held) -> Iterator[str]:
+        if place in ("forward", "backward", "evaluation", "reading batches") or held.share(["activations"]) > _MOST:
+            yield from self._about_activations()
+        if place in ("building", "the optimizer") or held.share(_KEPT) > _WORTH:
+            yield from self._about_ranks(held)
+
+    def _about_activations(self) -> Iterator[str]:
+        train = self._job.config.train
+        if (now := train.micro_batch) > 1:
+            fewer = now // next(n for n in range(2, now + 1) if now % n == 0)
+            yield f"-s train.micro_batch={fewer} (now {now}): the same batch in more, smaller passes"
+        elif (now := train.sequence) > 1:
+            yield f"-s train.sequence={now // 2} (now {now}): a micro-batch is one sequence already"
+        enabled = self._job.hooks.enabled
+        for found in discover():
+            if "activations" in found.saves and found.name not in enabled:
+                yield f"--plugins {found.name}: {found.summary}"
+
+    def _about_ranks(self, held: Held) -> Iterator[str]:
+        """Spread over ranks what each of them holds."""
+        world = self._job.dist.world
+        spreading = [name for name, one in self._job.hooks.enabled.items() if set(_KEPT) & set(one.cls.saves)]
+        # The ranks of one machine share its memory, unless they bring devices of their own.
+        apart = " on other machines" if self._job.device.type == "cpu" else ""
+        if spreading and world > 1:
+            yield f"more ranks{apart} (now {world}): {' and '.join(spreading)} gives each of them a smaller share"
+            return
+        best = max(discover(), key=lambda found: held.share(set(_KEPT) & set(found.saves)))
+        if set(_KEPT) & set(best.saves):
+            more = f" with several ranks{apart}" if world == 1 else ""
+            yield f"--plugins {best.name}{more}: {best.summary}"
+
+
+def requested(error: BaseException) -> int | None:
+    """Bytes that were asked for in vain, 0 where the error does not say; None if it is another error."""
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not (
+        isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))
+    ):
+        return requested(error.__cause__) if error.__cause__ else None
+    found = _ASKED.search(str(error))
+    return int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
+
+
+def where(error: BaseException) -> str:
+    """The phase of a run that an error comes from."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any((f.f_globals.get("__name__"), f.f_code.co_name) == ("torch.autograd", "backward") for f in frames):
+        return "backward"
+    own = {f.f_code.co_qualname for f in frames if str(f.f_globals.get("__name__")).startswith("forge_train.")}
+    return next((place for function, place in _PLACES.items() if function in own), "start")
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """An optimizer's state."""
+    return [value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
+
+
+def local_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """What this rank holds of tensors."""
+    held = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors if tensor is not None)
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def resident(device: torch.device, *, peak: bool = False) -> int:
+    """Bytes in use: of the device's tensors on CUDA, of the whole process elsewhere. Now, or at most so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
+    status = Path("/proc/self/status")  # a process's own; what getrusage says begins with its parent's
+    if not status.exists():
+        return int(memory_gib(device) * 2**30)
+    found = re.search(rf"^{'VmHWM' if peak else 'VmRSS'}:\s*(\d+) kB", status.read_text(encoding="ascii"), re.MULTILINE)
+    return 1024 * int(found[1]) if found else 0

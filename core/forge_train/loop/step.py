@@ -1,0 +1,109 @@
+"""One optimizer step: micro-batches in, updated weights and a `StepResult` out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..auxiliary import loss_scaling
+from ..composition.model import Model
+from ..events import StepResult, Update
+from ..job import Job
+from ..protocols import Batch, Executor, Loader, LossScale, Schedule, Task
+from .gradients import clip, full, present, scale, total_norm
+
+
+@dataclass
+class Progress:
+    """How far the run is. The data's position is the loader's: a roll-back moves the two apart."""
+
+    step: int = 0
+    tokens: int = 0
+    last_saved: int = -1
+
+
+class Stepper:
+    """Everything a step needs, resolved once."""
+
+    def __init__(
+        self, job: Job, model: Model, optimizer: torch.optim.Optimizer, schedule: Schedule, loader: Loader
+    ) -> None:
+        train = job.config.train
+        self.job, self.model, self.optimizer, self.schedule, self.loader = job, model, optimizer, schedule, loader
+        self.task: Task = job.hooks.task()
+        self.executor: Executor = job.hooks.executor(model, self.task)
+        self.loss_scale: LossScale | None = job.hooks.loss_scale()
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.accumulation = train.global_batch // (train.micro_batch * job.dist.data_ranks)
+        self._prepare = job.hooks.prepare_batch()
+        self._around_backward = job.hooks.span("forward_backward")
+        self._around_optimizer = job.hooks.span("optimizer")
+
+    def fetch(self, loader: Loader, count: int) -> tuple[list[Batch], float]:
+        """Micro-batches on the device, and the weight of all ranks' together."""
+        batches = [self._prepare(next(loader)) for _ in range(count)]
+        weight = float(sum(self.task.weight(batch) for batch in batches))
+        if self.job.dist.world > 1:  # on the CPU, so that nothing waits for the device
+            mine = torch.tensor(weight, dtype=torch.float64)
+            weight = float(self.job.dist.all_reduce(mine, axis="data"))
+        return [batch.to(self.job.device) for batch in batches], weight
+
+    def run(self, progress: Progress) -> StepResult:
+        """Take one step from where the run is."""
+        started = time.perf_counter()
+        first = int(self.loader.state_dict()["position"])
+        batches, weight = self.fetch(self.loader, self.accumulation)
+        update = self._backward(progress.step + 1, batches, weight)
+        self.job.hooks.on_gradients(update)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        if not update.vetoed:
+            self._apply(update)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.loss_scale is not None:
+            self.loss_scale.update(bool(update.vetoed))
+        progress.step += 1
+        progress.tokens += self.job.config.train.global_batch * self.job.config.train.sequence
+        return StepResult(
+            step=progress.step,
+            tokens=progress.tokens,
+            loss=update.loss,
+            grad_norm=update.grad_norm,
+            lr=lr,
+            seconds=time.perf_counter() - started,
+            skipped=bool(update.vetoed),
+            data_range=(first, int(self.loader.state_dict()["position"])),
+        )
+
+    def _backward(self, step: int, batches: Sequence[Batch], weight: float) -> Update:
+        """Accumulate the gradients of the mean loss over the global batch."""
+        factor: Tensor | float = self.loss_scale.scale() if self.loss_scale else 1.0
+        # SHARD transforms average over R ranks, so R / weight of the summed losses is the mean over all of them. The
+        # backward pass gets the next power of two for R: a factor of 3 would round other than one process does.
+        ranks = self.job.dist.layout.averaged
+        power = 1 << (ranks - 1).bit_length()
+        whole = factor * (power / (weight or 1.0))
+        with self._around_backward(), loss_scaling(whole):
+            total = self.executor.train(batches, whole)
+        self.model.after_backward()
+        gradients = present(self.parameters)
+        if self.loss_scale is not None or power != ranks:
+            scale(gradients, ranks / power / factor)
+        norm = total_norm(gradients, self.job.dist)
+        return Update(step, self._mean(total, weight), norm, self.parameters)
+
+    def _mean(self, total: Tensor, weight: float) -> Tensor:
+        """The mean over the global batch from this rank's sum."""
+        total = self.job.dist.all_reduce(full(total).detach().float().clone(), axis="loss")
+        return total / (weight or 1.0)
+
+    def _apply(self, update: Update) -> None:
+        limit = self.job.config.train.clip_norm
+        if limit and (gradients := present(self.parameters)):
+            clip(gradients, update.grad_norm, limit)
+        with self._around_optimizer():
+            self.optimizer.step()
+        self.schedule.step()

@@ -1,0 +1,1 @@
+"""Models without a run: opened, sampled from, read and written in other forms."""

@@ -1,0 +1,171 @@
+"""Opening a run or a checkpoint to look at its model: on one process, without training, without a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..composition.compose import compose
+from ..composition.initialise import allocate
+from ..composition.model import Model
+from ..config.layers import Request, lay
+from ..config.rules import Layout
+from ..config.sections import Device
+from ..errors import ConfigError, ForgeError
+from ..job import Job
+from ..loop.control import Control
+from ..processes.distributed import DistributedContext, choose_device
+from ..registry.discovery import canonical, plugin_name
+from ..registry.setup import Setup, resolve
+from ..storage import checkpoint
+from ..storage.resume import load_weights
+from ..storage.run import Run, is_run
+
+AXES = ("dp_replicate", "tp", "cp", "pp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model as a checkpoint holds it."""
+
+    job: Job
+    model: Model
+    path: Path
+    """The checkpoint."""
+    step: int
+    tokens: int
+
+
+class Untouched(Run):
+    """The folder of a run that is only looked at."""
+
+    def artifact(self, name: str) -> NoReturn:
+        self._refuse(f"artifacts/{name}")
+
+    def open(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("its description")
+
+    def event(self, name: str, step: int, **fields: Any) -> NoReturn:
+        self._refuse("events.jsonl")
+
+    def metrics(self, line: Mapping[str, Any]) -> NoReturn:
+        self._refuse("metrics.jsonl")
+
+    def end(self, outcome: Mapping[str, Any]) -> NoReturn:
+        self._refuse("outcome.json")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ForgeError(f"{self.dir} is only being looked at; {what} can't be written.")
+
+
+def open_model(path: Path, *, device: Device | None = None, text: bool = True) -> Opened:
+    """The model of a run (its newest whole checkpoint) or of a checkpoint, with its weights, on this process alone.
+
+    The plugins are those that it was trained with, but for those that change no number. Nothing is written.
+
+    Args:
+        path: a run, or a checkpoint.
+        device: where to; by default where it was trained, or what there is here.
+        text: whether the tokenizer is needed. Weights alone are there also where it is gone.
+
+    Raises:
+        ConfigError: for a path that is neither, a plugin that is not installed, a checkpoint of another model.
+    """
+    path = checkpoint.whole(path)
+    saved = checkpoint.read_state(path)
+    setup = setup_of(path, saved)
+    job = lone_job(setup, path, device)
+    model = compose_meta(job, text=text)
+    for part in model.parts:
+        allocate(part, job.device)
+    load_weights(model, job, path)
+    model.train(False)
+    return Opened(job, model, path, saved["progress"]["step"], saved["progress"]["tokens"])
+
+
+def setup_of(path: Path, saved: Mapping[str, Any]) -> Setup:
+    """The configuration and the plugins that a checkpoint was saved with, cut down to one process that only looks.
+
+    Raises:
+        ConfigError: naming what is not installed any more, or is not as it was.
+    """
+    file = str(path / "config.toml")
+    tree = lay(Request(config=file)).tree
+    asked = [spec for key in ("plugins",) for spec in _names(tree.values.get((key,)))]
+    defaults = [value.value for value in tree.below(("defaults",)).values() if isinstance(value.value, str)]
+    named = {plugin_name(spec) for spec in (*asked, *defaults)} - {""}
+    already = {canonical(name) for name in _names(tree.values.get(("without",)))}
+    kept = {entry["name"] for entry in saved["enabled"]}
+    alone = (*(f"parallel.{axis}=1" for axis in AXES), "parallel.dp_shard=1")
+    request = Request(config=file, without=tuple(sorted(named - kept - already)), set=alone)
+    try:
+        setup = resolve(request, training=False)
+        if moved := _moved_tokenizer(setup, path):
+            setup = resolve(dataclasses.replace(request, set=(*alone, moved)), training=False)
+    except ConfigError as error:
+        raise ConfigError(f"{path} can't be opened with the plugins that are installed now:\n{error}") from error
+    return setup
+
+
+def tokenizer_file(setup: Setup) -> Path | None:
+    """The `tokenizer.json` of a run: what the tokenizer's plugin has in the key `tokenizer`, if that is a file."""
+    name = setup.hooks.provider("tokenizer")
+    value = getattr(setup.config.sections[name], "tokenizer", None) if name else None
+    file = Path(value).expanduser() if isinstance(value, str) else None
+    return file if file and file.is_file() else None
+
+
+def _moved_tokenizer(setup: Setup, path: Path) -> str:
+    """The assignment that finds the tokenizer inside a checkpoint which is not where it was made."""
+    name, beside = setup.hooks.provider("tokenizer"), path / "tokenizer.json"
+    if not name or not beside.is_file() or tokenizer_file(setup):
+        return ""
+    return f"{name}.tokenizer={beside}" if hasattr(setup.config.sections[name], "tokenizer") else ""
+
+
+def lone_job(setup: Setup, path: Path, device: Device | None = None) -> Job:
+    """A job of one process, whatever a launcher says, that leaves no trace.
+
+    Raises:
+        ConfigError: for a device that was asked for and is not here.
+    """
+    try:
+        chosen = choose_device(device or setup.config.run.device)
+    except ConfigError:
+        if device:
+            raise
+        chosen = choose_device("auto")
+    run = path.parent.parent if is_run(path.parent.parent) else path
+    job = Job(setup.config, setup.hooks, Untouched(run), DistributedContext(Layout(), chosen), Control())
+    setup.hooks.bind(job)
+    return job
+
+
+def compose_meta(job: Job, *, text: bool) -> Model:
+    """The composed model, on the meta device.
+
+    Args:
+        job: a lone one.
+        text: whether the tokenizer is needed. One that is gone, or does not fit the model, is else left out.
+
+    Raises:
+        ConfigError: for a composition that can't be.
+    """
+    try:
+        return compose(job, allocate=False).model
+    except ConfigError as error:
+        if text or job.hooks.provider("tokenizer") is None:
+            raise
+        job.hooks.vacate("tokenizer")
+        try:
+            return compose(job, allocate=False).model
+        except ConfigError:
+            raise error from None
+
+
+def _names(value: Any) -> list[str]:
+    found = value.value if value is not None else []
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []

@@ -1,0 +1,268 @@
+"""One source of truth for distribution: who this process is, and the meshes over all of them.
+
+Nothing else asks `torch.distributed` who it is. CUDA (NCCL) and CPU (gloo) are equals, and everything here works the
+same in one process without a process group.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from ..config.rules import Layout
+from ..config.sections import Device
+from ..errors import ConfigError, ForgeError, PluginError
+from .meshes import build_meshes
+from .process_group import join
+from .world import Topology, World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+log = logging.getLogger("forge_train")
+
+# It warns of every tensor over two mesh axes that is gathered whole, which only checks and checkpoints do.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+Domain = Literal["dense", "expert", "batch", "flat"]
+_T = TypeVar("_T")
+
+START_TIMEOUT = 120.0
+"""Seconds that processes wait for each other, where the configuration (`run.start_timeout`) does not say."""
+
+
+ALONE = World()
+
+
+def choose_device(wanted: Device, world: World = ALONE) -> torch.device:
+    """The device of this process.
+
+    Raises:
+        ConfigError: if the wanted one is not there.
+    """
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device = 'cuda', but torch finds no CUDA device here; use 'auto' or 'cpu'.")
+    if wanted == "cuda" and world.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"Local rank {world.local_rank} has no CUDA device of its own: there are {torch.cuda.device_count()}. "
+            "Start fewer processes, or say run.device = 'cpu'."
+        )
+    if wanted == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("run.device = 'mps', but torch finds no Metal device here; use 'auto' or 'cpu'.")
+    if wanted == "mps" and world.size > 1:
+        raise ConfigError("run.device = 'mps' works in one process only; use 'cpu' for several.")
+    return torch.device(wanted, world.local_rank) if wanted == "cuda" else torch.device(wanted)
+
+
+@dataclass
+class DistributedContext:
+    """Rank, world, device, layout, and the meshes of the four domains.
+
+    * `dense`: `pp, dp_replicate, dp_shard, cp, tp`, and flattened `fsdp` (dp_shard × cp, also in two axes with
+      dp_replicate), `data` (dp_replicate × dp_shard × cp) and `loss` (pp × data);
+    * `expert`: `pp, dp_replicate, efsdp, ep, etp`, with dp_shard · cp · tp = efsdp · ep · etp (etp = tp), or
+      = efsdp · ep (etp = 1);
+    * `batch`: `pp, dp, cp, tp`;
+    * `flat`: `world`.
+    """
+
+    layout: Layout
+    device: torch.device
+    place: World = field(default_factory=World)
+    _meshes: dict[str, DeviceMesh] = field(default_factory=dict)
+
+    @classmethod
+    @contextmanager
+    def join(cls, layout: Layout, wanted: Device, *, timeout: float = START_TIMEOUT) -> Iterator[DistributedContext]:
+        """Join the processes a launcher started, for as long as the block lasts.
+
+        The layout was checked completely before: a group that only some ranks create hangs all of them.
+
+        Args:
+            layout: of the processes.
+            wanted: the device of each.
+            timeout: seconds that a collective may take until `settle`: a rank that never came is named soon.
+
+        Raises:
+            ForgeError: if they can't be joined.
+        """
+        place = World.here()
+        device = choose_device(wanted, place)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        joins = place.size > 1 and not dist.is_initialized()
+        if joins:
+            join(place, device, timedelta(seconds=timeout))
+        try:
+            context = cls(layout, device, place)
+            if place.size > 1:
+                context._meshes = build_meshes(layout, device)
+            yield context
+        finally:
+            if joins:
+                dist.destroy_process_group()
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def world(self) -> int:
+        return self.place.size
+
+    @property
+    def local_rank(self) -> int:
+        return self.place.local_rank
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a node."""
+        return Topology.of(self.place)
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that writes files and the screen."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """The index of the data this process works on; processes that share it see the same batches."""
+        inner = self.layout.cp * self.layout.tp
+        return (self.rank // inner) % self.layout.data_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """How many different data indices there are."""
+        return self.layout.data_ranks
+
+    def mesh(self, domain: Domain, *axes: str) -> DeviceMesh:
+        """The mesh of a domain, or of some of its axes, in the domain's order.
+
+        Raises:
+            PluginError: for an axis the domain has not, or in one process, where there are no meshes.
+        """
+        if not self._meshes:
+            raise PluginError(f"There is no mesh {domain!r} in one process; give None from `parallelize` at this size.")
+        if (made := f"{domain}.{','.join(axes)}") in self._meshes:
+            return self._meshes[made]
+        mesh = self._meshes[domain]
+        if unknown := [axis for axis in axes if axis not in (mesh.mesh_dim_names or ())]:
+            raise PluginError(f"The domain {domain!r} has no axis {unknown[0]!r}; it has {mesh.mesh_dim_names}.")
+        return mesh[axes] if axes else mesh
+
+    # -- collectives ------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum", axis: str = "") -> Tensor:
+        """Reduce in place over all processes, or over a (flattened) axis of the dense domain."""
+        if self.world > 1:
+            group = self.mesh("dense", axis).get_group() if axis else None
+            dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=group)
+        return tensor
+
+    def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
+        """Everybody's tensor, in order of ranks, on every process; shapes may differ, dtypes and axes may not."""
+        if self.world == 1:
+            return [tensor]
+        shapes = [tuple(shape) for shape in self.gather_objects(tuple(tensor.shape))]
+        longest = max(torch.Size(shape).numel() for shape in shapes)
+        padded = tensor.new_zeros(longest)
+        padded[: tensor.numel()] = tensor.reshape(-1)
+        gathered = [torch.empty_like(padded) for _ in shapes]
+        dist.all_gather(gathered, padded)
+        return [flat[: torch.Size(s).numel()].view(s) for flat, s in zip(gathered, shapes, strict=True)]
+
+    def gather_objects(self, value: _T) -> list[_T]:
+        """Everybody's value, in order of ranks, on every process."""
+        if self.world == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def on_main(self, function: Callable[[], _T]) -> _T:
+        """Call a function on rank 0, and give its result to, or raise its error on, every process."""
+        if self.world == 1:
+            return function()
+        box: list[Any] = [None, None]
+        if self.main:
+            try:
+                box[0] = function()
+            except Exception as error:  # the others must hear of it, or they would wait for ever
+                box[1] = error if isinstance(error, ForgeError) else RuntimeError(f"rank 0: {error!r}")
+                if not isinstance(error, ForgeError):
+                    log.exception("rank 0 failed")
+        dist.broadcast_object_list(box, src=0)
+        if box[1] is not None:
+            raise box[1]
+        value: _T = box[0]
+        return value
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Rank 0 goes through the block before the others do (to fill a cache, say).
+
+        The others are let in also when the block raises on rank 0.
+        """
+        if not self.main:
+            self.barrier()
+        try:
+            yield
+        finally:
+            if self.main:
+                self.barrier()
+
+    def poll(self) -> Callable[[bool], bool]:
+        """A function that asks every process one yes-or-no question at each call, and answers the call before:
+        whether any of them said yes."""
+        pending: list[tuple[Tensor, Any]] = []
+
+        def ask(yes: bool) -> bool:
+            before = False
+            if pending:
+                flag, work = pending.pop()
+                work.wait()
+                before = bool(flag)
+            if not before:
+                flag = torch.tensor(int(yes))
+                pending.append((flag, dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)))
+            return before
+
+        return ask
+
+    def settle(self, seconds: float) -> None:
+        """Start-up is over: from here on a collective may take this long, as a slow step or a checkpoint does."""
+        if self.world > 1:
+            for group in list(c10d._world.pg_map):
+                c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+    def agree(self, what: dict[str, Any]) -> None:
+        """Check that every process has the same.
+
+        Raises:
+            ConfigError: naming the ranks that differ from rank 0, and in what.
+        """
+        everybody = self.gather_objects(what)
+        lines = []
+        for key in sorted({key for one in everybody for key in one}):
+            mine = everybody[0].get(key)
+            others = {rank: one.get(key) for rank, one in enumerate(everybody) if one.get(key) != mine}
+            if others:
+                ranks = ", ".join(map(str, others))
+                lines.append(f"{key}: {mine!r} on rank 0, {next(iter(others.values()))!r} on rank {ranks}")
+        if lines:
+            raise ConfigError("The processes do not agree:\n  " + "\n  ".join(lines))

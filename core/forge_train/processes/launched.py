@@ -1,0 +1,94 @@
+"""One of several local processes, started by forge's own launcher alone.
+
+python -m forge_train.processes.launched FOLDER
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ..errors import ForgeError, explain
+from .launch import Kind, Outcome, leave
+from .world import FORGE_LAUNCHED, World
+
+PR_SET_PDEATHSIG = 1
+_LOST = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|refused|connectFullMesh|can't join|remote process exited|not joined"
+    r"|failed to recv|failed to send|Connection was likely closed|Socket Timeout"
+)
+_TIMEOUT = re.compile(r"Timed out waiting|timeout|timed out", re.IGNORECASE)
+
+
+def main() -> None:
+    """Do what `job.json` says, and leave how it ended."""
+    folder = Path(sys.argv[1])
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    die_with(int(os.environ[FORGE_LAUNCHED]))
+    # Until the run has handlers of its own, a signal ends the process, without Python's traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    world = World.here()
+    log = Path(job["logs"]) / f"rank-{world.rank}.log"
+    _speak_into(log, everything=world.rank > 0 or job["quiet"])
+    said = log.stat().st_size
+    sys.path[:], sys.argv = job["path"], job["argv"]
+    module, _, name = job["function"].partition(":")
+    try:
+        result: dict[str, Any] = getattr(importlib.import_module(module), name)(**job["arguments"])
+        outcome = Outcome(world.rank, result.get("code", 0), result=result)
+    except Exception as error:
+        code = error.code if isinstance(error, ForgeError) else 1
+        outcome = Outcome(world.rank, code, kind(error), explain(error, log))
+        if not isinstance(error, ForgeError) and b"Traceback" not in log.read_bytes()[said:]:
+            with log.open("a", encoding="utf-8") as out:  # a run writes it there itself, once it has begun
+                out.write("".join(traceback.format_exception(error)))
+    leave(folder, world.attempt, outcome)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if outcome.code == 1:
+        os._exit(1)  # a process group that lost a member may wait for it while Python shuts down
+
+
+def die_with(parent: int) -> None:
+    """End when another process ends, however it does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        raise SystemExit(1)
+
+
+def _speak_into(log: Path, *, everything: bool) -> None:
+    """Have this process write into its log: the stacks of its threads on SIGUSR2, and everything that is no longer for
+    the screen."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+    if everything:
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+
+
+def kind(error: BaseException) -> Kind:
+    """Whether an error is this rank's own, or only says that another one is gone."""
+    one: BaseException | None = error
+    while one is not None:
+        text = str(one)
+        if isinstance(one, RuntimeError) and _TIMEOUT.search(text):
+            return "timeout"
+        if isinstance(one, (RuntimeError, ConnectionError)) and _LOST.search(text):
+            return "lost"
+        one = one.__cause__
+    return "own"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Which plugins there are, which are enabled, and whom each hook calls."""

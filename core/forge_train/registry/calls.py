@@ -1,0 +1,200 @@
+"""Calling plugins: whose function is called in what order, what is measured, and who is blamed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pluggy
+
+from .. import hookspecs
+from ..errors import ConfigError, ForgeError, describe, nearest
+from ..hookspecs import KINDS, OBSERVERS
+from ..plugin import PROJECT, Plugin
+from .discovery import Found
+
+log = logging.getLogger(PROJECT)
+
+_MARK = f"{PROJECT}_impl"
+
+
+@dataclass(frozen=True)
+class Enabled:
+    """A plugin of this run."""
+
+    found: Found
+    cls: type[Plugin]
+    default: bool = False
+    """Whether only `[defaults]` asked for it."""
+
+    @property
+    def name(self) -> str:
+        return self.found.name
+
+    @property
+    def neutral(self) -> bool:
+        """Whether it changes no number beyond rounding: with and without it, a run goes on the same."""
+        return self.observer or self.cls.layout
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """Every slot it fills or may fill."""
+        return implemented(self.cls) | set(self.cls.provides)
+
+    @property
+    def observer(self) -> bool:
+        """Whether it only watches the run."""
+        return implemented(self.cls) <= OBSERVERS
+
+
+def implemented(plugin: type[Plugin]) -> frozenset[str]:
+    """Names of the hooks (valid or not) that a class implements."""
+    return frozenset(name for name in dir(plugin) if hasattr(getattr(plugin, name, None), _MARK))
+
+
+def check_hooks(enabled: Enabled, mistakes: list[str]) -> None:
+    """Whether every decorated method is a hook; says which one was meant otherwise."""
+    for name in sorted(implemented(enabled.cls) - KINDS.keys()):
+        mistakes.append(f"Plugin {enabled.found.label} implements unknown hook {name!r}.{nearest(name, KINDS)}")
+
+
+@dataclass(frozen=True)
+class _Call:
+    owner: Enabled
+    function: Any
+    positional: tuple[str, ...]
+    keywords: tuple[str, ...]
+
+
+@dataclass
+class Calls:
+    """The implementations of every hook, in the order of plugin names, called one by one.
+
+    pluggy registers them and checks their arguments. It is not asked to call them: its order is that of
+    registration, its errors name nobody.
+    """
+
+    _calls: Mapping[str, list[_Call]]
+    _trace: bool = field(default_factory=lambda: os.environ.get("FORGE_TRACE_HOOKS") == "1")
+
+    @classmethod
+    def of(cls, plugins: Sequence[tuple[Enabled, Plugin]]) -> Calls:
+        """Register plugins.
+
+        Raises:
+            ConfigError: for an implementation whose arguments don't fit its hook.
+        """
+        manager = pluggy.PluginManager(PROJECT)
+        manager.add_hookspecs(hookspecs)
+        owners = {}
+        for enabled, plugin in sorted(plugins, key=lambda pair: pair[0].name):
+            owners[enabled.name] = enabled
+            try:
+                manager.register(plugin, enabled.name)
+            except pluggy.PluginValidationError as error:
+                reason = " ".join(str(error).split())
+                raise ConfigError(f"Plugin {enabled.found.label} does not fit the hooks: {reason}") from error
+        return cls(
+            {
+                hook: [
+                    _Call(owners[impl.plugin_name], impl.function, impl.argnames, impl.kwargnames)
+                    for impl in sorted(
+                        getattr(manager.hook, hook).get_hookimpls(),
+                        # Who watches is told of an event last, and so sees what the others added to it.
+                        key=lambda impl: (kind == "event" and owners[impl.plugin_name].observer, impl.plugin_name),
+                    )
+                ]
+                for hook, kind in KINDS.items()
+            }
+        )
+
+    def owners(self, hook: str) -> list[Enabled]:
+        return [call.owner for call in self._calls[hook]]
+
+    def collect(self, hook: str, arguments: Mapping[str, Any], only: str | None = None) -> list[tuple[str, Any]]:
+        """Call a hook's implementations (or one plugin's); what each returned, by plugin name."""
+        calls = [call for call in self._calls[hook] if only is None or call.owner.name == only]
+        return [(call.owner.name, self._invoke(hook, call, arguments)) for call in calls]
+
+    def tell(self, hook: str, argument: str, event: Any) -> None:
+        """Call an event's implementations with its one argument; see `announce` for what a failure means."""
+        self.announce(hook, {argument: event}, owned=event if hasattr(event, "owner") else None)
+
+    def announce(self, hook: str, arguments: Mapping[str, Any], owned: Any = None) -> None:
+        """Call an event's implementations. An observer's failure is a warning, and the last that it is asked."""
+        for call in list(self._calls[hook]):
+            if owned is not None:
+                owned.owner = call.owner.name
+            if not call.owner.observer:
+                self._invoke(hook, call, arguments)
+                continue
+            try:
+                self._invoke(hook, call, arguments)
+            except ForgeError:
+                raise
+            except Exception as error:  # a failing logger never costs a step of training
+                log.warning(
+                    "Plugin %s failed in %s and is left out from here on: %s",
+                    call.owner.found.label,
+                    hook,
+                    describe(error),
+                    exc_info=error if log.isEnabledFor(logging.DEBUG) else None,
+                )
+                self.mute(call.owner)
+
+    def mute(self, owner: Enabled) -> None:
+        """Call nothing of this plugin any more."""
+        for calls in self._calls.values():
+            calls[:] = [call for call in calls if call.owner is not owner]
+
+    def vacate(self, hook: str) -> None:
+        """Call nobody for this hook any more."""
+        self._calls[hook].clear()
+
+    def _invoke(self, hook: str, call: _Call, arguments: Mapping[str, Any]) -> Any:
+        start = time.perf_counter()
+        try:
+            return call.function(
+                *[arguments[name] for name in call.positional],
+                **{name: arguments[name] for name in call.keywords if name in arguments},
+            )
+        except ForgeError:
+            raise
+        except Exception as error:
+            error.add_note(blame(call.owner.found, hook))
+            raise
+        finally:
+            if self._trace:
+                seconds = time.perf_counter() - start
+                log.warning("hook %s → %s (%.3f ms)", hook, call.owner.name, 1e3 * seconds)
+
+
+def blame(found: Found, hook: str) -> str:
+    """The note that names a plugin in a traceback."""
+    return f"in plugin {found.label}, hook {hook}"
+
+
+def accuse(error: BaseException, enabled: Iterable[Enabled]) -> None:
+    """Name the plugin whose code an error comes from, unless the call of a hook has named it: what hooks give (an
+    executor, a span, a function for batches) is called without asking the hook again."""
+    if any(note.startswith("in plugin ") for note in getattr(error, "__notes__", ())):
+        return
+    homes: dict[str, list[Enabled]] = {}
+    for plugin in enabled:
+        for module in {plugin.found.module, plugin.cls.__module__}:
+            package, dot, name = module.rpartition(".")
+            for home in (module, f"{package}{dot}_{name}"):  # and the private module or package beside it
+                homes.setdefault(home, []).append(plugin)
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = str(frame.f_globals.get("__name__", ""))
+        for home in (module, *(module[:at] for at, letter in enumerate(module) if letter == ".")):
+            if here := homes.get(home):
+                method = [p for p in here if frame.f_code.co_qualname.startswith(f"{p.cls.__qualname__}.")]
+                labels = dict.fromkeys(plugin.found.label for plugin in method or here)
+                error.add_note(f"in plugin {' or '.join(labels)}")
+                return

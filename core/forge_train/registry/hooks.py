@@ -1,0 +1,271 @@
+"""The one typed way in which core, and plugins, call hooks: `job.hooks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from ..errors import ConfigError, PluginError
+from ..events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult, Update
+from ..hookspecs import KINDS, OPTIONAL
+from ..plugin import Plugin
+from ..protocols import (
+    Attention,
+    AttentionKernel,
+    Batch,
+    Executor,
+    FeedForward,
+    HFModel,
+    Layer,
+    Loader,
+    LossFunction,
+    LossScale,
+    Problem,
+    Schedule,
+    Span,
+    SpanName,
+    Task,
+    TokenDispatch,
+    Tokenizer,
+)
+from ..transform import Transform
+from .calls import Calls, Enabled, accuse, blame
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..composition.model import Model
+    from ..config import Config
+    from ..job import Job
+    from ..storage.run import Run
+
+
+class Hooks:
+    """The enabled plugins behind typed methods, one for each hook."""
+
+    def __init__(self, plugins: Sequence[tuple[Enabled, Plugin]], defaults: Mapping[str, str]) -> None:
+        self.plugins = {enabled.name: plugin for enabled, plugin in plugins}
+        self.enabled = {enabled.name: enabled for enabled, _ in plugins}
+        self.defaults = dict(defaults)
+        self._calls = Calls.of(plugins)
+        self._job: Job | None = None
+
+    def bind(self, job: Job) -> None:
+        """Give the job that hooks are called with."""
+        self._job = job
+
+    @property
+    def job(self) -> Job:
+        if self._job is None:
+            raise PluginError("A hook was called before the job exists.")
+        return self._job
+
+    @property
+    def run(self) -> Run | None:
+        """The folder of the run, once there is a job; what ends a run needs it wherever that happened."""
+        return self._job.run if self._job else None
+
+    def provider(self, slot: str) -> str | None:
+        """The name of the plugin that fills a slot, or None where nobody does.
+
+        Raises:
+            ConfigError: if two do, naming both.
+        """
+        owners = self._calls.owners(slot)
+        if len(owners) > 1:
+            names = " and ".join(owner.found.label for owner in owners)
+            raise ConfigError(f"Plugins {names} both fill the slot {slot!r}; disable one with --without.")
+        return owners[0].name if owners else None
+
+    def implementers(self, hook: str) -> list[str]:
+        """Names of the plugins that implement a hook."""
+        return [owner.name for owner in self._calls.owners(hook)]
+
+    def mute(self, name: str) -> None:
+        """Leave an observer, or what only rounds, out of this process: it stays enabled, but is told nothing.
+
+        Raises:
+            ConfigError: if the plugin does more than that.
+        """
+        if enabled := self.enabled.get(name):
+            if not enabled.observer and not enabled.cls.rounds:
+                raise ConfigError(f"Plugin {enabled.found.label} does more than watch the run; it can't be left out.")
+            self._calls.mute(enabled)
+
+    def accuse(self, error: BaseException) -> None:
+        """Add a note to an error that names the plugin it comes from."""
+        accuse(error, self.enabled.values())
+
+    def vacate(self, slot: str) -> None:
+        """Have nobody fill an optional slot in this process."""
+        self._calls.vacate(slot)
+
+    def check_slots(self) -> None:
+        """Whether every slot that must be filled is, and none is filled twice."""
+        for slot, kind in KINDS.items():
+            if kind == "slot" and self.provider(slot) is None and slot not in OPTIONAL:
+                raise ConfigError(f"No enabled plugin fills the slot {slot!r}; see `forge plugins list`.")
+
+    # -- slots ------------------------------------------------------------------------------------
+
+    def build_model(self) -> nn.Module:
+        return cast("nn.Module", self._slot("build_model"))
+
+    def attention_kernel(self) -> AttentionKernel:
+        return cast(AttentionKernel, self._slot("attention_kernel"))
+
+    def token_dispatch(self) -> TokenDispatch:
+        return cast(TokenDispatch, self._slot("token_dispatch"))
+
+    def build_data(self, split: Literal["train", "validation"]) -> Loader:
+        return cast(Loader, self._slot("build_data", split=split))
+
+    def tokenizer(self) -> Tokenizer:
+        return cast(Tokenizer, self._slot("tokenizer"))
+
+    def task(self) -> Task:
+        return cast(Task, self._slot("task"))
+
+    def loss(self) -> LossFunction:
+        return cast(LossFunction, self._slot("loss"))
+
+    def executor(self, model: Model, task: Task) -> Executor:
+        return cast(Executor, self._slot("executor", model=model, task=task))
+
+    def optimizer(self, model: Model) -> torch.optim.Optimizer:
+        return cast("torch.optim.Optimizer", self._slot("optimizer", model=model))
+
+    def lr_schedule(self, optimizer: torch.optim.Optimizer) -> Schedule:
+        return cast(Schedule, self._slot("lr_schedule", optimizer=optimizer))
+
+    def loss_scale(self) -> LossScale | None:
+        return cast(LossScale, self._slot("loss_scale")) if self.provider("loss_scale") else None
+
+    # -- chains -----------------------------------------------------------------------------------
+
+    def attention(self, layer: Layer) -> Attention:
+        return cast(Attention, self._chain("attention", layer))
+
+    def feed_forward(self, layer: Layer) -> FeedForward:
+        return cast(FeedForward, self._chain("feed_forward", layer))
+
+    # -- phases, steps, spans ---------------------------------------------------------------------
+
+    def parallelize(self) -> list[tuple[str, Transform]]:
+        """Every transform with the name of its plugin."""
+        found: list[tuple[str, Transform]] = []
+        for name, answer in self._calls.collect("parallelize", {"job": self.job}):
+            for transform in [answer] if isinstance(answer, Transform) else answer or ():
+                if not isinstance(transform, Transform):
+                    raise PluginError(self._complaint(name, "parallelize", "Transform", transform))
+                found.append((name, transform))
+        return found
+
+    def prepare_batch(self) -> Callable[[Batch], Batch]:
+        """All steps as one function."""
+        answers = self._calls.collect("prepare_batch", {"job": self.job})
+        steps = [(name, step) for name, step in answers if step is not None]
+
+        def prepare(batch: Batch) -> Batch:
+            for name, step in steps:
+                batch = step(batch)
+                if not isinstance(batch, Batch):
+                    raise PluginError(self._complaint(name, "prepare_batch", "Batch", batch))
+            return batch
+
+        return prepare
+
+    def span(self, name: SpanName) -> Span:
+        """All context managers around a span, nested in order of plugin names, as one factory."""
+        answers = self._calls.collect("around", {"span": name, "job": self.job})
+        factories = [factory for _, factory in answers if factory is not None]
+        if not factories:
+            return nullcontext
+
+        @contextmanager
+        def nested() -> Iterator[None]:
+            with ExitStack() as stack:
+                for factory in factories:
+                    stack.enter_context(cast(AbstractContextManager[Any], factory()))
+                yield
+
+        return nested
+
+    # -- questions --------------------------------------------------------------------------------
+
+    def check_config(self, config: Config) -> list[Problem]:
+        answers = self._calls.collect("check_config", {"config": config})
+        return [problem for _, found in answers for problem in found or ()]
+
+    def example_batch(self) -> Batch | None:
+        answers = dict(self._calls.collect("example_batch", {"job": self.job}))
+        return cast("Batch | None", answers.get(self.provider("build_data") or ""))
+
+    def import_hf(self, config: Mapping[str, Any]) -> HFModel | None:
+        return cast("HFModel | None", self._only("import_hf", {"config": config}))
+
+    def export_hf(self) -> HFModel | None:
+        return cast("HFModel | None", self._only("export_hf", {"job": self.job}))
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def on_start(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        self._calls.announce("on_start", {"job": self.job, "model": model, "optimizer": optimizer})
+
+    def on_gradients(self, update: Update) -> None:
+        self._calls.tell("on_gradients", "update", update)
+
+    def on_step(self, step: StepResult) -> None:
+        self._calls.tell("on_step", "step", step)
+
+    def on_log(self, record: LogRecord) -> None:
+        self._calls.tell("on_log", "record", record)
+
+    def on_evaluate(self, evaluation: Evaluation) -> None:
+        self._calls.tell("on_evaluate", "evaluation", evaluation)
+
+    def on_checkpoint(self, event: CheckpointEvent) -> None:
+        self._calls.tell("on_checkpoint", "event", event)
+
+    def on_finish(self, finished: Finished) -> None:
+        self._calls.tell("on_finish", "finished", finished)
+
+    def on_error(self, error: BaseException) -> None:
+        self._calls.tell("on_error", "error", error)
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _slot(self, slot: str, **arguments: Any) -> Any:
+        name = self.provider(slot)
+        if name is None:
+            raise ConfigError(f"No enabled plugin fills the slot {slot!r}; see `forge plugins list`.")
+        ((_, answer),) = self._calls.collect(slot, {"job": self.job, **arguments})
+        if answer is None:
+            raise PluginError(f"{blame(self.enabled[name].found, slot)}: a slot's provider gave None.")
+        return answer
+
+    def _chain(self, chain: str, layer: Layer) -> Any:
+        default = self.defaults.get(chain)
+        answers = self._calls.collect(chain, {"layer": layer, "job": self.job})
+        given = [(name, answer) for name, answer in answers if answer is not None]
+        claimed = [pair for pair in given if pair[0] != default] or given
+        if len(claimed) > 1:
+            names = " and ".join(repr(name) for name, _ in claimed)
+            raise ConfigError(
+                f"Plugins {names} both build {chain} for layer {layer.index}; disable one with --without."
+            )
+        if not claimed:
+            raise ConfigError(f"No enabled plugin builds {chain} for layer {layer.index}; see `forge plugins list`.")
+        return claimed[0][1]
+
+    def _only(self, hook: str, arguments: Mapping[str, Any]) -> Any:
+        given = [(name, answer) for name, answer in self._calls.collect(hook, arguments) if answer is not None]
+        if len(given) > 1:
+            names = " and ".join(repr(name) for name, _ in given)
+            raise ConfigError(f"Plugins {names} both answer {hook}; disable one with --without.")
+        return given[0][1] if given else None
+
+    def _complaint(self, name: str, hook: str, expected: str, found: object) -> str:
+        return f"{blame(self.enabled[name].found, hook)}: expected {expected}, found {type(found).__name__}."

@@ -1,0 +1,293 @@
+"""From what the user asked for to enabled plugins and a frozen configuration, before anything slow is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import Config, rules
+from ..config.layers import CONDITIONAL, DEFAULT, Origin, Request, Tree, lay
+from ..config.sections import CORE_SECTIONS
+from ..config.validate import validate
+from ..errors import ConfigError, ForgeError, describe, nearest
+from ..hookspecs import KINDS
+from ..plugin import PROJECT, Plugin
+from ..protocols import Problem
+from .calls import Enabled, blame, check_hooks
+from .discovery import RESERVED, Found, canonical, discover, dotted, load, plugin_name
+from .hooks import Hooks
+
+log = logging.getLogger(PROJECT)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that could start: its configuration and its plugins."""
+
+    config: Config
+    hooks: Hooks
+
+
+def resolve(request: Request, *, world: int = 1, training: bool = True) -> Setup:
+    """Read, check and freeze everything that can be known without torch.
+
+    Args:
+        request: what was asked for.
+        world: number of processes the run will have.
+        training: whether the run is to train. One whose weights are only looked at needs no text, and its values were
+            checked against each other when it began.
+
+    Raises:
+        ConfigError: with every mistake that could be found, one a line.
+    """
+    layered = lay(request)
+    resolution = _Resolution(layered.tree, request, training, world, layered.tree.mistakes)
+    enabled = resolution.enable()
+    _raise(resolution.mistakes)
+    sections = _sections(layered.tree, enabled, resolution)
+    core = {name: _section(name, cls, layered.tree, resolution.mistakes) for name, cls in CORE_SECTIONS.items()}
+    _raise(resolution.mistakes)
+    hooks = Hooks([(plugin, _made(plugin, sections[plugin.name])) for plugin in enabled], resolution.defaults)
+    hooks.check_slots()
+    config = Config(
+        **core,
+        sections=sections,
+        plugins=tuple(sorted(resolution.specs)),
+        without=tuple(sorted(resolution.removed)),
+        defaults=resolution.defaults,
+        neutral=frozenset(plugin.name for plugin in enabled if plugin.neutral),
+        source=layered.source,
+        origins={key: value.origin for key, value in layered.tree.values.items()},
+    )
+    problems = [*rules.check(config, world), *hooks.check_config(config)] if training else []
+    _raise(_located(config, problem) for problem in problems)
+    return Setup(rules.fill_in(config, world) if training else config, hooks)
+
+
+def _made(plugin: Enabled, section: Any) -> Plugin:
+    try:
+        return plugin.cls(section)
+    except ForgeError:
+        raise
+    except Exception as error:
+        error.add_note(blame(plugin.found, "__init__"))
+        raise
+
+
+def _located(config: Config, problem: Problem) -> str:
+    origin = config.origin(tuple(problem.key.split(".")))
+    return f"{problem.key}: {problem.message}" if origin is DEFAULT else f"{origin}: {problem.key}: {problem.message}"
+
+
+def _raise(mistakes: Iterable[str]) -> None:
+    if lines := list(dict.fromkeys(mistakes)):
+        raise ConfigError("\n".join(lines))
+
+
+@dataclass
+class _Resolution:
+    """Which plugins are enabled, and why."""
+
+    tree: Tree
+    request: Request
+    training: bool = True
+    world: int = 1
+    mistakes: list[str] = field(default_factory=list)
+    known: dict[str, list[Found]] = field(default_factory=dict)
+    specs: list[str] = field(default_factory=list)
+    """Plugins that were asked for, as they were written."""
+    removed: set[str] = field(default_factory=set)
+    defaults: dict[str, str] = field(default_factory=dict)
+    """Slot → default in use."""
+    displaced: set[str] = field(default_factory=set)
+    sometimes: set[str] = field(default_factory=set)
+    """Defaults for another number of processes, or another precision. One file serves for all of them."""
+
+    def enable(self) -> list[Enabled]:
+        for found in discover():
+            self.known.setdefault(found.name, []).append(found)
+        asked = [(name, str(o)) for name, o in self._listed("plugins")] + [
+            (n, "--plugins") for n in self.request.plugins
+        ]
+        again = {plugin_name(spec) for spec in self.request.plugins}  # the command line is stronger than the file
+        unwanted = [(name, str(o)) for name, o in self._listed("without") if canonical(name) not in again] + [
+            (n, "--without") for n in self.request.without
+        ]
+        wanted, on_demand = self._wanted_defaults()
+        removed = {canonical(name) for name, _ in unwanted}
+        founds: dict[str, Found] = {}
+        for spec, where in asked:
+            asked_for = self._find(spec, where) if plugin_name(spec) not in removed else None
+            if asked_for is not None:
+                if founds.setdefault(asked_for.name, asked_for) != asked_for:
+                    other = founds[asked_for.name].object
+                    self.mistakes.append(f"{where}: {asked_for.object} and {other} are both {asked_for.name!r}.")
+                self.specs.append(spec if ":" in spec else asked_for.name)
+        self.specs = list(dict.fromkeys(self.specs))
+        effective = {plugin_name(spec) for spec, _ in asked} | set(wanted.values())
+        named = {canonical(v.value) for v in self.tree.below(("defaults",)).values() if isinstance(v.value, str)}
+        self.sometimes = named - set(wanted.values())
+        for name, where in unwanted:
+            if canonical(name) not in effective | self.sometimes and self.training:
+                hint = nearest(canonical(name), effective)
+                self.mistakes.append(f"{where}: {name!r} would not be enabled anyway.{hint}")
+        self.removed = removed & (effective | self.sometimes)
+        explicit = self._load(founds.values(), default=False)
+        brought = self._defaults(wanted, explicit)
+        required = {slot for plugin in [*explicit, *brought] for slot in plugin.cls.requires} & on_demand.keys()
+        brought += self._defaults({slot: on_demand[slot] for slot in required}, [*explicit, *brought])
+        self.sometimes -= set(self.defaults.values())
+        enabled = sorted([*explicit, *brought], key=lambda plugin: plugin.name)
+        self._check_defaults(enabled)
+        if not self.mistakes:  # what is missing for them would only be told twice
+            self._check_relations(enabled)
+        return enabled
+
+    def _listed(self, key: str) -> list[tuple[str, Origin]]:
+        value = self.tree.values.get((key,))
+        if value is None:
+            return []
+        if not isinstance(value.value, list) or not all(isinstance(item, str) for item in value.value):
+            self.mistakes.append(f"{value.origin}: {key}: expected a list of names, found {value.value!r}.")
+            return []
+        return [(item, value.origin) for item in value.value]
+
+    def _find(self, spec: str, where: str) -> Found | None:
+        if ":" in spec:
+            return self._dotted(spec, where)
+        name = canonical(spec)
+        candidates = self.known.get(name, [])
+        if not candidates:
+            self.mistakes.append(f"{where}: there is no plugin named {spec!r}.{nearest(name, self.known)}")
+        elif len(candidates) > 1:
+            owners = " and ".join(f"{found.distribution} {found.version}" for found in candidates)
+            self.mistakes.append(f"{where}: the name {name!r} is used by {owners}; uninstall one.")
+        elif name in RESERVED:
+            self.mistakes.append(f"{where}: {candidates[0].distribution} names a plugin {name!r}, which is reserved.")
+        else:
+            return candidates[0]
+        return None
+
+    def _dotted(self, spec: str, where: str) -> Found | None:
+        if not re.fullmatch(r"\w+(\.\w+)*:\w+", spec):
+            self.mistakes.append(f"{where}: {spec!r}: expected a plugin's name, or package.module:Class.")
+        elif plugin_name(spec) in RESERVED:
+            self.mistakes.append(f"{where}: {spec!r} would be named {plugin_name(spec)!r}, which is reserved.")
+        else:
+            return dotted(spec)
+        return None
+
+    def _wanted_defaults(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Slot → default, and the same where it counts only if an enabled plugin requires the slot."""
+        wanted: dict[str, str] = {}
+        on_demand: dict[str, str] = {}
+        precision = self.tree.values.get(("train", "precision"))
+        narrow = precision.value if precision else "fp32"
+        conditions = dict(zip(CONDITIONAL, (self.world > 1, narrow != "fp32", narrow == "fp16", True), strict=True))
+        for key, value in self.tree.below(("defaults",)).items():
+            *several, slot = key
+            if len(several) == 1 and several[0] in conditions and isinstance(value.value, str):
+                if value.value and conditions[several[0]]:
+                    (on_demand if several[0] == "required" else wanted)[slot] = canonical(value.value)
+            elif several or KINDS.get(slot) not in ("slot", "chain"):
+                slots = [name for name, kind in KINDS.items() if kind in ("slot", "chain")]
+                name = ".".join(key)
+                self.mistakes.append(f"{value.origin}: defaults.{name}: there is no such slot.{nearest(name, slots)}")
+            elif not isinstance(value.value, str):
+                self.mistakes.append(
+                    f"{value.origin}: defaults.{slot}: expected a plugin's name, found {value.value!r}."
+                )
+            elif value.value:
+                wanted[slot] = canonical(value.value)
+        return wanted, on_demand
+
+    def _load(self, founds: Iterable[Found], *, default: bool) -> list[Enabled]:
+        loaded = []
+        for found in founds:
+            try:
+                enabled = Enabled(found, load(found), default)
+            except ConfigError as error:
+                self.mistakes.append(str(error))
+                continue
+            check_hooks(enabled, self.mistakes)
+            for module, command in sorted(enabled.cls.needs.items()):
+                if importlib.util.find_spec(module.partition(".")[0]) is None:
+                    self.mistakes.append(f"Plugin {found.label} needs {module!r}. Install it: {command}")
+            loaded.append(enabled)
+        return loaded
+
+    def _defaults(self, wanted: Mapping[str, str], explicit: list[Enabled]) -> list[Enabled]:
+        """Defaults of slots that nobody else fills. One that is displaced in one slot steps aside from all."""
+        filled = {slot for plugin in explicit for slot in plugin.provides if KINDS.get(slot, "slot") == "slot"}
+        names = {plugin.name for plugin in explicit}
+        self.displaced |= {name for slot, name in wanted.items() if slot in filled and name not in names}
+        founds: dict[str, Found] = {}
+        for slot, name in wanted.items():
+            if name in self.removed or name in self.displaced or (slot in filled and name not in names):
+                continue
+            if name not in names:
+                found = self._find(name, f"defaults.{slot}")
+                if found is None:
+                    continue
+                founds[name] = found
+            self.defaults[slot] = name
+        return self._load(founds.values(), default=True)
+
+    def _check_defaults(self, enabled: list[Enabled]) -> None:
+        provided = {plugin.name: plugin.provides for plugin in enabled}
+        for slot, name in self.defaults.items():
+            if slot not in provided.get(name, {slot}):
+                found = self.tree.below(("defaults",))
+                at = next(value.origin for key, value in found.items() if key[-1] == slot)
+                self.mistakes.append(f"{at}: defaults.{slot}: plugin {name!r} does not fill the slot {slot!r}.")
+
+    def _check_relations(self, enabled: list[Enabled]) -> None:
+        provided = {plugin.name: {plugin.name, *plugin.provides} for plugin in enabled}
+        for plugin in enabled:
+            others = {thing: name for name, things in provided.items() if name != plugin.name for thing in things}
+            for needed in plugin.cls.requires:
+                if canonical(needed) not in others:
+                    self.mistakes.append(f"Plugin {plugin.found.label} requires {needed!r}; enable it with --plugins.")
+            for unwanted in plugin.cls.conflicts:
+                if other := others.get(canonical(unwanted)):
+                    self.mistakes.append(f"Plugins {plugin.name!r} and {other!r} can't be enabled together.")
+
+
+def _sections(tree: Tree, enabled: list[Enabled], resolution: _Resolution) -> dict[str, Any]:
+    """The section of every enabled plugin; sections that nobody reads are mistakes."""
+    names = {plugin.name for plugin in enabled}
+    for name, origin in tree.sections().items():
+        if name in names or name in CORE_SECTIONS:
+            continue
+        left_out = resolution.removed | resolution.sometimes
+        if name in left_out or (name in resolution.known.keys() | resolution.displaced and origin.kind == "preset"):
+            log.info("%s: section [%s] is left out, because its plugin is not enabled.", origin, name)
+            tree.drop(name)
+        elif name in resolution.displaced:
+            resolution.mistakes.append(
+                f"{origin}: section [{name}] belongs to a default that stepped aside for another plugin: "
+                f"remove the section, or say --without {name}."
+            )
+        elif name in resolution.known:
+            resolution.mistakes.append(
+                f"{origin}: section [{name}] belongs to a plugin that is not enabled: add --plugins {name}."
+            )
+        else:
+            hint = nearest(name, [*names, *CORE_SECTIONS])
+            resolution.mistakes.append(f"{origin}: there is no section [{name}].{hint}")
+    sections = {}
+    for plugin in enabled:
+        try:
+            sections[plugin.name] = _section(plugin.name, plugin.cls.Config, tree, resolution.mistakes)
+        except Exception as error:  # whatever a stranger's class does to its validation
+            resolution.mistakes.append(f"Plugin {plugin.found.label}: its Config is not a section: {describe(error)}.")
+    return sections
+
+
+def _section(name: str, cls: type, tree: Tree, mistakes: list[str]) -> Any:
+    """A validated section."""
+    return validate(name, cls, tree.below((name,)), mistakes)

@@ -1,0 +1,211 @@
+"""Taking a run's whole state apart for a checkpoint, and putting it together again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..composition.model import Model
+from ..config import MAY_DIFFER, differences
+from ..errors import ConfigError
+from ..job import Job
+from ..loop.step import Progress, Stepper
+from ..registry.discovery import canonical
+from . import checkpoint
+from .run import plugin_list
+from .state import (
+    all_random_states,
+    by_group,
+    keep_rates,
+    load_optimizer_state,
+    optimizer_state,
+    random_states_like,
+    set_random_state_from,
+    split,
+)
+
+log = logging.getLogger("forge_train")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A plugin with state: tensors and JSON."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def capture(stepper: Stepper, progress: Progress) -> dict[str, Any]:
+    """Everything that decides how the run goes on."""
+    job = stepper.job
+    return {
+        "model": stepper.model.state_dict(),
+        "optimizer": optimizer_state(stepper.optimizer, stepper.model),
+        "schedule": stepper.schedule.state_dict(),
+        "loss_scale": stepper.loss_scale.state_dict() if stepper.loss_scale else None,
+        "data": stepper.loader.state_dict(),
+        "random": all_random_states(job.dist),
+        "plugins": {name: plugin.state_dict() for name, plugin in _stateful(job)},
+        "progress": {"step": progress.step, "tokens": progress.tokens},
+        "config": job.config.values(volatile=False),
+        "enabled": [entry for entry in plugin_list(job.hooks) if entry["name"] not in job.config.neutral],
+        "providers": _providers(job),
+    }
+
+
+def restore(stepper: Stepper, progress: Progress, path: Path) -> list[str]:
+    """Put a run where a checkpoint was taken; the changes that were allowed, in words.
+
+    Raises:
+        ConfigError: if the checkpoint is of another model, other plugins or another configuration.
+    """
+    job = stepper.job
+    changes = compare(job, path, silent=True)  # what there is to say was said before the run folder was touched
+    weights = stepper.model.state_dict()
+    _compare_shapes(path, weights)
+    like = {f"model.{name}": tensor for name, tensor in weights.items()}
+    like["random"] = random_states_like(checkpoint.shapes(path)["random"][0], job.dist)
+    like |= _sharded(job, path)
+    with torch.no_grad():
+        state = checkpoint.load(path, like, job.dist)
+    progress.step, progress.tokens = state["progress"]["step"], state["progress"]["tokens"]
+    same = {slot for slot, name in _providers(job).items() if state["providers"][slot] == name}
+    kept = "optimizer" in same and state["providers"]["optimizer"] not in {key.partition(".")[0] for key in changes}
+    if "optimizer" in same:
+        load_optimizer_state(stepper.optimizer, stepper.model, state["optimizer"], keep_settings=not kept)
+    if "lr_schedule" in same:
+        schedule = state["schedule"]
+        if "optimizer" in same:
+            schedule = by_group(schedule, state["optimizer"], stepper.optimizer, stepper.model)
+        stepper.schedule.load_state_dict(schedule)
+        if not kept:
+            keep_rates(stepper.optimizer, stepper.schedule, state["optimizer"])
+    else:
+        for _ in range(progress.step):
+            stepper.schedule.step()
+    if stepper.loss_scale is not None and "loss_scale" in same:
+        stepper.loss_scale.load_state_dict(state["loss_scale"])
+    stepper.loader.load_state_dict(state["data"] if "build_data" in same else {"position": state["data"]["position"]})
+    for name, plugin in _stateful(job):
+        if name in state["plugins"]:
+            plugin.load_state_dict(state["plugins"][name])
+    set_random_state_from(state["random"], job.dist, job.seed, progress.step)
+    return changes
+
+
+def load_weights(model: Model, job: Job, path: Path) -> None:
+    """Take only the weights from a checkpoint.
+
+    Raises:
+        ConfigError: if they are of another model.
+    """
+    weights = model.state_dict()
+    _compare_shapes(path, weights)
+    with torch.no_grad():
+        checkpoint.load(path, {f"model.{name}": tensor for name, tensor in weights.items()}, job.dist, only="model.")
+
+
+def _providers(job: Job) -> dict[str, str | None]:
+    """Who fills the slots whose state is saved."""
+    return {slot: job.hooks.provider(slot) for slot in ("optimizer", "lr_schedule", "loss_scale", "build_data")}
+
+
+def _sharded(job: Job, path: Path) -> dict[str, Tensor]:
+    """Plugins' state that is in shards on this topology, to be read in these shards; their other tensors come whole."""
+    tensors: dict[str, Tensor] = {}
+    split({name: plugin.state_dict() for name, plugin in _stateful(job)}, "plugins", tensors)
+    saved = checkpoint.shapes(path)
+    return {
+        name: torch.empty_like(tensor)
+        for name, tensor in tensors.items()
+        if hasattr(tensor, "device_mesh") and name in saved and saved[name][0] == tuple(tensor.shape)
+    }
+
+
+def _stateful(job: Job) -> Iterable[tuple[str, Stateful]]:
+    return [(name, plugin) for name, plugin in sorted(job.hooks.plugins.items()) if isinstance(plugin, Stateful)]
+
+
+def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
+    """What differs between a checkpoint and this run, all of it allowed.
+
+    Args:
+        job: this run.
+        path: the checkpoint.
+        silent: whether to leave out the warnings.
+
+    Raises:
+        ConfigError: where something is not, and for a checkpoint that no run can go on from.
+    """
+    saved = checkpoint.read_state(path)
+    if "optimizer" not in saved:
+        raise ConfigError(f"{path}: holds weights only; start from it with -s train.init_from={path}")
+    if (step := saved["progress"]["step"]) > job.steps:
+        raise ConfigError(f"{path}: is of step {step}, and the run would end at step {job.steps} (train.steps).")
+    allowed = {canonical(name) for name in job.config.checkpoint.allow_changes}
+    changes: list[str] = []
+    refused: list[str] = []
+
+    def note(key: str, text: str) -> None:
+        names = {key, key.partition(".")[0]}
+        (changes if names & allowed else refused).append(text)
+
+    old = {entry["name"]: entry for entry in saved["enabled"]}
+    new = {entry["name"]: entry for entry in plugin_list(job.hooks) if entry["name"] not in job.config.neutral}
+    for name in sorted(old.keys() ^ new.keys()):
+        note(name, f"{name}: plugin {'no longer enabled' if name in old else 'not enabled then'}")
+    for name in sorted(old.keys() & new.keys()):
+        if old[name]["version"] != new[name]["version"] and not silent:
+            log.warning(
+                "Plugin %r is %s now; the checkpoint was saved with %s.",
+                name,
+                new[name]["version"],
+                old[name]["version"],
+            )
+    lone = old.keys() ^ new.keys()
+    for key, before, after in differences(saved["config"], job.config.values(volatile=False)):
+        section = key.partition(".")[0]
+        if key not in MAY_DIFFER and section != "parallel" and section not in lone:
+            note(key, f"{key}: {before!r} in the checkpoint, {after!r} now")
+    if refused:
+        keys = ", ".join(f'"{text.partition(":")[0]}"' for text in refused)
+        raise ConfigError(
+            f"{path}: this run differs from the one that saved the checkpoint:\n  "
+            + "\n  ".join(refused)
+            + f"\nIf that is meant: checkpoint.allow_changes = [{keys}]; else use --resume never."
+        )
+    then = saved["config"].get("train.steps")
+    if then and then != job.config.train.steps and not silent:
+        log.warning(
+            "train.steps was %s and is %s: the learning-rate schedule is laid over the new length.", then, job.steps
+        )
+    unused = [name for name in allowed if not any(t.startswith((f"{name}:", f"{name}.")) for t in changes)]
+    if unused:
+        log.info("checkpoint.allow_changes names %s, which did not change.", ", ".join(sorted(unused)))
+    return changes
+
+
+def _compare_shapes(path: Path, weights: dict[str, Tensor]) -> None:
+    saved = {
+        name.removeprefix("model."): shape
+        for name, (shape, _) in checkpoint.shapes(path).items()
+        if name.startswith("model.")
+    }
+    here = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    lines = [
+        f"{name}: {_shape(saved.get(name))} in the checkpoint, {_shape(here.get(name))} in this model"
+        for name in sorted(saved.keys() | here.keys())
+        if saved.get(name) != here.get(name)
+    ]
+    if lines:
+        more = f"\n  … {len(lines) - 5} more" if len(lines) > 5 else ""
+        raise ConfigError(f"{path}: holds another model:\n  " + "\n  ".join(lines[:5]) + more)
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else " × ".join(map(str, shape)) or "a single number"

@@ -1,0 +1,229 @@
+"""What a checkpoint holds: a tree of plain JSON, in which tensors are named and stored apart."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..composition.model import Model
+from ..errors import PluginError
+
+if TYPE_CHECKING:
+    from ..processes.distributed import DistributedContext
+
+_TENSOR, _TUPLE = "$tensor", "$tuple"
+
+
+def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """The JSON of a state; its tensors go into `tensors` under dotted names that begin with `name`.
+
+    Raises:
+        PluginError: for a value that is neither a tensor nor JSON.
+    """
+    if isinstance(tree, Tensor):
+        if name in tensors:
+            raise PluginError(f"The state {name!r} holds two tensors of that name; keys with dots must not clash.")
+        tensors[name] = tree.detach()
+        return {_TENSOR: name}
+    if isinstance(tree, Mapping):
+        if bad := [key for key in tree if not isinstance(key, str) or key in (_TENSOR, _TUPLE)]:
+            raise PluginError(
+                f"The state {name!r} has the key {bad[0]!r}; keys must be strings, and not those of core."
+            )
+        return {key: split(value, f"{name}.{key}", tensors) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        items = [split(value, f"{name}.{index}", tensors) for index, value in enumerate(tree)]
+        return {_TUPLE: items} if isinstance(tree, tuple) else items
+    if tree is None or isinstance(tree, (str, int, float, bool)):
+        return tree
+    raise PluginError(f"The state {name!r} holds a {type(tree).__name__}; only tensors and JSON can be saved.")
+
+
+def join(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `split` took apart."""
+    if isinstance(tree, dict):
+        if tree.keys() == {_TENSOR}:
+            return tensors[tree[_TENSOR]]
+        if tree.keys() == {_TUPLE}:
+            return tuple(join(item, tensors) for item in tree[_TUPLE])
+        return {key: join(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [join(item, tensors) for item in tree]
+    return tree
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: Model) -> dict[str, Any]:
+    """The optimizer's `state_dict` with parameters named instead of numbered."""
+    state = optimizer.state_dict()
+    names = _names(optimizer, model)
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, names, strict=True))
+    return {
+        **{key: value for key, value in state.items() if key not in ("state", "param_groups")},
+        "state": {by_number[number]: values for number, values in state["state"].items()},
+        "param_groups": [{**g, "params": [by_number[n] for n in g["params"]]} for g in state["param_groups"]],
+    }
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, model: Model, saved: Mapping[str, Any], *, keep_settings: bool = False
+) -> None:
+    """Give an optimizer the state that `optimizer_state` took.
+
+    Args:
+        optimizer: a fresh one.
+        model: whose parameters it holds.
+        saved: the named state.
+        keep_settings: keep the fresh optimizer's learning rate, decay, …, because they were changed on purpose.
+    """
+    names = _names(optimizer, model)
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = []
+    old = {name: group for group in saved["param_groups"] for name in group["params"]}
+    for group in optimizer.state_dict()["param_groups"]:
+        members = [names[number] for number in group["params"]]
+        settings = group if keep_settings or not members else old[members[0]]
+        groups.append({**settings, "params": group["params"]})
+    state = {numbers[name]: dict(values) for name, values in saved["state"].items()}
+    rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+    optimizer.load_state_dict({**rest, "state": state, "param_groups": groups})
+    parameters = dict(model.named_parameters())
+    for name, values in saved["state"].items():
+        held = optimizer.state[parameters[name]]
+        for key, value in values.items():
+            # torch casts state to the parameter's dtype; what was saved is what must come back.
+            if isinstance(value, Tensor) and held[key].dtype != value.dtype:
+                held[key] = value.to(held[key].device)
+
+
+def by_group(
+    schedule: Mapping[str, Any], saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, model: Model
+) -> dict[str, Any]:
+    """A schedule's saved state for this optimizer's parameter groups: its lists of one value per group (torch's
+    `base_lrs`) are rearranged. A group holds one mesh's parameters, so that another layout may have more or fewer.
+
+    Args:
+        schedule: its saved state.
+        saved: the optimizer's, as `optimizer_state` took it.
+        optimizer: the one here.
+        model: whose parameters it holds.
+    """
+    old = saved["param_groups"]
+    home = {name: index for index, group in enumerate(old) for name in group["params"]}
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    first = [next((known[id(p)] for p in group["params"]), None) for group in optimizer.param_groups]
+    places = [0 if name is None else home[name] for name in first]
+    return {
+        key: [value[place] for place in places] if isinstance(value, list) and len(value) == len(old) else value
+        for key, value in schedule.items()
+    }
+
+
+def keep_rates(optimizer: torch.optim.Optimizer, schedule: Any, saved: Mapping[str, Any]) -> None:
+    """Have a resumed schedule go on from its place with the learning rates of this optimizer, not with those that it
+    was saved with (torch's schedules keep them as `base_lrs`)."""
+    old, groups = saved["param_groups"][0], optimizer.param_groups
+    if hasattr(schedule, "base_lrs") and "initial_lr" in old:
+        schedule.base_lrs = [group["initial_lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["initial_lr"] * old["lr"] / old["initial_lr"]
+
+
+def _names(optimizer: torch.optim.Optimizer, model: Model) -> list[str]:
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = [known.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+    if not all(names) or len(set(names)) < len(names):
+        raise PluginError("The optimizer holds a parameter twice, or one that is not the model's.")
+    return names
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every random number generator a plugin may draw from."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+        state["numpy"] = [kind, [int(key) for key in keys], position, has_gauss, gauss]
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put the generators back where `random_state` found them."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+    if "numpy" in state:
+        import numpy as np
+
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+
+
+def all_random_states(dist: DistributedContext) -> Tensor:
+    """The state of every rank's generators, `[world, bytes]`; each rank holds its own row."""
+    packed = torch.frombuffer(bytearray(json.dumps(random_state(), default=_packed).encode()), dtype=torch.uint8)
+    length = torch.tensor(packed.numel())
+    dist.all_reduce(length, "max")
+    row = torch.zeros(1, int(length), dtype=torch.uint8)
+    row[0, : packed.numel()] = packed
+    return _rows(row, dist)
+
+
+def random_states_like(shape: tuple[int, ...], dist: DistributedContext) -> Tensor:
+    """What to read the saved states into: this rank's row, where there were as many ranks; else all of them."""
+    return (
+        _rows(torch.empty(1, *shape[1:], dtype=torch.uint8), dist)
+        if shape[0] == dist.world
+        else torch.empty(shape, dtype=torch.uint8)
+    )
+
+
+def set_random_state_from(states: Tensor, dist: DistributedContext, seed: int, step: int) -> None:
+    """Put the generators back where they were saved, on a rank that there was; another one gets new ones, which repeat
+    nothing that was drawn before."""
+    local = getattr(states, "to_local", lambda: states)().cpu()
+    row = 0 if local.shape[0] == 1 and states.shape[0] == dist.world else dist.rank
+    if row < local.shape[0]:
+        text = local[row].numpy().tobytes().rstrip(b"\0").decode()
+        set_random_state(json.loads(text, object_hook=_unpacked))
+    else:
+        digest = hashlib.blake2b(f"{seed}/{step}/{dist.rank}".encode(), digest_size=4).digest()
+        seed_everything(int.from_bytes(digest, "little"), 0)
+
+
+def _rows(row: Tensor, dist: DistributedContext) -> Tensor:
+    if dist.world == 1:
+        return row
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(row.to(dist.device), dist.mesh("flat"), [Shard(0)], run_check=False)
+
+
+def _packed(value: object) -> dict[str, str]:
+    assert isinstance(value, Tensor)
+    return {_TENSOR: base64.b64encode(value.cpu().numpy().tobytes()).decode()}
+
+
+def _unpacked(value: dict[str, Any]) -> Any:
+    if value.keys() != {_TENSOR}:
+        return value
+    return torch.frombuffer(bytearray(base64.b64decode(value[_TENSOR])), dtype=torch.uint8)
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed the global generators; ranks differ, since their noise should."""
+    random.seed(seed + rank)
+    torch.manual_seed(seed + rank)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed((seed + rank) % 2**32)
