@@ -25,7 +25,7 @@ import json, os, pathlib, shutil, signal, sys
 
 import torch
 
-from forge_train import checkpoint
+from forge_train.storage import checkpoint
 from forge_train.processes.distributed import DistributedContext
 from forge_train.config.rules import Layout
 
