@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from forge_command import Forge
 from forge_train import verification
+from forge_train.storage.records import read
 from forge_train.verification import Check, Verdict
 from forge_train.verification.routing import Parting
 from forge_train_cli.app import run
@@ -42,3 +45,15 @@ def test_how_it_ends(
     assert run(["verify", "tiny.toml", "--nproc", "2", "--json"]) == code
     found = json.loads(capsys.readouterr().out)
     assert (found["agree"], found["undecided"]) == (code == 0, says.startswith("Undecided"))
+
+
+def test_weights_that_are_there_are_what_is_verified(forge: Forge) -> None:
+    forge("train", "tiny.toml", "--name", "first", "--quiet")
+    own = ("verify", "tiny.toml", "--against", "precision=bf16", "--steps", "1", "--json")
+    start = json.loads(forge(*own).out)
+    trained = json.loads(forge(*own, "-s", "train.init_from=runs/first").out)
+    assert start["agree"]
+    assert trained["agree"]
+    assert trained["losses"][0][0] != start["losses"][0][0]
+    forge("train", "tiny.toml", "--name", "second", "--quiet", "-s", "train.init_from=runs/first", "-s", "log.every=1")
+    assert next(iter(read(Path("runs/second/metrics.jsonl"))))["loss"] == trained["losses"][0][0]
