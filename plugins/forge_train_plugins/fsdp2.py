@@ -59,7 +59,7 @@ class FSDP2(Plugin):
             )
             return sharding.apply(part)
 
-        return Transform(Phase.SHARD, "data_parallel", apply, covers=("dp_replicate", "dp_shard", "cp", "precision"))
+        return Transform(Phase.SHARD, "data_parallel", apply, covers=("dp_replicate", "dp_shard", "precision"))
 
 
 class Zero1(Plugin):
@@ -85,5 +85,5 @@ class Zero1(Plugin):
 
             return Sharding(job, mesh_of=lambda _: job.dist.mesh("dense", "data"), reshard="step").apply(part)
 
-        covers = ("dp_replicate", "dp_shard", "cp", "precision")
+        covers = ("dp_replicate", "dp_shard", "precision")
         return Transform(Phase.SHARD, "data_parallel", apply, conflicts=("ep",), covers=covers)

@@ -197,6 +197,7 @@ def test_phases_idle_plugins_and_slots(forge: Forge, plugins: None) -> None:
     ("arguments", "says"),
     [
         (["--world", "2", "-s", "parallel.tp=2"], "parallel.tp is 2, but no enabled plugin covers the axis 'tp'"),
+        (["--world", "2", "-p", "fsdp2", "-s", "parallel.cp=2"], "no enabled plugin covers the axis 'cp'"),
         (["--world", "2", "-s", "parallel.dp_shard=1"], "there are 2 processes"),
         (["--world", "3"], "train.global_batch"),
         (["--world", "4", "-p", "tp", "-s", "parallel.tp=4"], "tp (4) must divide"),

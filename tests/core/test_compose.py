@@ -361,7 +361,7 @@ def test_the_plugins_that_would_cover_it_are_named(tmp_path: Path) -> None:
 def test_what_a_plugin_covers_is_read_from_its_text() -> None:
     found = {found.name: found.covers for found in discover()}
     assert found["tp"] == {"tp"}
-    assert found["zero1"] == {"dp_replicate", "dp_shard", "cp", "precision"}
+    assert found["zero1"] == {"dp_replicate", "dp_shard", "precision"}
     assert not found["adamw"]
 
 
