@@ -51,6 +51,4 @@ class DDP(Plugin):
 
             return replicate(part, job.dist.mesh("dense", "data").get_group(), int(self.config.bucket_mb * 2**20))
 
-        return Transform(
-            Phase.SHARD, "data_parallel", apply, conflicts=("ep",), covers=("dp_replicate", "dp_shard")
-        )
+        return Transform(Phase.SHARD, "data_parallel", apply, conflicts=("ep",), covers=("dp_replicate", "dp_shard"))

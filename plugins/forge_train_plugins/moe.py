@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_train import FeedForward, Ge, Gt, Layer, Lt, Plugin, Problem, hookimpl, section
+from forge_train import ConfigError, FeedForward, Ge, Gt, Layer, Lt, Plugin, Problem, hookimpl, section
 
 if TYPE_CHECKING:
     import torch
@@ -76,11 +76,17 @@ class MoE(Plugin):
 
     @hookimpl
     def feed_forward(self, layer: Layer, job: Job) -> FeedForward | None:
-        if layer.index not in self._layers(layer.count):
+        layers = self._layers(layer.count)
+        if not layers:
+            raise ConfigError(
+                f"moe: none of the {layer.count} layers has experts with moe.dense_first = {self.config.dense_first} "
+                f"and moe.every = {self.config.every}."
+            )
+        if layer.index not in layers:
             return None
         from ._moe.block import build
 
-        return build(self.config, layer, job, of=len(self._layers(layer.count)))
+        return build(self.config, layer, job, of=len(layers))
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:

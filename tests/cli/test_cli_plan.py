@@ -203,7 +203,7 @@ def test_phases_idle_plugins_and_slots(forge: Forge, plugins: None) -> None:
         (["--world", "4", "-p", "tp", "-s", "parallel.tp=4"], "tp (4) must divide"),
         (["--world", "4", "-p", "ddp,tp", "-s", "parallel.tp=2"], "use fsdp2 instead of ddp"),
         (["--world", "2", "-p", "ddp,zero1", *FOUR], "'ddp' and 'zero1' both fill the slot 'data_parallel'"),
-        (["--world", "2", "-s", "parallel.ep=3"], "parallel.ep (3) must divide"),
+        (["--world", "2", "-s", "parallel.ep=3"], "parallel.ep: must divide"),
         (["--world", "0"], "--world"),
         (["--world", "2", "--nodes", "3", *FOUR], "2 ranks can't be spread evenly over 3 nodes"),
         (["--device", "h1000"], "Did you mean 'h100'?"),

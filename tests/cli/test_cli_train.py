@@ -186,3 +186,9 @@ def test_an_interrupted_run_saves_and_says_how_to_go_on(folder: Path, number: si
     assert "forge train --resume runs/mine" in out
     step = len(metrics.read_text().splitlines())
     assert (folder / "runs" / "mine" / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
+def test_a_checkpoint_that_was_pruned(forge: Forge) -> None:
+    forge("train", "tiny.toml", "--name", "first", "--quiet", "-s", "checkpoint.keep=1")
+    told = forge("train", "tiny.toml", "--resume", "runs/first/checkpoints/step-00000003", fails=2).err
+    assert "step-00000003: there is no such checkpoint; the run has step-00000006." in told

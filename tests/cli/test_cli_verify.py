@@ -57,3 +57,10 @@ def test_weights_that_are_there_are_what_is_verified(forge: Forge) -> None:
     assert trained["losses"][0][0] != start["losses"][0][0]
     forge("train", "tiny.toml", "--name", "second", "--quiet", "-s", "train.init_from=runs/first", "-s", "log.every=1")
     assert next(iter(read(Path("runs/second/metrics.jsonl"))))["loss"] == trained["losses"][0][0]
+
+
+def test_how_long_to_train_need_not_be_said(forge: Forge, folder: Path) -> None:
+    file = folder / "tiny.toml"
+    file.write_text(file.read_text(encoding="utf-8").replace("steps = 6\n", ""), encoding="utf-8")
+    found = json.loads(forge("verify", "tiny.toml", "--against", "micro_batch=1", "--steps", "2", "--json").out)
+    assert len(found["losses"]) == 2

@@ -8,6 +8,7 @@ import pytest
 
 from forge_train.config import Request
 from forge_train.config.write import to_toml
+from forge_train.errors import ConfigError
 from forge_train.registry.setup import Setup, resolve
 
 pytestmark = pytest.mark.unit
@@ -58,3 +59,20 @@ def test_settings_in_a_users_file_wait_for_their_plugin(tmp_path: Path) -> None:
     file.write_text('[train]\nsteps = 1\nmicro_batch = 1\n[fsdp2]\nreshard = "never"\n', encoding="utf-8")
     assert setup("fp32", 2, config=str(file)).config.sections["fsdp2"].reshard == "never"
     assert "fsdp2" not in setup("fp32", 1, config=str(file)).config.sections
+
+
+def test_a_transport_is_there_for_experts_alone() -> None:
+    assert "alltoall" in setup("fp32", 1, "moe").hooks.enabled
+    assert "alltoall" not in setup("fp32", 1).hooks.enabled
+    with pytest.raises(ConfigError, match="'alltoall' has nothing to do: nothing requires 'token_dispatch'"):
+        setup("fp32", 1, "alltoall")
+
+
+def test_its_section_is_too(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[alltoall]\npayload = "fp8"\n[train]\nsteps = 1\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"mine.toml:1: section \[alltoall\] belongs to a plugin that is not enabled"):
+        setup("fp32", 1, config=str(file))
+    assert "alltoall" in setup("fp32", 1, "moe", config=str(file)).hooks.enabled
+    dense = resolve(Request(config=str(file), plugins=("moe",), without=("moe",)))
+    assert "alltoall" not in dense.hooks.enabled, "a file serves with and without what it is for"

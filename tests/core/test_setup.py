@@ -303,7 +303,8 @@ def test_requires(here: Installed, requires: tuple[str, ...], fine: bool) -> Non
     if fine:
         ask("relate")
     else:
-        expected = f"Plugin 'relate' (under-test 0) requires {requires[0]!r}; enable it with --plugins."
+        what = "enable a plugin that fills it, like 'loss_scaler'," if requires == ("loss_scale",) else "enable it"
+        expected = f"Plugin 'relate' (under-test 0) requires {requires[0]!r}; {what} with --plugins."
         assert refused("relate") == expected
 
 

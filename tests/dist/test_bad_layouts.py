@@ -36,12 +36,12 @@ def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     [
         (4, ["parallel.tp=2", "parallel.dp_shard=1"], f"{AXES} = 1 × 1 × 1 × 1 × 2 = 2, but there are 4 processes."),
         (2, ["parallel.tp=4"], f"{AXES} = 1 × 1 × 1 × 1 × 4 = 4, but there are 2 processes."),
-        (4, ["parallel.dp_shard=0"], "parallel.dp_shard must be at least 1, or -1 for what is left over; it is 0."),
+        (4, ["parallel.dp_shard=0"], "parallel.dp_shard: must be at least 1, or -1 for what is left over; it is 0."),
         (3, ["parallel.tp=2"], "= 1 × 1 × 1 × 2 = 2 does not divide the 3 processes."),
         (6, ["parallel.dp_replicate=2", "parallel.tp=2"], "= 1 × 2 × 1 × 2 = 4 does not divide the 6 processes."),
         (3, [], "4 is not a multiple of micro_batch × data-parallel ranks = 2 × 3 = 6."),
-        (2, ["parallel.etp=3"], "parallel.etp must be 1 or tp (1); it is 3."),
-        (2, ["parallel.ep=3"], "parallel.ep (3) must divide dp_shard × cp × tp (2)."),
+        (2, ["parallel.etp=3"], "--set parallel.etp=3: parallel.etp: must be 1 or tp (1); it is 3."),
+        (2, ["parallel.ep=3"], "--set parallel.ep=3: parallel.ep: must divide dp_shard × cp × tp (2); it is 3."),
     ],
 )
 def test_a_layout_that_does_not_fit_the_world_starts_nothing(

@@ -81,6 +81,12 @@ def note_of(run: Any) -> str:
     return next(one["note"] for one in json.loads((run.run / "composition.json").read_text()) if one["slot"] == "fp8")
 
 
+def test_a_module_that_is_named_must_be_able_to(run_forge: RunForge) -> None:
+    settings = {"deepseek_fp8.overrides": ["layers.0.feed_forward.up=fp8"], "decoder.hidden": 40}
+    with pytest.raises(ConfigError, match=r"feed_forward.up' can't multiply in low precision: \d+ → 40 are not both"):
+        run_forge(["deepseek_fp8"], settings)
+
+
 def test_overrides_choose_single_modules(run_forge: RunForge) -> None:
     overrides = ["layers.0.*=high", "layers.0.attention.q=fp8", "layers.1.attention.o = fp8"]
     settings = {"deepseek_fp8.exclude": ["head", "layers.1.attention.*"], "deepseek_fp8.overrides": overrides}

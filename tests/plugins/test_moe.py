@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fakes
-from forge_train import DivergedError, Layer, Plugin, hookimpl
+from forge_train import ConfigError, DivergedError, Layer, Plugin, hookimpl
 from forge_train.auxiliary import loss_scaling
 from forge_train.choices import heard_by
+from forge_train.config import Request
+from forge_train.registry.setup import resolve
 from forge_train.testing import RunForge
 from forge_train.verification.routing import Counter
 from forge_train_plugins._alltoall.transport import Local
@@ -269,6 +271,13 @@ def test_layers_share_the_weight_of_the_losses() -> None:
     assert built[3].routed.losses.balance == pytest.approx(0.4)
     two = fakes.make(MoE, balance=0.4, dense_first=2).feed_forward(_at(layer, 2), job)
     assert two.routed.losses.balance == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("values", [{"dense_first": 2}, {"every": 3}])
+def test_no_layer_with_experts_is_a_mistake(values: dict[str, Any]) -> None:
+    layer = Layer(index=0, count=2, dim=DIM, heads=4, kv_heads=4, head_dim=8, hidden=64)
+    with pytest.raises(ConfigError, match="none of the 2 layers has experts"):
+        fakes.make(MoE, **values).feed_forward(layer, SimpleNamespace())
 
 
 def _at(layer: Layer, index: int) -> Layer:
@@ -574,3 +583,10 @@ def test_another_transport_takes_the_place_of_the_default(run_forge: RunForge) -
     assert other.losses == pytest.approx(plain.losses, rel=1e-5)
     assert "alltoall" in plain.job.hooks.enabled
     assert "alltoall" not in other.job.hooks.enabled
+
+
+def test_a_capacity_is_judged_by_the_micro_batch_that_there_will_be() -> None:
+    values = ("train.steps=1", "train.global_batch=8", "train.sequence=64", "moe.experts=64", "moe.capacity=0.1")
+    assert resolve(Request(plugins=("moe",), set=values))
+    with pytest.raises(ConfigError, match=r"0.01 × the mean of 16 tokens of a micro-batch leaves"):
+        resolve(Request(plugins=("moe",), set=(*values, "moe.capacity=0.01")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ class Layout:
         tiled = inner if parallel.etp == 1 else shard * parallel.cp
         if tiled % parallel.ep:
             axes = "dp_shard × cp × tp" if parallel.etp == 1 else "dp_shard × cp"
-            raise ConfigError(f"parallel.ep ({parallel.ep}) must divide {axes} ({tiled}).")
+            raise ConfigError(f"parallel.ep must divide {axes} ({tiled}); it is {parallel.ep}.")
         return cls(parallel.pp, parallel.dp_replicate, shard, parallel.cp, parallel.tp, parallel.ep, parallel.etp)
 
     @property
@@ -105,7 +106,8 @@ def check(config: Config, world: int) -> Iterator[Problem]:
     try:
         layout = Layout.of(config.parallel, world)
     except ConfigError as error:
-        yield Problem("parallel.dp_shard", str(error))
+        about = re.match(r"(parallel\.\w+) ", text := str(error))
+        yield Problem(about[1] if about else "parallel.dp_shard", text.removeprefix(about[0] if about else ""))
         return
     per_pass = (train.micro_batch or 1) * layout.data_ranks
     if train.global_batch % per_pass:

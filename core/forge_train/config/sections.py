@@ -48,7 +48,7 @@ class TrainSection:
     evaluate_every: Annotated[int, Ge(0), Volatile()] = 0
     """Steps between evaluations on held-out data; one more at the end. 0 never evaluates."""
     evaluate_batches: Annotated[int, Gt(0), Volatile()] = 16
-    """Micro-batches per evaluation, over all ranks."""
+    """Batches per evaluation, each of `global_batch` sequences: the same text on every layout."""
     precision: Precision = "fp32"
     """dtype of the forward and backward pass; weights and optimizer state stay fp32."""
     init_from: str = ""

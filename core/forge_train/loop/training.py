@@ -99,7 +99,7 @@ class Training:
         """The mean loss over held-out batches, the same ones every time."""
         held_out = self.held_out
         assert held_out is not None
-        count = -(-self.job.config.train.evaluate_batches // self.job.dist.data_ranks)
+        count = self.job.config.train.evaluate_batches * self.stepper.accumulation
         with self._meter.paused(), self._around_evaluate():
             held_out.load_state_dict(self._held_out_start)
             self.model.train(False)

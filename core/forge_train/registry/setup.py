@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +131,7 @@ class _Resolution:
         self.specs = list(dict.fromkeys(self.specs))
         effective = {plugin_name(spec) for spec, _ in asked} | set(wanted.values())
         named = {canonical(v.value) for v in self.tree.below(("defaults",)).values() if isinstance(v.value, str)}
-        self.sometimes = named - set(wanted.values())
+        self.sometimes = named - set(wanted.values()) - (set() if removed else set(on_demand.values()))
         for name, where in unwanted:
             if canonical(name) not in effective | self.sometimes and self.training:
                 hint = nearest(canonical(name), effective)
@@ -141,6 +142,7 @@ class _Resolution:
         required = {slot for plugin in [*explicit, *brought] for slot in plugin.cls.requires} & on_demand.keys()
         brought += self._defaults({slot: on_demand[slot] for slot in required}, [*explicit, *brought])
         self.sometimes -= set(self.defaults.values())
+        self._check_needed(explicit, on_demand.keys() - required)
         enabled = sorted([*explicit, *brought], key=lambda plugin: plugin.name)
         self._check_defaults(enabled)
         if not self.mistakes:  # what is missing for them would only be told twice
@@ -245,13 +247,25 @@ class _Resolution:
                 at = next(value.origin for key, value in found.items() if key[-1] == slot)
                 self.mistakes.append(f"{at}: defaults.{slot}: plugin {name!r} does not fill the slot {slot!r}.")
 
+    def _check_needed(self, explicit: Iterable[Enabled], idle: AbstractSet[str]) -> None:
+        """Plugins that fill nothing but slots that no enabled plugin asks for."""
+        for plugin in explicit:
+            does = plugin.provides - {"check_config"}
+            if does and does <= idle:
+                self.mistakes.append(
+                    f"Plugin {plugin.name!r} has nothing to do: nothing requires {min(does)!r}, which it fills."
+                )
+
     def _check_relations(self, enabled: list[Enabled]) -> None:
         provided = {plugin.name: {plugin.name, *plugin.provides} for plugin in enabled}
         for plugin in enabled:
             others = {thing: name for name, things in provided.items() if name != plugin.name for thing in things}
             for needed in plugin.cls.requires:
                 if canonical(needed) not in others:
-                    self.mistakes.append(f"Plugin {plugin.found.label} requires {needed!r}; enable it with --plugins.")
+                    default = next((v.value for k, v in self.tree.below(("defaults",)).items() if k[-1] == needed), "")
+                    like = f", like {default!r}," if default else ""
+                    what = f"enable a plugin that fills it{like}" if needed in KINDS else "enable it"
+                    self.mistakes.append(f"Plugin {plugin.found.label} requires {needed!r}; {what} with --plugins.")
             for unwanted in plugin.cls.conflicts:
                 if other := others.get(canonical(unwanted)):
                     self.mistakes.append(f"Plugins {plugin.name!r} and {other!r} can't be enabled together.")

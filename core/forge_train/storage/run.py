@@ -162,6 +162,8 @@ def begin(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = 
                 )
             return Start(path, continues=True)
         if not is_checkpoint(path):
+            if not path.exists() and is_run(run := path.parent.parent):
+                raise ConfigError(f"--resume {resume}: there is no such checkpoint; {_kept(run)}.")
             raise ConfigError(f"--resume {resume}: expected auto, never, or the path of a run or a checkpoint.")
         return Start(_unused(folder / (config.run.name or run_id(config, notable))), checkpoint=path)
     if not config.run.name:
@@ -178,6 +180,12 @@ def _unfinished(path: Path) -> bool:
     """Whether a folder holds nothing but what is written before it is a run, by a process that was killed just then."""
     known = ("log", "checkpoints", "config.toml")
     return path.is_dir() and all(one.name in known or one.name.endswith(".partial") for one in path.iterdir())
+
+
+def _kept(run: Path) -> str:
+    """Which checkpoints a run has."""
+    names = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    return f"the run has {', '.join(names)}" if names else "the run has none"
 
 
 def _unused(path: Path) -> Path:

@@ -67,10 +67,15 @@ class Conversion:
         wanted = [one for one in found if taken(self.rules, one.name)]
         unfit = {one.name: reason for one in wanted if (reason := one.unfit())}
         fit = [one for one in wanted if one.name not in unfit]
+        for rule in self.rules:
+            if rule.given and rule.take and rule.pattern in unfit:
+                raise ConfigError(
+                    f"{rule.key}: {rule.pattern!r} can't multiply in low precision: {unfit[rule.pattern]}."
+                )
         if unfit and not fit:
             raise ConfigError(f"{self.own}: no module can multiply in low precision.{_listed(unfit)}")
         if unfit:
-            log.warning("%s leaves %d modules as they are.%s", self.own, len(unfit), _listed(unfit))
+            log.warning("%s leaves %d of %d modules as they are.%s", self.own, len(unfit), len(wanted), _listed(unfit))
         declined = self.decline(fit)
         self.declined |= declined
         for one in fit:

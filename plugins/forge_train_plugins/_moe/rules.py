@@ -43,7 +43,7 @@ def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
         )
     if config.router == "expert_choice":
         yield from _expert_choice(config, run)
-    mean = (train.micro_batch or 1) * train.sequence * config.top_k / experts
+    mean = (train.micro_batch or train.global_batch) * train.sequence * config.top_k / experts
     if config.capacity and config.capacity * mean < 1:
         yield Problem(
             "moe.capacity",
