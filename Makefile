@@ -26,8 +26,8 @@ train: $(VENV)/.ready ## train a model: the preset quickstart, or what ARGS says
 test: $(VENV)/.ready-dev ## run the tests but for test-dist, two files at a time; or those that ARGS names
 	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile --ignore tests/dist)
 
-test-dist: $(VENV)/.ready-dev ## run the tests of layouts over two to eight processes
-	@$(PY) -m pytest $(or $(ARGS),tests/dist)
+test-dist: $(VENV)/.ready-dev ## run the tests of layouts over two to eight processes, two files at a time
+	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile tests/dist)
 
 verify-all: $(VENV)/.ready-dev ## verify every composition of layouts against one process; ARGS="tp4 dp3" picks some
 	@$(PY) benchmarks/verify_all.py $(ARGS)
