@@ -327,7 +327,7 @@ def test_a_table_that_stays_empty_leaves_what_lies_beneath() -> None:
         ("[train]\nglobal_batch = 6\nmicro_batch = 4", "my.toml:4: train.global_batch: 6 is not a multiple of micro"),
         ("[train]\ntokens = 5", "say how long to train, either in steps or in tokens; found both."),
         ("[parallel]\ntp = 2", "= 1 × 1 × 1 × 1 × 2 = 2, but there is 1 process."),
-        ("[parallel]\ndp_shard = 0", "parallel.dp_shard must be at least 1, or -1 for what is left over; it is 0."),
+        ("[parallel]\ndp_shard = 0", "parallel.dp_shard: must be at least 1, or -1 for what is left over; it is 0."),
         ("[run]\nname = 'a/b'", "my.toml:4: run.name: expected the name of a folder, found the path 'a/b'"),
     ],
 )

@@ -359,9 +359,9 @@ def test_batches_are_prepared_before_they_are_weighed(tmp_path: Path) -> None:
             return prepare
 
     run = toys.run(tmp_path, Shorter, Gradients, steps=2, config={"toy_data.mask": False, "train.evaluate_every": 2})
-    assert run.plugin("shorter").calls == 2 * 2 + 2
+    assert run.plugin("shorter").calls == 2 * 2 + 2 * 2
     (evaluation,) = [event for event in run.events if event["event"] == "evaluation"]
-    assert evaluation["tokens"] == 2 * 2 * 3
+    assert evaluation["tokens"] == 2 * 4 * 3
 
 
 def test_extras_reach_the_model(tmp_path: Path) -> None:

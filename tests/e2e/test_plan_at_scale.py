@@ -19,6 +19,7 @@ EIGHT_BILLION = {
     "decoder.hidden": 14336,
     "decoder.vocabulary": 128256,
     "decoder.max_sequence": 8192,
+    "decoder.qk_norm": "false",
     "train.sequence": 8192,
     "train.global_batch": 64,
     "train.precision": "bf16",

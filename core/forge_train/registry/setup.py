@@ -142,7 +142,7 @@ class _Resolution:
         required = {slot for plugin in [*explicit, *brought] for slot in plugin.cls.requires} & on_demand.keys()
         brought += self._defaults({slot: on_demand[slot] for slot in required}, [*explicit, *brought])
         self.sometimes -= set(self.defaults.values())
-        self._check_needed(explicit, on_demand.keys() - required)
+        _warn_of_idle(explicit, on_demand.keys() - required)
         enabled = sorted([*explicit, *brought], key=lambda plugin: plugin.name)
         self._check_defaults(enabled)
         if not self.mistakes:  # what is missing for them would only be told twice
@@ -247,15 +247,6 @@ class _Resolution:
                 at = next(value.origin for key, value in found.items() if key[-1] == slot)
                 self.mistakes.append(f"{at}: defaults.{slot}: plugin {name!r} does not fill the slot {slot!r}.")
 
-    def _check_needed(self, explicit: Iterable[Enabled], idle: AbstractSet[str]) -> None:
-        """Plugins that fill nothing but slots that no enabled plugin asks for."""
-        for plugin in explicit:
-            does = plugin.provides - {"check_config"}
-            if does and does <= idle:
-                self.mistakes.append(
-                    f"Plugin {plugin.name!r} has nothing to do: nothing requires {min(does)!r}, which it fills."
-                )
-
     def _check_relations(self, enabled: list[Enabled]) -> None:
         provided = {plugin.name: {plugin.name, *plugin.provides} for plugin in enabled}
         for plugin in enabled:
@@ -269,6 +260,14 @@ class _Resolution:
             for unwanted in plugin.cls.conflicts:
                 if other := others.get(canonical(unwanted)):
                     self.mistakes.append(f"Plugins {plugin.name!r} and {other!r} can't be enabled together.")
+
+
+def _warn_of_idle(explicit: Iterable[Enabled], idle: AbstractSet[str]) -> None:
+    """Plugins that fill nothing but slots that no enabled plugin asks for. No mistake: they are checked alone, too."""
+    for plugin in explicit:
+        does = plugin.provides - {"check_config"}
+        if does and does <= idle:
+            log.warning("Plugin %r has nothing to do: nothing requires %r, which it fills.", plugin.name, min(does))
 
 
 def _sections(tree: Tree, enabled: list[Enabled], resolution: _Resolution) -> dict[str, Any]:
