@@ -33,15 +33,27 @@ class Cap(Plugin):
         if self.config.at == "forward":
             model.parts[0].register_forward_pre_hook(lambda module, args: self.cap())
         if self.config.at == "backward":
-            model.parts[0].head.register_full_backward_hook(lambda module, of_inputs, of_outputs: self.cap())
+            model.parts[0].head.register_full_backward_hook(lambda module, of_inputs, of_outputs: self.demand())
 
     @hookimpl
     def on_gradients(self, update: Any) -> None:
         if self.config.at == "optimizer":
             self.cap()
 
+    def demand(self) -> None:
+        """Ask for more than there is: what a backward pass needs, it may find in memory that was freed."""
+        import torch
+
+        self.cap()
+        if self.capped:
+            torch.empty(2**30, dtype=torch.uint8)
+
+    @property
+    def capped(self) -> bool:
+        return int(os.environ.get("RANK", "0")) == self.config.rank
+
     def cap(self) -> None:
-        if int(os.environ.get("RANK", "0")) == self.config.rank:
+        if self.capped:
             status = Path("/proc/self/status").read_text(encoding="ascii")
             now = 1024 * int(re.search(r"VmSize:\s*(\d+) kB", status)[1])  # type: ignore[index]
             resource.setrlimit(resource.RLIMIT_AS, (now + self.config.room * 2**20, resource.RLIM_INFINITY))

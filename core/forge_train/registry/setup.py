@@ -50,7 +50,8 @@ def resolve(request: Request, *, world: int = 1, training: bool = True) -> Setup
     enabled = resolution.enable()
     _raise(resolution.mistakes)
     sections = _sections(layered.tree, enabled, resolution)
-    core = {name: _section(name, cls, layered.tree, resolution.mistakes) for name, cls in CORE_SECTIONS.items()}
+    tree, mistakes = layered.tree, resolution.mistakes
+    core = {name: validate(name, cls, tree.below((name,)), mistakes) for name, cls in CORE_SECTIONS.items()}
     _raise(resolution.mistakes)
     hooks = Hooks([(plugin, _made(plugin, sections[plugin.name])) for plugin in enabled], resolution.defaults)
     hooks.check_slots()
@@ -66,6 +67,8 @@ def resolve(request: Request, *, world: int = 1, training: bool = True) -> Setup
     )
     problems = [*rules.check(config, world), *hooks.check_config(config)] if training else []
     _raise(_located(config, problem) for problem in problems)
+    for name, slot in resolution.idle.items():
+        log.warning("Plugin %r has nothing to do: nothing requires %r, which it fills.", name, slot)
     return Setup(rules.fill_in(config, world) if training else config, hooks)
 
 
@@ -107,6 +110,9 @@ class _Resolution:
     displaced: set[str] = field(default_factory=set)
     sometimes: set[str] = field(default_factory=set)
     """Defaults for another number of processes, or another precision. One file serves for all of them."""
+    idle: dict[str, str] = field(default_factory=dict)
+    """Plugin that was asked for and has nothing to do → the slot that nobody requires. No mistake: it may be tried
+    alone."""
 
     def enable(self) -> list[Enabled]:
         for found in discover():
@@ -142,7 +148,7 @@ class _Resolution:
         required = {slot for plugin in [*explicit, *brought] for slot in plugin.cls.requires} & on_demand.keys()
         brought += self._defaults({slot: on_demand[slot] for slot in required}, [*explicit, *brought])
         self.sometimes -= set(self.defaults.values())
-        _warn_of_idle(explicit, on_demand.keys() - required)
+        self.idle = _idle(explicit, on_demand.keys() - required)
         enabled = sorted([*explicit, *brought], key=lambda plugin: plugin.name)
         self._check_defaults(enabled)
         if not self.mistakes:  # what is missing for them would only be told twice
@@ -262,12 +268,10 @@ class _Resolution:
                     self.mistakes.append(f"Plugins {plugin.name!r} and {other!r} can't be enabled together.")
 
 
-def _warn_of_idle(explicit: Iterable[Enabled], idle: AbstractSet[str]) -> None:
-    """Plugins that fill nothing but slots that no enabled plugin asks for. No mistake: they are checked alone, too."""
-    for plugin in explicit:
-        does = plugin.provides - {"check_config"}
-        if does and does <= idle:
-            log.warning("Plugin %r has nothing to do: nothing requires %r, which it fills.", plugin.name, min(does))
+def _idle(explicit: Iterable[Enabled], unneeded: AbstractSet[str]) -> dict[str, str]:
+    """Plugins that fill nothing but slots that no enabled plugin asks for, each with one of them."""
+    does = {plugin.name: plugin.provides - {"check_config"} for plugin in explicit}
+    return {name: min(slots) for name, slots in does.items() if slots and slots <= unneeded}
 
 
 def _sections(tree: Tree, enabled: list[Enabled], resolution: _Resolution) -> dict[str, Any]:
@@ -295,12 +299,8 @@ def _sections(tree: Tree, enabled: list[Enabled], resolution: _Resolution) -> di
     sections = {}
     for plugin in enabled:
         try:
-            sections[plugin.name] = _section(plugin.name, plugin.cls.Config, tree, resolution.mistakes)
+            own = tree.below((plugin.name,))
+            sections[plugin.name] = validate(plugin.name, plugin.cls.Config, own, resolution.mistakes)
         except Exception as error:  # whatever a stranger's class does to its validation
             resolution.mistakes.append(f"Plugin {plugin.found.label}: its Config is not a section: {describe(error)}.")
     return sections
-
-
-def _section(name: str, cls: type, tree: Tree, mistakes: list[str]) -> Any:
-    """A validated section."""
-    return validate(name, cls, tree.below((name,)), mistakes)
