@@ -113,9 +113,9 @@ def test_axes_tile_the_world(parallel: dict[str, int], world: int, expected: Lay
         ({"tp": 3, "dp_shard": 2}, 8, "dp_shard × cp × tp = 1 × 1 × 2 × 1 × 3 = 6, but there are 8 processes."),
         ({"tp": 2}, 1, "= 2, but there is 1 process."),
         ({"dp_shard": 2}, 8, "= 2, but there are 8 processes."),
-        ({"tp": 4, "etp": 2}, 8, "parallel.etp must be 1 or tp (4); it is 2."),
-        ({"ep": 3}, 8, "parallel.ep must divide dp_shard × cp × tp (8); it is 3."),
-        ({"ep": 8, "tp": 2, "etp": 2}, 8, "parallel.ep must divide dp_shard × cp (4); it is 8."),
+        ({"tp": 4, "etp": 2}, 8, "parallel.etp: must be 1 or tp (4); it is 2."),
+        ({"ep": 3}, 8, "parallel.ep: must divide dp_shard × cp × tp (8); it is 3."),
+        ({"ep": 8, "tp": 2, "etp": 2}, 8, "parallel.ep: must divide dp_shard × cp (4); it is 8."),
     ],
 )
 def test_axes_that_do_not(parallel: dict[str, int], world: int, says: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +11,17 @@ from ..processes.world import World
 from ..protocols import Problem
 from . import Config
 from .sections import ParallelSection
+
+
+class LayoutError(ConfigError):
+    """Axes that do not tile the world."""
+
+    def __init__(self, axis: str, message: str) -> None:
+        super().__init__(axis, message)  # as they are: errors are pickled between processes
+        self.problem = Problem(f"parallel.{axis}", message)
+
+    def __str__(self) -> str:
+        return f"{self.problem.key}: {self.problem.message}"
 
 
 def world_size() -> int:
@@ -40,32 +50,34 @@ class Layout:
         """Fill in `dp_shard = -1` and check that the axes tile the world.
 
         Raises:
-            ConfigError: stating the rule and the numbers.
+            LayoutError: stating the rule and the numbers.
         """
         others = parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
         shard = parallel.dp_shard
         if shard == 0:
-            raise ConfigError("parallel.dp_shard must be at least 1, or -1 for what is left over; it is 0.")
+            raise LayoutError("dp_shard", "must be at least 1, or -1 for what is left over; it is 0.")
         if shard == -1:
             if world > others and world % others:
-                raise ConfigError(
-                    f"parallel.dp_shard = -1 takes what is left over, but pp × dp_replicate × cp × tp = {parallel.pp} "
-                    f"× {parallel.dp_replicate} × {parallel.cp} × {parallel.tp} = {others} does not divide the {world} "
-                    "processes."
+                raise LayoutError(
+                    "dp_shard",
+                    f"-1 takes what is left over, but pp × dp_replicate × cp × tp = {parallel.pp} × "
+                    f"{parallel.dp_replicate} × {parallel.cp} × {parallel.tp} = {others} does not divide the {world} "
+                    "processes.",
                 )
             shard = max(world // others, 1)
         if others * shard != world:
-            raise ConfigError(
+            raise LayoutError(
+                "dp_shard",
                 f"pp × dp_replicate × dp_shard × cp × tp = {parallel.pp} × {parallel.dp_replicate} × {shard} × "
-                f"{parallel.cp} × {parallel.tp} = {others * shard}, but there {_are(world)}."
+                f"{parallel.cp} × {parallel.tp} = {others * shard}, but there {_are(world)}.",
             )
         inner = shard * parallel.cp * parallel.tp
         if parallel.etp not in (1, parallel.tp):
-            raise ConfigError(f"parallel.etp must be 1 or tp ({parallel.tp}); it is {parallel.etp}.")
+            raise LayoutError("etp", f"must be 1 or tp ({parallel.tp}); it is {parallel.etp}.")
         tiled = inner if parallel.etp == 1 else shard * parallel.cp
         if tiled % parallel.ep:
             axes = "dp_shard × cp × tp" if parallel.etp == 1 else "dp_shard × cp"
-            raise ConfigError(f"parallel.ep must divide {axes} ({tiled}); it is {parallel.ep}.")
+            raise LayoutError("ep", f"must divide {axes} ({tiled}); it is {parallel.ep}.")
         return cls(parallel.pp, parallel.dp_replicate, shard, parallel.cp, parallel.tp, parallel.ep, parallel.etp)
 
     @property
@@ -105,9 +117,8 @@ def check(config: Config, world: int) -> Iterator[Problem]:
         yield Problem("train.steps", f"say how long to train, either in steps or in tokens; found {found}.")
     try:
         layout = Layout.of(config.parallel, world)
-    except ConfigError as error:
-        about = re.match(r"(parallel\.\w+) ", text := str(error))
-        yield Problem(about[1] if about else "parallel.dp_shard", text.removeprefix(about[0] if about else ""))
+    except LayoutError as error:
+        yield error.problem
         return
     per_pass = (train.micro_batch or 1) * layout.data_ranks
     if train.global_batch % per_pass:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import re
-from collections.abc import Iterable, Mapping
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from ..config import Config, rules
-from ..config.layers import CONDITIONAL, DEFAULT, Origin, Request, Tree, lay
+from ..config.layers import DEFAULT, Request, Tree, lay
 from ..config.sections import CORE_SECTIONS
 from ..config.validate import validate
 from ..errors import ConfigError, ForgeError, describe, nearest
-from ..hookspecs import KINDS
 from ..plugin import PROJECT, Plugin
 from ..protocols import Problem
-from .calls import Enabled, blame, check_hooks
-from .discovery import RESERVED, Found, canonical, discover, dotted, load, plugin_name
+from .calls import Enabled, blame
 from .hooks import Hooks
+from .resolution import Resolution
 
 log = logging.getLogger(PROJECT)
 
@@ -46,7 +42,7 @@ def resolve(request: Request, *, world: int = 1, training: bool = True) -> Setup
         ConfigError: with every mistake that could be found, one a line.
     """
     layered = lay(request)
-    resolution = _Resolution(layered.tree, request, training, world, layered.tree.mistakes)
+    resolution = Resolution(layered.tree, request, training, world, layered.tree.mistakes)
     enabled = resolution.enable()
     _raise(resolution.mistakes)
     sections = _sections(layered.tree, enabled, resolution)
@@ -92,189 +88,7 @@ def _raise(mistakes: Iterable[str]) -> None:
         raise ConfigError("\n".join(lines))
 
 
-@dataclass
-class _Resolution:
-    """Which plugins are enabled, and why."""
-
-    tree: Tree
-    request: Request
-    training: bool = True
-    world: int = 1
-    mistakes: list[str] = field(default_factory=list)
-    known: dict[str, list[Found]] = field(default_factory=dict)
-    specs: list[str] = field(default_factory=list)
-    """Plugins that were asked for, as they were written."""
-    removed: set[str] = field(default_factory=set)
-    defaults: dict[str, str] = field(default_factory=dict)
-    """Slot → default in use."""
-    displaced: set[str] = field(default_factory=set)
-    sometimes: set[str] = field(default_factory=set)
-    """Defaults for another number of processes, or another precision. One file serves for all of them."""
-    idle: dict[str, str] = field(default_factory=dict)
-    """Plugin that was asked for and has nothing to do → the slot that nobody requires. No mistake: it may be tried
-    alone."""
-
-    def enable(self) -> list[Enabled]:
-        for found in discover():
-            self.known.setdefault(found.name, []).append(found)
-        asked = [(name, str(o)) for name, o in self._listed("plugins")] + [
-            (n, "--plugins") for n in self.request.plugins
-        ]
-        again = {plugin_name(spec) for spec in self.request.plugins}  # the command line is stronger than the file
-        unwanted = [(name, str(o)) for name, o in self._listed("without") if canonical(name) not in again] + [
-            (n, "--without") for n in self.request.without
-        ]
-        wanted, on_demand = self._wanted_defaults()
-        removed = {canonical(name) for name, _ in unwanted}
-        founds: dict[str, Found] = {}
-        for spec, where in asked:
-            asked_for = self._find(spec, where) if plugin_name(spec) not in removed else None
-            if asked_for is not None:
-                if founds.setdefault(asked_for.name, asked_for) != asked_for:
-                    other = founds[asked_for.name].object
-                    self.mistakes.append(f"{where}: {asked_for.object} and {other} are both {asked_for.name!r}.")
-                self.specs.append(spec if ":" in spec else asked_for.name)
-        self.specs = list(dict.fromkeys(self.specs))
-        effective = {plugin_name(spec) for spec, _ in asked} | set(wanted.values())
-        named = {canonical(v.value) for v in self.tree.below(("defaults",)).values() if isinstance(v.value, str)}
-        self.sometimes = named - set(wanted.values()) - (set() if removed else set(on_demand.values()))
-        for name, where in unwanted:
-            if canonical(name) not in effective | self.sometimes and self.training:
-                hint = nearest(canonical(name), effective)
-                self.mistakes.append(f"{where}: {name!r} would not be enabled anyway.{hint}")
-        self.removed = removed & (effective | self.sometimes)
-        explicit = self._load(founds.values(), default=False)
-        brought = self._defaults(wanted, explicit)
-        required = {slot for plugin in [*explicit, *brought] for slot in plugin.cls.requires} & on_demand.keys()
-        brought += self._defaults({slot: on_demand[slot] for slot in required}, [*explicit, *brought])
-        self.sometimes -= set(self.defaults.values())
-        self.idle = _idle(explicit, on_demand.keys() - required)
-        enabled = sorted([*explicit, *brought], key=lambda plugin: plugin.name)
-        self._check_defaults(enabled)
-        if not self.mistakes:  # what is missing for them would only be told twice
-            self._check_relations(enabled)
-        return enabled
-
-    def _listed(self, key: str) -> list[tuple[str, Origin]]:
-        value = self.tree.values.get((key,))
-        if value is None:
-            return []
-        if not isinstance(value.value, list) or not all(isinstance(item, str) for item in value.value):
-            self.mistakes.append(f"{value.origin}: {key}: expected a list of names, found {value.value!r}.")
-            return []
-        return [(item, value.origin) for item in value.value]
-
-    def _find(self, spec: str, where: str) -> Found | None:
-        if ":" in spec:
-            return self._dotted(spec, where)
-        name = canonical(spec)
-        candidates = self.known.get(name, [])
-        if not candidates:
-            self.mistakes.append(f"{where}: there is no plugin named {spec!r}.{nearest(name, self.known)}")
-        elif len(candidates) > 1:
-            owners = " and ".join(f"{found.distribution} {found.version}" for found in candidates)
-            self.mistakes.append(f"{where}: the name {name!r} is used by {owners}; uninstall one.")
-        elif name in RESERVED:
-            self.mistakes.append(f"{where}: {candidates[0].distribution} names a plugin {name!r}, which is reserved.")
-        else:
-            return candidates[0]
-        return None
-
-    def _dotted(self, spec: str, where: str) -> Found | None:
-        if not re.fullmatch(r"\w+(\.\w+)*:\w+", spec):
-            self.mistakes.append(f"{where}: {spec!r}: expected a plugin's name, or package.module:Class.")
-        elif plugin_name(spec) in RESERVED:
-            self.mistakes.append(f"{where}: {spec!r} would be named {plugin_name(spec)!r}, which is reserved.")
-        else:
-            return dotted(spec)
-        return None
-
-    def _wanted_defaults(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Slot → default, and the same where it counts only if an enabled plugin requires the slot."""
-        wanted: dict[str, str] = {}
-        on_demand: dict[str, str] = {}
-        precision = self.tree.values.get(("train", "precision"))
-        narrow = precision.value if precision else "fp32"
-        conditions = dict(zip(CONDITIONAL, (self.world > 1, narrow != "fp32", narrow == "fp16", True), strict=True))
-        for key, value in self.tree.below(("defaults",)).items():
-            *several, slot = key
-            if len(several) == 1 and several[0] in conditions and isinstance(value.value, str):
-                if value.value and conditions[several[0]]:
-                    (on_demand if several[0] == "required" else wanted)[slot] = canonical(value.value)
-            elif several or KINDS.get(slot) not in ("slot", "chain"):
-                slots = [name for name, kind in KINDS.items() if kind in ("slot", "chain")]
-                name = ".".join(key)
-                self.mistakes.append(f"{value.origin}: defaults.{name}: there is no such slot.{nearest(name, slots)}")
-            elif not isinstance(value.value, str):
-                self.mistakes.append(
-                    f"{value.origin}: defaults.{slot}: expected a plugin's name, found {value.value!r}."
-                )
-            elif value.value:
-                wanted[slot] = canonical(value.value)
-        return wanted, on_demand
-
-    def _load(self, founds: Iterable[Found], *, default: bool) -> list[Enabled]:
-        loaded = []
-        for found in founds:
-            try:
-                enabled = Enabled(found, load(found), default)
-            except ConfigError as error:
-                self.mistakes.append(str(error))
-                continue
-            check_hooks(enabled, self.mistakes)
-            for module, command in sorted(enabled.cls.needs.items()):
-                if importlib.util.find_spec(module.partition(".")[0]) is None:
-                    self.mistakes.append(f"Plugin {found.label} needs {module!r}. Install it: {command}")
-            loaded.append(enabled)
-        return loaded
-
-    def _defaults(self, wanted: Mapping[str, str], explicit: list[Enabled]) -> list[Enabled]:
-        """Defaults of slots that nobody else fills. One that is displaced in one slot steps aside from all."""
-        filled = {slot for plugin in explicit for slot in plugin.provides if KINDS.get(slot, "slot") == "slot"}
-        names = {plugin.name for plugin in explicit}
-        self.displaced |= {name for slot, name in wanted.items() if slot in filled and name not in names}
-        founds: dict[str, Found] = {}
-        for slot, name in wanted.items():
-            if name in self.removed or name in self.displaced or (slot in filled and name not in names):
-                continue
-            if name not in names:
-                found = self._find(name, f"defaults.{slot}")
-                if found is None:
-                    continue
-                founds[name] = found
-            self.defaults[slot] = name
-        return self._load(founds.values(), default=True)
-
-    def _check_defaults(self, enabled: list[Enabled]) -> None:
-        provided = {plugin.name: plugin.provides for plugin in enabled}
-        for slot, name in self.defaults.items():
-            if slot not in provided.get(name, {slot}):
-                found = self.tree.below(("defaults",))
-                at = next(value.origin for key, value in found.items() if key[-1] == slot)
-                self.mistakes.append(f"{at}: defaults.{slot}: plugin {name!r} does not fill the slot {slot!r}.")
-
-    def _check_relations(self, enabled: list[Enabled]) -> None:
-        provided = {plugin.name: {plugin.name, *plugin.provides} for plugin in enabled}
-        for plugin in enabled:
-            others = {thing: name for name, things in provided.items() if name != plugin.name for thing in things}
-            for needed in plugin.cls.requires:
-                if canonical(needed) not in others:
-                    default = next((v.value for k, v in self.tree.below(("defaults",)).items() if k[-1] == needed), "")
-                    like = f", like {default!r}," if default else ""
-                    what = f"enable a plugin that fills it{like}" if needed in KINDS else "enable it"
-                    self.mistakes.append(f"Plugin {plugin.found.label} requires {needed!r}; {what} with --plugins.")
-            for unwanted in plugin.cls.conflicts:
-                if other := others.get(canonical(unwanted)):
-                    self.mistakes.append(f"Plugins {plugin.name!r} and {other!r} can't be enabled together.")
-
-
-def _idle(explicit: Iterable[Enabled], unneeded: AbstractSet[str]) -> dict[str, str]:
-    """Plugins that fill nothing but slots that no enabled plugin asks for, each with one of them."""
-    does = {plugin.name: plugin.provides - {"check_config"} for plugin in explicit}
-    return {name: min(slots) for name, slots in does.items() if slots and slots <= unneeded}
-
-
-def _sections(tree: Tree, enabled: list[Enabled], resolution: _Resolution) -> dict[str, Any]:
+def _sections(tree: Tree, enabled: list[Enabled], resolution: Resolution) -> dict[str, Any]:
     """The section of every enabled plugin; sections that nobody reads are mistakes."""
     names = {plugin.name for plugin in enabled}
     for name, origin in tree.sections().items():
