@@ -13,7 +13,7 @@ from ..errors import ConfigError, DivergedError
 from ..events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult
 from ..job import Job
 from ..storage import checkpoint
-from ..storage.resume import capture, load_weights, restore
+from ..storage.resume import capture, load_initial, restore
 from .control import Requests
 from .meter import Meter
 from .step import Progress, Stepper
@@ -46,8 +46,8 @@ class Training:
                     f"{found}: is at step {self.progress.step}, and this run ends at {self.job.steps}; "
                     "raise train.steps."
                 )
-        elif init_from := self.job.config.train.init_from:
-            load_weights(self.model, self.job, checkpoint.whole(Path(init_from)))
+        else:
+            load_initial(self.model, self.job)
         self._event("run_started", run=self.job.run.id, plugins=list(self.job.hooks.enabled), world=self.job.dist.world)
 
     def run(self) -> Finished:

@@ -98,6 +98,16 @@ def restore(stepper: Stepper, progress: Progress, path: Path) -> list[str]:
     return changes
 
 
+def load_initial(model: Model, job: Job) -> None:
+    """Take the weights that `train.init_from` names, if it names any.
+
+    Raises:
+        ConfigError: if there are none there, or of another model.
+    """
+    if init_from := job.config.train.init_from:
+        load_weights(model, job, checkpoint.whole(Path(init_from)))
+
+
 def load_weights(model: Model, job: Job, path: Path) -> None:
     """Take only the weights from a checkpoint.
 

@@ -28,7 +28,7 @@ from ..processes.world import World
 from ..protocols import Batch, Loader
 from ..registry.setup import Setup, resolve
 from ..storage import checkpoint
-from ..storage.resume import capture, load_weights, restore
+from ..storage.resume import capture, load_initial, restore
 from ..storage.run import Run, plugin_list, write_json
 from ..storage.state import split
 from .routing import Counter, Step, Tally
@@ -164,8 +164,7 @@ class _Watched(Stepper):
         loader = _WatchedLoader(job.hooks.build_data("train"))
         stepper = cls(job, model, optimizer, job.hooks.lr_schedule(optimizer), loader)
         job.hooks.on_start(model, optimizer)
-        if init_from := job.config.train.init_from:
-            load_weights(model, job, checkpoint.whole(Path(init_from)))
+        load_initial(model, job)
         stepper.begin(loader)
         return stepper
 
