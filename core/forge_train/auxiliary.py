@@ -37,13 +37,15 @@ class _Attach(torch.autograd.Function):
 
 
 def attach_loss(x: Tensor, value: Tensor) -> Tensor:
-    """Give `x` back unchanged, and add `value` to the step's loss for the gradients.
+    """Return `x` unchanged, and add `value` to the step's loss for the gradients.
 
-    The step's loss is a sum over tokens, divided by the tokens of the global batch. So `value` must be a sum too:
-    the mean over this micro-batch's tokens times their number weighs the same however the batch is split.
+    The step divides `value` by T, the tokens of the global batch: the elements of `inputs`, over all micro-batches and
+    ranks, whether their labels are masked or not. So `value` must be a sum over the tokens that this call computes, and
+    then weighs the same however the batch is split and whatever is masked. A module that makes more or fewer tokens
+    than `inputs` has (image patches, pooling) takes the mean over its own, times the elements of `inputs`.
 
     Args:
         x: any tensor on the way to the loss.
-        value: 0-dim; what it is computed from gets its gradient. It does not show in the logged loss.
+        value: 0-dim; what it is computed from gets its gradient. The logged loss does not include it.
     """
     return _Attach.apply(x, value, _scale)  # type: ignore[no-any-return,no-untyped-call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import toys
-from forge_train import MASKED, Batch, DivergedError, Plugin, StepResult, Update, attach_loss, hookimpl
+from forge_train import MASKED, Batch, DivergedError, Init, Plugin, StepResult, Update, attach_loss, hookimpl, section
 
 pytestmark = pytest.mark.unit
 
@@ -104,23 +105,24 @@ def test_a_batch_without_any_label_is_no_division_by_zero(tmp_path: Path) -> Non
     assert found.norms == [0.0]
 
 
+class Weighted(Plugin):
+    """The same task with every token counted as a thousandth."""
+
+    @hookimpl
+    def task(self, job: Any) -> Any:
+        from forge_train_plugins.next_token import NextTokenTask
+
+        class Thousandth(NextTokenTask):
+            def weight(self, batch: Batch) -> float:
+                return super().weight(batch) / 1000
+
+            def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+                return super().loss(part, hidden, batch) / 1000
+
+        return Thousandth(job.hooks.loss())
+
+
 def test_weights_below_one_weigh_what_they_say(tmp_path: Path) -> None:
-    class Weighted(Plugin):
-        """The same task with every token counted as a thousandth."""
-
-        @hookimpl
-        def task(self, job: Any) -> Any:
-            from forge_train_plugins.next_token import NextTokenTask
-
-            class Thousandth(NextTokenTask):
-                def weight(self, batch: Batch) -> float:
-                    return super().weight(batch) / 1000
-
-                def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-                    return super().loss(part, hidden, batch) / 1000
-
-            return Thousandth(job.hooks.loss())
-
     plain, weighted = gradients(tmp_path), gradients(tmp_path, Weighted)
     for one, other in zip(plain.gradients, weighted.gradients, strict=True):
         close(one, other)
@@ -161,6 +163,69 @@ def test_an_attached_loss_weighs_the_same_however_the_batch_is_split(tmp_path: P
     assert not torch.allclose(whole.gradients[0]["layers.1.up.weight"], plain.gradients[0]["layers.1.up.weight"])
     torch.testing.assert_close(whole.gradients[0]["head.weight"], plain.gradients[0]["head.weight"])
     assert float(whole.steps[0].loss) == pytest.approx(float(plain.steps[0].loss))
+
+
+class Apart(nn.Module):
+    """A block with a weight that only its attached loss trains."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.extra = nn.Parameter(torch.ones(1))
+
+    def initial(self, name: str) -> Init | None:
+        return Init("ones") if name == "extra" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attach_loss(self.inner(x), (self.extra * (1 + x.detach().square())).square().sum())
+
+
+class MeanOfOne(Plugin):
+    """A model whose attached loss is a known mean over tokens."""
+
+    @hookimpl
+    def build_model(self, job: Any) -> nn.Module:
+        tower = toys.Tower(2)
+        tower.layers["1"] = Apart(tower.layers["1"])
+        return tower
+
+
+LEFT = {"none masked": 1.0, "half masked": 0.5, "all but one masked": 1 / 2**10, "all masked": 0.0}
+"""Which share of the global batch's labels is left, rounded up."""
+
+
+class Mask(Plugin):
+    """Leaves the first labels of the first step."""
+
+    @section
+    class Config:
+        left: float = 1.0
+
+    @hookimpl
+    def prepare_batch(self, job: Any) -> Any:
+        train, seen = job.config.train, itertools.count()
+        keep = math.ceil(self.config.left * train.global_batch * train.sequence)
+
+        def mask(batch: Batch) -> Batch:
+            labels = [label if next(seen) < keep else MASKED for label in batch.labels.flatten().tolist()]
+            return Batch(batch.inputs, torch.tensor(labels).view_as(batch.labels))
+
+        return mask
+
+
+@pytest.mark.accept("trial", 1)
+@pytest.mark.parametrize("micro", [4, 2, 1])
+@pytest.mark.parametrize("left", LEFT)
+def test_an_attached_loss_weighs_the_same_however_many_labels_are_masked(tmp_path: Path, left: str, micro: int) -> None:
+    def run(*plugins: Any, **config: Any) -> Gradients:
+        config = {"train.micro_batch": micro, "toy_data.mask": False, **config}
+        return gradients(tmp_path, MeanOfOne, *plugins, config=config, without=("toy_model",), steps=1)
+
+    expected = run().gradients[0]["layers.1.extra"]
+    assert float(expected) > 1
+    for plugins in ((Mask,), (Mask, Weighted)):
+        got = run(*plugins, **{"mask.left": LEFT[left]}).gradients[0]["layers.1.extra"]
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
 
 
 def test_an_attached_loss_has_the_gradient_of_a_term_of_the_loss() -> None:

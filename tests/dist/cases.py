@@ -26,6 +26,8 @@ class Probe(Plugin):
     class Config:
         mask: bool = False
         """Mask a share of the labels that differs from sequence to sequence."""
+        mask_all: bool = False
+        """Mask every label."""
         count: bool = True
         """Count what is sent; torch.compile does not compile where somebody looks at every operation."""
 
@@ -48,6 +50,8 @@ class Probe(Plugin):
                 # A function of the sequence alone, so that every layout masks the same labels.
                 share = batch.inputs.sum(-1, keepdim=True) % batch.labels.shape[1]
                 batch.labels[torch.arange(batch.labels.shape[1]) < share] = -100
+            if self.config.mask_all:
+                batch.labels.fill_(-100)
             return batch
 
         return prepare

@@ -90,6 +90,20 @@ def test_so_does_every_way_of_routing(verify: Verifier, composition_file: Path, 
     assert verdict.agree, verdict
 
 
+@pytest.mark.accept("trial", 1)
+@pytest.mark.parametrize("mask", ["mask", "mask_all"])
+@pytest.mark.parametrize("name", ["ep2×tp2", "etp2"])
+def test_losses_of_the_router_do_not_depend_on_masked_labels(
+    verify: Verifier, composition_file: Path, name: str, mask: str
+) -> None:
+    """Where all labels are masked, all gradients are the router's losses'."""
+    world, plugins, values = LAYOUTS[name]
+    more = {"moe.balance": 1.0, f"probe.{mask}": True, "probe.count": False}
+    asked = request(composition_file, *plugins, "cases:Probe", **{**values, **more})
+    verdict = verify(asked, world, steps=2, reference=alone(asked))
+    assert verdict.agree, verdict
+
+
 @pytest.mark.parametrize(
     ("plugins", "values", "message"),
     [

@@ -17,6 +17,16 @@ from ..protocols import Batch, Executor, Loader, LossScale, Schedule, Task
 from .gradients import clip, full, present, scale, total_norm
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What losses are divided by: sums over the micro-batches of all ranks."""
+
+    weight: float
+    """What the task counts, such as unmasked labels: for the task's loss."""
+    tokens: float
+    """Positions that the model computes, whatever is masked: for attached losses, which are sums over them."""
+
+
 @dataclass
 class Progress:
     """How far the run is. The data's position is the loader's: a roll-back moves the two apart."""
@@ -43,21 +53,21 @@ class Stepper:
         self._around_backward = job.hooks.span("forward_backward")
         self._around_optimizer = job.hooks.span("optimizer")
 
-    def fetch(self, loader: Loader, count: int) -> tuple[list[Batch], float]:
-        """Micro-batches on the device, and the weight of all ranks' together."""
+    def fetch(self, loader: Loader, count: int) -> tuple[list[Batch], Counts]:
+        """Micro-batches on the device, and what all ranks' together count."""
         batches = [self._prepare(next(loader)) for _ in range(count)]
-        weight = float(sum(self.task.weight(batch) for batch in batches))
+        counts = [sum(self.task.weight(batch) for batch in batches), sum(batch.inputs.numel() for batch in batches)]
         if self.job.dist.world > 1:  # on the CPU, so that nothing waits for the device
-            mine = torch.tensor(weight, dtype=torch.float64)
-            weight = float(self.job.dist.all_reduce(mine, axis="data"))
-        return [batch.to(self.job.device) for batch in batches], weight
+            mine = torch.tensor(counts, dtype=torch.float64)
+            counts = self.job.dist.all_reduce(mine, axis="data").tolist()
+        return [batch.to(self.job.device) for batch in batches], Counts(*map(float, counts))
 
     def run(self, progress: Progress) -> StepResult:
         """Take one step from where the run is."""
         started = time.perf_counter()
         first = int(self.loader.state_dict()["position"])
-        batches, weight = self.fetch(self.loader, self.accumulation)
-        update = self._backward(progress.step + 1, batches, weight)
+        batches, counts = self.fetch(self.loader, self.accumulation)
+        update = self._backward(progress.step + 1, batches, counts)
         self.job.hooks.on_gradients(update)
         lr = float(self.optimizer.param_groups[0]["lr"])
         if not update.vetoed:
@@ -78,22 +88,21 @@ class Stepper:
             data_range=(first, int(self.loader.state_dict()["position"])),
         )
 
-    def _backward(self, step: int, batches: Sequence[Batch], weight: float) -> Update:
+    def _backward(self, step: int, batches: Sequence[Batch], counts: Counts) -> Update:
         """Accumulate the gradients of the mean loss over the global batch."""
         factor: Tensor | float = self.loss_scale.scale() if self.loss_scale else 1.0
-        # SHARD transforms average over R ranks, so R / weight of the summed losses is the mean over all of them. The
-        # backward pass gets the next power of two for R: a factor of 3 would round other than one process does.
+        # SHARD transforms average over R ranks, so R / count times the summed losses is the mean over all of them. The
+        # backward pass gets the next power of two for R: a factor of 3 would round differently from one process.
         ranks = self.job.dist.layout.averaged
         power = 1 << (ranks - 1).bit_length()
-        whole = factor * (power / (weight or 1.0))
-        with self._around_backward(), loss_scaling(whole):
-            total = self.executor.train(batches, whole)
+        with self._around_backward(), loss_scaling(factor * (power / (counts.tokens or 1.0))):
+            total = self.executor.train(batches, factor * (power / (counts.weight or 1.0)))
         self.model.after_backward()
         gradients = present(self.parameters)
         if self.loss_scale is not None or power != ranks:
             scale(gradients, ranks / power / factor)
         norm = total_norm(gradients, self.job.dist)
-        return Update(step, self._mean(total, weight), norm, self.parameters)
+        return Update(step, self._mean(total, counts.weight), norm, self.parameters)
 
     def _mean(self, total: Tensor, weight: float) -> Tensor:
         """The mean over the global batch from this rank's sum."""

@@ -105,9 +105,9 @@ class Training:
             self.model.train(False)
             total, weight = torch.zeros((), dtype=torch.float64, device=self.job.device), 0.0
             for _ in range(count):
-                batches, part = self.stepper.fetch(held_out, 1)
+                batches, counts = self.stepper.fetch(held_out, 1)
                 total += self.stepper.executor.evaluate(batches[0])
-                weight += part
+                weight += counts.weight
             self.model.release()
             self.model.train()
             total = self.job.dist.all_reduce(total, axis="loss")

@@ -138,13 +138,13 @@ class _Rehearsal(Stepper):
         """Fetch micro-batches as a run does, and train on them."""
         self.model.train()
         with Collectives(self._send):  # a weight is a number: real tensors
-            batches, weight = self.fetch(self.loader, self.passes)
+            batches, counts = self.fetch(self.loader, self.passes)
         ledger = Ledger()
         logits = _Logits(ledger, self.model)
         resident = [*self.model.parameters(), *_buffers(self.model), *state_of(self.optimizer)]
         with fake, AnyDtype(), ledger, Collectives(self._send), Work(self._compute):
             own = ledger.numbers(resident)
-            update = self._backward(1, [_faked(batch, fake) for batch in batches], weight)
+            update = self._backward(1, [_faked(batch, fake) for batch in batches], counts)
             end = len(ledger.changes)
             gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             self.found.gradients = held(gradients)

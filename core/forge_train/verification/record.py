@@ -22,7 +22,7 @@ from ..job import Job
 from ..loop.control import Control
 from ..loop.engine import prepare_process
 from ..loop.gradients import full
-from ..loop.step import Progress, Stepper
+from ..loop.step import Counts, Progress, Stepper
 from ..processes.distributed import DistributedContext
 from ..processes.world import World
 from ..protocols import Batch, Loader
@@ -193,8 +193,8 @@ class _Watched(Stepper):
         for name, tensor in self.model.state_dict().items():
             self.seen.weights[name] = _fingerprint(tensor)
 
-    def _backward(self, step: int, batches: Sequence[Batch], weight: float) -> Update:
-        update = super()._backward(step, batches, weight)
+    def _backward(self, step: int, batches: Sequence[Batch], counts: Counts) -> Update:
+        update = super()._backward(step, batches, counts)
         if step == 1:
             self._look(self.model)
         return update
