@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 """Kind → operations whose results are kept. An all-gather's is not: it is as large as what was split to save memory."""
 
 
-def recompute(units: Iterable[nn.Module], policy: Policy | None) -> None:
+def recompute(units: Iterable[nn.Module], policy: Policy | None, change: Change | None = None) -> None:
     """Have units compute their activations again in the backward pass.
 
     Their class changes, not the modules themselves: a module around one would rename its parameters, and a `forward` of
@@ -43,26 +43,77 @@ def recompute(units: Iterable[nn.Module], policy: Policy | None) -> None:
     Raises:
         PluginError: if a unit's forward is its own already.
     """
+    options: dict[str, Any] = {} if policy is None else {"context_fn": partial(contexts, policy)}
     classes: dict[type, type] = {}
     for unit in units:
         own = type(unit)
         if "forward" in vars(unit):
             raise PluginError(f"ac: a plugin has replaced the forward of one {own.__name__}; have it change its class.")
         if own not in classes:
-            classes[own] = _recomputing(own, policy)
+            name, method = (change or inside)(own, options)
+            classes[own] = type(
+                own.__name__, (own,), {name: method, "__module__": own.__module__, "__doc__": own.__doc__}
+            )
         unit.__class__ = classes[own]
 
 
-def _recomputing(own: type[nn.Module], policy: Policy | None) -> type[nn.Module]:
-    options: dict[str, Any] = {} if policy is None else {"context_fn": partial(contexts, policy)}
-    inner: Callable[..., Any] = own.forward
+Change = Callable[[type[nn.Module], dict[str, Any]], tuple[str, Callable[..., Any]]]
+"""A module's class, and options of `checkpoint` → the name of the method to replace, and what replaces it."""
 
+
+def inside(own: type[nn.Module], options: dict[str, Any]) -> tuple[str, Callable[..., Any]]:
+    """Within what torch.compile compiles: it sees what is kept."""
+    return "forward", _checkpointed(own.forward, options)
+
+
+def around(own: type[nn.Module], options: dict[str, Any]) -> tuple[str, Callable[..., Any]]:
+    """Around what torch.compile compiles, which may then break into several graphs."""
+    return "__call__", _checkpointed(own.__call__, options)
+
+
+def apart(own: type[nn.Module], options: dict[str, Any]) -> tuple[str, Callable[..., Any]]:
+    """Between the graphs of what is around it."""
+    return "forward", torch.compiler.disable(_checkpointed(own.forward, options))  # type: ignore[no-untyped-call]
+
+
+def _checkpointed(inner: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(self, *args, **kwargs)
         return checkpoint(inner, self, *args, use_reentrant=False, **options, **kwargs)
 
-    return type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__, "__doc__": own.__doc__})
+    return forward
+
+
+def breaks(module: nn.Module) -> bool:
+    """Whether something in it has asked torch.compile to leave it alone (`torch.compiler.disable`).
+
+    Inside of a recomputed region torch (2.13) does not compile around that, but drops the whole region.
+    """
+    return any(getattr(type(one).forward, "_torchdynamo_disable", False) for one in module.modules())
+
+
+def recompute_broken(units: Sequence[nn.Module], policy: Policy | None) -> None:
+    """The same for units that torch.compile can't compile as a whole: what it can compile of them, it does.
+
+    Without a policy, a unit's input is kept. What a policy keeps is seen within a graph only, so that each of a unit's
+    children recomputes on its own and the graph breaks between them.
+    """
+    if policy is None:
+        recompute(units, None, around)
+        return
+    children = [child for unit in units for child in _called(unit)]
+    recompute((child for child in children if not breaks(child)), policy)
+    recompute((child for child in children if breaks(child)), policy, apart)
+
+
+def _called(unit: nn.Module) -> Iterator[nn.Module]:
+    """Its children, and those of its lists of modules."""
+    for child in unit.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _called(child)
+        else:
+            yield child
 
 
 def contexts(policy: Policy) -> Any:

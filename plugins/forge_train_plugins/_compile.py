@@ -68,6 +68,12 @@ class Summary:
         graphs, breaks, seconds = self._now()
         new = {reason: count - self._breaks.get(reason, 0) for reason, count in breaks.items()}
         new = {_first_line(reason): count for reason, count in new.items() if count > 0}
+        if graphs == self._graphs:
+            log.warning(
+                "compile: torch.compile could compile none of the model's units, so the run trains uncompiled; "
+                "`-s compile.fullgraph=true` names the code that it refuses."
+            )
+            return
         log.info(
             "compile: %d units in %d graphs with %d graph breaks, %.1f s of compiling until step %d",
             self.units,

@@ -30,7 +30,8 @@ class ActivationCheckpointing(Plugin):
     class Config:
         mode: Literal["full", "selective", "memory_budget", "none"] = "full"
         """full keeps a unit's input alone (compiled under tensor parallelism, attention's result too); selective also
-        what the operations in `save` have computed; memory_budget has the compiler choose what to keep (needs the
+        what the operations in `save` have computed, and, in a compiled unit with code that torch.compile leaves alone
+        (experts), the input of each of its children; memory_budget has the compiler choose what to keep (needs the
         plugin `compile`)."""
         every: Annotated[int, Gt(0)] = 1
         """Recompute one unit in so many, the first of them (full, selective)."""
@@ -61,9 +62,13 @@ class ActivationCheckpointing(Plugin):
         requires = ("compile",) if self.config.mode == "memory_budget" else ()
         # torch (2.13) can't compile a recomputed attention beside weights that are DTensors: it confuses the state of
         # random numbers that it saves for attention's dropout with the DTensors' mesh.
-        keep_attention = job.dist.layout.tp > 1 and "compile" in job.hooks.enabled
+        compiled = "compile" in job.hooks.enabled
+        keep_attention = job.dist.layout.tp > 1 and compiled
         return Transform(
-            Phase.RECOMPUTE, "ac", lambda part: self._apply(part, keep_attention=keep_attention), requires=requires
+            Phase.RECOMPUTE,
+            "ac",
+            lambda part: self._apply(part, compiled=compiled, keep_attention=keep_attention),
+            requires=requires,
         )
 
     @hookimpl
@@ -78,10 +83,10 @@ class ActivationCheckpointing(Plugin):
 
         return budget
 
-    def _apply(self, part: nn.Module, *, keep_attention: bool) -> Applied:
+    def _apply(self, part: nn.Module, *, compiled: bool, keep_attention: bool) -> Applied:
         from forge_train import Applied
 
-        from ._ac import Policy, recompute
+        from ._ac import Policy, breaks, recompute, recompute_broken
 
         units: tuple[str, ...] = tuple(getattr(part, "units", ()))
         if not units:
@@ -89,11 +94,14 @@ class ActivationCheckpointing(Plugin):
         if self.config.mode == "memory_budget":
             return Applied(part, units, f"the compiler keeps {self.config.budget:.0%} of the activations")
         chosen = units[:: self.config.every]
+        modules = [part.get_submodule(name) for name in chosen]
+        broken = [module for module in modules if compiled and breaks(module)]
         save = self.config.save if self.config.mode == "selective" else ()
-        if keep_attention and "attention" not in save:
+        if keep_attention and "attention" not in save and (save or len(broken) < len(modules)):
             save = ("attention", *save)
         policy = Policy.of(save) if save else None
-        recompute((part.get_submodule(name) for name in chosen), policy)
+        recompute((module for module in modules if module not in broken), policy)
+        recompute_broken(broken, policy if self.config.mode == "selective" else None)
         note = f"{len(chosen)} of {len(units)} units, {self.config.mode}"
         if policy is None:
             return Applied(part, chosen, note)

@@ -40,6 +40,7 @@ def p(**axes: int) -> dict[str, int]:
     return {f"parallel.{axis}": size for axis, size in axes.items()}
 
 
+TRACED = {"compile.backend": "aot_eager"}
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "ep2": (2, (), p(ep=2)),
     "tp2 ep2, dp 1": (2, ("tp",), p(tp=2, ep=2)),
@@ -47,6 +48,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "etp2": (2, ("tp",), p(tp=2, etp=2)),
     "ep4, recompute, accumulation": (4, ("ac",), {**p(ep=4), "train.micro_batch": 1, "ac.mode": "full"}),
     "ep2, compiled": (2, ("compile",), p(ep=2)),
+    "ep2, recompute, traced": (2, ("ac", "compile"), {**p(ep=2), **TRACED}),
+    "tp2, selective recompute, traced": (2, ("tp", "ac", "compile"), {**p(tp=2), **TRACED, "ac.mode": "selective"}),
     "ep2×dp2": (4, (), {**p(ep=2), "fsdp2.reshard": "never"}),
     "ep2×replicas2": (4, ("ac",), {**p(ep=2, dp_replicate=2), "ac.mode": "selective"}),
     "ep2×tp2": (4, ("tp",), p(ep=2, tp=2)),

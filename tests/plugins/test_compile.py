@@ -10,6 +10,7 @@ import pytest
 import setuptools  # noqa: F401  # inductor imports it, and it refuses to come after distutils
 import torch
 import torch._dynamo
+import torch.utils.checkpoint
 
 import fakes
 from forge_train import ConfigError
@@ -74,6 +75,43 @@ def test_graph_breaks_are_counted_and_named(caplog: pytest.LogCaptureFixture) ->
     assert "with 1 graph breaks" in first
     assert len(reasons) == 1
     assert "1 × graph break" in reasons[0]
+
+
+@pytest.mark.accept("trial", "1b")
+@pytest.mark.parametrize("ac", [{"ac.mode": "full"}, {"ac.mode": "selective"}])
+def test_around_what_can_not_be_compiled_the_rest_is_also_when_recomputed(
+    run_forge: RunForge, caplog: pytest.LogCaptureFixture, ac: dict[str, Any]
+) -> None:
+    experts = {"decoder.layers": 3, "moe.experts": 4, "moe.shared": 1}
+    plain = run_forge(["moe"], experts)
+    with caplog.at_level(logging.INFO, "forge_train"):
+        run = run_forge(["moe", "ac", "compile"], {**TRACED, **experts, **ac, "train.evaluate_every": 1})
+    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
+    told = [message for record in caplog.records if (message := record.getMessage()).startswith("compile: ")]
+    assert re.match(r"compile: 3 units in [2-9] graphs with [1-6] graph breaks", told[0]), told
+
+
+class Dropped(torch.nn.Linear):
+    """Breaks where torch.compile (2.13) drops all that is around it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@pytest.mark.accept("trial", "1b")
+def test_where_nothing_is_compiled_one_sentence_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    summary, unit = Summary(), Dropped(2, 2)
+    summary.units = 1
+    compile_unit(unit, backend="aot_eager", mode="default", fullgraph=False, dynamic=None)
+    unit(torch.ones(1, 2))
+    with caplog.at_level(logging.INFO, "forge_train"):
+        summary.tell(1)
+    (told,) = (record.getMessage() for record in caplog.records if record.name == "forge_train")
+    assert re.fullmatch(r"compile: torch.compile could compile none of .*, so the run trains uncompiled; .*\.", told)
 
 
 def test_what_has_no_effect_or_is_not_there_is_refused(run_forge: RunForge) -> None:
