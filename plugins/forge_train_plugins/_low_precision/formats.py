@@ -76,7 +76,7 @@ class Scaled:
         if sizes is not None:
             largest = _by_run(x.abs(), *_runs(sizes, x.shape[-1]))
         else:
-            largest = x.abs().amax(-1, keepdim=True) if self.rows else x.abs().amax()
+            largest = _largest(x.abs(), rows=self.rows)
         if split is not None and (split.inner or not self.rows):
             largest = largest_of_all(largest, split.group)
         return power_of_two(largest.clamp_min(SMALLEST) / self.kind.largest)
@@ -121,7 +121,7 @@ class Blocks:
             return power_of_two(scale)
         if self.scales == "float32":
             return scale
-        whole = largest.amax()
+        whole = _largest(largest)
         whole = (largest_of_all(whole, split.group) if split else whole).clamp_min(SMALLEST)
         whole = whole / (self.kind.largest * E4M3.largest)
         return nearest((scale / whole).clamp_min(2.0**-6), E4M3) * whole
@@ -131,6 +131,13 @@ def largest_of_all(x: Tensor, group: str) -> Tensor:
     """The maximum over the ranks of a group."""
     largest: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "max", group))
     return largest
+
+
+def _largest(x: Tensor, *, rows: bool = False) -> Tensor:
+    """The maximum, or that of each row, of values that are not negative; 0 where there are none."""
+    if not x.numel():
+        return x.new_zeros(*x.shape[:-1], 1) if rows else x.new_zeros(())
+    return x.amax(-1, keepdim=True) if rows else x.amax()
 
 
 def _by_block(x: Tensor, size: int, axis: int) -> Tensor:

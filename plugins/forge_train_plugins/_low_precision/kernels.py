@@ -41,11 +41,19 @@ def _cast(x: Tensor, scale: Tensor, kind: Minifloat) -> Tensor:
     return (x / scale).clamp(-kind.largest, kind.largest).to(kind.dtype)
 
 
+def _dense(x: Tensor) -> Tensor:
+    """With the strides of its shape. `contiguous()` leaves those of an axis of length 1, such as the rows of an expert
+    that has one, as they are, and kernels refuse them."""
+    return x.reshape(-1).view(x.shape)
+
+
 def scaled(
     a: Tensor, b: Tensor, pair: tuple[Format, Format], scales: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> Tensor:
     """`a [m, k]`, `b [n, k]` → `a bᵀ [m, n]`, with one scale for each operand or one for each row."""
-    a, b = (_padded(_cast(x, s, one.kind).contiguous()) for x, s, one in zip((a, b), scales, pair, strict=True))
+    if not a.numel() or not b.numel():
+        return a.new_zeros(len(a), len(b), dtype=dtype)
+    a, b = (_padded(_dense(_cast(x, s, one.kind))) for x, s, one in zip((a, b), scales, pair, strict=True))
     of_a, of_b = scales
     if of_a.ndim or of_b.ndim:  # the kernel takes rows for both or for neither
         of_a, of_b = of_a.expand(len(a), 1).contiguous(), of_b.expand(len(b), 1).contiguous().t()
@@ -67,7 +75,7 @@ def scaled_grouped(
     dtype: torch.dtype,
 ) -> Tensor:
     """`rows [rows, k]`, `weight [experts, n, k]` → `[rows, n]`, with a scale for each row of both."""
-    narrow = (_cast(x, s, one.kind).contiguous() for x, s, one in zip((rows, weight), scales, pair, strict=True))
+    narrow = (_dense(_cast(x, s, one.kind)) for x, s, one in zip((rows, weight), scales, pair, strict=True))
     a, b = narrow
     ends = sizes.cumsum(0, dtype=torch.int32)
     of_a, of_b = scales[0].squeeze(-1).contiguous(), scales[1].squeeze(-1).contiguous()
@@ -77,7 +85,7 @@ def scaled_grouped(
 def grouped(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
     """`rows [rows, k]`, `weight [experts, n, k]` → `[rows, n]`."""
     if _groupable(rows):
-        return _grouped_mm(rows, weight.transpose(1, 2), offs=sizes.cumsum(0, dtype=torch.int32))  # type: ignore[no-any-return]
+        return _grouped_mm(_dense(rows), weight.transpose(1, 2), offs=sizes.cumsum(0, dtype=torch.int32))  # type: ignore[no-any-return]
     parts = torch.split(rows, [*sizes.tolist(), int(len(rows) - sizes.sum())])
     products = [part @ one.t() for part, one in zip(parts, weight, strict=False)]
     return torch.cat([*products, rows.new_zeros(len(parts[-1]), weight.shape[1])])
@@ -86,7 +94,7 @@ def grouped(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
 def grouped_outer(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
     """`a [rows, m]`, `b [rows, n]` → `aᵀ b` over each expert's rows, `[experts, m, n]`."""
     if _groupable(a):
-        return _grouped_mm(a.contiguous().t(), b.contiguous(), offs=sizes.cumsum(0, dtype=torch.int32))  # type: ignore[no-any-return]
+        return _grouped_mm(_dense(a).t(), _dense(b), offs=sizes.cumsum(0, dtype=torch.int32))  # type: ignore[no-any-return]
     bounds = [*sizes.tolist(), int(len(a) - sizes.sum())]
     return torch.stack(
         [x.t() @ y for x, y in zip(torch.split(a, bounds)[:-1], torch.split(b, bounds)[:-1], strict=True)]

@@ -89,7 +89,8 @@ _grouped_mm: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the fo
 
 
 def grouped(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
-    """One kernel for all experts."""
+    """One kernel for all experts. It refuses the strides that a single row may have although it is contiguous."""
+    rows = rows.reshape(-1).view(rows.shape)
     product: Tensor = _grouped_mm(rows, weight.transpose(1, 2), offs=sizes.cumsum(0, dtype=torch.int32))
     return product
 
