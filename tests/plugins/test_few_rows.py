@@ -91,7 +91,7 @@ def test_experts_in_full_precision_do_too(matmul: str, transposed: bool) -> None
             torch.manual_seed(0)
             experts = Experts(2, IN, OUT, matmul=kind)  # type: ignore[arg-type]
             for parameter in experts.parameters():
-                torch.nn.init.normal_(parameter)
+                torch.nn.init.normal_(parameter, std=0.1)
             x = torch.randn(IN, rows).t() if transposed else torch.randn(rows, IN)
             out = experts(x.requires_grad_(), torch.tensor([rows, 0]))
             pair.append((out, *torch.autograd.grad(out.square().sum(), (x, experts.gate, experts.down))))
