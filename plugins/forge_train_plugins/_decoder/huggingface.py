@@ -1,4 +1,4 @@
-"""The decoder in Hugging Face layout: tensor names of LlamaForCausalLM and Qwen3ForCausalLM, and their `config.json`."""
+"""The decoder in Hugging Face layout: the tensor names of Llama and Qwen3, and the `config.json` that is written."""
 
 from __future__ import annotations
 
