@@ -94,7 +94,7 @@ class Decoder(Plugin):
 
     @hookimpl
     def import_hf(self, config: Mapping[str, Any]) -> HFModel | None:
-        from ._decoder.huggingface import read
+        from ._decoder.hf_config import read
 
         return read(config)
 

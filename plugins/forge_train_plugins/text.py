@@ -55,7 +55,14 @@ class Text(Plugin):
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         from ._text.sources import find
 
-        if self.config.path:  # walking the standard library would only repeat what opening the corpus does
+        if not self.config.path:  # walking the standard library would only repeat what opening the corpus does
+            if config.train.init_from:
+                yield Problem(
+                    "text.path",
+                    "a run that starts from weights (train.init_from) needs a text of its own; set it to your files. "
+                    "Python's library is the default only for a run that starts from nothing.",
+                )
+        else:
             try:
                 find(self.config.path)
             except ConfigError as error:

@@ -67,11 +67,48 @@ def test_both_forms_of_rope_are_read(key: str, kind: str) -> None:
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"hidden_size": None}, "hidden_size is missing"),
+        ({"architectures": ["LlamaForCausalLM", "Other"]}, "architectures"),
+        ({"model_type": "mistral"}, "model_type = 'mistral'"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"sliding_window": 4096}, "sliding_window = 4096"),
+        ({"auto_map": {"AutoModel": "mine.Model"}}, "auto_map"),
+        ({"unheard_of": None}, "unheard_of = None"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, r"rope_parameters\.full_attention = \{"),
+        ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, r"rope_scaling\.factor = 2\.0"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1]}},
+            r"rope_scaling\.mrope_section",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}}, r"rope_scaling\.type = 'yarn'"),
+        ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor is missing"),
+        ({"rope_scaling": {"rope_theta": 1.0}, "rope_parameters": {"rope_theta": 2.0}}, "rope_scaling = "),
+        ({"rope_scaling": "linear"}, "rope_scaling = 'linear'.*expected a table"),
+        ({"original_max_position_embeddings": 32}, "original_max_position_embeddings = 32"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'.*expected true or false"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers = 2.0.*expected an integer"),
+        ({"rms_norm_eps": True}, "rms_norm_eps = True.*expected a number"),
     ],
 )
+@pytest.mark.accept("trial", 3)
 def test_what_has_no_counterpart_is_named(values: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         read(**values)
+
+
+def test_all_that_is_not_understood_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(rope_theta=5e5, embedding_multiplier=2.0, logit_scale=[0.1] * 100, use_cache=False, eos_token_id=[1, 2])
+    lines = str(refused.value).splitlines()
+    assert [line.split(" = ")[0] for line in lines] == ["config.json: embedding_multiplier", "config.json: logit_scale"]
+    assert max(map(len, lines)) < 200
+
+
+def test_what_changes_no_number_is_not_in_the_way() -> None:
+    harmless = {"torch_dtype": "bfloat16", "use_cache": True, "bos_token_id": 1, "eos_token_id": [2, 3]}
+    harmless |= {"attention_dropout": 0.0, "pretraining_tp": 1, "rope_scaling": None, "sliding_window": None}
+    assert read(**harmless).sections == read().sections
+    qwen3 = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False, "sliding_window": 4096}
+    assert read(**qwen3, max_window_layers=28, layer_types=["full_attention"] * 2).sections["decoder"]["qk_norm"]
 
 
 # -- export -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fakes
-from forge_train import HFModel
+from forge_train import ConfigError, HFModel
 from forge_train_plugins.decoder import Decoder, Rope
 
 transformers = pytest.importorskip("transformers")
@@ -46,7 +47,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn whole features": ("Llama", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 4.0}}),
     "llama yarn attention factor": ("Llama", {"rope_parameters": YARN | {"attention_factor": 1.3}}),
     "llama yarn mscale": ("Llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}),
+    "llama keys that change nothing": ("Llama", {"layer_types": ["full_attention"] * 2, "attention_dropout": 0}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 without its window": ("Qwen3", {"head_dim": 8, "sliding_window": 4, "max_window_layers": 0}),
     "qwen3 tied yarn": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": YARN}),
 }
 
@@ -96,6 +99,49 @@ def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
     gradients = {name: p.grad for name, p in reference.named_parameters()}
     for name, parameter in parameters.items():
         torch.testing.assert_close(parameter.grad, gradients[found.names[name]], rtol=1e-5, atol=1e-5)
+
+
+FAMILIES = [
+    *("apertus", "cohere", "cwm", "diffllama", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "granite"),
+    *("helium", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2"),
+    *("qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+]
+
+
+@pytest.mark.unit
+@pytest.mark.accept("trial", 3)
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_a_family_in_anothers_clothes_is_the_same_or_refused_by_key(family: str) -> None:
+    """Configurations of many families that say they are Llama or Qwen3: transformers' model for that, or a key."""
+    made = getattr(transformers, f"{family}Config")
+    equal = []
+    for kind in FAMILIES:
+        config = transformers.AutoConfig.for_model(kind, **SHAPE).to_diff_dict()
+        config |= {"architectures": [f"{family}ForCausalLM"], "model_type": made.model_type}
+        if refused := refusal(config):
+            key = re.match(r"config\.json: (\w+)[\w.]* = .* can't be imported", refused)
+            assert (key and key[1] in config) or "is missing" in refused, refused
+            continue
+        found, model = imported(config)
+        theirs = made(**{key: value for key, value in config.items() if key not in ("architectures", "model_type")})
+        theirs._attn_implementation = "eager"
+        reference = fakes.initialised(getattr(transformers, f"{family}ForCausalLM")(theirs).eval())
+        state, tokens = reference.state_dict(), torch.arange(40)[None]
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(state[found.names[name]])
+        assert (model.head(model(tokens)) - reference(tokens).logits).abs().max() <= 1e-5, kind
+        equal.append(kind)
+    assert family.lower() in equal
+
+
+def refusal(config: dict[str, Any]) -> str:
+    """Why a `config.json` is not imported; empty if it is."""
+    try:
+        fakes.make(Decoder).import_hf(config)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.unit

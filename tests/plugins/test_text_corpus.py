@@ -7,7 +7,8 @@ import logging
 import multiprocessing
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -106,8 +107,8 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("name", "content", "message"),
         [
-            ("x.txt", b"a\0b", r"x\.txt is not UTF-8 text: a NUL byte at 1"),
-            ("x.txt", b"ab\xff", r"x\.txt is not UTF-8 text: byte 0xff at 2"),
+            ("x.txt", b"a\0b", r"x\.txt is not plain text: a NUL byte at 1"),
+            ("x.txt", b"ab\xff", r"x\.txt is not plain text: byte 0xff at 2"),
             ("x.txt", b"", r"x\.txt' is empty"),
             ("x.jsonl", b"\n\n", r"x\.jsonl' is empty"),
             ("x.jsonl", b'{"text": "a"}\n{"text": \n', r"x\.jsonl:2: not JSON"),
@@ -132,7 +133,7 @@ class TestBadInput:
             with pytest.raises(ConfigError, match=message):
                 _ = corpus(store, str(tmp_path / path))
         with pytest.raises(ConfigError, match=r"no \.txt, .* file in that folder"):
-            _ = corpus(store, write(tmp_path / "other", {"x.bin": b"1"}))
+            _ = corpus(store, write(tmp_path / "other", {"x.png": b"1"}))
         with pytest.raises(ConfigError, match="one of the entries is empty"):
             _ = corpus(store, ("", str(tmp_path)))
         os.mkfifo(tmp_path / "pipe")
@@ -165,12 +166,91 @@ class TestBadInput:
             plugin(store, tmp_path / "x.txt").build_data(job(sequence=40), "validation")
 
     def test_check_config_finds_what_needs_no_reading(self, store: Path, tmp_path: Path) -> None:
-        found = list(plugin(store, tmp_path / "gone", tokenizer="gone.json").check_config(None))  # type: ignore[arg-type]
+        found = list(plugin(store, tmp_path / "gone", tokenizer="gone.json").check_config(asked()))
         assert [(problem.key, problem.message.split(": ")[-1].split(" (")[0]) for problem in found] == [
             ("text.path", "no such file or folder"),
             ("text.tokenizer", "no file 'gone.json'; expected 'bytes' or a tokenizer.json."),
         ]
-        assert not list(Text(Text.Config()).check_config(None))  # type: ignore[arg-type]
+        assert not list(Text(Text.Config()).check_config(asked()))
+
+    @pytest.mark.accept("trial", 24)
+    def test_a_run_that_starts_from_weights_needs_its_own_text(self, store: Path, tmp_path: Path) -> None:
+        (found,) = Text(Text.Config()).check_config(asked("base"))
+        assert (found.key, found.message.split(";")[0]) == (
+            "text.path",
+            "a run that starts from weights (train.init_from) needs a text of its own",
+        )
+        write(tmp_path, {"x.txt": "hello"})
+        assert not list(plugin(store, tmp_path / "x.txt").check_config(asked("base")))
+
+
+def asked(init_from: str = "") -> Any:
+    return SimpleNamespace(train=SimpleNamespace(init_from=init_from))
+
+
+@pytest.mark.accept("trial", 24)
+class TestOtherData:
+    """What is cloned from a hub is not what a person means to train on."""
+
+    HUB: ClassVar[dict[str, str | bytes]] = {
+        "README.md": "# A data set",
+        "LICENSE": "Do what you like.",
+        "dataset_info.json": "{}",
+        ".gitattributes": "*.parquet filter=lfs",
+    }
+
+    @pytest.mark.parametrize(
+        ("files", "message"),
+        [
+            (
+                {"data/train.parquet": b"PAR1"},
+                r"holds 1 \.parquet, such as data/train\.parquet, .*convert it to \.jsonl",
+            ),
+            ({"train.jsonl.gz": b"\x1f\x8b"}, r"holds 1 \.gz, .*unpack it first"),
+            ({"train.json": "[]", "test.json": "[]"}, r"holds 2 \.json"),
+            ({"x.arrow": b"", "notes.txt": "a"}, r"also has 1 \.txt: .* text\.path = '.*/\*\*/\*\.txt'"),
+            ({"model.safetensors": b"", "config.json": "{}"}, r"1 \.\w+, 1 \.\w+, such as "),
+            ({}, r"no \.txt, .* file in that folder; it has .* is about the folder: name it"),
+        ],
+    )
+    def test_a_folder_from_a_hub_is_refused(
+        self, store: Path, tmp_path: Path, files: dict[str, str | bytes], message: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=message):
+            _ = corpus(store, write(tmp_path / "hub", {**self.HUB, **files}))
+
+    def test_what_is_about_a_folder_is_not_its_text(self, store: Path, tmp_path: Path) -> None:
+        root = write(tmp_path / "hub", {**self.HUB, "train.jsonl": '{"text": "one"}\n', "LICENSE-MIT.txt": "licence"})
+        assert texts(corpus(store, root, held_out=0.0).train) == ["one"]
+        for path in (root / "README.md", f"{root}/README*"):
+            assert texts(corpus(store, path, held_out=0.0).train) == ["# A data set"]
+        write(root, {"a.md": "ay"})
+        assert texts(corpus(store, f"{root}/*.md", held_out=0.0).train) == ["ay"]
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("x.json", '[{"text": "a"}]', r"x\.json: \.json files are not read as text: convert .*ends in \.txt"),
+            ("x.JSON", '{"text": "a"}\n{"text": "b"}', r"convert it to \.jsonl"),
+            ("x.jsonl.gz", b"\x1f\x8b\x08", "unpack it first"),
+            ("dump", b"\x1f\x8b\x08", "dump is not plain text: it is in gzip format"),
+            ("dump", b"PAR1\x15\x04", "it is in Parquet format"),
+            ("dump", '[{"text": "a"}]', r"it is JSON: convert it to one object on each line, in a \.jsonl file"),
+            ("dump", '{"text": "a"}\n{"text": "b"}', r"it is JSON: give it a name that ends in \.jsonl"),
+        ],
+    )
+    def test_a_named_file_of_another_kind_is_refused(
+        self, store: Path, tmp_path: Path, name: str, content: str | bytes, message: str
+    ) -> None:
+        write(tmp_path, {name: content})
+        for path in (tmp_path / name, f"{tmp_path}/{name[0]}*"):
+            with pytest.raises(ConfigError, match=message):
+                _ = corpus(store, path)
+
+    def test_json_is_text_where_its_name_says_so(self, store: Path, tmp_path: Path) -> None:
+        write(tmp_path, {"x.txt": '[{"text": "a"}]', "code": "{ not json }"})
+        assert texts(corpus(store, tmp_path / "x.txt", held_out=0.0).train) == ['[{"text": "a"}]']
+        assert texts(corpus(store, tmp_path / "code", held_out=0.0).train) == ["{ not json }"]
 
 
 class TestHeldOut:

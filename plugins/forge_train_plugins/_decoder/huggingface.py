@@ -1,10 +1,9 @@
-"""The decoder in Hugging Face layout: `config.json` and tensor names of LlamaForCausalLM and Qwen3ForCausalLM."""
+"""The decoder in Hugging Face layout: the tensor names of Llama and Qwen3, and the `config.json` that is written."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError, HFModel
 
@@ -18,10 +17,6 @@ if TYPE_CHECKING:
 LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
 """`hidden_act` → `swiglu.activation`; both architectures gate."""
-SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-"""`rope_type` → `decoder.rope.scaling`."""
-LEFTOVERS = (r"(.*\.)?rotary_emb\.inv_freq",)
-"""Tensors that older versions of transformers stored, and that follow from the configuration."""
 BLOCK = {
     "attention_norm": "input_layernorm",
     "attention.q": "self_attn.q_proj",
@@ -60,144 +55,6 @@ def names(parameters: Iterable[str]) -> dict[str, str]:
         more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
         raise ConfigError(f"{LLAMA} and {QWEN3} have no place for {', '.join(strange[:3])}{more}.")
     return found
-
-
-# -- import -------------------------------------------------------------------------------------------------------
-
-
-def read(config: Mapping[str, Any]) -> HFModel | None:
-    """How the model of a `config.json` is built and named here; None for another architecture.
-
-    Raises:
-        ConfigError: naming the key whose value has no counterpart.
-    """
-    architecture = next(iter(config.get("architectures") or ()), None)
-    if architecture not in (LLAMA, QWEN3):
-        return None
-    reader = _Reader(config)
-    reader.refuse_what_changes_the_numbers()
-    attention_bias, feed_forward_bias = bool(reader.get("attention_bias", False)), bool(reader.get("mlp_bias", False))
-    if attention_bias != feed_forward_bias:
-        reader.refuse(
-            "attention_bias" if attention_bias else "mlp_bias", "attention and MLP have biases both or neither"
-        )
-    heads = reader.get("num_attention_heads")
-    decoder = {
-        "dim": reader.get("hidden_size"),
-        "layers": reader.get("num_hidden_layers"),
-        "heads": heads,
-        "kv_heads": reader.get("num_key_value_heads", heads),
-        "head_dim": reader.get("head_dim", 128 if architecture == QWEN3 else reader.get("hidden_size") // heads),
-        "hidden": reader.get("intermediate_size"),
-        "vocabulary": reader.get("vocab_size"),
-        "max_sequence": reader.get("max_position_embeddings"),
-        "norm_eps": float(reader.get("rms_norm_eps", 1e-6)),
-        "qk_norm": architecture == QWEN3,
-        "tied": bool(reader.get("tie_word_embeddings", False)),
-        "bias": feed_forward_bias,
-        "qkv_bias": attention_bias,
-        "std": float(reader.get("initializer_range", 0.02)) or 0.02,
-        "rope": _rope(reader),
-    }
-    return HFModel(
-        names=names(_parameters(decoder)),
-        leftovers=LEFTOVERS,
-        sections={
-            "decoder": decoder,
-            "swiglu": {"activation": reader.one_of("hidden_act", ACTIVATIONS, "silu")},
-        },
-    )
-
-
-def _parameters(decoder: Mapping[str, Any]) -> Iterable[str]:
-    """The names of the parameters of a model with this section, which is not built to find them."""
-    yield "embedding.weight"
-    for index in range(decoder["layers"]):
-        for module in BLOCK:
-            if module.endswith(("q_norm", "k_norm")) and not decoder["qk_norm"]:
-                continue
-            yield f"layers.{index}.{module}.weight"
-            if decoder["bias"] and not module.endswith("norm"):
-                yield f"layers.{index}.{module}.bias"
-    yield "norm.weight"
-    if not decoder["tied"]:
-        yield "head.weight"
-
-
-class _Reader:
-    """Reads a table of a `config.json`, with errors that name the key."""
-
-    def __init__(self, table: Mapping[str, Any], where: str = "config.json") -> None:
-        self.table = table
-        self.where = where
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value; null counts as missing, as it does for transformers."""
-        value = self.table.get(key)
-        if value is None and default is None:
-            raise ConfigError(f"{self.where}: {key} is missing.")
-        return default if value is None else value
-
-    def one_of(self, key: str, table: Mapping[str, str], default: str) -> str:
-        value = self.get(key, default)
-        if value not in table:
-            self.refuse(key, f"known are {', '.join(table)}")
-        return table[value]
-
-    def refuse(self, key: str, why: str) -> NoReturn:
-        raise ConfigError(f"{self.where}: {key} = {self.table.get(key)!r} can't be imported: {why}.")
-
-    def refuse_what_changes_the_numbers(self) -> None:
-        """Values that these architectures would heed, and forge's decoder would not."""
-        if self.get("attention_dropout", 0):
-            self.refuse("attention_dropout", "there is no dropout here; set it to 0 to go on without")
-        if self.get("use_sliding_window", False):
-            self.refuse("use_sliding_window", "attention windows are not supported")
-        if "sliding_attention" in self.get("layer_types", ()):
-            self.refuse("layer_types", "attention windows are not supported")
-        if self.get("pretraining_tp", 1) != 1:
-            self.refuse("pretraining_tp", "split matrix products are not supported")
-        if self.get("quantization_config", {}):
-            self.refuse("quantization_config", "weights must not be quantised")
-
-
-def _rope(config: _Reader) -> dict[str, Any]:
-    """The section `[decoder.rope]`, from transformers 5's `rope_parameters` or from the older keys."""
-    key = "rope_parameters" if config.table.get("rope_parameters") else "rope_scaling"
-    given = _Reader(config.get(key, {}), f"config.json: {key}")
-    kind = given.one_of("rope_type" if "rope_type" in given.table else "type", SCALINGS, "default")
-    if given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError("config.json: partial_rotary_factor can't be imported: all features are rotated here.")
-    rope: dict[str, Any] = {"theta": float(given.get("rope_theta", config.get("rope_theta", 10_000.0)))}
-    if kind == "none":
-        return rope
-    length = config.get("max_position_embeddings")
-    original = given.get("original_max_position_embeddings", length)
-    rope |= {"scaling": kind, "factor": float(given.get("factor", length / original))}
-    if kind == "linear":
-        return rope
-    rope["original_sequence"] = original
-    if kind == "llama3":
-        return rope | {"low": float(given.get("low_freq_factor")), "high": float(given.get("high_freq_factor"))}
-    return rope | {
-        "low": float(given.get("beta_slow", 1)),
-        "high": float(given.get("beta_fast", 32)),
-        "temperature": _temperature(given.table, rope["factor"]),
-        "truncate": given.get("truncate", True),
-    }
-
-
-def _temperature(given: Mapping[str, Any], factor: float) -> float:
-    """YaRN's factor on cos and sin; DeepSeek's two “mscale” keys give it as a ratio. 0 is the paper's."""
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
-    over, under = given.get("mscale"), given.get("mscale_all_dim")
-    if over and under and factor > 1:
-        return float((0.1 * over * math.log(factor) + 1) / (0.1 * under * math.log(factor) + 1))
-    return 0.0
-
-
-# -- export -------------------------------------------------------------------------------------------------------
 
 
 def write(config: Decoder.Config, vocabulary: int, end: int | None, model: nn.Module) -> HFModel:

@@ -11,11 +11,23 @@ from typing import Literal
 
 from forge_train import ConfigError
 
-from .sources import Source
+from .sources import SUFFIXES, Source
 
 Side = Literal["train", "validation"]
 
 _CHUNK = 1 << 24
+_FORMATS = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"SQLite format 3": "SQLite",
+    b"%PDF-": "PDF",
+}
+"""How files of these formats begin."""
 _WHOLE = 8
 """Held-out documents to expect before whole documents are held out: with 8, one corpus in 3000 ends up with none."""
 
@@ -52,9 +64,9 @@ def survey(sources: Sequence[Source]) -> Survey:
             documents += max(count, 1)
         else:
             data = _read(source)
-            if wrong := _not_text(data):
+            if wrong := _not_text(data) or _records(source, data):
                 if source.named:
-                    raise ConfigError(f"text.path: {source.path} is not UTF-8 text: {wrong}")
+                    raise ConfigError(f"text.path: {source.path} is not plain text: {wrong}")
                 skipped.append(source)
                 continue
             content.update(data)
@@ -142,6 +154,8 @@ def _chunks(source: Source) -> Iterator[bytes]:
 
 def _not_text(data: bytes) -> str:
     """What makes `data` no text, or an empty string."""
+    if kind := next((kind for start, kind in _FORMATS.items() if data.startswith(start)), ""):
+        return f"it is in {kind} format"
     if (at := data.find(b"\0")) >= 0:
         return f"a NUL byte at {at}"
     if data.isascii():
@@ -150,6 +164,19 @@ def _not_text(data: bytes) -> str:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
         return f"byte 0x{data[error.start]:02x} at {error.start} ({error.reason})"
+    return ""
+
+
+def _records(source: Source, data: bytes) -> str:
+    """Whether a file of no known name holds JSON: then its text is in some field, and the rest is not to be learned."""
+    if source.path.suffix in SUFFIXES or data.lstrip()[:1] not in (b"[", b"{"):
+        return ""
+    for part, advice in ((data, "convert it to one object on each line, in a .jsonl file"), (data.splitlines()[0], "")):
+        try:
+            json.loads(part)
+        except ValueError:
+            continue
+        return f"it is JSON: {advice or 'give it a name that ends in .jsonl'}, with the text under text.field"
     return ""
 
 
