@@ -105,7 +105,7 @@ def load_initial(model: Model, job: Job) -> None:
         ConfigError: if there are none there, or of another model.
     """
     if init_from := job.config.train.init_from:
-        load_weights(model, job, checkpoint.whole(Path(init_from)))
+        load_weights(model, job, checkpoint.whole(Path(init_from), job.dist))
 
 
 def load_weights(model: Model, job: Job, path: Path) -> None:
