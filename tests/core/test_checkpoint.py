@@ -112,7 +112,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda path: (path / MANIFEST).unlink(), "manifest.json is missing"),
     "half a manifest": (lambda path: (path / MANIFEST).write_text('{"files": {"a"'), "manifest.json can't be read"),
     "another manifest": (lambda path: (path / MANIFEST).write_text('{"files": ["a"]}'), "manifest.json can't be read"),
-    "an empty list": (lambda path: (path / MANIFEST).write_text('{"files": {}}'), "manifest.json does not list state.json"),
+    "an empty list": (
+        lambda path: (path / MANIFEST).write_text('{"files": {}}'),
+        "manifest.json does not list state.json",
+    ),
     "a file elsewhere": (
         lambda path: (path / MANIFEST).write_text((path / MANIFEST).read_text().replace("__0_0", "../__0_0")),
         "manifest.json names '../__0_0.distcp', which is not in this folder",
@@ -294,7 +297,9 @@ def test_a_disk_that_refuses_is_told_in_one_message(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.dcp if place == "write" else checkpoint, place, refuse)
-        with pytest.raises(ForgeError, match=r"No space left on device \(the disk at .* There is no earlier checkpoint\."):
+        with pytest.raises(
+            ForgeError, match=r"No space left on device \(the disk at .* There is no earlier checkpoint\."
+        ):
             write(tmp_path, 1)
     assert names(tmp_path) == []
 

@@ -91,7 +91,9 @@ class Training:
         reason = f"{kind} is {value} at step {result.step}"
         self._event("anomaly", kind=kind, reason=reason)
         saved = checkpoint.newest(self.job.run.checkpoints, self.job.dist)
-        kept = f"{saved.path.name}, from before it, is whole" if saved else "There is no checkpoint from before it"
+        kept = (
+            f"{saved.path.name}, from before it, is whole" if saved else "There is no whole checkpoint from before it"
+        )
         raise DivergedError(
             f"Training diverged: {reason}. {kept}; try a lower learning rate, more warm-up, or train.clip_norm."
         )

@@ -24,7 +24,8 @@ from ..processes.distributed import DistributedContext
 from . import dcp, disk
 from .metadata import FILE, read_index
 from .run import write_json, write_whole
-from .seal import ALONE, MANIFEST, check, moved, seal, sync, verify
+from .seal import ALONE, MANIFEST, moved, seal, sync, verify
+from .seal import check as check
 from .state import join, split
 
 log = logging.getLogger("forge_train")
@@ -102,7 +103,8 @@ def write(
         dist.barrier()  # so that there is room for what the run still has to say
         if isinstance(error, ForgeError):
             raise
-        raise dist.on_main(lambda: _refused(target, error)) from error
+        refusal = error
+        raise dist.on_main(lambda: _refused(target, refusal)) from error
     return Saved(target, step, size)
 
 
@@ -142,7 +144,7 @@ def _refused(target: Path, error: OSError) -> ForgeError:
 
 
 def newest(folder: Path, dist: DistributedContext = ALONE) -> Saved | None:
-    """The newest whole checkpoint, once every file of it was read; newer ones that are not whole are named in a warning.
+    """The newest whole checkpoint, every file of which was read; newer ones that are not whole are named in a warning.
 
     Args:
         folder: a run's `checkpoints/`.

@@ -63,7 +63,7 @@ def read(path: Path, tensors: Mapping[str, Tensor], *, alone: bool) -> None:
     class Reader(FileSystemReader):
         """Its index is not unpickled by torch, and names tensors only, which torch loads with `weights_only`."""
 
-        def read_metadata(self) -> Metadata:  # type: ignore[override]
+        def read_metadata(self) -> Metadata:
             return read_index(path)
 
     with _plainly():

@@ -33,7 +33,7 @@ def refused(path: Path, error: OSError, what: str = "be written", more: str = ""
         more: another sentence.
     """
     text = f"{path}: can't {what}: {error.strerror or error}"
-    if error.errno not in FULL:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return DiskError(f"{text}.{more}")
     return DiskError(f"{text} ({_disk(path)}).{more} Make room there, then go on.")
 

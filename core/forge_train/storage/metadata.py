@@ -1,7 +1,7 @@
 """The index of a checkpoint's tensors (`.metadata`), read without running anything that is in it.
 
-torch.distributed.checkpoint writes a pickle. Of the objects that it names, only those that an index of tensors needs are
-known here; they are read as plain records and then built anew, each value checked.
+torch.distributed.checkpoint writes a pickle. Of the objects that it names, only those that an index of tensors needs
+are known here; they are read as plain records and then built anew, each value checked.
 """
 
 from __future__ import annotations

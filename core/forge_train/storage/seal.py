@@ -1,4 +1,4 @@
-"""A checkpoint's manifest: the size and sha256 of every file that is sealed, written once and verified before each use."""
+"""A checkpoint's manifest: size and sha256 of every sealed file, written once and verified before each use."""
 
 from __future__ import annotations
 
