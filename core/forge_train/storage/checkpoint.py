@@ -25,7 +25,7 @@ from . import dcp, disk
 from .metadata import FILE, read_index
 from .run import write_json, write_whole
 from .seal import ALONE, MANIFEST, moved, seal, sync, verify
-from .seal import check as check
+from .seal import check as check  # noqa: PLC0414  # what this module offers too
 from .state import join, split
 
 log = logging.getLogger("forge_train")
@@ -258,6 +258,13 @@ def read_state(path: Path) -> dict[str, Any]:
     if found != FORMAT:
         raise ConfigError(f"{path}: checkpoint format {found!r}; this forge reads {FORMAT}.")
     return state
+
+
+def read_plugins(path: Path) -> list[dict[str, str]]:
+    """The plugins of a checkpoint's run; empty where they were not kept."""
+    file = path / "plugins.json"
+    found: list[dict[str, str]] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    return found
 
 
 def shapes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
