@@ -32,6 +32,7 @@ def checkpoint() -> None:
 def list_checkpoints(run: Path, as_json: bool) -> None:
     """The checkpoints of a run, and whether they are whole. Sizes are compared; `verify` reads every file."""
     from forge_train.storage import checkpoint as store
+    from forge_train.storage import seal
 
     if not is_run(run):
         raise ConfigError(f"{run} is not a run.")
@@ -42,7 +43,7 @@ def list_checkpoints(run: Path, as_json: bool) -> None:
             "path": str(saved.path),
             "step": saved.step,
             "bytes": saved.bytes,
-            "problem": store.check(saved.path),
+            "problem": seal.check(saved.path),
             "latest": saved.path.name == newest,
         }
         for saved in store.found(run / "checkpoints")
@@ -123,16 +124,17 @@ def verify(path: Path, as_json: bool) -> int:
     The exit code is 1 if one is damaged.
     """
     from forge_train.storage import checkpoint as store
+    from forge_train.storage import seal
 
     if is_run(path):
         paths = [saved.path for saved in store.found(path / "checkpoints")]
         if not paths:
             raise ConfigError(f"{path}: this run has no checkpoint yet.")
-    elif (path / store.MANIFEST).is_file() or (path / "state.json").is_file():
+    elif (path / seal.MANIFEST).is_file() or (path / "state.json").is_file():
         paths = [path]
     else:
         paths = [store.whole(path)]
-    problems = {str(one): store.check(one, contents=True) for one in paths}
+    problems = {str(one): seal.check(one, contents=True) for one in paths}
     if as_json:
         click.echo(json.dumps([{"path": one, "problem": problem} for one, problem in problems.items()], indent=1))
     else:

@@ -15,7 +15,7 @@ from forge_train.config.layers import Request
 from forge_train.errors import ConfigError
 from forge_train.processes.launch import Ended, Task, launch
 from forge_train.registry.setup import Setup, resolve
-from forge_train.storage import records
+from forge_train.storage import disk, records
 from forge_train.storage.run import Start, begin
 
 from .failures import show_warnings
@@ -63,6 +63,8 @@ def train_several(
     try:
         ended = launch(task, nproc, max_restarts=max_restarts, last_step=last_step, on_restart=on_restart)
     except OSError as error:
+        if error.errno in disk.FULL:
+            raise disk.refused(start.dir, error, "write the run folder") from error
         raise ConfigError(f"{start.dir}: can't write the run folder: {error.strerror or error}.") from error
     if ended.code == ConfigError.code and new and not any((start.dir / "checkpoints").glob("step-*")):
         shutil.rmtree(start.dir, ignore_errors=True)
@@ -75,18 +77,13 @@ def worker(request: dict[str, Any], start: dict[str, Any], quiet: bool) -> Mappi
     """What each of the processes does."""
     from forge_train.loop.engine import train
     from forge_train.processes.world import World
-    from forge_train.storage.checkpoint import newest
 
     show_warnings()
-    world = World.here()
     lists = {name: tuple(request[name]) for name in ("plugins", "without", "set")}
-    setup = resolve(Request(**{**request, **lists}), world=world.size)
+    setup = resolve(Request(**{**request, **lists}), world=World.here().size)
     if quiet:
         setup.hooks.mute("console")
-    where = _from_json(start)
-    if world.attempt:
-        where = where.again(saved=newest(where.dir / "checkpoints") is not None)
-    finished = train(setup, start=where)
+    finished = train(setup, start=_from_json(start))
     return {
         "code": finished.code,
         "outcome": finished.outcome,

@@ -18,6 +18,7 @@ from forge_train.errors import ConfigError, DivergedError, ForgeError
 from forge_train.events import Finished
 from forge_train.loop.control import INTERRUPTED
 from forge_train.registry.discovery import canonical, dotted
+from forge_train.storage.disk import DiskError
 from forge_train.storage.run import Run, is_checkpoint, is_run
 
 from .failures import complain, report
@@ -178,7 +179,7 @@ def _failed(error: Exception, setup: Setup | None, as_json: bool) -> int:
         last = run.outcome() if run and there else {}
         outcome = "diverged" if isinstance(error, DivergedError) else "failed"
         _print_result(run.dir if run and there else None, last.get("step", 0), last.get("loss"), outcome)
-    elif run and there and not isinstance(error, ForgeError):
+    elif run and there and (isinstance(error, DiskError) or not isinstance(error, ForgeError)):
         _hint(run.dir, code)
     return code
 

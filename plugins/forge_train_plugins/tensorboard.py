@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from typing import Any
 
@@ -44,16 +46,27 @@ class TensorBoard(Plugin):
         # Imported with the first line that is written: it takes a second, which the first step should not wait for.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        if self._writer is None:
-            self._writer = EventFileWriter(str(self._job.run.dir / "tensorboard"))
         values = [
             Summary.Value(tag=name.replace(".", "/"), simple_value=float(value))
             for name, value in metrics.items()
             if isinstance(value, (int, float)) and not isinstance(value, bool)
         ]
-        self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+        self._add(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+
+    def _add(self, event: Any) -> None:
+        """Without tensorboard's own writer, whose thread has nobody to tell of a full disk."""
+        if self._writer is None:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.summary.writer.record_writer import RecordWriter
+
+            assert self._job is not None
+            folder = self._job.run.dir / "tensorboard"
+            folder.mkdir(exist_ok=True)
+            file = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+            self._writer = RecordWriter(file.open("ab", buffering=0))
+            self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._writer.write(event.SerializeToString())
 
     def _close(self) -> None:
         if self._writer is not None:

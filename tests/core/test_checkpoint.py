@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -111,6 +112,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda path: (path / MANIFEST).unlink(), "manifest.json is missing"),
     "half a manifest": (lambda path: (path / MANIFEST).write_text('{"files": {"a"'), "manifest.json can't be read"),
     "another manifest": (lambda path: (path / MANIFEST).write_text('{"files": ["a"]}'), "manifest.json can't be read"),
+    "an empty list": (
+        lambda path: (path / MANIFEST).write_text('{"files": {}}'),
+        "manifest.json does not list state.json",
+    ),
+    "a file elsewhere": (
+        lambda path: (path / MANIFEST).write_text((path / MANIFEST).read_text().replace("__0_0", "../__0_0")),
+        "manifest.json names '../__0_0.distcp', which is not in this folder",
+    ),
+    "flipped": (flip, "__0_0.distcp has other contents than were saved"),
     "emptied": (lambda path: [file.unlink() for file in path.iterdir()], "manifest.json is missing"),
 }
 
@@ -122,7 +132,7 @@ def test_a_damaged_newest_falls_back_to_the_one_before(
     write(tmp_path, 1)
     path = write(tmp_path, 2)
     DAMAGE[damage][0](path)
-    assert DAMAGE[damage][1] in check(path)
+    assert DAMAGE[damage][1] in check(path, contents=True)
     with caplog.at_level(logging.WARNING):
         assert newest(tmp_path).step == 1  # type: ignore[union-attr]
     (record,) = [record for record in caplog.records if record.name == "forge_train"]
@@ -134,6 +144,7 @@ def test_a_damaged_newest_falls_back_to_the_one_before(
     assert load(path, {}, ALONE)["model"]["scalar"] == 5
 
 
+@pytest.mark.accept("trial", 9)
 def test_changed_contents_are_found_where_they_are_looked_for(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     flip(path)
@@ -169,7 +180,7 @@ class KilledError(BaseException):
 
 def calls_of_save() -> list[str]:
     """What `save` does to the disk, at any of which it may die."""
-    return ["_write_tensors", "write_json", "_seal", "check", "_commit", "_sync", "write_whole", "rmtree", "replace"]
+    return ["_write_tensors", "write_json", "seal", "verify", "_commit", "sync", "write_whole", "rmtree", "replace"]
 
 
 @pytest.mark.parametrize("place", calls_of_save())
@@ -218,14 +229,14 @@ def test_killed_anywhere_inside_save_what_is_seen_is_whole(
 
 def test_what_can_not_be_read_back_is_never_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1)
-    real = checkpoint._seal
+    real = checkpoint.seal
 
-    def rots(path: Path) -> int:
-        size = real(path)
+    def rots(path: Path, *arguments: Any, **more: Any) -> int:
+        size = real(path, *arguments, **more)
         flip(path)
         return size
 
-    monkeypatch.setattr(checkpoint, "_seal", rots)
+    monkeypatch.setattr(checkpoint, "seal", rots)
     with pytest.raises(
         ForgeError, match="what was saved can't be read back: __0_0.distcp has other contents"
     ) as caught:
@@ -237,7 +248,7 @@ def test_what_can_not_be_read_back_is_never_committed(tmp_path: Path, monkeypatc
 
 def test_the_same_step_saved_again_is_never_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1, 1.0)
-    monkeypatch.setattr(checkpoint, "_seal", lambda path: 1 / 0)
+    monkeypatch.setattr(checkpoint, "seal", lambda *arguments, **more: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write(tmp_path, 1, 2.0)
     assert load(tmp_path / "step-00000001", {}, ALONE)["model"]["scalar"] == 1
@@ -265,9 +276,11 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(small_disk: Path) -> N
     save(small_disk, 1, small, ALONE, beside=[])
     with pytest.raises(ForgeError) as caught:
         save(small_disk, 2, {"a": torch.zeros(100_000)}, ALONE, beside=[])
-    assert str(caught.value) == (
-        f"{small_disk}/step-00000002: can't save the checkpoint: No space left on device. "
-        "The newest whole checkpoint is step-00000001."
+    assert re.fullmatch(
+        rf"{small_disk}/step-00000002: can't save the checkpoint: No space left on device "
+        rf"\(the disk at {small_disk} has .* of 300 KiB left\)\. The newest whole checkpoint is step-00000001\. "
+        r"Make room there, then go on\.",
+        str(caught.value),
     )
     assert caught.value.code == 1
     assert names(small_disk) == ["latest", "step-00000001"]
@@ -275,7 +288,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(small_disk: Path) -> N
     save(small_disk, 3, small, ALONE, beside=[])
 
 
-@pytest.mark.parametrize("place", ["write", "write_json", "_seal"])
+@pytest.mark.parametrize("place", ["write", "write_json", "seal", "_commit"])
 def test_a_disk_that_refuses_is_told_in_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -284,7 +297,9 @@ def test_a_disk_that_refuses_is_told_in_one_message(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.dcp if place == "write" else checkpoint, place, refuse)
-        with pytest.raises(ForgeError, match="No space left on device. There is no earlier checkpoint."):
+        with pytest.raises(
+            ForgeError, match=r"No space left on device \(the disk at .* There is no earlier checkpoint\."
+        ):
             write(tmp_path, 1)
     assert names(tmp_path) == []
 
@@ -319,10 +334,12 @@ def test_the_newest_are_kept_and_every_so_often_one(tmp_path: Path) -> None:
     assert kept(tmp_path, 1, 0) == [9]
 
 
-def test_a_damaged_checkpoint_does_not_count(tmp_path: Path) -> None:
+@pytest.mark.accept("trial", 9)
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_a_damaged_checkpoint_does_not_count(tmp_path: Path, damage: str) -> None:
     for step in (1, 2, 3):
         write(tmp_path, step)
-    DAMAGE["truncated"][0](tmp_path / "step-00000003")
+    DAMAGE[damage][0](tmp_path / "step-00000003")
     assert kept(tmp_path, 1, 0) == [3, 2]
     assert newest(tmp_path).step == 2  # type: ignore[union-attr]
 

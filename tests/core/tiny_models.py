@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +43,20 @@ def trained(folder: Path, *values: str, **more: Any) -> Path:
     """A finished run."""
     values = (f"text.path={text_file(folder)}", f"text.cache={folder / 'cache'}", "text.held_out=0.2", *values)
     return train(resolve(request(*values, **more)), run_dir=folder / "runs").run
+
+
+def reseal(checkpoint: Path) -> Path:
+    """Have a checkpoint's manifest say what its files hold now, as somebody would who means harm."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    for name in manifest["files"]:
+        content = (checkpoint / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return checkpoint
+
+
+def flip(file: Path) -> None:
+    """Damage a file without a trace in its size."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)

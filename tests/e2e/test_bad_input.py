@@ -327,7 +327,7 @@ def test_a_run_without_a_whole_checkpoint_to_start_from() -> None:
     run = toy_run()
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints").mkdir()
-    assert f"{run}: this run has no whole checkpoint yet." in one_message(train("-s", f"train.init_from={run}"), 2)
+    assert f"{run}: this run has no whole checkpoint." in one_message(train("-s", f"train.init_from={run}"), 2)
 
 
 def test_a_checkpoint_of_another_model_or_of_other_plugins() -> None:

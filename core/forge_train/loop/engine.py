@@ -17,7 +17,7 @@ from ..events import Finished
 from ..job import Job
 from ..processes.distributed import DistributedContext
 from ..registry.setup import Setup
-from ..storage import checkpoint, state
+from ..storage import checkpoint, disk, state
 from ..storage.resume import compare
 from ..storage.run import Run, Start, begin, is_run, plugin_list, write_json
 from .control import Control, signals
@@ -52,11 +52,14 @@ def train(
     with ExitStack() as stack:
         dist = stack.enter_context(DistributedContext.join(layout, config.run.device, timeout=config.run.start_timeout))
         dist.agree({**config.values(), **{f"plugin {entry['name']}": entry for entry in plugin_list(hooks)}})
-        start = start or dist.on_main(lambda: begin(config, run_dir, resume, notable))
+        if start is None:
+            start = dist.on_main(lambda: begin(config, run_dir, resume, notable))
+        elif dist.place.attempt:
+            start = start.again(saved=checkpoint.newest(start.dir / "checkpoints", dist) is not None)
         run, control = Run(start.dir), Control(dist)
         job = Job(config, hooks, run, dist, control)
         hooks.bind(job)
-        found = dist.on_main(lambda: _found(run, start))
+        found = _found(run, start, dist)
         if found is not None:
             compare(job, found)  # before anything is written: a refused run stays as it is
         if finished := dist.on_main(lambda: _finished_before(job, start)):
@@ -72,7 +75,8 @@ def train(
             if dist.main:
                 if known:  # which is not touched before the new layout has been found to hold it
                     run.describe(config, hooks, fresh=fresh)
-                write_json(run.dir / "composition.json", composition.report)
+                with disk.writing(run.dir / "composition.json"):
+                    write_json(run.dir / "composition.json", composition.report)
             training = Training(job, composition)
             memory.holds(training.model, training.stepper.optimizer)
             stack.enter_context(signals(control))
@@ -109,20 +113,25 @@ def _record_failure(job: Job, training: Training | None, error: BaseException) -
     outcome = "diverged" if isinstance(error, DivergedError) else "failed"
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     refused = isinstance(error, ConfigError) and training is None  # and nothing of it is left in the folder
-    try:
-        if job.dist.main and not refused:
-            job.run.event("run_finished", step, outcome=outcome, loss=loss, reason=reason)
-            job.run.end({"outcome": outcome, "step": step, "loss": loss, "code": getattr(error, "code", 1)})
-        job.hooks.on_error(error)
-    except Exception as another:  # a full disk, or a plugin: what went wrong first is what is told
-        log.warning("Nor could it be recorded how the run ended: %s", describe(another))
+    ended = {"outcome": outcome, "step": step, "loss": loss, "code": getattr(error, "code", 1)}
+    records: list[Callable[[], object]] = [lambda: job.hooks.on_error(error)]
+    if job.dist.main and not refused:
+        event = {"outcome": outcome, "loss": loss, "reason": reason}
+        records = [lambda: job.run.event("run_finished", step, **event), lambda: job.run.end(ended), *records]
+    full = isinstance(error, disk.DiskError)
+    for record in records:
+        try:
+            record()
+        except Exception as another:  # a full disk, or a plugin: what went wrong first is what is told
+            told = log.info if full and isinstance(another, (OSError, disk.DiskError)) else log.warning
+            told("Nor could it be recorded how the run ended: %s", describe(another))
 
 
-def _found(run: Run, start: Start) -> Path | None:
-    """The checkpoint that the run goes on from."""
+def _found(run: Run, start: Start, dist: DistributedContext) -> Path | None:
+    """The checkpoint that the run goes on from, of which every file was verified."""
     if start.checkpoint is not None:
-        return checkpoint.whole(start.checkpoint)
-    saved = checkpoint.newest(run.checkpoints) if start.continues else None
+        return checkpoint.whole(start.checkpoint, dist)
+    saved = checkpoint.newest(run.checkpoints, dist) if start.continues else None
     return saved.path if saved else None
 
 
@@ -167,7 +176,7 @@ def _log_file(job: Job) -> Path:
 
 
 def _log_to(file: Path) -> Callable[[], None]:
-    handler = logging.FileHandler(file, encoding="utf-8")
+    handler = disk.LogFile(file, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
 

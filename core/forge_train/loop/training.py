@@ -90,9 +90,12 @@ class Training:
         value = loss if kind == "loss" else norm
         reason = f"{kind} is {value} at step {result.step}"
         self._event("anomaly", kind=kind, reason=reason)
+        saved = checkpoint.newest(self.job.run.checkpoints, self.job.dist)
+        kept = (
+            f"{saved.path.name}, from before it, is whole" if saved else "There is no whole checkpoint from before it"
+        )
         raise DivergedError(
-            f"Training diverged: {reason}. The newest checkpoint is from before it; "
-            "try a lower learning rate, more warm-up, or train.clip_norm."
+            f"Training diverged: {reason}. {kept}; try a lower learning rate, more warm-up, or train.clip_norm."
         )
 
     def _evaluate(self) -> None:
@@ -130,7 +133,7 @@ class Training:
         return None
 
     def _roll_back(self, reason: str, skip: int) -> None:
-        found = self.job.dist.on_main(lambda: checkpoint.newest(self.job.run.checkpoints))
+        found = checkpoint.newest(self.job.run.checkpoints, self.job.dist)
         if found is None:
             raise DivergedError(f"A plugin asked to roll back ({reason}), but the run has no checkpoint yet.")
         self._event("anomaly", kind="roll_back", reason=reason)
@@ -165,10 +168,9 @@ class Training:
                 "checkpoint_saved", path=saved.path.name, seconds=time.perf_counter() - started, bytes=saved.bytes
             )
             self.job.hooks.on_checkpoint(CheckpointEvent("saved", step, saved.path))
-            if self.job.dist.main:
-                for gone in checkpoint.prune(run.checkpoints, config.keep, config.keep_every):
-                    self._event("checkpoint_pruned", path=gone.path.name)
-                    self.job.hooks.on_checkpoint(CheckpointEvent("pruned", gone.step, gone.path))
+            for gone in checkpoint.prune(run.checkpoints, config.keep, config.keep_every, self.job.dist):
+                self._event("checkpoint_pruned", path=gone.path.name)
+                self.job.hooks.on_checkpoint(CheckpointEvent("pruned", gone.step, gone.path))
 
     def _finish(self, outcome: str, code: int, reason: str = "") -> Finished:
         finished = Finished(outcome, self.progress.step, self.loss, code, self.job.run.dir, reason)  # type: ignore[arg-type]

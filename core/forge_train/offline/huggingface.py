@@ -223,8 +223,6 @@ def export_checkpoint(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty; name a new folder.")
     source = checkpoint.whole(source)
-    if problem := checkpoint.check(source, contents=True):
-        raise ConfigError(f"{source}: damaged: {problem}.")
     setup = setup_of(source, checkpoint.read_state(source))
     tokenizer = tokenizer_file(setup)
     job = lone_job(setup, source, "cpu")

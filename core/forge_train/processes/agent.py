@@ -34,6 +34,8 @@ GRACE_OF_TIMEOUT = 2.0
 """The same after a timeout: ranks that wait for one that hangs do not give up in the same moment."""
 GRACE_OF_MISTAKE = 5.0
 """The same after a mistake, which as a rule every rank finds by itself."""
+GRACE_OF_RECORDS = 3.0
+"""The same for rank 0, which writes down how the run ended."""
 STACKS = 0.5
 """Seconds for a rank to write its stacks."""
 _PASSED_ON = {
@@ -201,6 +203,8 @@ class _Agent(LocalElasticAgent):
         ended = self._hear(GRACE)
         if any(outcome.code not in (0, 1) for outcome in ended.values()):
             ended = self._hear(GRACE_OF_MISTAKE)
+        elif 0 not in ended:
+            ended = self._hear(GRACE_OF_RECORDS)
         kinds = {outcome.kind for outcome in ended.values() if not outcome.well}
         hung: dict[int, Outcome] = {}
         if kinds <= {"timeout", "lost"} and "timeout" in kinds:

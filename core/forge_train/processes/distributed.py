@@ -203,8 +203,9 @@ class DistributedContext:
             try:
                 box[0] = function()
             except Exception as error:  # the others must hear of it, or they would wait for ever
-                box[1] = error if isinstance(error, ForgeError) else RuntimeError(f"rank 0: {error!r}")
-                if not isinstance(error, ForgeError):
+                known = isinstance(error, (ForgeError, OSError))
+                box[1] = error if known else RuntimeError(f"rank 0: {error!r}")
+                if not known:
                     log.exception("rank 0 failed")
         dist.broadcast_object_list(box, src=0)
         if box[1] is not None:

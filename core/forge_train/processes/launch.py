@@ -23,6 +23,8 @@ from ..loop.control import INTERRUPTED
 from ..storage.run import write_json
 from .world import World
 
+RESERVED = 16_384
+"""Bytes of a rank's outcome that there is room for in any case."""
 Kind = Literal["own", "lost", "timeout", "killed", "hung"]
 """Why a rank ended: an error of its own, one because another rank was gone or did not come in time, a signal, or it
 did not end at all."""
@@ -60,7 +62,8 @@ class Task:
     quiet: bool = False
     """Whether rank 0 too writes into its log instead of on the screen."""
 
-    def write(self) -> None:
+    def write(self, nproc: int) -> None:
+        """Write what the processes are told, and reserve room for what each has to say on a disk that is full then."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         job = {
@@ -72,6 +75,8 @@ class Task:
             "argv": sys.argv,
         }
         write_json(self.folder / "job.json", job)
+        for rank in range(nproc):
+            _reserve(self.folder, rank).write_bytes(bytes(RESERVED))
 
     def log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
@@ -141,7 +146,16 @@ def outcome_file(folder: Path, attempt: int, rank: int) -> Path:
 
 def leave(folder: Path, attempt: int, outcome: Outcome) -> None:
     """Write how this rank ended."""
-    write_json(outcome_file(folder, attempt, outcome.rank), dataclasses.asdict(outcome))
+    file, told = outcome_file(folder, attempt, outcome.rank), dataclasses.asdict(outcome)
+    try:
+        write_json(file, told)
+    except OSError:
+        _reserve(folder, outcome.rank).unlink(missing_ok=True)
+        write_json(file, told)
+
+
+def _reserve(folder: Path, rank: int) -> Path:
+    return folder / f"reserved-{rank}"
 
 
 def left(folder: Path, attempt: int, rank: int) -> Outcome | None:
@@ -189,12 +203,16 @@ def launch(
         ConfigError: if this process is itself one of several.
     """
     check_alone(f"--nproc {nproc}")
-    task.write()
+    task.write(nproc)
     # As torchrun does, but with a share of the cores instead of one each.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(len(_cores()) // nproc, 1)))
     from .agent import run_agent
 
-    return run_agent(task, nproc, max_restarts=max_restarts, last_step=last_step, on_restart=on_restart)
+    try:
+        return run_agent(task, nproc, max_restarts=max_restarts, last_step=last_step, on_restart=on_restart)
+    finally:
+        for rank in range(nproc):
+            _reserve(task.folder, rank).unlink(missing_ok=True)
 
 
 def _cores() -> Sequence[int]:

@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +39,40 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     world = World.here()
     log = Path(job["logs"]) / f"rank-{world.rank}.log"
-    _speak_into(log, everything=world.rank > 0 or job["quiet"])
-    said = log.stat().st_size
-    sys.path[:], sys.argv = job["path"], job["argv"]
-    module, _, name = job["function"].partition(":")
+    said = 0
     try:
+        _speak_into(log, everything=world.rank > 0 or job["quiet"])
+        said = log.stat().st_size
+        sys.path[:], sys.argv = job["path"], job["argv"]
+        module, _, name = job["function"].partition(":")
         result: dict[str, Any] = getattr(importlib.import_module(module), name)(**job["arguments"])
         outcome = Outcome(world.rank, result.get("code", 0), result=result)
     except Exception as error:
         code = error.code if isinstance(error, ForgeError) else 1
         outcome = Outcome(world.rank, code, kind(error), explain(error, log))
-        if not isinstance(error, ForgeError) and b"Traceback" not in log.read_bytes()[said:]:
-            with log.open("a", encoding="utf-8") as out:  # a run writes it there itself, once it has begun
-                out.write("".join(traceback.format_exception(error)))
+        if not isinstance(error, ForgeError):
+            with suppress(OSError):  # a full disk: the outcome is what counts
+                _keep_traceback(error, log, said)
     leave(folder, world.attempt, outcome)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     if outcome.code == 1:
         os._exit(1)  # a process group that lost a member may wait for it while Python shuts down
+
+
+def _keep_traceback(error: Exception, log: Path, said: int) -> None:
+    """A run writes it into its log itself, once it has begun."""
+    if b"Traceback" not in log.read_bytes()[said:]:
+        with log.open("a", encoding="utf-8") as out:
+            out.write("".join(traceback.format_exception(error)))
+
+
+def _flush() -> None:
+    """Have everything in the log; what it has no room for must not become this process's exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def die_with(parent: int) -> None:

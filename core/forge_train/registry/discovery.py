@@ -76,14 +76,10 @@ class Found:
         return frozenset(re.findall(r"\w+", " ".join(found)))
 
     def hash(self) -> str:
-        """sha256 of the distribution's RECORD if that lists the module's file, else of the file itself."""
-        import hashlib
+        """sha256 of the plugin's code: see `forge_train.registry.fingerprint`."""
+        from .fingerprint import fingerprint
 
-        file = self.file
-        record = _record(self.distribution) if file else None
-        if record and file and f"{'/'.join(file.parts[-2:])}," in record:
-            return hashlib.sha256(record.encode()).hexdigest()
-        return hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
+        return fingerprint(self.module)
 
 
 def canonical(name: str) -> str:
@@ -229,14 +225,6 @@ def identity(dist: importlib.metadata.Distribution | None) -> tuple[str, str]:
 @cache
 def _owners() -> Mapping[str, list[str]]:
     return importlib.metadata.packages_distributions()
-
-
-@cache
-def _record(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.distribution(distribution).read_text("RECORD")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _summary(file: Path, class_name: str) -> str:

@@ -6,14 +6,13 @@ A checkpoint holds tensors (torch.distributed.checkpoint), `state.json` (everyth
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,16 @@ from torch import Tensor
 
 from ..errors import ConfigError, ForgeError
 from ..processes.distributed import DistributedContext
-from . import dcp
+from . import dcp, disk
+from .metadata import FILE, read_index
 from .run import write_json, write_whole
+from .seal import ALONE, MANIFEST, moved, seal, sync, verify
+from .seal import check as check  # noqa: PLC0414  # what this module offers too
 from .state import join, split
 
 log = logging.getLogger("forge_train")
 
 FORMAT = 1
-MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})$")
 
 
@@ -70,6 +71,7 @@ def write(
     beside: list[Path],
     latest: Path | None = None,
     contents: Callable[[str], Tensor] | None = None,
+    editable: Sequence[str] = (),
 ) -> Saved:
     """Write one checkpoint so that it appears whole or not at all; see `save`.
 
@@ -79,44 +81,56 @@ def write(
         latest: the file that names the newest checkpoint, if there is one.
         contents: gives a tensor by its name. The tensors in `state` then only describe them (on the meta device), and
             there is never more than a few of them in memory.
+        editable: files beside the tensors that are meant to be edited.
 
     Raises:
-        ForgeError: if the disk refuses.
+        ForgeError: on every process, if the disk refuses.
     """
     part = target.with_name(f".{target.name}.partial")
+    tensors: dict[str, Tensor] = {}
+    rest = {key: split(value, key, tensors) for key, value in state.items()}
     try:
+        dist.on_main(lambda: _make_anew(part))
+        dcp.write(part, tensors, alone=dist.world == 1, contents=contents)
+        dist.on_main(lambda: _describe(part, {"format": FORMAT, "step": step, **rest}, beside))
+        size = seal(part, dist, editable=editable)
+        if problem := verify(part, dist):
+            raise ForgeError(f"{target}: what was saved can't be read back: {problem}.")
+        dist.on_main(lambda: _commit(part, target, latest))
+    except (OSError, ForgeError) as error:
         if dist.main:
             shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        dist.barrier()
-        tensors: dict[str, Tensor] = {}
-        rest = {key: split(value, key, tensors) for key, value in state.items()}
-        dcp.write(part, tensors, alone=dist.world == 1, contents=contents)
-        if dist.main:
-            write_json(part / "state.json", {"format": FORMAT, "step": step, **rest})
-            for file in beside:
-                shutil.copyfile(file, part / file.name)
-            size = _seal(part)
-            if problem := check(part, contents=True):
-                raise ForgeError(f"{target}: what was saved can't be read back: {problem}.")
-            _commit(part, target)
-            if latest is not None:
-                write_whole(latest, f"{target.name}\n")
-        dist.barrier()
-    except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
-        raise _refused(target, error) from error
-    return Saved(target, step, size if dist.main else 0)
+        dist.barrier()  # so that there is room for what the run still has to say
+        if isinstance(error, ForgeError):
+            raise
+        refusal = error
+        raise dist.on_main(lambda: _refused(target, refusal)) from error
+    return Saved(target, step, size)
 
 
-def _commit(part: Path, target: Path) -> None:
+def _make_anew(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _describe(part: Path, state: Mapping[str, Any], beside: list[Path]) -> None:
+    """What lies beside the tensors."""
+    write_json(part / "state.json", state)
+    for file in beside:
+        shutil.copyfile(file, part / file.name)
+
+
+def _commit(part: Path, target: Path, latest: Path | None) -> None:
     """Give a finished folder its name; one that is there already (a damaged one, say) goes only then."""
     gone = _aside(target)
     if target.exists():
         target.replace(gone)
     part.replace(target)
-    _sync(target.parent)
+    moved(part, target)
+    sync(target.parent)
     shutil.rmtree(gone, ignore_errors=True)
+    if latest is not None:
+        write_whole(latest, f"{target.name}\n")
 
 
 def _aside(path: Path) -> Path:
@@ -124,19 +138,29 @@ def _aside(path: Path) -> Path:
 
 
 def _refused(target: Path, error: OSError) -> ForgeError:
-    newest = next((saved.path.name for saved in found(target.parent) if not check(saved.path)), None)
-    kept = f"The newest whole checkpoint is {newest}." if newest else "There is no earlier checkpoint."
-    return ForgeError(f"{target}: can't save the checkpoint: {error.strerror or error}. {kept}")
+    whole = next((saved.path.name for saved in found(target.parent) if not verify(saved.path)), None)
+    kept = f" The newest whole checkpoint is {whole}." if whole else " There is no earlier checkpoint."
+    return disk.refused(target, error, "save the checkpoint", kept)
 
 
-def newest(folder: Path) -> Saved | None:
-    """The newest whole checkpoint; newer ones that are not whole are named in a warning."""
-    for saved in found(folder):
-        problem = check(saved.path)
+def newest(folder: Path, dist: DistributedContext = ALONE) -> Saved | None:
+    """The newest whole checkpoint, every file of which was read; newer ones that are not whole are named in a warning.
+
+    Args:
+        folder: a run's `checkpoints/`.
+        dist: the processes that read them together, all of which call this.
+    """
+    return next(_whole(folder, dist, warn=True), None)
+
+
+def _whole(folder: Path, dist: DistributedContext, *, warn: bool = False) -> Iterator[Saved]:
+    """The whole checkpoints, newest first, each verified when it is its turn."""
+    for saved in dist.on_main(lambda: found(folder)):
+        problem = verify(saved.path, dist)
         if not problem:
-            return saved
-        log.warning("%s is not whole (%s); falling back to the checkpoint before it.", saved.path, problem)
-    return None
+            yield saved
+        elif warn and dist.main:
+            log.warning("%s is not whole (%s); falling back to the checkpoint before it.", saved.path, problem)
 
 
 def found(folder: Path) -> list[Saved]:
@@ -149,35 +173,19 @@ def found(folder: Path) -> list[Saved]:
     ]
 
 
-def check(path: Path, *, contents: bool = False) -> str:
-    """What is wrong with a checkpoint, in a phrase; empty if nothing is.
+def prune(folder: Path, keep: int, keep_every: int, dist: DistributedContext = ALONE) -> Iterator[Saved]:
+    """Remove all but the newest `keep` whole checkpoints and those whose step is a multiple of `keep_every`.
 
-    Args:
-        path: the checkpoint.
-        contents: whether to read every file and compare hashes, not only sizes.
+    A damaged one is not counted, and stays where it is newer than those. The main process removes, and tells what.
     """
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        for name, expected in manifest["files"].items():
-            file = path / name
-            if not file.is_file():
-                return f"{name} is missing"
-            if file.stat().st_size != expected["bytes"]:
-                return f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}"
-            if contents and _sha256(file) != expected["sha256"]:
-                return f"{name} has other contents than were saved"
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} can't be read"
-    return ""
-
-
-def prune(folder: Path, keep: int, keep_every: int) -> Iterator[Saved]:
-    """Remove all but the newest `keep` whole checkpoints and those whose step is a multiple of `keep_every`."""
-    whole = [saved for saved in found(folder) if not check(saved.path)]
-    for saved in whole[keep:]:
-        if keep_every and saved.step % keep_every == 0:
+    steps = dist.on_main(lambda: [saved.step for saved in found(folder)])
+    if len(steps) <= keep:
+        return
+    kept = list(islice(_whole(folder, dist), keep))
+    if len(kept) < keep or not dist.main:
+        return
+    for saved in found(folder):
+        if saved.step >= kept[-1].step or (keep_every and saved.step % keep_every == 0):
             continue
         gone = _aside(saved.path)
         saved.path.replace(gone)  # a checkpoint is never seen half removed
@@ -185,28 +193,55 @@ def prune(folder: Path, keep: int, keep_every: int) -> Iterator[Saved]:
         yield saved
 
 
-def whole(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or a run's newest whole one.
+def whole(path: Path, dist: DistributedContext = ALONE) -> Path:
+    """The checkpoint that a path means: itself, or a run's newest whole one. Every file of it was read.
+
+    Args:
+        path: a run, or a checkpoint.
+        dist: the processes that read it together, all of which call this.
 
     Raises:
         ConfigError: if there is none there.
     """
-    if (path / "checkpoints").is_dir():
-        saved = newest(path / "checkpoints")
+    if dist.on_main(lambda: _is_run(path)):
+        saved = newest(path / "checkpoints", dist)
         if saved is None:
-            raise ConfigError(f"{path}: this run has no whole checkpoint yet.")
+            raise ConfigError(f"{path}: this run has no whole checkpoint.")
         return saved.path
+    if problem := verify(path, dist):
+        raise ConfigError(f"{path}: not a whole checkpoint: {problem}. {_way_out(path)}")
+    return path
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a path is a run; else it is a checkpoint, whole or not.
+
+    Raises:
+        ConfigError: if it is neither.
+    """
+    if (path / "checkpoints").is_dir():
+        return True
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such run or checkpoint.")
     if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
         raise ConfigError(
             f"{path} is in Hugging Face layout. Make a checkpoint of it first: forge checkpoint import {path} NEW"
         )
-    if not any((path / name).exists() for name in (MANIFEST, "state.json", ".metadata")):
+    if not any((path / name).exists() for name in (MANIFEST, "state.json", FILE)):
         raise ConfigError(f"{path} is neither a run nor a checkpoint.")
-    if problem := check(path):
-        raise ConfigError(f"{path}: not a whole checkpoint: {problem}.")
-    return path
+    return False
+
+
+def _way_out(path: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    if (path.parent.parent / "plugins.json").is_file():
+        return f"Name the run instead, which takes its newest whole one: {path.parent.parent}"
+    try:
+        editable = json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("editable", [])
+    except (OSError, ValueError, AttributeError):
+        editable = []
+    may = f" (only {', '.join(editable)} may be edited)" if editable else ""
+    return f"Put the file back as it was{may}, or make the checkpoint again."
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -225,12 +260,18 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def read_plugins(path: Path) -> list[dict[str, str]]:
+    """The plugins of a checkpoint's run; empty where they were not kept."""
+    file = path / "plugins.json"
+    found: list[dict[str, str]] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    return found
+
+
 def shapes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name → global shape and dtype of every tensor in a checkpoint."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = read_index(path).state_dict_metadata
     return {
         name: (tuple(entry.size), entry.properties.dtype)
         for name, entry in metadata.items()
@@ -263,31 +304,3 @@ def _place(name: str, shape: tuple[int, ...], dtype: torch.dtype, like: Mapping[
         if parameter is not None and tuple(parameter.shape) == shape:
             return torch.empty_like(parameter, dtype=dtype)
     return torch.empty(shape, dtype=dtype)
-
-
-def _seal(path: Path) -> int:
-    """Write the manifest, and have everything on disk; the bytes of all files."""
-    files = sorted(file for file in path.iterdir() if file.is_file())
-    entries, total = {}, 0
-    for file in files:
-        with file.open("rb") as data:
-            os.fsync(data.fileno())
-        size = file.stat().st_size
-        entries[file.name] = {"bytes": size, "sha256": _sha256(file)}
-        total += size
-    write_json(path / MANIFEST, {"files": entries})
-    _sync(path)
-    return total
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

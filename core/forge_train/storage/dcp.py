@@ -6,9 +6,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from .metadata import read_index
 
 
 def write(
@@ -21,6 +24,9 @@ def write(
         tensors: by name.
         alone: whether this is the only process.
         contents: gives a tensor by its name, when it is its turn; `tensors` then only describe them.
+
+    Raises:
+        OSError: on every rank, if the disk refuses one of them.
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -31,19 +37,37 @@ def write(
         def lookup_object(self, index: MetadataIndex) -> object:
             return contents(index.fqn) if contents else super().lookup_object(index)
 
+    class Writer(FileSystemWriter):
+        """The refusal is found on its own rank: an exception that goes to another loses what caused it."""
+
+        def write_data(self, *arguments: Any, **options: Any) -> Any:
+            with _refusal_first():
+                return super().write_data(*arguments, **options)
+
+        def finish(self, *arguments: Any, **options: Any) -> None:
+            with _refusal_first():
+                super().finish(*arguments, **options)
+
     # torch's writer (2.13) keeps every tensor of a file until the file is written: contents get one file each.
-    writer = FileSystemWriter(path, single_file_per_rank=contents is None)
+    writer = Writer(path, single_file_per_rank=contents is None)
     with _plainly():
         save(dict(tensors), storage_writer=writer, planner=Asking(), no_dist=alone)
 
 
 def read(path: Path, tensors: Mapping[str, Tensor], *, alone: bool) -> None:
-    """Fill tensors (this rank's shards of them) in place."""
+    """Fill tensors (this rank's shards of them) in place. Nothing in the files is run."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    class Reader(FileSystemReader):
+        """Its index is not unpickled by torch, and names tensors only, which torch loads with `weights_only`."""
+
+        def read_metadata(self) -> Metadata:
+            return read_index(path)
+
     with _plainly():
-        load(dict(tensors), storage_reader=FileSystemReader(path), no_dist=alone)
+        load(dict(tensors), storage_reader=Reader(path), no_dist=alone)
 
 
 @contextmanager
@@ -57,12 +81,23 @@ def _plainly() -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            failed = next(iter(error.failures.values()))[0]
-            raise _refusal(failed) or failed from error
+            failed = [failure for failure, _ in error.failures.values()]
+            raise next((one for one in failed if isinstance(one, OSError)), failed[0]) from error
+
+
+@contextmanager
+def _refusal_first() -> Iterator[None]:
+    """Raise the disk's refusal behind an error: torch's zip writer raises another one while it handles that."""
+    try:
+        yield
+    except Exception as error:
+        refusal = _refusal(error)
+        if refusal is None:
+            raise
+        raise OSError(refusal.errno, refusal.strerror) from error
 
 
 def _refusal(error: BaseException) -> OSError | None:
-    """The disk's refusal behind an error: torch's zip writer raises another one while it handles that."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

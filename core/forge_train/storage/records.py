@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PluginError
+from . import disk
 
 METRICS_VERSION = 1
 METRICS: dict[str, type | tuple[type, ...]] = {
@@ -102,8 +103,12 @@ class Records:
             return
         kept = [json.dumps(line) for line in read(self.metrics_file) if line["step"] <= step]
         part = self.metrics_file.with_suffix(".jsonl.partial")
-        part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        part.replace(self.metrics_file)
+        try:
+            with disk.writing(self.metrics_file):
+                part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+                part.replace(self.metrics_file)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def read(file: Path) -> Iterator[dict[str, Any]]:
@@ -118,7 +123,7 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
 
 def _append(file: Path, line: Mapping[str, Any]) -> None:
     text = json.dumps(line) + "\n"
-    with file.open("a+b") as out:
+    with disk.writing(file), file.open("a+b") as out:
         if out.tell() and not _ends_whole(file):
             out.truncate(file.read_bytes().rfind(b"\n") + 1)  # a crash cut the last line off
         out.write(text.encode())

@@ -105,7 +105,7 @@ def load_initial(model: Model, job: Job) -> None:
         ConfigError: if there are none there, or of another model.
     """
     if init_from := job.config.train.init_from:
-        load_weights(model, job, checkpoint.whole(Path(init_from)))
+        load_weights(model, job, checkpoint.whole(Path(init_from), job.dist))
 
 
 def load_weights(model: Model, job: Job, path: Path) -> None:
@@ -169,14 +169,8 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
     new = {entry["name"]: entry for entry in plugin_list(job.hooks) if entry["name"] not in job.config.neutral}
     for name in sorted(old.keys() ^ new.keys()):
         note(name, f"{name}: plugin {'no longer enabled' if name in old else 'not enabled then'}")
-    for name in sorted(old.keys() & new.keys()):
-        if old[name]["version"] != new[name]["version"] and not silent:
-            log.warning(
-                "Plugin %r is %s now; the checkpoint was saved with %s.",
-                name,
-                new[name]["version"],
-                old[name]["version"],
-            )
+    if not silent:
+        _warn_of_changed_code(job, path)
     lone = old.keys() ^ new.keys()
     for key, before, after in differences(saved["config"], job.config.values(volatile=False)):
         section = key.partition(".")[0]
@@ -198,6 +192,31 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
     if unused:
         log.info("checkpoint.allow_changes names %s, which did not change.", ", ".join(sorted(unused)))
     return changes
+
+
+def _warn_of_changed_code(job: Job, path: Path) -> None:
+    """Name every plugin that is not the one which the checkpoint was saved with."""
+    saved = {entry["name"]: entry for entry in checkpoint.read_plugins(path)}
+    for now in plugin_list(job.hooks):
+        name = now["name"]
+        if name not in saved or job.hooks.enabled[name].observer:
+            continue
+        then = saved[name]
+        if then["version"] != now["version"]:
+            log.warning(
+                "Plugin %r is %s now; the checkpoint was saved with %s.",
+                name,
+                now["version"] or "without a version",
+                then["version"] or "one without a version",
+            )
+        elif then["hash"] != now["hash"]:
+            log.warning(
+                "Plugin %r: code changed, same version (%s): its files are %.8s now, and were %.8s in the checkpoint.",
+                name,
+                now["version"] or "none",
+                now["hash"],
+                then["hash"],
+            )
 
 
 def _compare_shapes(path: Path, weights: dict[str, Tensor]) -> None:

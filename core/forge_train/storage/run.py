@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import Config
 from ..errors import ConfigError
 from ..processes.world import World
+from . import disk
 from .records import EventSchema, Records, read
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ class Run:
         try:
             yield
         except OSError as error:
+            if error.errno in disk.FULL:
+                raise disk.refused(self.dir, error, "write the run folder") from error
             raise ConfigError(f"{self.dir}: can't write the run folder: {error.strerror or error}.") from error
 
     def outcome(self) -> dict[str, Any]:
@@ -122,7 +125,8 @@ class Run:
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
     def end(self, outcome: Mapping[str, Any]) -> None:
-        write_json(self.dir / "outcome.json", outcome)
+        with disk.writing(self.dir / "outcome.json"):
+            write_json(self.dir / "outcome.json", outcome)
 
 
 def is_run(path: Path) -> bool:
@@ -250,8 +254,12 @@ def write_json(file: Path, value: object) -> None:
 def write_whole(file: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all, also after a power cut."""
     part = file.with_name(f".{file.name}.partial")
-    with part.open("w", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    part.replace(file)
+    try:
+        with part.open("w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        part.replace(file)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise

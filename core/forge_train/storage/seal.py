@@ -1,0 +1,183 @@
+"""A checkpoint's manifest: size and sha256 of every sealed file, written once and verified before each use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..config.rules import Layout
+from ..processes.distributed import DistributedContext
+from .run import write_json
+
+MANIFEST = "manifest.json"
+NEEDED = ("state.json", ".metadata")
+"""Files without which nothing is a checkpoint."""
+ALONE = DistributedContext(Layout(), torch.device("cpu"))
+"""This process by itself."""
+_Signature = tuple[tuple[str, int, int, int], ...]
+
+
+def check(path: Path, *, contents: bool = False) -> str:
+    """What is wrong with a checkpoint, in a phrase; empty if nothing is.
+
+    Args:
+        path: the checkpoint.
+        contents: whether to read every file and compare hashes, not only sizes.
+    """
+    inspected = _inspect(path)
+    if isinstance(inspected, str) or not contents:
+        return inspected if isinstance(inspected, str) else ""
+    return _compare(inspected, _hashes(path, _sizes(inspected)))
+
+
+def verify(path: Path, dist: DistributedContext = ALONE) -> str:
+    """Like `check` with contents, by all processes together: each reads a share of the files, and all have the answer.
+
+    A checkpoint that this run wrote or verified before is not read again unless one of its files changed since.
+    """
+    sealed = dist.on_main(lambda: _unverified(path))
+    if isinstance(sealed, str):
+        return sealed
+    problem = _compare(sealed, _hashes(path, _sizes(sealed), dist))
+    if not problem and dist.main:
+        _verified[path.absolute()] = _signature(path)
+    return problem
+
+
+def seal(path: Path, dist: DistributedContext, *, editable: Sequence[str] = ()) -> int:
+    """Flush every file to disk and write the manifest; the bytes of all files.
+
+    Args:
+        path: the checkpoint.
+        dist: each process reads a share of the files.
+        editable: files that are meant to be edited: they have to be there, and are not sealed.
+
+    Raises:
+        OSError: on every process, if the disk refuses.
+    """
+    sizes = dist.on_main(lambda: {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()})
+    found = _hashes(path, sizes, dist, flush=True)
+    if refusal := next((one for one in found.values() if isinstance(one, OSError)), None):
+        raise refusal
+    entries = {name: {"bytes": sizes[name], "sha256": found[name]} for name in sorted(sizes) if name not in editable}
+
+    def write() -> None:
+        write_json(path / MANIFEST, {"files": entries, **({"editable": list(editable)} if editable else {})})
+        sync(path)
+
+    dist.on_main(write)
+    return sum(sizes.values())
+
+
+def sync(folder: Path) -> None:
+    """Have a folder's entries on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def moved(old: Path, new: Path) -> None:
+    """Go on trusting a verified checkpoint under its new name."""
+    if (signature := _verified.pop(old.absolute(), None)) is not None:
+        _verified[new.absolute()] = signature
+
+
+# -- which files ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Entry:
+    bytes: int
+    sha256: str
+
+
+def _inspect(path: Path) -> dict[str, _Entry] | str:
+    """What is sealed, or what is wrong with it as far as sizes show."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        sealed = {name: _Entry(entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        editable = list(manifest.get("editable", ()))
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} can't be read"
+    if lacking := [name for name in NEEDED if name not in sealed]:
+        return f"{MANIFEST} does not list {lacking[0]}"
+    for name in [*sealed, *editable]:
+        if not isinstance(name, str) or Path(name).name != name:
+            return f"{MANIFEST} names {name!r}, which is not in this folder"
+        if not (path / name).is_file():
+            return f"{name} is missing"
+    for name, entry in sealed.items():
+        if (size := (path / name).stat().st_size) != entry.bytes:
+            return f"{name} has {size} bytes, not {entry.bytes}"
+    return sealed
+
+
+def _compare(sealed: Mapping[str, _Entry], found: Mapping[str, str | OSError]) -> str:
+    for name, entry in sealed.items():
+        if isinstance(one := found[name], OSError):
+            return f"{name} can't be read: {one.strerror or one}"
+        if one != entry.sha256:
+            return f"{name} has other contents than were saved"
+    return ""
+
+
+# -- what was verified before -----------------------------------------------------------------------------------------
+
+_verified: dict[Path, _Signature] = {}
+"""Checkpoints that this process wrote or verified, as their files were then."""
+
+
+def _unverified(path: Path) -> dict[str, _Entry] | str:
+    """What has to be read still, or what is wrong already: nothing, if the checkpoint is known to be whole."""
+    inspected = _inspect(path)
+    if isinstance(inspected, str):
+        return inspected
+    return "" if _verified.get(path.absolute()) == _signature(path) else inspected
+
+
+def _signature(path: Path) -> _Signature:
+    found = ((file.name, file.stat()) for file in sorted(path.iterdir()))
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in found)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _hashes(
+    path: Path, sizes: Mapping[str, int], dist: DistributedContext = ALONE, *, flush: bool = False
+) -> dict[str, str | OSError]:
+    """Each file's sha256, or why there is none. Files are spread over processes, and there over threads."""
+    ordered = sorted(sizes, key=lambda name: (-sizes[name], name))
+    mine = ordered[dist.rank :: dist.world]
+
+    def read(name: str) -> str | OSError:
+        try:
+            with (path / name).open("rb") as data:
+                if flush:
+                    os.fsync(data.fileno())
+                return hashlib.file_digest(data, "sha256").hexdigest()
+        except OSError as error:
+            return error
+
+    with ThreadPoolExecutor(max(min(_cores() // dist.place.local_size, len(mine)), 1)) as pool:
+        found = dict(zip(mine, pool.map(read, mine), strict=True))
+    return {name: digest for one in dist.gather_objects(found) for name, digest in one.items()}
+
+
+def _sizes(sealed: Mapping[str, _Entry]) -> dict[str, int]:
+    return {name: entry.bytes for name, entry in sealed.items()}
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

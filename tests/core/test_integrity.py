@@ -1,0 +1,282 @@
+"""Damage and ill will: a checkpoint is verified before anything uses it, and reading it runs nothing that is in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_models
+import toys
+from forge_cli import Ended, forge
+from forge_train import ConfigError, DivergedError, Plugin, Update, hookimpl
+from forge_train.storage import checkpoint, metadata, seal
+from forge_train.storage.dcp import read_one
+from tiny_models import flip, reseal
+
+pytestmark = pytest.mark.unit
+STEP = "step-00000003"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.trained(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A finished run of its own for each test."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def weights(path: Path) -> Path:
+    return next(path.glob("*.distcp"))
+
+
+# -- damage ---------------------------------------------------------------------------------------
+
+
+def readers(path: Path, out: Path) -> dict[str, Callable[[], Ended]]:
+    """Every command that uses a checkpoint's contents."""
+    config = path / "config.toml"
+    return {
+        "inspect": lambda: forge("checkpoint", "inspect", path),
+        "verify": lambda: forge("checkpoint", "verify", path),
+        "export": lambda: forge("checkpoint", "export", path, out / "hf"),
+        "generate": lambda: forge("generate", path, "--tokens", "2"),
+        "init_from": lambda: forge(
+            *("train", config, "--run-dir", out, "--name", "new", "-q", "-s", f"train.init_from={path}")
+        ),
+        "resume": lambda: forge(
+            *("train", config, "--run-dir", out, "--name", "new", "-q", "--resume", path, "-s", "train.steps=5")
+        ),
+    }
+
+
+READERS = ("inspect", "verify", "export", "generate", "init_from", "resume")
+
+
+@pytest.mark.accept("trial", 9)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_flipped_bit_is_found_by_everything_that_reads_a_checkpoint(run: Path, tmp_path: Path, reader: str) -> None:
+    path = run / "checkpoints" / STEP
+    flip(weights(path))
+    ended = readers(path, tmp_path / "out")[reader]()
+    assert ended.code == (1 if reader == "verify" else 2)
+    assert "__0_0.distcp has other contents than were saved" in ended.out + ended.err
+    assert "Traceback" not in ended.out + ended.err
+    if reader != "verify":
+        assert f"Name the run instead, which takes its newest whole one: {run}" in ended.err
+    assert not (tmp_path / "out" / "hf").exists()
+    assert not (tmp_path / "out" / "new").exists()
+
+
+@pytest.mark.accept("trial", 9)
+def test_a_damaged_newest_checkpoint_is_left_out_and_the_run_goes_on_from_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"checkpoint.every": 2, "checkpoint.keep": 3}
+    through = toys.run(tmp_path, toys.Noise, name="through", steps=8, config=config)
+    old = toys.run(tmp_path, toys.Noise, name="old", steps=8, config=config, stop_at=6)
+    flip(weights(old.run / "checkpoints" / "step-00000006"))
+    with caplog.at_level(logging.WARNING):
+        resumed = toys.run(tmp_path, toys.Noise, name="old", steps=8, config=config)
+    assert "step-00000006 is not whole (__0_0.distcp has other contents than were saved)" in caplog.text
+    assert [event["step"] for event in resumed.events if event["event"] == "resumed"] == [4]
+    assert resumed.numbers == through.numbers
+
+
+@pytest.mark.accept("trial", 9)
+def test_each_file_is_read_once_at_resume_and_not_again_for_pruning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"checkpoint.every": 1, "checkpoint.keep": 2}
+    toys.run(tmp_path, name="run", steps=9, config=config, stop_at=3)
+    monkeypatch.setattr(seal, "_verified", {})  # as in a new process
+    read: list[str] = []
+    real = seal._hashes
+
+    def hashes(path: Path, sizes: Any, *arguments: Any, **more: Any) -> Any:
+        read.append(path.name)
+        return real(path, sizes, *arguments, **more)
+
+    monkeypatch.setattr(seal, "_hashes", hashes)
+    toys.run(tmp_path, name="run", steps=9, config=config, stop_at=5)
+    save = [f".step-0000000{step}.partial" for step in (4, 4, 5, 5)]  # to seal it, and to read it back
+    assert read == ["step-00000003", *save]
+
+
+@pytest.mark.accept("trial", 9)
+def test_pruning_never_gives_up_a_whole_checkpoint_for_a_damaged_one(tmp_path: Path) -> None:
+    class Rots(Plugin):
+        """Damages what was saved at step 2."""
+
+        @hookimpl
+        def on_checkpoint(self, event: Any) -> None:
+            if (event.kind, event.step) == ("saved", 2):
+                flip(weights(event.path))
+
+    run = toys.run(tmp_path, Rots, name="run", steps=3, config={"checkpoint.every": 1, "checkpoint.keep": 2}).run
+    assert [saved.step for saved in checkpoint.found(run / "checkpoints")] == [3, 2, 1]
+
+
+@pytest.mark.accept("trial", 9)
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_diverged_run_names_the_checkpoint_that_it_verified(tmp_path: Path, damaged: bool) -> None:
+    class Diverges(Plugin):
+        @hookimpl
+        def on_gradients(self, update: Update) -> None:
+            update.grad_norm.fill_(float("nan")) if update.step == 3 else None
+
+        @hookimpl
+        def on_checkpoint(self, event: Any) -> None:
+            if damaged and event.kind == "saved":
+                flip(weights(event.path))
+
+    with pytest.raises(DivergedError) as caught:
+        toys.run(tmp_path, Diverges, name="run", steps=4, config={"checkpoint.every": 2})
+    expected = "There is no whole checkpoint from before it" if damaged else "step-00000002, from before it, is whole"
+    assert expected in str(caught.value)
+
+
+# -- ill will -------------------------------------------------------------------------------------
+
+
+class Touches:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.file}",)
+
+
+def poison(path: Path, victim: Path) -> None:
+    """Put a command into a checkpoint's index, and seal it again."""
+    index = metadata.read_index(path)
+    index.planner_data = Touches(victim)
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    reseal(path)
+
+
+@pytest.mark.accept("trial", 11)
+@pytest.mark.parametrize("reader", READERS)
+def test_nothing_in_a_checkpoint_is_run(run: Path, tmp_path: Path, reader: str) -> None:
+    path, victim = run / "checkpoints" / STEP, tmp_path / "run-by-pickle"
+    poison(path, victim)
+    pickle.loads((path / ".metadata").read_bytes())
+    assert victim.exists(), "the file is hostile"
+    victim.unlink()
+    ended = readers(path, tmp_path / "out")[reader]()
+    assert not victim.exists()
+    if reader != "verify":  # which reads bytes
+        assert ended.code == 2
+        assert "posix.system, which an index of tensors does not need and which could run code" in ended.err
+        assert f"{path}/.metadata" in ended.err
+        assert "Traceback" not in ended.out + ended.err
+
+
+@pytest.mark.accept("trial", 11)
+def test_tensors_are_read_without_running_anything(run: Path, tmp_path: Path) -> None:
+    """torch's own loader of a tensor must be the restricted one."""
+    path, victim = run / "checkpoints" / STEP, tmp_path / "run-by-pickle"
+    name, (shape, dtype) = next(iter(checkpoint.shapes(path).items()))
+    torch.save(Touches(victim), weights(path))
+    index = metadata.read_index(path)
+    size = weights(path).stat().st_size
+    for info in index.storage_data.values():
+        info.offset, info.length = 0, size
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(Exception, match=r"system"):
+        read_one(path, name, shape, dtype)
+    assert not victim.exists()
+
+
+def broken(path: Path, change: Callable[[Any], object]) -> None:
+    index = metadata.read_index(path)
+    change(index)
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    reseal(path)
+
+
+def _bytes_instead(index: Any) -> None:
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    index.state_dict_metadata["model.x"] = BytesStorageMetadata()  # which torch would read with a full pickle
+
+
+def _elsewhere(index: Any) -> None:
+    next(iter(index.storage_data.values())).relative_path = "../elsewhere.distcp"
+
+
+ODD: dict[str, tuple[Callable[[Any], object], str]] = {
+    "bytes": (_bytes_instead, r"BytesStorageMetadata, which an index of tensors does not need"),
+    "a file elsewhere": (
+        _elsewhere,
+        r"names the file '\.\./elsewhere\.distcp', which is not in the checkpoint's folder",
+    ),
+    "no dtype": (
+        lambda index: setattr(next(iter(index.state_dict_metadata.values())).properties, "dtype", "x"),
+        "not an index of tensors: TypeError: 'x' is no dtype",
+    ),
+    "a negative size": (
+        lambda index: setattr(next(iter(index.state_dict_metadata.values())), "size", (-1,)),
+        "not an index of tensors: TypeError: -1 is no size",
+    ),
+    "a number for a name": (lambda index: index.state_dict_metadata.update({3: 4}), "not an index of tensors"),
+    "no tensors": (lambda index: setattr(index, "state_dict_metadata", None), "not an index of tensors"),
+}
+
+
+@pytest.mark.accept("trial", 11)
+@pytest.mark.parametrize("odd", ODD)
+def test_an_index_of_anything_else_than_tensors_is_refused(run: Path, odd: str) -> None:
+    path = run / "checkpoints" / STEP
+    broken(path, ODD[odd][0])
+    with pytest.raises(ConfigError, match=ODD[odd][1]):
+        checkpoint.shapes(path)
+
+
+@pytest.mark.accept("trial", 11)
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"",
+        b"not a pickle",
+        pickle.dumps([1, 2]),
+        pickle.dumps(print),
+        # A pickle may set attributes of the classes that it is given: (None, {"name": value}) built onto the class.
+        b"cpathlib\nPosixPath\n(NX\x06\x00\x00\x00existsI1\nsb.",
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}X\x0b\x00\x00\x00__eq__marksI1\nstb.",
+    ],
+)
+def test_an_index_that_is_none_changes_nothing(tmp_path: Path, pickled: bytes) -> None:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    before = dict(vars(Metadata)), dict(vars(Path)), dict(vars(type(tmp_path)))
+    (tmp_path / ".metadata").write_bytes(pickled)
+    with pytest.raises(ConfigError, match="not an index of tensors|refused"):
+        metadata.read_index(tmp_path)
+    assert (dict(vars(Metadata)), dict(vars(Path)), dict(vars(type(tmp_path)))) == before
+
+
+@pytest.mark.accept("trial", 11)
+def test_a_manifest_names_only_files_of_its_folder(run: Path, tmp_path: Path) -> None:
+    path = run / "checkpoints" / STEP
+    manifest = json.loads((path / "manifest.json").read_text())
+    (tmp_path / "elsewhere").write_text("x")
+    manifest["files"]["../../../elsewhere"] = {"bytes": 1, "sha256": "0"}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        ConfigError, match=r"manifest\.json names '\.\./\.\./\.\./elsewhere', which is not in this folder"
+    ):
+        checkpoint.whole(path)
