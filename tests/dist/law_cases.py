@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,21 @@ def disagreeing() -> str:
         except ConfigError as error:
             return str(error)
     return ""
+
+
+def layouts_in_turn(folder: str) -> list[list[float]]:
+    """The losses of one layout after the other, each in a process group of its own."""
+    given = {name: os.environ.get(name) for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")}
+    experts = {"moe.experts": 8, "parallel.ep": 2, "train.micro_batch": 1, "checkpoint.every": 0}
+    layouts = [(("moe", "ep", "tp"), {**experts, "parallel.tp": 2}), (("moe", "ep", "fsdp2"), experts)]
+    losses = []
+    try:
+        for number, (plugins, config) in enumerate([*layouts, layouts[0]]):
+            dist.destroy_process_group()
+            os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=f"{1000 + number}")
+            losses.append(run_forge(plugins, config, steps=2, folder=Path(folder), name=f"in-turn-{number}").losses)
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the pool to leave
+    finally:
+        for name, value in given.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    return losses

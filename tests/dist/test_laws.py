@@ -61,3 +61,11 @@ def test_9_nothing_is_read_between_logged_steps_on_two_ranks(
             "tolist step.py": 6,
             "__bool__ distributed.py": 5,
         }  # nobody was asked before the first step
+
+
+@pytest.mark.accept("trial", 18)
+def test_one_process_trains_on_several_layouts_in_turn(ranks: Pool, tmp_path: Path) -> None:
+    """Each with a process group of its own, which is gone when the next begins."""
+    for first, second, again in ranks.run(law_cases.layouts_in_turn, 4, timeout=200, folder=str(tmp_path)):
+        assert first == again
+        assert second == pytest.approx(first, rel=1e-5)

@@ -78,3 +78,14 @@ def test_is_what_a_rank_holds_and_sends(
     assert counted == {what: pytest.approx(numbers) for what, numbers in real["sent"].items()}
     if preset == "quickstart":
         assert memory.peak - resident == pytest.approx(real["peak"], rel=0.15)
+
+
+@pytest.mark.accept("trial", 18)
+def test_layouts_are_planned_in_turn(planned: Any) -> None:
+    """A mesh of the first equals one of the second in shape, but its process groups are gone."""
+    experts = {**TINY, "moe.experts": 8, "parallel.ep": 2}
+    over_tp = ("tiny", 4, ("moe", "ep", "tp"), {**experts, **TP2})
+    first = planned(*over_tp)
+    other = planned("tiny", 4, ("moe", "ep"), experts)
+    assert other.communication != first.communication
+    assert planned(*over_tp) == first

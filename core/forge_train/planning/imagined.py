@@ -14,6 +14,7 @@ from ..config.rules import Layout
 from ..errors import ForgeError
 from ..processes.distributed import DistributedContext
 from ..processes.meshes import build_meshes
+from ..processes.process_group import leave
 from ..processes.world import World
 
 _T = TypeVar("_T")
@@ -60,4 +61,4 @@ def imagined(layout: Layout, place: World) -> Iterator[ImaginedContext]:
         context._meshes = build_meshes(layout, context.device)
         yield context
     finally:
-        dist.destroy_process_group()
+        leave()

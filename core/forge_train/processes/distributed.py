@@ -22,7 +22,7 @@ from ..config.rules import Layout
 from ..config.sections import Device
 from ..errors import ConfigError, ForgeError, PluginError
 from .meshes import build_meshes
-from .process_group import join
+from .process_group import join, leave
 from .world import Topology, World
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class DistributedContext:
             yield context
         finally:
             if joins:
-                dist.destroy_process_group()
+                leave()
 
     @property
     def rank(self) -> int:

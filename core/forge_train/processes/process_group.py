@@ -1,9 +1,12 @@
-"""How the processes that a launcher started find each other."""
+"""How the processes that a launcher started find each other, and part again."""
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,3 +56,29 @@ def _await_all(place: World, store: dist.Store, timeout: timedelta, at: str) -> 
             f"After {timeout.total_seconds():g} s {ranks} not joined the other {place.size - len(missing)} of "
             f"{place.size} processes at {at}. Look whether they were started, and at their logs."
         ) from error
+
+
+def leave() -> None:
+    """Destroy the process group, and empty torch's caches of placements.
+
+    A mesh equals every other mesh of the same shape, so that a later one would be given results with the groups of this
+    one, which are gone. Until then a cached mesh keeps its groups, whose threads wake up all the time.
+    """
+    dist.destroy_process_group()
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, debug
+
+    dispatch: Any = DTensor._op_dispatcher
+    shapes = getattr(dispatch.sharding_propagator, "_propagate_tensor_meta_cached", None)
+    clear: list[Any] = [
+        getattr(debug, "_clear_sharding_prop_cache", None),
+        getattr(shapes, "cache_clear", None),
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+        getattr(_redistribute._gen_transform_infos, "cache_clear", None),
+        getattr(_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear", None),
+    ]
+    for function in clear:  # of torch 2.13; other versions have some of them
+        if function is not None:
+            function()
+    gc.collect()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import importlib
 import json
 import os
@@ -52,6 +51,8 @@ def _run(request: dict[str, Any], store: Store, rank: int) -> Any:
     import torch
     import torch.distributed as dist
 
+    from ..processes.process_group import leave
+
     sys.path[:] = request["path"]
     world = request["world"]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
@@ -72,27 +73,7 @@ def _run(request: dict[str, Any], store: Store, rank: int) -> Any:
         return function(**request["arguments"])
     finally:
         # Closes the connections too: ranks that wait for one that failed fail at once.
-        dist.destroy_process_group()
-        _forget_meshes()
-
-
-def _forget_meshes() -> None:
-    """Empty torch's caches of placements: a mesh in them keeps its groups, whose threads wake up all the time."""
-    from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, debug
-
-    dispatch: Any = DTensor._op_dispatcher
-    shapes = getattr(dispatch.sharding_propagator, "_propagate_tensor_meta_cached", None)
-    clear: list[Any] = [
-        getattr(debug, "_clear_sharding_prop_cache", None),
-        getattr(shapes, "cache_clear", None),
-        getattr(_redistribute, "clear_redistribute_planner_cache", None),
-        getattr(_redistribute._gen_transform_infos, "cache_clear", None),
-        getattr(_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear", None),
-    ]
-    for function in clear:  # of torch 2.13; other versions have some of them
-        if function is not None:
-            function()
-    gc.collect()
+        leave()
 
 
 def _die_with(parent: int) -> None:
