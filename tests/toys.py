@@ -130,6 +130,13 @@ class ToyData(Plugin):
         return ToyLoader(job, self.config.mask, 0 if split == "train" else 10**6)
 
 
+class Bare(Plugin):
+    """Has the one hook that a plugin must have, and does nothing in it."""
+
+    @hookimpl
+    def on_log(self, record: Any) -> None: ...
+
+
 class Noise(Plugin):
     """Draws from every global random number generator, so that a run shows whether they are restored."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import pluggy
 from annotated_types import Ge, Gt, Le, Lt
+
+from .errors import PluginError
 
 __all__ = ["API", "Ge", "Gt", "Le", "Lt", "Plugin", "Volatile", "hookimpl", "section"]
 
@@ -20,12 +23,22 @@ _F = TypeVar("_F", bound=Callable[..., object])
 _mark = pluggy.HookimplMarker(PROJECT)
 
 
-def hookimpl(function: _F) -> _F:
+def hookimpl(function: _F | None = None, /, *arguments: Any, **options: Any) -> _F:
     """Mark a method as the implementation of the hook of its name.
 
     There are no options: order comes from phases, slots and sorted names, never from registration.
+
+    Raises:
+        PluginError: for options or parentheses, and for what is no method.
     """
-    return _mark(function)
+    if function is None or arguments or options:
+        given = ", ".join([*map(repr, arguments), *(f"{name}={value!r}" for name, value in options.items())])
+        raise PluginError(f"write @hookimpl without parentheses and options, found @hookimpl({given})")
+    method = getattr(function, "__func__", function)  # of a staticmethod or a classmethod
+    if not inspect.isroutine(method):
+        raise PluginError(f"@hookimpl marks a method, found a {type(function).__name__}.")
+    _mark(method)
+    return function
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,7 @@ def test_a_broken_plugin_is_marked_and_the_others_are_checked(
     shown = capsys.readouterr().out
     assert "✗ broken  theirs 2" in shown
     assert "No module named 'no_such_module'" in shown
-    assert "on_log: named like a hook, but not marked with @hookimpl" in shown
+    assert "is named like a hook, but is not marked with @hookimpl" in shown
     assert "2 of 2 fail: broken, forgetful" in shown
 
 

@@ -58,7 +58,7 @@ def test_two_plugins_for_one_slot() -> None:
 
 
 def test_a_missing_dependency() -> None:
-    class Needy(Plugin):
+    class Needy(toys.Bare):
         """It needs what is not there."""
 
         needs = {"no_such_package": "pip install 'no-such[fast]'"}  # noqa: RUF012
@@ -95,7 +95,7 @@ def test_a_plugin_that_raises_on_import(broken: Installed) -> None:
     shutil.rmtree("runs")
     message = refused("-p", "broken")
     assert message.startswith(
-        "Plugin 'broken' (forge-broken 0.3) failed to import: ZeroDivisionError: division by zero."
+        "Plugin 'broken' (forge-broken 0.3) failed to import: ZeroDivisionError: division by zero ("
     )
     assert "`forge plugins check broken`" in message
 
@@ -122,7 +122,8 @@ def test_a_misspelt_hook() -> None:
 
     with installed([Typo]):
         message = refused("-p", "typo")
-    assert message == "Plugin 'typo' (under-test 0) implements unknown hook 'on_stpe'. Did you mean 'on_step'?"
+    assert message.startswith("Plugin 'typo' (under-test 0) implements unknown hook 'on_stpe' (")
+    assert message.endswith("Did you mean 'on_step'?")
 
 
 def test_cyclic_after() -> None:

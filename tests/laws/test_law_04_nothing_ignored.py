@@ -77,7 +77,7 @@ def test_options_that_nobody_reads(tmp_path: Path, more: dict[str, Any], says: s
 
 
 def test_a_section_with_keys_of_its_base_only() -> None:
-    class Base(Plugin):
+    class Base(toys.Bare):
         api = (1, 0)
 
     with installed([Base]), pytest.raises(ConfigError, match="base.anything: there is no such key"):

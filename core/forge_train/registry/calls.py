@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pluggy
 
 from .. import hookspecs
-from ..errors import ConfigError, ForgeError, describe, nearest
+from ..errors import ForgeError, describe
 from ..hookspecs import KINDS, OBSERVERS
 from ..plugin import PROJECT, Plugin
 from .discovery import Found
 
 log = logging.getLogger(PROJECT)
 
-_MARK = f"{PROJECT}_impl"
+MARK = f"{PROJECT}_impl"
+"""The attribute that `@hookimpl` puts on a method."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,28 @@ class Enabled:
 
 def implemented(plugin: type[Plugin]) -> frozenset[str]:
     """Names of the hooks (valid or not) that a class implements."""
-    return frozenset(name for name in dir(plugin) if hasattr(getattr(plugin, name, None), _MARK))
+    return frozenset(name for name in dir(plugin) if hasattr(getattr(plugin, name, None), MARK))
 
 
-def check_hooks(enabled: Enabled, mistakes: list[str]) -> None:
-    """Whether every decorated method is a hook; says which one was meant otherwise."""
-    for name in sorted(implemented(enabled.cls) - KINDS.keys()):
-        mistakes.append(f"Plugin {enabled.found.label} implements unknown hook {name!r}.{nearest(name, KINDS)}")
+def place(member: Any) -> str:
+    """`file:line` of a method, of the function inside what wraps it, or of an object's class."""
+    if isinstance(member, property):
+        member = member.fget
+    member = inspect.unwrap(getattr(member, "func", getattr(member, "__func__", member)))
+    code = getattr(member, "__code__", None)
+    if code is not None:
+        return shown(code.co_filename, code.co_firstlineno)
+    cls = member if isinstance(member, type) else type(member)
+    try:
+        return shown(inspect.getsourcefile(cls) or "?", inspect.getsourcelines(cls)[1])
+    except (OSError, TypeError):
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def shown(file: str, line: int) -> str:
+    """A place in the source, its file relative to the current folder where it lies in it."""
+    path = Path(file)
+    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"
 
 
 @dataclass(frozen=True)
@@ -75,8 +93,7 @@ class _Call:
 class Calls:
     """The implementations of every hook, in the order of plugin names, called one by one.
 
-    pluggy registers them and checks their arguments. It is not asked to call them: its order is that of
-    registration, its errors name nobody.
+    pluggy registers them. It is not asked to call them: its order is that of registration, its errors name nobody.
     """
 
     _calls: Mapping[str, list[_Call]]
@@ -84,21 +101,13 @@ class Calls:
 
     @classmethod
     def of(cls, plugins: Sequence[tuple[Enabled, Plugin]]) -> Calls:
-        """Register plugins.
-
-        Raises:
-            ConfigError: for an implementation whose arguments don't fit its hook.
-        """
+        """Register plugins whose hooks were found to fit."""
         manager = pluggy.PluginManager(PROJECT)
         manager.add_hookspecs(hookspecs)
         owners = {}
         for enabled, plugin in sorted(plugins, key=lambda pair: pair[0].name):
             owners[enabled.name] = enabled
-            try:
-                manager.register(plugin, enabled.name)
-            except pluggy.PluginValidationError as error:
-                reason = " ".join(str(error).split())
-                raise ConfigError(f"Plugin {enabled.found.label} does not fit the hooks: {reason}") from error
+            manager.register(plugin, enabled.name)
         return cls(
             {
                 hook: [

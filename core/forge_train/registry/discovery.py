@@ -11,13 +11,14 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, describe, nearest
+from ..errors import ConfigError, ForgeError, describe, nearest
 
 if TYPE_CHECKING:
     from ..plugin import Plugin
@@ -138,9 +139,10 @@ def load(found: Found) -> type[Plugin]:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # whatever a stranger's module does while it is imported
+        reason = str(error) if isinstance(error, ForgeError) else describe(error)
         raise ConfigError(
-            f"Plugin {found.label} failed to import: {describe(error)}. "
-            f"See `forge plugins check {found.name}` for the traceback, or leave it out with `--without {found.name}`."
+            f"Plugin {found.label} failed to import: {reason.rstrip('.')}{_line(found, error)}. "
+            f"`forge plugins check {found.name if found in discover() else found.object}` shows the traceback."
         ) from error
     if attribute:
         plugin = getattr(module, attribute, None)
@@ -152,6 +154,14 @@ def load(found: Found) -> type[Plugin]:
         raise ConfigError(f"Plugin {found.label}: {found.object!r} is not a class derived from forge_train.Plugin.")
     _check_api(found, plugin)
     return plugin
+
+
+def _line(found: Found, error: BaseException) -> str:
+    """The line of the plugin's own file at which its import failed."""
+    if isinstance(error, SyntaxError):
+        return f" ({error.filename}:{error.lineno})"
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(found.file)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def locate(module: str) -> Path | None:
@@ -180,10 +190,8 @@ def folder(package: str) -> Path | None:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return None
-    for root in (spec.submodule_search_locations if spec else None) or ():
-        if (path := Path(root, *rest)).is_dir():
-            return path
-    return None
+    roots = (spec.submodule_search_locations if spec else None) or ()
+    return next((path for root in roots if (path := Path(root, *rest)).is_dir()), None)
 
 
 def _entry_points() -> Iterator[Found]:
@@ -251,11 +259,8 @@ def _body(file: Path, class_name: str) -> str:
 def _only_plugin(found: Found, members: dict[str, object]) -> type[Plugin]:
     from ..plugin import Plugin
 
-    own = [
-        value
-        for value in members.values()
-        if isinstance(value, type) and issubclass(value, Plugin) and value.__module__ == found.module
-    ]
+    classes = [value for value in members.values() if isinstance(value, type) and issubclass(value, Plugin)]
+    own = [cls for cls in classes if cls.__module__ == found.module]
     if len(own) != 1:
         names = ", ".join(sorted(cls.__name__ for cls in own)) or "none"
         raise ConfigError(

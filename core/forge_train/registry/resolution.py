@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from ..config.layers import CONDITIONAL, Origin, Request, Tree
 from ..errors import ConfigError, nearest
 from ..hookspecs import KINDS
-from .calls import Enabled, check_hooks
+from .calls import Enabled
 from .discovery import RESERVED, Found, canonical, discover, dotted, load, plugin_name
+from .inspection import check_hooks
 
 
 @dataclass
@@ -142,7 +143,9 @@ class Resolution:
             try:
                 enabled = Enabled(found, load(found), default)
             except ConfigError as error:
-                self.mistakes.append(str(error))
+                named = found.name in map(plugin_name, self.request.plugins)
+                way_out = "" if named or not self.training else f" Leave it out with `--without {found.name}`."
+                self.mistakes.append(f"{error}{way_out}")
                 continue
             check_hooks(enabled, self.mistakes)
             for module, command in sorted(enabled.cls.needs.items()):

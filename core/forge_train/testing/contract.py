@@ -14,11 +14,12 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError
 from ..hookspecs import KINDS
 from ..plugin import API, Plugin
-from ..registry.calls import Calls, Enabled, implemented
+from ..registry.calls import Enabled, implemented
 from ..registry.discovery import Found, load
+from ..registry.inspection import misfits, undecorated, unknown
 from .conformance import BrokenError, DoubtError, SkippedError, Trial, require
 from .environment import LOCAL
 
@@ -63,9 +64,9 @@ def trials(enabled: Enabled) -> Iterator[tuple[str, Trial]]:
     cls = enabled.cls
     yield "says what it is", lambda: _summary(cls)
     yield "says its plugin API", lambda: _api(enabled)
-    yield "hooks exist", lambda: _hooks(cls)
-    yield "no hook is left undecorated", lambda: _undecorated(cls)
-    yield "arguments fit the hooks", lambda: _arguments(enabled)
+    yield "hooks exist", lambda: _hooks(enabled)
+    yield "no hook is left undecorated", lambda: _undecorated(enabled)
+    yield "arguments fit the hooks", lambda: _none(misfits(enabled))
     yield "metadata has the right form", lambda: _metadata(cls)
     yield "state is saved and loaded", lambda: _state(cls)
     yield "the section is strict", lambda: _section(cls)
@@ -111,15 +112,18 @@ def _api(enabled: Enabled) -> str:
     return f"{api[0]}.{api[1]}"
 
 
-def _hooks(cls: type[Plugin]) -> str:
-    hooks = implemented(cls)
-    unknown = sorted(hooks - KINDS.keys())
-    require(not unknown, "; ".join(f"there is no hook {name!r}.{nearest(name, KINDS)}" for name in unknown))
-    require(hooks, "it implements no hook; mark its methods with @hookimpl")
-    return ", ".join(sorted(hooks))
+def _hooks(enabled: Enabled) -> str:
+    _none(unknown(enabled))
+    return ", ".join(sorted(implemented(enabled.cls)))
 
 
-def _undecorated(cls: type[Plugin]) -> None:
+def _none(mistakes: list[str]) -> None:
+    require(not mistakes, "\n".join(mistakes))
+
+
+def _undecorated(enabled: Enabled) -> None:
+    _none(undecorated(enabled))
+    cls = enabled.cls
     own = {
         name
         for base in cls.__mro__
@@ -127,15 +131,9 @@ def _undecorated(cls: type[Plugin]) -> None:
         for name, value in vars(base).items()
         if isinstance(value, types.FunctionType) and not name.startswith("_")
     } - implemented(cls)
-    exact = sorted(own & KINDS.keys())
-    require(not exact, f"{', '.join(exact)}: named like a hook, but not marked with @hookimpl")
     near = {name: difflib.get_close_matches(name, KINDS, n=1, cutoff=0.85) for name in sorted(own)}
     if alike := [f"{name} (meant is {close[0]}?)" for name, close in near.items() if close]:
         raise DoubtError(f"not marked with @hookimpl, and named much like a hook: {', '.join(alike)}")
-
-
-def _arguments(enabled: Enabled) -> None:
-    Calls.of([(enabled, object.__new__(enabled.cls))])
 
 
 def _metadata(cls: type[Plugin]) -> None:

@@ -1,0 +1,106 @@
+"""What a plugin's class shows before it is used: whether its methods are hooks, and whether they fit them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Iterator
+
+from .. import hookspecs
+from ..errors import nearest
+from ..hookspecs import KINDS
+from ..plugin import Plugin
+from .calls import MARK, Enabled, implemented, place
+
+_NO_METHODS = (property, functools.cached_property, functools.partial)
+
+
+def check_hooks(enabled: Enabled, mistakes: list[str]) -> None:
+    """Add what is wrong with a plugin's hooks."""
+    forgotten = undecorated(enabled)
+    mistakes += forgotten
+    if implemented(enabled.cls) or not forgotten:
+        mistakes += unknown(enabled)
+    mistakes += misfits(enabled)
+
+
+def unknown(enabled: Enabled) -> list[str]:
+    """Decorated methods that are no hooks; a class without any hook."""
+    cls, label = enabled.cls, enabled.found.label
+    if not implemented(cls):
+        where = f"class {cls.__qualname__} ({place(cls)})"
+        return [f"Plugin {label} implements no hook: {where} has no method marked with @hookimpl.{_alike(cls)}"]
+    return [
+        f"Plugin {label} implements unknown hook {name!r} ({place(getattr(cls, name))}).{nearest(name, KINDS)}"
+        for name in sorted(implemented(cls) - KINDS.keys())
+    ]
+
+
+def undecorated(enabled: Enabled) -> list[str]:
+    """Members that have a hook's name and would never be called."""
+    return [f"Plugin {enabled.found.label}: {text}" for name in KINDS if (text := _undecorated(enabled.cls, name))]
+
+
+def misfits(enabled: Enabled) -> list[str]:
+    """Hooks whose arguments are not those that the hook is called with."""
+    return [
+        f"Plugin {enabled.found.label} does not fit the hooks: {text}"
+        for name in sorted(implemented(enabled.cls) & KINDS.keys())
+        for text in _misfits(enabled.cls, name)
+    ]
+
+
+def _undecorated(cls: type[Plugin], name: str) -> str:
+    """What is wrong with a member of a hook's name that would never be called; empty where nothing is."""
+    member = inspect.getattr_static(cls, name, None)
+    if not (callable(member) or isinstance(member, (staticmethod, classmethod, *_NO_METHODS))):
+        return ""
+    where = f"{cls.__qualname__}.{name} ({place(member)})"
+    if isinstance(member, _NO_METHODS) or not inspect.isroutine(getattr(cls, name)):
+        kind = type(member).__name__
+        return f"{where} is named like a hook, but is a {kind}. Write a method marked with @hookimpl, or rename it."
+    if hasattr(getattr(cls, name), MARK):
+        return ""
+    return f"{where} is named like a hook, but is not marked with @hookimpl. Write @hookimpl above it, or rename it."
+
+
+def _alike(cls: type[Plugin]) -> str:
+    """A hook that one of the class's own methods is nearly named like."""
+    for name, member in vars(cls).items():
+        if inspect.isroutine(member) and not name.startswith("__") and (hint := nearest(name, KINDS)):
+            return f" It has {name!r}.{hint}"
+    return ""
+
+
+def _misfits(cls: type[Plugin], hook: str) -> Iterator[str]:
+    method = getattr(cls, hook)
+    if not inspect.isroutine(method):
+        return
+    where = f"{hook} ({place(method)})"
+    if options := [name for name, value in getattr(method, MARK).items() if value]:
+        yield f"{where} is marked with options ({', '.join(options)}), which have no effect. Use forge_train.hookimpl."
+    if inspect.iscoroutinefunction(method):
+        yield f"{where} is `async`, so nothing would run it. Write a plain method."
+    if inspect.isgeneratorfunction(method) and KINDS[hook] == "event":
+        yield f"{where} contains `yield`, so nothing would run it. To act before and after a span, implement `around`."
+    valid = list(inspect.signature(getattr(hookspecs, hook)).parameters)
+    parameters = list(inspect.signature(getattr(method, "__func__", method)).parameters.values())
+    if not isinstance(inspect.getattr_static(cls, hook), staticmethod):
+        if not parameters or parameters[0].name in valid or parameters[0].kind is parameters[0].KEYWORD_ONLY:
+            yield f"{where} lacks `self`, its first argument."
+            return
+        del parameters[0]
+    for one in parameters:
+        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            stars = "*" if one.kind is one.VAR_POSITIONAL else "**"
+            yield f"{where} takes {stars}{one.name}, which would stay empty. Name what it needs of {', '.join(valid)}."
+        elif one.kind is one.KEYWORD_ONLY:
+            yield f"{where} takes {one.name!r} after a `*`. Remove the `*`: hooks get their arguments by name."
+        elif one.name not in valid and one.default is one.empty:
+            yield f"{where} takes {one.name!r}, which the hook does not have. It has {_nearest_first(one.name, valid)}."
+
+
+def _nearest_first(name: str, valid: list[str]) -> str:
+    ranked = sorted(valid, key=lambda other: -difflib.SequenceMatcher(None, name, other).ratio())
+    return ", ".join(ranked)
