@@ -18,8 +18,9 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from forge_train import Applied, Job
+from forge_train import Applied, ConfigError, Job
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -134,6 +135,7 @@ class Sharding:
             self._shard(group.module, group.domain, keep=group.head or self.reshard != "always")
         # The part's own group stays too: what FSDP2 drops after its forward, the loss could not call any more.
         self._shard(part, "dense", keep=True)
+        _check_rows(part)
         assert isinstance(part, FSDPModule)
         heads = [Chunks(group.module) for group in groups if group.head and isinstance(group.module, FSDPModule)]
         step = _Step(part, heads, drop_last_only=self.reshard == "step", reduce_each=self.reduce_each)
@@ -201,6 +203,23 @@ def _placement(parameter: nn.Parameter, *, shards: int) -> Shard | None:
     )
     uneven = first > 1 and parameter.shape[0] % (first * shards) > 0
     return Shard(1) if uneven and parameter.shape[1] % (second * shards) == 0 else None
+
+
+def _check_rows(part: nn.Module) -> None:
+    """Raises ConfigError where FSDP2 holds other rows than torch counts, and columns do not divide either."""
+    for name, parameter in part.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        mesh, size = parameter.device_mesh, " × ".join(map(str, parameter.shape))
+        shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
+        if math.prod(shape) != parameter.to_local().numel():
+            axes = " × ".join(
+                f"{axis} {count}" for axis, count in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+            )
+            raise ConfigError(
+                f"fsdp2 can't shard {name!r} ({size}) over {axes}: neither its rows nor its columns divide. Choose "
+                "another parallel.dp_shard, or pad the first size to a multiple of all these ranks."
+            )
 
 
 class Chunks:

@@ -106,6 +106,14 @@ def test_an_evaluation_is_of_the_same_text_and_leaves_no_stale_weights(
     assert with_["evaluations"] == pytest.approx(one["evaluations"], rel=1e-5)
 
 
+@pytest.mark.accept("trial", 19)
+def test_a_head_that_was_called_in_vain_is_gathered_anew(runs: Reference) -> None:
+    config, plugins = {"train.micro_batch": 6}, ("shard_cases:Glance",)
+    two, one = runs.train(2, plugins, config)[0], runs.train(1, plugins, config)[0]
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
+
+
 def test_ranks_work_on_data_of_their_own(runs: Reference) -> None:
     first, second = runs.train(2, (), {})
     assert not set(first["batches"]) & set(second["batches"])
@@ -115,6 +123,12 @@ def test_ranks_work_on_data_of_their_own(runs: Reference) -> None:
 @pytest.mark.parametrize(
     ("world", "plugins", "config", "says"),
     [
+        (
+            6,
+            ("tp", "fsdp2", "shard_cases:Wider"),
+            {"parallel.tp": 2},
+            "fsdp2 can't shard 'embedding.weight' (259 × 16) over fsdp 3 × tp 2: neither its rows nor its columns divide",
+        ),
         (2, ("ddp", "zero1"), {}, "'ddp' and 'zero1' both fill the slot 'data_parallel'"),
         (2, ("ddp",), {"parallel.tp": 2}, "ddp can't take weights that are split over tp ranks"),
         (2, ("fsdp2",), {"fsdp2.offload": True}, "this run's device is cpu"),

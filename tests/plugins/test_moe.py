@@ -395,6 +395,47 @@ def test_a_run_logs_its_experts_and_moves_its_biases(run_forge: RunForge) -> Non
     assert steps.any()
 
 
+@pytest.mark.accept("trial", 19)
+def test_a_skipped_step_moves_no_bias(run_forge: RunForge) -> None:
+    class SkipSecond(Plugin):
+        """Vetoes the second step, and records the biases before every update."""
+
+        api = (1, 0)
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.biases: list[Tensor] = []
+
+        @hookimpl
+        def on_start(self, job: Any, model: Any, optimizer: Any) -> None:
+            self.model = model
+
+        @hookimpl
+        def on_gradients(self, update: Any) -> None:
+            state = self.model.state_dict()
+            self.biases.append(torch.stack([state[name] for name in state if name.endswith("router.bias")]))
+            if update.step == 2:
+                update.veto("on purpose")
+
+    run = run_forge(["moe", SkipSecond], {"moe.bias_speed": 0.01}, steps=4)
+    first, second, third, fourth = run.plugin("skip_second").biases
+    assert not torch.equal(first, second)
+    assert torch.equal(second, third), "step 2 was skipped"
+    assert not torch.equal(third, fourth)
+
+
+@pytest.mark.accept("trial", 19)
+def test_jitter_is_of_training_only() -> None:
+    made, exact, x = block(jitter=0.1), block(), tokens()
+    assert not torch.equal(made(x), made(x))
+    assert torch.equal(made.eval()(x), exact.eval()(x))
+    router = Router(1, EXPERTS, Choice(1, jitter=0.1))
+    torch.nn.init.ones_(router.weight)
+    noisy = router.score(torch.ones(1000, 1))[2]
+    assert 0.9 <= noisy.min() < 0.91
+    assert 1.09 < noisy.max() <= 1.1
+
+
 def test_what_is_not_finite_is_named_by_layer(run_forge: RunForge) -> None:
     class Broken(Plugin):
         """Spoils the router of the second layer."""
