@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import Config
 from ..errors import ConfigError
 from ..processes.world import World
+from ..strict_json import dumps, loads
 from .records import EventSchema, Records, read
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Run:
     def outcome(self) -> dict[str, Any]:
         """How the run ended last time; empty where it never did."""
         file = self.dir / "outcome.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
     def end(self, outcome: Mapping[str, Any]) -> None:
         write_json(self.dir / "outcome.json", outcome)
@@ -244,7 +244,7 @@ def _git() -> dict[str, Any] | None:
 
 
 def write_json(file: Path, value: object) -> None:
-    write_whole(file, json.dumps(value, indent=1) + "\n")
+    write_whole(file, dumps(value, indent=1) + "\n")
 
 
 def write_whole(file: Path, text: str) -> None:
