@@ -14,7 +14,8 @@ from forge_train import ConfigError, Plugin, hookimpl
 from forge_train.config import Config, Request
 from forge_train.config.sections import RunSection
 from forge_train.registry.setup import resolve
-from forge_train.storage.run import Run, Start, begin, is_checkpoint, is_run, write_whole
+from forge_train.storage.run import Run, is_checkpoint, is_run, write_whole
+from forge_train.storage.start import Start, begin
 from forge_train.testing import installed
 
 pytestmark = pytest.mark.unit
@@ -53,13 +54,13 @@ def test_the_id_knows_the_configuration(tmp_path: Path) -> None:
 
 
 def test_a_named_run_continues_itself(tmp_path: Path) -> None:
-    assert begin(config("a"), tmp_path, "auto") == Start(tmp_path / "a", continues=False)
+    assert begin(config("a"), tmp_path, "auto") == Start(tmp_path / "a", new=True)
     make_run(tmp_path / "a")
     assert begin(config("a"), tmp_path, "auto") == Start(tmp_path / "a", continues=True)
 
 
 def test_never_starts_over_in_a_new_folder(tmp_path: Path) -> None:
-    assert begin(config("a"), tmp_path, "never") == Start(tmp_path / "a")
+    assert begin(config("a"), tmp_path, "never") == Start(tmp_path / "a", new=True)
     for number in ("", "-2", "-3"):
         assert begin(config("a"), tmp_path, "never").dir == tmp_path / f"a{number}"
         make_run(tmp_path / f"a{number}")
@@ -78,8 +79,8 @@ def test_the_path_of_a_checkpoint_starts_a_new_run_there(tmp_path: Path) -> None
     path = make_run(tmp_path / "old") / "checkpoints" / "step-00000004"
     path.mkdir()
     (path / "state.json").touch()
-    assert begin(config("new"), tmp_path, str(path)) == Start(tmp_path / "new", checkpoint=path)
-    assert begin(config("old"), tmp_path, str(path)) == Start(tmp_path / "old-2", checkpoint=path)
+    assert begin(config("new"), tmp_path, str(path)) == Start(tmp_path / "new", checkpoint=path, new=True)
+    assert begin(config("old"), tmp_path, str(path)) == Start(tmp_path / "old-2", checkpoint=path, new=True)
     assert is_checkpoint(path)
     assert not is_run(path)
 
