@@ -112,7 +112,7 @@ def train(
 def _with_name(request: Request, name: str | None) -> Request:
     if name is None:
         return request
-    if not name:
+    if not name.strip():
         raise click.BadParameter("expected a name.", param_hint="--name")
     return dataclasses.replace(request, set=(*request.set, f"run.name={name}"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,100 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ZeroDivisionError):
         write_whole(file, "new")
     assert file.read_text(encoding="utf-8") == "old"
+
+
+# -- names and folders that can't be ----------------------------------------------------------------
+
+
+@pytest.mark.accept("trial", "16b")
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("a" * 300, "run.name: expected at most 200 bytes, found 300: 'aaaa"),
+        ("ü" * 101, "run.name: expected at most 200 bytes, found 202"),
+        ("a/b", "expected the name of a folder, found the path 'a/b'"),
+        ("..", "expected the name of a folder"),
+        (".a", "expected a name that does not begin with a dot, found '.a'"),
+        ("  ", "expected a name"),
+        ("a\tb", r"expected printable characters, and no spaces at either end, found 'a\tb'"),
+        ("a\x00b", "expected printable characters"),
+        ("\udcff", r"--set 'run.name=\udcff': expected UTF-8 text"),
+    ],
+)
+def test_a_name_that_no_folder_can_have(tmp_path: Path, name: str, says: str) -> None:
+    from forge_cli import forge, one_message
+
+    ended = forge("train", toys.write_config(tmp_path), "--run-dir", tmp_path / "runs", "--name", name)
+    assert says in one_message(ended, 2)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.accept("trial", "16b")
+@pytest.mark.parametrize("name", [" a", "a\\u0000b", "a\\nb"])
+def test_a_name_in_a_file_is_taken_as_it_stands(tmp_path: Path, name: str) -> None:
+    from forge_cli import forge, one_message
+
+    file = toys.write_config(tmp_path)
+    file.write_text(file.read_text(encoding="utf-8").replace("[run]", f'[run]\nname = "{name}"'), encoding="utf-8")
+    message = one_message(forge("train", file, "--run-dir", tmp_path / "runs"), 2)
+    assert re.search(r"toy\.toml:\d+: run\.name: expected printable characters, and no spaces at either end", message)
+
+
+@pytest.mark.accept("trial", "16b")
+def test_the_longest_name_and_the_longest_source(tmp_path: Path) -> None:
+    assert toys.run(tmp_path, name="a" * 200).run.name == "a" * 200
+    assert toys.run(tmp_path, name="a" * 200, resume="never").run.name == "a" * 200 + "-2"
+    long = begin(Config(source="ü" * 200), tmp_path, "auto", ("b" * 100,)).dir
+    long.mkdir()
+    assert re.fullmatch(r"ü{100}-[0-9a-f]{8}-\d{8}-\d{6}", long.name)
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder of runs that nobody can write to, with one run in it."""
+    import os
+    import subprocess
+
+    folder = tmp_path / "runs"
+    toys.run(folder, name="old", stop_at=2)
+    if os.geteuid():
+        (folder / "old").chmod(0o555)
+        folder.chmod(0o555)
+        yield folder
+        folder.chmod(0o755)
+        return
+    mount = ["mount", "--bind", folder, folder], ["mount", "-o", "remount,ro,bind", folder]
+    if any(subprocess.run(command, capture_output=True, check=False).returncode for command in mount):
+        pytest.skip("nothing can be mounted here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.accept("trial", "16b")
+@pytest.mark.parametrize("name", ["old", "new"])
+@pytest.mark.parametrize("more", [(), ("--nproc", "2")])
+def test_a_folder_that_can_t_be_written_is_told_before_the_first_step(
+    tmp_path: Path, read_only: Path, name: str, more: tuple[str, ...]
+) -> None:
+    from forge_cli import forge, one_message
+
+    file = toys.write_config(tmp_path)
+    message = one_message(forge("train", file, "--run-dir", read_only, "--name", name, "--quiet", *more), 2)
+    assert re.fullmatch(rf"{read_only}/{name}: can't write the run folder: (Read-only|Permission).*\.", message)
+
+
+@pytest.mark.accept("trial", "16b")
+@pytest.mark.parametrize("more", [(), ("--nproc", "2")])
+def test_places_where_no_run_can_be(tmp_path: Path, more: tuple[str, ...]) -> None:
+    from forge_cli import forge, one_message
+
+    file, deep = toys.write_config(tmp_path), "/".join(["a" * 250] * 17)
+    for folder, name, reason in (
+        (file, "x", "can't write the run folder: Not a directory."),
+        (tmp_path / deep, "x", "can't write the run folder: File name too long."),
+        (tmp_path, file.name, "exists and is not a run"),
+        (file, "", "can't write the run folder: Not a directory."),
+    ):
+        named = ("--name", name) if name else ()
+        assert reason in one_message(forge("train", file, "--run-dir", folder, "--quiet", *named, *more), 2)
+    one_message(forge("train", file, "--resume", deep, "--quiet", *more), 2)

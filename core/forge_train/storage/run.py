@@ -152,12 +152,20 @@ def writing(folder: Path) -> Iterator[None]:
 
 def is_run(path: Path) -> bool:
     """Whether a path is a run folder."""
-    return (path / "config.toml").is_file() and (path / "plugins.json").is_file() and not is_checkpoint(path)
+    return _is_file(path / "config.toml") and _is_file(path / "plugins.json") and not is_checkpoint(path)
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a path is a checkpoint, whole or not."""
-    return (path / "state.json").is_file()
+    return _is_file(path / "state.json")
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a path is a file that can be looked at; one that is too long is none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def plugin_list(hooks: Hooks) -> list[dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config, differences
+from ..config.rules import LONGEST_NAME
 from ..config.toml import read
 from ..errors import ConfigError
 from .lock import Lock, take
@@ -45,7 +47,8 @@ class Start:
 def run_id(config: Config, notable: tuple[str, ...]) -> str:
     """`<preset or file>-<plugins of note>-<8 hex of the configuration>-<time>`."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    return "-".join([config.source, *notable[:4], config.digest()[:8], stamp])
+    what = os.fsencode("-".join([config.source, *notable[:4]]))[:LONGEST_NAME].decode(errors="ignore")
+    return f"{what}-{config.digest()[:8]}-{stamp}"
 
 
 def claim(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = ()) -> tuple[Start, Lock]:
@@ -55,7 +58,8 @@ def claim(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = 
         ConfigError: if another process has the run, or the folder can't be written.
     """
     while True:
-        start = begin(config, folder, resume, notable)
+        with writing(folder):  # whose names may be too long
+            start = begin(config, folder, resume, notable)
         with writing(start.dir):
             if start.new:
                 try:
