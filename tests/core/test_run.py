@@ -264,3 +264,84 @@ def test_places_where_no_run_can_be(tmp_path: Path, more: tuple[str, ...]) -> No
         named = ("--name", name) if name else ()
         assert reason in one_message(forge("train", file, "--run-dir", folder, "--quiet", *named, *more), 2)
     one_message(forge("train", file, "--resume", deep, "--quiet", *more), 2)
+
+
+# -- starting over --------------------------------------------------------------------------------
+
+
+class Stops(Plugin):
+    """Fails in the third step, before anything was saved; leaves an artifact."""
+
+    @hookimpl
+    def on_start(self, job: Any) -> None:
+        job.run.artifact("note.txt").write_text("first", encoding="utf-8")
+
+    @hookimpl
+    def on_step(self, step: Any) -> None:
+        if step.step == 3:
+            raise LookupError("enough")
+
+
+@pytest.mark.accept("trial", "13")
+def test_a_run_without_a_checkpoint_says_that_it_starts_over_and_keeps_the_old_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "a"
+    for _ in range(2):
+        with pytest.raises(LookupError):
+            toys.run(tmp_path, Stops, name="a")
+    old = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    caplog.clear()
+    done = toys.run(tmp_path, name="a", steps=5)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(
+        f"{run} has no whole checkpoint, so the run starts over. What was there is kept in attempt-2."
+    )
+    assert "\n  train.steps: 4 then, 5 now" in said
+    assert "\n  plugins: " in said
+    assert said in (run / "log" / "rank-0.log").read_text(encoding="utf-8")
+    assert [line["step"] for line in done.metrics] == [1, 2, 3, 4, 5]
+    assert [event["event"] for event in done.events].count("run_started") == 1
+    for number in (1, 2):
+        kept = run / f"attempt-{number}"
+        assert is_run(kept)
+        assert len((kept / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 2
+        assert (kept / "artifacts" / "note.txt").exists()
+        assert json.loads((kept / "outcome.json").read_text(encoding="utf-8"))["outcome"] == "failed"
+    assert {path.name: path.read_bytes() for path in (run / "attempt-2").iterdir() if path.is_file()} == old
+    caplog.clear()
+    assert toys.run(tmp_path, name="a", steps=6).finished.step == 6
+    assert "starts over" not in caplog.text
+    assert not (run / "attempt-3").exists()
+
+
+@pytest.mark.accept("trial", "13")
+def test_damaged_checkpoints_are_kept_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = toys.run(tmp_path, name="a").run
+    (run / "checkpoints" / "step-00000004" / "state.json").unlink()
+    assert toys.run(tmp_path, name="a", steps=5).finished.step == 5
+    assert "The values are not the same:\n  train.steps: 4 then, 5 now" in caplog.text
+    assert (run / "attempt-1" / "checkpoints" / "step-00000004" / "manifest.json").exists()
+
+
+@pytest.mark.accept("trial", "13")
+@pytest.mark.parametrize("moves", range(1, 8))
+def test_killed_while_it_puts_files_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: int) -> None:
+    with pytest.raises(LookupError):
+        toys.run(tmp_path, Stops, name="a")
+    lines = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    real, done = Path.rename, []
+
+    def rename(path: Path, target: Path) -> Path:
+        done.append(path)
+        if len(done) == moves:
+            raise KeyboardInterrupt
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        toys.run(tmp_path, name="a")
+    monkeypatch.undo()
+    again = toys.run(tmp_path, name="a")
+    assert [line["step"] for line in again.metrics] == [1, 2, 3, 4]
+    assert lines in [file.read_bytes() for file in (tmp_path / "a").glob("attempt-*/metrics.jsonl")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -108,13 +109,13 @@ class Run:
         """
         numbers = (found[1] for path in self.dir.iterdir() if (found := _ATTEMPT.match(path.name)))
         aside = self.dir / f"attempt-{1 + max(map(int, numbers), default=0)}"
-        # Last what makes the folder a run: until then it is one, if this process is killed.
-        last = ("config.toml", "plugins.json")
-        moved = [path for path in self.dir.iterdir() if not _stays(path.name)]
         with writing(self.dir):
             aside.mkdir()
-            for path in sorted(moved, key=lambda path: (path.name in last, path.name)):
-                path.rename(aside / path.name)
+            for name in _MAKE_A_RUN:  # which the folder stays, also if this process is killed
+                shutil.copyfile(self.dir / name, aside / name)
+            for path in sorted(self.dir.iterdir()):
+                if not _stays(path.name):
+                    path.rename(aside / path.name)
             self.checkpoints.mkdir()
         return aside
 
@@ -129,12 +130,13 @@ class Run:
         write_json(self.dir / "outcome.json", outcome)
 
 
+_MAKE_A_RUN = ("config.toml", "plugins.json")
 _ATTEMPT = re.compile(r"attempt-(\d+)$")
 
 
 def _stays(name: str) -> bool:
-    """Whether something in a run's folder belongs to all attempts: the log, which is open, and the lock."""
-    return name == "log" or name.startswith(".") or _ATTEMPT.match(name) is not None
+    """Whether something in a run's folder is not moved: the log, which is open, the lock, and what is written anew."""
+    return name == "log" or name.startswith(".") or name in _MAKE_A_RUN or _ATTEMPT.match(name) is not None
 
 
 @contextmanager
@@ -152,7 +154,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 def is_run(path: Path) -> bool:
     """Whether a path is a run folder."""
-    return _is_file(path / "config.toml") and _is_file(path / "plugins.json") and not is_checkpoint(path)
+    return all(_is_file(path / name) for name in _MAKE_A_RUN) and not is_checkpoint(path)
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -118,8 +118,8 @@ def begin(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = 
 
 def _unfinished(path: Path) -> bool:
     """Whether a folder holds nothing but what is written before it is a run, by a process that was killed just then."""
-    known = ("log", "checkpoints", "config.toml", "plugins.json")
-    parts = (".partial", ".lock.", "attempt-")
+    known = ("log", "checkpoints", "config.toml")
+    parts = (".partial", ".lock.")
     return path.is_dir() and all(one.name in known or any(p in one.name for p in parts) for one in path.iterdir())
 
 
