@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import click
 
 from forge_train.config.layers import Request
 from forge_train.present import gib, short
+from forge_train.strict_json import dumps
 
 from . import screen
 from .options import json_option, run_options
@@ -40,7 +40,7 @@ def bench(request: Request, turns: int, as_json: bool) -> None:
     commands = [[sys.executable, "-m", "forge_train_cli", *arguments] for arguments in COMMANDS]
     ratios = {" ".join(("forge", *words)): ratio for words, ratio in zip(COMMANDS, start_up(commands), strict=True)}
     if as_json:
-        click.echo(json.dumps({**measured.as_json(), "start_up": ratios}, indent=1))
+        click.echo(dumps({**measured.as_json(), "start_up": ratios}, indent=1))
         return
     _show(measured, ratios)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import click
 
 from forge_train.errors import ConfigError
 from forge_train.registry.discovery import discover
+from forge_train.strict_json import dumps
 
 from .options import json_option
 
@@ -43,7 +43,7 @@ def check(names: tuple[str, ...], assignments: tuple[str, ...], as_json: bool) -
             _show(report, in_full=len(names) == 1)
     passed = all(report.passed for report in reports)
     if as_json:
-        click.echo(json.dumps({"passed": passed, "plugins": [report.plain() for report in reports]}, indent=1))
+        click.echo(dumps({"passed": passed, "plugins": [report.plain() for report in reports]}, indent=1))
     elif len(reports) != 1:
         failed = [report.found.name for report in reports if not report.passed]
         click.echo(f"\n{len(failed)} of {len(reports)} fail: {', '.join(failed)}" if failed else "\nAll conform.")

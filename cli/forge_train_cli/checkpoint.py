@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import click
 from forge_train.errors import ConfigError
 from forge_train.present import gib
 from forge_train.storage.run import is_run
+from forge_train.strict_json import dumps
 
 from . import screen
 from .options import json_option, plugin_options
@@ -49,7 +49,7 @@ def list_checkpoints(run: Path, as_json: bool) -> None:
         for saved in store.found(run / "checkpoints")
     ]
     if as_json:
-        click.echo(json.dumps(rows, indent=1))
+        click.echo(dumps(rows, indent=1))
     elif not rows:
         click.echo(f"{run} has no checkpoint yet.")
     else:
@@ -89,7 +89,7 @@ def inspect(path: Path, as_json: bool) -> None:
             "config": state["config"],
             "tensors": tensors,
         }
-        click.echo(json.dumps(held, indent=1))
+        click.echo(dumps(held, indent=1))
         return
     weights = [tensor for tensor in tensors if tensor["name"].startswith("model.")]
     rest = [tensor for tensor in tensors if not tensor["name"].startswith("model.")]
@@ -136,7 +136,7 @@ def verify(path: Path, as_json: bool) -> int:
         paths = [store.whole(path)]
     problems = {str(one): seal.check(one, contents=True) for one in paths}
     if as_json:
-        click.echo(json.dumps([{"path": one, "problem": problem} for one, problem in problems.items()], indent=1))
+        click.echo(dumps([{"path": one, "problem": problem} for one, problem in problems.items()], indent=1))
     else:
         for one, problem in problems.items():
             click.echo(f"{one}: {click.style(problem, fg='red') if problem else 'whole'}")
@@ -182,7 +182,7 @@ def _say(done: Any, as_json: bool, next_step: str = "") -> None:
     """What was imported or exported; a `forge_train.offline.huggingface.Exchanged`."""
     if as_json:
         result = {"path": str(done.path), "parameters": done.parameters, "files": done.files, "notes": done.notes}
-        click.echo(json.dumps(result))
+        click.echo(dumps(result))
         return
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
     click.echo(f"{done.path}: {done.parameters:,} parameters ({files})")

@@ -12,6 +12,7 @@ import click
 
 from forge_train.config.layers import DEFAULT, Request
 from forge_train.errors import ConfigError
+from forge_train.strict_json import dumps
 
 from . import screen
 from .lazy import LazyGroup
@@ -41,7 +42,7 @@ def show(request: Request, as_json: bool) -> None:
     resolved = resolve(request).config
     rows = list(_values(resolved))
     if as_json:
-        click.echo(json.dumps({key: {"value": value, "origin": origin} for key, value, origin in rows}, indent=1))
+        click.echo(dumps({key: {"value": value, "origin": origin} for key, value, origin in rows}, indent=1))
         return
     from rich.text import Text
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
+
+from forge_train.strict_json import dumps
 
 from . import screen
 from .options import json_option, run_dir_option
@@ -26,7 +27,7 @@ def doctor(run_dir: str, as_json: bool) -> int:
     fine = all(check.status != "fail" for check in checks)
     if as_json:
         listed = [{"name": check.name, "status": check.status, "text": check.text} for check in checks]
-        click.echo(json.dumps({"ok": fine, "checks": listed}, indent=1))
+        click.echo(dumps({"ok": fine, "checks": listed}, indent=1))
         return 0 if fine else 1
     rows = []
     for check in checks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from forge_train.errors import ConfigError
+from forge_train.strict_json import dumps
 
 from .options import json_option
 
@@ -79,7 +79,7 @@ def generate(
             "stopped": completion.stopped,
             "tokens_per_second": completion.tokens / seconds,
         }
-        click.echo(json.dumps(result))
+        click.echo(dumps(result))
 
 
 def _stdin() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import Any
 from forge_train.errors import ConfigError
 from forge_train.storage.records import read
 from forge_train.storage.run import is_run
+from forge_train.strict_json import loads
 
 _NOTHING: dict[str, Any] = {}
 
@@ -134,7 +134,7 @@ class History:
     def _json(self, name: str, otherwise: Any) -> Any:
         file = self.path / name
         try:
-            return json.loads(file.read_text(encoding="utf-8")) if file.exists() else otherwise
+            return loads(file.read_text(encoding="utf-8")) if file.exists() else otherwise
         except (OSError, ValueError) as error:
             raise ConfigError(f"{file}: can't be read: {error}") from error
 

@@ -16,10 +16,12 @@ from forge_train.errors import ConfigError
 from forge_train.processes.launch import Ended, Task, launch
 from forge_train.registry.setup import Setup, resolve
 from forge_train.storage import disk, records
-from forge_train.storage.run import Start, begin
+from forge_train.storage.start import Start, claim, unclaim
 
 from .failures import show_warnings
 
+PATHS = ("dir", "checkpoint", "lock")
+"""Fields of a Start that are paths."""
 SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -47,8 +49,7 @@ def train_several(
     Raises:
         ConfigError: for what is wrong before any of them is started.
     """
-    start = begin(setup.config, run_dir, resume, tuple(notable))
-    new = not start.dir.exists()
+    start, lock = claim(setup.config, run_dir, resume, tuple(notable))
     arguments = {"request": dataclasses.asdict(request), "start": _as_json(start), "quiet": quiet}
     task = Task(f"{__name__}:worker", arguments, folder=start.dir / "log" / "launch", logs=start.dir / "log")
     metrics = start.dir / "metrics.jsonl"
@@ -62,12 +63,14 @@ def train_several(
 
     try:
         ended = launch(task, nproc, max_restarts=max_restarts, last_step=last_step, on_restart=on_restart)
+        if ended.code == ConfigError.code and start.new and not any((start.dir / "checkpoints").glob("step-*")):
+            shutil.rmtree(start.dir, ignore_errors=True)
     except OSError as error:
         if error.errno in disk.FULL:
             raise disk.refused(start.dir, error, "write the run folder") from error
         raise ConfigError(f"{start.dir}: can't write the run folder: {error.strerror or error}.") from error
-    if ended.code == ConfigError.code and new and not any((start.dir / "checkpoints").glob("step-*")):
-        shutil.rmtree(start.dir, ignore_errors=True)
+    finally:
+        unclaim(start, lock)
     if ended.complaint():
         _restore_screen()
     return Launched(start.dir, ended)
@@ -95,12 +98,14 @@ def worker(request: dict[str, Any], start: dict[str, Any], quiet: bool) -> Mappi
 
 
 def _as_json(start: Start) -> dict[str, Any]:
-    return {**dataclasses.asdict(start), "dir": str(start.dir), "checkpoint": str(start.checkpoint or "")}
+    """For the workers, which do not remove the folder."""
+    paths = {name: str(getattr(start, name) or "") for name in PATHS}
+    return {**dataclasses.asdict(start), **paths, "new": False}
 
 
 def _from_json(start: dict[str, Any]) -> Start:
-    checkpoint = Path(start["checkpoint"]) if start["checkpoint"] else None
-    return Start(Path(start["dir"]), checkpoint, continues=start["continues"])
+    paths = {name: Path(start[name]) if start[name] else None for name in PATHS}
+    return Start(**{**start, **paths, "notes": tuple(start["notes"])})
 
 
 def _restore_screen() -> None:

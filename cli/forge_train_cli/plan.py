@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import TYPE_CHECKING
 
 import click
@@ -12,6 +11,7 @@ from forge_train.config.layers import Request
 from forge_train.planning import DEVICES, FLOPS_CONVENTION
 from forge_train.planning.meshes import grid, groups
 from forge_train.present import gib, short
+from forge_train.strict_json import dumps
 
 from . import screen
 from .options import json_option, run_options
@@ -43,7 +43,7 @@ def plan(request: Request, world: int, nodes: int | None, device: str | None, as
     setup = resolve(request, world=world)
     made = make(setup, world=world, nodes=nodes or 0, device=device)
     if as_json:
-        click.echo(json.dumps(_as_json(made), indent=1))
+        click.echo(dumps(_as_json(made), indent=1))
     else:
         _show(made, setup, request, world)
 

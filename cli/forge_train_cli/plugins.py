@@ -9,6 +9,7 @@ import click
 
 from forge_train.errors import ConfigError
 from forge_train.registry.discovery import discover
+from forge_train.strict_json import dumps
 
 from .lazy import LazyGroup
 from .options import json_option
@@ -37,7 +38,7 @@ def list_plugins(as_json: bool) -> None:
     found = discover()
     if as_json:
         keys = ("name", "distribution", "version", "object", "summary")
-        click.echo(json.dumps([{key: getattr(one, key) for key in keys} for one in found], indent=1))
+        click.echo(dumps([{key: getattr(one, key) for key in keys} for one in found], indent=1))
         return
     owners = {one.object: f"{one.distribution} {one.version}".strip() for one in found}
     wide = max((len(one.name) for one in found), default=0)
@@ -62,7 +63,7 @@ def info(name: str, as_json: bool) -> None:
 
     description = describe(name)
     if as_json:
-        click.echo(json.dumps(description, indent=1))
+        click.echo(dumps(description, indent=1))
     else:
         show(description)
 

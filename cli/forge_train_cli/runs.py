@@ -11,6 +11,7 @@ import click
 
 from forge_train.errors import ConfigError, nearest
 from forge_train.present import gib, quantity, sparkline
+from forge_train.strict_json import dumps
 
 from . import screen
 from .history import History, differences, runs_in
@@ -38,7 +39,7 @@ def list_runs(run_dir: str, as_json: bool) -> None:
     """List the runs of a folder, newest first."""
     found = runs_in(Path(run_dir))
     if as_json:
-        click.echo(json.dumps([history.summary() for history in found], indent=1))
+        click.echo(dumps([history.summary() for history in found], indent=1))
         return
     if not found:
         click.echo(f"No runs in {run_dir}. Start one with: forge train")
@@ -70,7 +71,7 @@ def show(run: str | None, run_dir: str, as_json: bool) -> None:
     """Show RUN: a path, or a name in the folder of runs; the newest one if none is given."""
     history = _open(run, Path(run_dir))
     if as_json:
-        click.echo(json.dumps(history.details(), indent=1))
+        click.echo(dumps(history.details(), indent=1))
         return
     screen.line(history.name, "bold")
     screen.line(f"{history.outcome} at step {history.step:,}{_and_why(history)} · {history.path}")
@@ -111,7 +112,7 @@ def compare(names: tuple[str, ...], run_dir: str, as_json: bool) -> None:
         sides = [dict(zip(keys, values, strict=True)) for values in [*differing.values(), *results.values()]]
         cut = len(differing)
         click.echo(
-            json.dumps(
+            dumps(
                 {
                     "runs": keys,
                     "config": dict(zip(differing, sides[:cut], strict=True)),

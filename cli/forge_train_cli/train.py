@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import os
 import signal
 import sys
@@ -20,6 +18,7 @@ from forge_train.loop.control import INTERRUPTED
 from forge_train.registry.discovery import canonical, dotted
 from forge_train.storage.disk import DiskError
 from forge_train.storage.run import Run, is_checkpoint, is_run
+from forge_train.strict_json import dumps
 
 from .failures import complain, report
 from .options import PRESET, nproc_option, run_dir_option, run_options
@@ -114,7 +113,7 @@ def train(
 def _with_name(request: Request, name: str | None) -> Request:
     if name is None:
         return request
-    if not name:
+    if not name.strip():
         raise click.BadParameter("expected a name.", param_hint="--name")
     return dataclasses.replace(request, set=(*request.set, f"run.name={name}"))
 
@@ -186,9 +185,7 @@ def _failed(error: Exception, setup: Setup | None, as_json: bool) -> int:
 
 def _print_result(run: Path | None, step: int, loss: float | None, outcome: str) -> None:
     if _first_process():
-        number = loss if loss is not None and math.isfinite(loss) else None  # JSON has no NaN
-        result = {"run": str(run) if run else None, "step": step, "loss": number, "outcome": outcome}
-        click.echo(json.dumps(result))
+        click.echo(dumps({"run": str(run) if run else None, "step": step, "loss": loss, "outcome": outcome}))
 
 
 def _close(finished: Finished, setup: Setup) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ import click
 from forge_train.config.layers import Request, lay
 from forge_train.errors import ConfigError, ForgeError
 from forge_train.present import sparkline
+from forge_train.strict_json import dumps
 
 from . import screen
 from .options import json_option, nproc_option, run_options
@@ -58,10 +58,10 @@ def verify(request: Request, nproc: int | None, steps: int, against: str | None,
             verdict = compare(request, nproc or 2, steps=steps)
     except ForgeError as error:
         if as_json:
-            click.echo(json.dumps({"agree": False, "checks": [], "error": str(error)}))
+            click.echo(dumps({"agree": False, "checks": [], "error": str(error)}))
         raise
     if as_json:
-        click.echo(json.dumps(verdict.as_json(), indent=1))
+        click.echo(dumps(verdict.as_json(), indent=1))
     else:
         _show(verdict)
     return 0 if verdict.agree else 1

@@ -88,7 +88,7 @@ class LogRecord:
     steps: int
     """Where the run ends."""
     metrics: Mapping[str, Any]
-    """As written: JSON values, `loss`, `grad_norm`, `tokens_per_second`, …"""
+    """Plain values: `loss`, `grad_norm`, `tokens_per_second`, …; a number may be NaN or infinite."""
 
 
 @dataclass(slots=True)

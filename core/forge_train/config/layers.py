@@ -247,6 +247,8 @@ def _split(environment: str) -> Iterable[str]:
 
 
 def _assign(tree: Tree, assignment: str, origin: Origin) -> None:
+    if any("\ud800" <= letter <= "\udfff" for letter in assignment):  # how Python reads bytes that are not UTF-8
+        raise ConfigError(f"{origin.kind} {assignment!r}: expected UTF-8 text.")
     key, equals, text = assignment.partition("=")
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):

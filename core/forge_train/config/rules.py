@@ -12,6 +12,9 @@ from ..protocols import Problem
 from . import Config
 from .sections import ParallelSection
 
+LONGEST_NAME = 200
+"""Bytes of a run's name. File systems allow 255, and `--resume never` adds a number."""
+
 
 class LayoutError(ConfigError):
     """Axes that do not tile the world."""
@@ -109,9 +112,9 @@ def _are(world: int) -> str:
 
 def check(config: Config, world: int) -> Iterator[Problem]:
     """Mistakes in core's sections that only several values together show."""
-    train, name = config.train, config.run.name
-    if name in (".", "..") or "/" in name or "\\" in name:
-        yield Problem("run.name", f"expected the name of a folder, found the path {name!r}; its place is --run-dir.")
+    train = config.train
+    if problem := _name_problem(config.run.name):
+        yield Problem("run.name", problem)
     if bool(train.steps) == bool(train.tokens):
         found = "both" if train.steps else "neither"
         yield Problem("train.steps", f"say how long to train, either in steps or in tokens; found {found}.")
@@ -127,6 +130,19 @@ def check(config: Config, world: int) -> Iterator[Problem]:
             f"{train.global_batch} is not a multiple of micro_batch × data-parallel ranks "
             f"= {train.micro_batch or 1} × {layout.data_ranks} = {per_pass}.",
         )
+
+
+def _name_problem(name: str) -> str:
+    """Why a run can't have this name; empty if it can. An empty name is none."""
+    if name in (".", "..") or "/" in name or "\\" in name:
+        return f"expected the name of a folder, found the path {name!r}; its place is --run-dir."
+    if name.startswith("."):
+        return f"expected a name that does not begin with a dot, found {name!r}: its folder would be hidden."
+    if name != name.strip() or not name.isprintable():
+        return f"expected printable characters, and no spaces at either end, found {name!r}."
+    if (size := len(name.encode())) > LONGEST_NAME:
+        return f"expected at most {LONGEST_NAME} bytes, found {size}: {name[:40]!r}…"
+    return ""
 
 
 def fill_in(config: Config, world: int) -> Config:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,19 +14,25 @@ import torch
 
 from ..composition.compose import compose
 from ..config.rules import Layout, world_size
+from ..config.write import to_toml
 from ..errors import ConfigError, DivergedError, ForgeError, describe
 from ..events import Finished
 from ..job import Job
 from ..processes.distributed import DistributedContext
 from ..registry.setup import Setup
 from ..storage import checkpoint, disk, state
+from ..storage.lock import Lock
 from ..storage.resume import compare
-from ..storage.run import Run, Start, begin, is_run, plugin_list, write_json
+from ..storage.run import Run, is_run, plugin_list, write_json
+from ..storage.start import Start, changed_values, claim, unclaim
 from .control import Control, signals
 from .out_of_memory import Memory
 from .training import Training
 
 log = logging.getLogger("forge_train")
+
+VISIBLE_WITHIN = 5.0
+"""Seconds that a network file system may take to show one node what another has written."""
 
 
 def train(
@@ -42,7 +50,7 @@ def train(
         run_dir: where run folders are made.
         resume: `auto`, `never`, or the path of a run or a checkpoint.
         notable: plugins to name in a new run's id.
-        start: where the run begins, if that was decided from these before.
+        start: where the run begins, if the process that started this one has claimed it.
 
     Raises:
         ForgeError: for what the user can mend; anything else is a plugin's, or forge's, fault.
@@ -53,20 +61,21 @@ def train(
         dist = stack.enter_context(DistributedContext.join(layout, config.run.device, timeout=config.run.start_timeout))
         dist.agree({**config.values(), **{f"plugin {entry['name']}": entry for entry in plugin_list(hooks)}})
         if start is None:
-            start = dist.on_main(lambda: begin(config, run_dir, resume, notable))
+            start = dist.on_main(lambda: _claimed(stack, claim(config, run_dir, resume, notable)))
         elif dist.place.attempt:
             start = start.again(saved=checkpoint.newest(start.dir / "checkpoints", dist) is not None)
-        run, control = Run(start.dir), Control(dist)
+        run, control = Run(start.dir, start.lock), Control(dist)
         job = Job(config, hooks, run, dist, control)
         hooks.bind(job)
         found = _found(run, start, dist)
+        _check_shared(job, start, found)
         if found is not None:
             compare(job, found)  # before anything is written: a refused run stays as it is
         if finished := dist.on_main(lambda: _finished_before(job, start)):
             return finished
         prepare_process(job)
         fresh, known = found is None or not start.continues, is_run(run.dir)
-        stack.enter_context(_opened(job, start, fresh=fresh))
+        stack.enter_context(_opened(job, start))
         training, memory = None, Memory(job)
         try:
             composition = compose(job, allocate=False)
@@ -74,7 +83,7 @@ def train(
             composition.allocate(job)
             if dist.main:
                 if known:  # which is not touched before the new layout has been found to hold it
-                    run.describe(config, hooks, fresh=fresh)
+                    _describe_again(job, fresh=fresh)
                 with disk.writing(run.dir / "composition.json"):
                     write_json(run.dir / "composition.json", composition.report)
             training = Training(job, composition)
@@ -89,6 +98,54 @@ def train(
                 raise told from error
             _record_failure(job, training, error)
             raise
+
+
+def _claimed(stack: ExitStack, claimed: tuple[Start, Lock]) -> Start:
+    """A claim that ends with the stack."""
+    stack.callback(unclaim, *claimed)
+    return claimed[0]
+
+
+def _check_shared(job: Job, start: Start, found: Path | None) -> None:
+    """Whether every process sees what rank 0 sees: the nodes of a run share a file system.
+
+    Raises:
+        ConfigError: naming the ranks that do not.
+    """
+    dist, lock = job.dist, start.lock
+    if dist.world == 1 or lock is None:
+        return
+    text = dist.on_main(lambda: lock.read_text(encoding="utf-8"))
+    deadline = time.monotonic() + VISIBLE_WITHIN
+    while not (same := lock.is_file() and lock.read_text(encoding="utf-8") == text) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    needed = {start.dir: same, found: not found or found.is_dir()}
+    missing = next((path for path, seen in needed.items() if not seen), None)
+    everybody = dist.gather_objects((missing, socket.gethostname()))
+    if blind := [rank for rank, (path, _) in enumerate(everybody) if path]:
+        path, host = everybody[blind[0]]
+        raise ConfigError(
+            f"{path}: rank {blind[0]} on {host} does not see what rank 0 on {everybody[0][1]} has there "
+            f"({len(blind)} of {dist.world} ranks do not). All nodes must share the file system of the run folder; "
+            "a relative path begins where each process was started."
+        )
+
+
+def _describe_again(job: Job, *, fresh: bool) -> None:
+    """Describe a run that was there before; one without a checkpoint starts over, and what it left is kept."""
+    run, text = job.run, to_toml(job.config, job.hooks)
+    if not fresh:
+        run.describe(job.config, job.hooks)
+        return
+    changes = changed_values(run.dir / "config.toml", text)
+    aside = run.set_aside()
+    run.describe(job.config, job.hooks)
+    log.warning(
+        "%s has no whole checkpoint, so the run starts over. What was there is kept in %s.%s",
+        run.dir,
+        aside.name,
+        "\n  ".join(["\nThe values are not the same:", *changes]) if changes else "",
+    )
 
 
 def prepare_process(job: Job) -> None:
@@ -146,20 +203,21 @@ def _finished_before(job: Job, start: Start) -> Finished | None:
 
 
 @contextmanager
-def _opened(job: Job, start: Start, *, fresh: bool) -> Iterator[None]:
+def _opened(job: Job, start: Start) -> Iterator[None]:
     """Open the run folder and its log; a mistake found while composing removes a new folder again."""
-    new = not start.dir.exists()
     if job.dist.main:
         job.run.open()
         if not is_run(start.dir):
-            job.run.describe(job.config, job.hooks, fresh=fresh)
+            job.run.describe(job.config, job.hooks)
     job.dist.barrier()
     close = _log_to(_log_file(job))
     try:
+        for note in start.notes if job.dist.main else ():
+            log.warning(note)
         yield
     except ConfigError:
         close()
-        if new and job.dist.main and not any(checkpoint.found(job.run.checkpoints)):
+        if start.new and job.dist.main and not any(checkpoint.found(job.run.checkpoints)):
             shutil.rmtree(job.run.dir, ignore_errors=True)
         raise
     except Exception as error:

@@ -156,6 +156,7 @@ class Training:
             return
         self._check_finite(float(result.loss), float(result.grad_norm), result)
         run, step, config = self.job.run, self.progress.step, self.job.config.checkpoint
+        run.check_lock()
         started = time.perf_counter()
         with self._meter.paused(), self._around_save():
             self.job.hooks.on_checkpoint(CheckpointEvent("saving", step, run.checkpoints / f"step-{step:08d}"))

@@ -8,7 +8,6 @@ to the elastic agent, which starts all of them again; whatever else ends a run i
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ from typing import Any, Literal
 from ..errors import ConfigError
 from ..loop.control import INTERRUPTED
 from ..storage.run import write_json
+from ..strict_json import loads
 from .world import World
 
 RESERVED = 16_384
@@ -161,7 +161,7 @@ def _reserve(folder: Path, rank: int) -> Path:
 def left(folder: Path, attempt: int, rank: int) -> Outcome | None:
     """How a rank said it ended; None if it did not come to that."""
     try:
-        return Outcome(**json.loads(outcome_file(folder, attempt, rank).read_text(encoding="utf-8")))
+        return Outcome(**loads(outcome_file(folder, attempt, rank).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, ForgeError
 from ..processes.distributed import DistributedContext
+from ..strict_json import loads
 from . import dcp, disk
 from .metadata import FILE, read_index
 from .run import write_json, write_whole
@@ -251,7 +252,7 @@ def read_state(path: Path) -> dict[str, Any]:
         ConfigError: if it was written in a format this forge does not know.
     """
     try:
-        state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state: dict[str, Any] = loads((path / "state.json").read_text(encoding="utf-8"))
         found = state.get("format")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path}: not a checkpoint of forge: state.json can't be read.") from error

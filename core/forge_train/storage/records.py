@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PluginError
+from ..strict_json import dumps, loads
 from . import disk
 
 METRICS_VERSION = 1
@@ -101,7 +101,7 @@ class Records:
         """Drop the metrics of steps after `step`, which are about to be repeated; the file changes all at once."""
         if not self.metrics_file.exists():
             return
-        kept = [json.dumps(line) for line in read(self.metrics_file) if line["step"] <= step]
+        kept = [dumps(line) for line in read(self.metrics_file) if line["step"] <= step]
         part = self.metrics_file.with_suffix(".jsonl.partial")
         try:
             with disk.writing(self.metrics_file):
@@ -118,11 +118,11 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
     with file.open(encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("\n") and line.strip():
-                yield json.loads(line)
+                yield loads(line)
 
 
 def _append(file: Path, line: Mapping[str, Any]) -> None:
-    text = json.dumps(line) + "\n"
+    text = dumps(line) + "\n"
     with disk.writing(file), file.open("a+b") as out:
         if out.tell() and not _ends_whole(file):
             out.truncate(file.read_bytes().rfind(b"\n") + 1)  # a crash cut the last line off

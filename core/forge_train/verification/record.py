@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ from ..storage import checkpoint
 from ..storage.resume import capture, load_initial, restore
 from ..storage.run import Run, plugin_list, write_json
 from ..storage.state import split
+from ..strict_json import loads
 from .routing import Counter, Step, Tally
 
 Fingerprint = tuple[str, str]
@@ -82,7 +82,7 @@ class Recording:
         """What the processes of a layout have left in a folder."""
         ranks = []
         for rank in range(world):
-            values = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
+            values = loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
             for name in ("gradients", "weights"):
                 values[name] = {key: tuple(value) for key, value in values[name].items()}
             values["choices"] = [{key: Tally(**one) for key, one in step.items()} for step in values["choices"]]

@@ -1,0 +1,154 @@
+"""Where a run begins: which folder it is, what it continues, and the claim that gives the folder to one job."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..config import Config, differences
+from ..config.rules import LONGEST_NAME
+from ..config.toml import read
+from ..errors import ConfigError
+from .lock import Lock, take
+from .run import is_checkpoint, is_run, writing
+
+log = logging.getLogger("forge_train")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: its folder, and what it continues from."""
+
+    dir: Path
+    checkpoint: Path | None = None
+    """A checkpoint of another run to start from; one of this run is found in its folder."""
+    continues: bool = False
+    """Whether the folder holds this very run already."""
+    lock: Path | None = None
+    """The file that gives the folder to this job, once it is claimed."""
+    new: bool = False
+    """Whether the folder is made for this start."""
+    notes: tuple[str, ...] = ()
+    """What the log should say of how the folder was found."""
+
+    def again(self, *, saved: bool) -> Start:
+        """The same run, once its processes were lost; `saved` is whether it has a checkpoint of its own."""
+        if self.checkpoint is not None and not saved:
+            return self
+        return Start(self.dir, continues=is_run(self.dir), lock=self.lock)
+
+
+def run_id(config: Config, notable: tuple[str, ...]) -> str:
+    """`<preset or file>-<plugins of note>-<8 hex of the configuration>-<time>`."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    what = os.fsencode("-".join([config.source, *notable[:4]]))[:LONGEST_NAME].decode(errors="ignore")
+    return f"{what}-{config.digest()[:8]}-{stamp}"
+
+
+def claim(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = ()) -> tuple[Start, Lock]:
+    """Decide where a run begins, as `begin` does, and lock the folder until the lock is released.
+
+    Raises:
+        ConfigError: if another process has the run, or the folder can't be written.
+    """
+    while True:
+        with writing(folder):  # whose names may be too long
+            start = begin(config, folder, resume, notable)
+        with writing(start.dir):
+            if start.new:
+                try:
+                    start.dir.mkdir(parents=True)
+                except FileExistsError:
+                    if not start.dir.exists():
+                        raise
+                    continue  # another process made it just now
+            lock = take(start.dir, log.warning)
+        dead = f"{start.dir}: took the lock over from {lock.taken_from}, which is gone." if lock.taken_from else ""
+        notes = (dead,) if dead else ()
+        return replace(start, continues=is_run(start.dir), lock=lock.file, notes=notes), lock
+
+
+def unclaim(start: Start, lock: Lock) -> None:
+    """Let go of a run's folder; one that was made for nothing goes too."""
+    lock.release()
+    if start.new and start.dir.is_dir() and not any(start.dir.iterdir()):
+        start.dir.rmdir()
+
+
+def begin(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = ()) -> Start:
+    """Decide which folder a run is, and whether it continues something.
+
+    Args:
+        config: its configuration; a name makes it one run for ever.
+        folder: where run folders are made.
+        resume: `auto`, `never`, or the path of a run or a checkpoint.
+        notable: plugins to name in a new run's id.
+
+    Raises:
+        ConfigError: for a path that is neither.
+    """
+    if resume not in ("auto", "never"):
+        path = Path(resume)
+        if is_run(path):
+            if config.run.name not in ("", path.name):
+                raise ConfigError(
+                    f"--resume {resume} goes on in that folder; it can't be named {config.run.name!r} too."
+                )
+            return Start(path, continues=True)
+        if not is_checkpoint(path):
+            if not path.exists() and is_run(run := path.parent.parent):
+                raise ConfigError(f"--resume {resume}: there is no such checkpoint; {_kept(run)}.")
+            raise ConfigError(f"--resume {resume}: expected auto, never, or the path of a run or a checkpoint.")
+        return Start(_unused(folder / (config.run.name or run_id(config, notable))), checkpoint=path, new=True)
+    if not config.run.name:
+        return Start(_unused(folder / run_id(config, notable)), new=True)
+    named = folder / config.run.name
+    if resume == "never":
+        return Start(_unused(named), new=True)
+    if named.exists() and not is_run(named) and not _unfinished(named):
+        raise ConfigError(f"{named}: exists and is not a run; choose another --name or --run-dir.")
+    return Start(named, continues=is_run(named), new=not named.exists())
+
+
+def _unfinished(path: Path) -> bool:
+    """Whether a folder holds nothing but what is written before it is a run, by a process that was killed just then."""
+    known = ("log", "checkpoints", "config.toml")
+    parts = (".partial", ".lock.")
+    return path.is_dir() and all(one.name in known or any(p in one.name for p in parts) for one in path.iterdir())
+
+
+def _kept(run: Path) -> str:
+    """Which checkpoints a run has."""
+    names = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    return f"the run has {', '.join(names)}" if names else "the run has none"
+
+
+def _unused(path: Path) -> Path:
+    number, candidate = 2, path
+    while candidate.exists():
+        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return candidate
+
+
+def changed_values(file: Path, text: str) -> list[str]:
+    """`train.steps: 4 then, 8 now` for every value that differs between a run's config.toml and a new one.
+
+    Raises:
+        ConfigError: if the file can't be read.
+    """
+    old, new = dict(_flat(read(file).data)), dict(_flat(tomllib.loads(text)))
+    return [f"{key}: {then!r} then, {now!r} now" for key, then, now in differences(old, new)]
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,62 @@
+"""JSON as its standard defines it. A number that is not finite becomes null, and its text is kept beside it.
+
+`{"loss": nan, "curve": [1.0, inf]}` is written as
+`{"loss": null, "curve": [1.0, null], "not_finite": {"loss": "nan", "curve[1]": "inf"}}`; `loads` puts the numbers back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+NOT_FINITE = "not_finite"
+
+
+def dumps(value: object, *, indent: int | None = None) -> str:
+    """A value as JSON that every parser reads."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value, {}, ""), indent=indent, allow_nan=False)
+
+
+def loads(text: str) -> Any:
+    """What `dumps` was given, as far as JSON holds it."""
+    return json.loads(text, object_hook=_restored)
+
+
+def _finite(value: Any, lost: dict[str, str], path: str) -> Any:
+    """A value without numbers that are not finite; `lost` gets these by their path below the nearest object."""
+    if isinstance(value, float) and not math.isfinite(value):
+        lost[path] = str(float(value))
+        return None
+    if isinstance(value, Mapping):
+        inner: dict[str, str] = {}
+        table = {key: _finite(one, inner, str(key)) for key, one in value.items()}
+        return {**table, NOT_FINITE: inner} if inner else table
+    if isinstance(value, (list, tuple)):
+        return [_finite(one, lost, f"{path}[{index}]") for index, one in enumerate(value)]
+    return value
+
+
+def _restored(table: dict[str, Any]) -> dict[str, Any]:
+    lost = table.get(NOT_FINITE)
+    if not isinstance(lost, dict):
+        return table
+    del table[NOT_FINITE]
+    for path, text in lost.items():
+        *above, last = [path] if path in table else _steps(path)
+        holder: Any = table
+        for step in above:
+            holder = holder[step]
+        holder[last] = float(text)
+    return table
+
+
+def _steps(path: str) -> list[Any]:
+    """`curve[1]` → "curve", 1."""
+    name, indices = re.fullmatch(r"(.*?)((?:\[\d+\])*)", path, re.DOTALL).groups()  # type: ignore[union-attr]
+    return [name, *map(int, re.findall(r"\d+", indices))]
