@@ -186,13 +186,56 @@ def test_the_tokenizer_goes_with_the_weights(llama: Path, tmp_path: Path, capsys
     tokenizer(llama)
     done = import_checkpoint(llama, tmp_path / "start")
     assert not done.notes
-    assert f'tokenizer = "{tmp_path / "start" / "tokenizer.json"}"' in (tmp_path / "start" / "config.toml").read_text()
+    assert 'tokenizer = "./tokenizer.json"' in (tmp_path / "start" / "config.toml").read_text()
     moved = (tmp_path / "start").rename(tmp_path / "moved")
     assert forge(["generate", str(moved), "--prompt", "AB C", "--tokens", "5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] <= 5
     export_checkpoint(moved, tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").encode("AB") == [33, 34]
+
+
+@pytest.mark.unit
+@pytest.mark.accept("trial", 12)
+def test_an_imported_checkpoint_can_be_edited_moved_and_trained(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer(llama)
+    import_checkpoint(llama, tmp_path / "start")
+    shutil.rmtree(llama)
+    moved = (tmp_path / "start").rename(tmp_path / "moved")
+    config = moved / "config.toml"
+    config.write_text(config.read_text().replace("steps = 1000", "steps = 2").replace("sequence = 64", "sequence = 8"))
+    assert str(tmp_path) not in config.read_text()
+    assert check(moved, contents=True) == ""
+    (tmp_path / "text.txt").write_text("ABC DEF " * 200)
+    monkeypatch.chdir(tmp_path)  # what a configuration names beside itself does not depend on where the command is typed
+    values = (f"text.path={tmp_path / 'text.txt'}", f"text.cache={tmp_path / 'cache'}", "run.device=cpu")
+    request = Request(config="moved/config.toml", without=("console", "tensorboard"), set=values)
+    done = train(resolve(request), run_dir=tmp_path / "runs")
+    assert done.outcome == "done"
+    written = (done.run / "config.toml").read_text()  # which has another place, and repeats the run from anywhere
+    assert f'init_from = "{moved}"' in written
+    assert f'tokenizer = "{moved / "tokenizer.json"}"' in written
+
+
+@pytest.mark.unit
+@pytest.mark.accept("trial", 12)
+def test_what_is_not_meant_to_be_edited_is_named_with_the_way_out(llama: Path, tmp_path: Path) -> None:
+    tokenizer(llama)
+    path = import_checkpoint(llama, tmp_path / "start").path
+    file = path / "tokenizer.json"
+    file.write_text(file.read_text().replace('"A"', '"ä"'))
+    with pytest.raises(ConfigError) as caught:
+        open_model(path)
+    assert str(caught.value) == (
+        f"{path}: not a whole checkpoint: tokenizer.json has {file.stat().st_size} bytes, not "
+        f"{json.loads((path / 'manifest.json').read_text())['files']['tokenizer.json']['bytes']}. "
+        "Put the file back as it was (only config.toml may be edited), or make the checkpoint again."
+    )
+    (path / "config.toml").unlink()
+    with pytest.raises(ConfigError, match=r"config\.toml is missing"):
+        open_model(path)
 
 
 @pytest.mark.unit

@@ -89,7 +89,7 @@ class Tree:
                 hint = nearest(key[0], TOP_KEYS) or f" Only {', '.join(TOP_KEYS)} and sections stand at the top."
                 self.mistakes.append(f"{at}: {key[0]}: expected a section [{key[0]}], found {value!r}.{hint}")
             else:
-                self.put(key, Value(value, at))
+                self.put(key, Value(_beside(document.path, value) if origin.kind == "file" else value, at))
 
     def _extend(self, key: Key, more: Value) -> None:
         """Lists of plugins add up over the layers."""
@@ -227,6 +227,14 @@ def _check_top(document: Document, origin: Origin) -> None:
             raise ConfigError(f"{at}: {key}: expected {words}, found {value!r}.")
         if value is not None and key == "preset" and origin.kind == "preset":
             raise ConfigError(f"{at}: {key}: a preset can't build on another one.")
+
+
+def _beside(file: Path, value: Any) -> Any:
+    """A value of a file; a text `./name` is the path of what lies beside the file, if there is something of that name,
+    so that a folder can be moved together with the configuration inside it."""
+    if isinstance(value, str) and value.startswith("./") and (path := file.parent / value).exists():
+        return str(path.absolute())
+    return value
 
 
 _TABLE = object()

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..composition.initialise import tied_groups
 from ..composition.model import Model
-from ..config import Config
 from ..config.layers import Request
 from ..config.write import to_toml
 from ..errors import ConfigError, ForgeError, PluginError, describe
@@ -29,6 +28,8 @@ from ..storage.run import plugin_list, write_json
 from .hf_files import CONFIG, DTYPES, SHARD_BYTES, TOKENIZER, Folder, few, write_tensors
 from .opening import compose_meta, lone_job, setup_of, tokenizer_file
 
+EDITABLE = "config.toml"
+"""What is meant to be edited in an imported checkpoint; everything else is sealed."""
 STEPS, SEQUENCE = 1000, 512
 """What an imported checkpoint's configuration trains, unless it is told otherwise; sequences in tokens."""
 
@@ -87,10 +88,10 @@ def import_checkpoint(
         return folder.read(layout.names[own]).to(weights[own].dtype)
 
     with tempfile.TemporaryDirectory() as scratch:
-        beside = _describe(Path(scratch), folder, target, setup)
+        beside = _describe(Path(scratch), folder, setup)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            checkpoint.write(target, 0, state, job.dist, beside=beside, contents=contents)
+            checkpoint.write(target, 0, state, job.dist, beside=beside, contents=contents, editable=(EDITABLE,))
         except OSError as error:
             raise ConfigError(f"{target}: can't be written: {error.strerror or error}.") from error
         finally:
@@ -178,20 +179,18 @@ def _words(shape: tuple[int, ...]) -> str:
     return " × ".join(map(str, shape)) or "a single number"
 
 
-def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list[Path]:
-    """The files that lie beside the tensors."""
-    config, beside = setup.config, [scratch / "config.toml", scratch / "plugins.json"]
+def _describe(scratch: Path, folder: Folder, setup: Setup) -> list[Path]:
+    """The files that lie beside the tensors. What the configuration names of them, it names as its neighbours, so that
+    the checkpoint can be moved."""
+    written, beside = {"train": {"init_from": "./"}}, [scratch / EDITABLE, scratch / "plugins.json"]
     if (folder.path / TOKENIZER).is_file() and (section := _tokenizer_section(setup.hooks)):
-        config = _with_tokenizer(config, section, target.absolute() / TOKENIZER)
+        written[section] = {"tokenizer": f"./{TOKENIZER}"}
         beside.append(folder.path / TOKENIZER)
+    as_written = {name: {**setup.config.as_written.get(name, {}), **keys} for name, keys in written.items()}
+    config = dataclasses.replace(setup.config, as_written={**setup.config.as_written, **as_written})
     beside[0].write_text(to_toml(config, setup.hooks), encoding="utf-8")
     write_json(beside[1], plugin_list(setup.hooks))
     return beside
-
-
-def _with_tokenizer(config: Config, section: str, file: Path) -> Config:
-    changed = dataclasses.replace(config.sections[section], tokenizer=str(file))
-    return dataclasses.replace(config, sections={**config.sections, section: changed})
 
 
 def _tokenizer_notes(folder: Folder, job: Job) -> tuple[str, ...]:
