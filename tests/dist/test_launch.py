@@ -155,8 +155,11 @@ def test_mistakes_that_need_no_process(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 60
 
 
+@pytest.mark.accept("trial", "other")
+@pytest.mark.accept("trial", "10")
 def test_signals_and_orphans(two: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
-    """Ctrl-C saves and ends with 75; the same command goes on; SIGKILL of the launcher leaves no process behind."""
+    """Ctrl-C saves and ends with 75; the same command goes on; SIGKILL of the launcher leaves no process behind, and a lock
+    that the next command takes over."""
     file = config(tmp_path, "Slow", **{"train.steps": 400, "slow.seconds": 0.05, "checkpoint.every": 0})
     arguments = (file, "--nproc", "2", "--name", "stopped")
     run = tmp_path / "runs" / "stopped"
@@ -180,6 +183,11 @@ def test_signals_and_orphans(two: subprocess.CompletedProcess[str], tmp_path: Pa
             break
         time.sleep(0.1)
     assert not any(map(_alive, workers))
+    assert list(run.glob(".lock.*")), "it could not let go"
+    last = forge(tmp_path, *arguments, "-s", f"train.steps={len(numbers(run)) + 2}")
+    assert last.returncode == 0, last.stderr
+    assert f"took the lock over from process {second.pid} on" in last.stderr
+    assert not list(run.glob(".lock.*"))
     assert [line["step"] for line in numbers(run)][: before + 3] == list(range(1, before + 4))
 
 
@@ -223,6 +231,24 @@ def test_slurm_starts_it(tmp_path: Path) -> None:
     assert len(numbers(run)) == STEPS
     assert json.loads((run / "environment.json").read_text())["launcher"] == "slurm"
     assert "step" not in ends[1][0], "rank 0 alone is on the screen"
+
+
+@pytest.mark.accept("trial", "other")
+def test_nodes_without_a_shared_file_system(tmp_path: Path) -> None:
+    """Each node has a folder of its own; the second one even has a run of that name, from another day."""
+    file, port = config(tmp_path), _free_port()
+    nodes = [tmp_path / f"node{rank}" for rank in range(2)]
+    (nodes[1] / "runs" / "far").mkdir(parents=True)
+    (nodes[1] / "runs" / "far" / ".lock.1").write_text("another day")
+    nodes[0].mkdir()
+    tasks = [start(node, file, "--name", "far", **_task(rank, port)) for rank, node in enumerate(nodes)]
+    ends = [task.communicate(timeout=300) for task in tasks]
+    assert [task.returncode for task in tasks] == [2, 2], ends
+    for _, err in ends:
+        assert re.fullmatch(
+            r"Error: runs/far: rank 1 on \S+ does not see what rank 0 on \S+ has there \(1 of 2 ranks do not\)\..+\n", err
+        )
+    assert not (nodes[0] / "runs" / "far").exists()
 
 
 def _task(rank: int, port: int) -> Mapping[str, str]:
