@@ -11,7 +11,7 @@ TESTED := constraints/tested.txt
 CONSTRAINTS := $(VENV)/.constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-dist verify-all lint docs bench clean
+.PHONY: help train test test-dist verify-all mutants lint docs bench clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ test-dist: $(VENV)/.ready-dev ## run the tests of layouts over two to eight proc
 
 verify-all: $(VENV)/.ready-dev ## verify every composition of layouts against one process; ARGS="tp4 dp3" picks some
 	@$(PY) benchmarks/verify_all.py $(ARGS)
+
+mutants: $(VENV)/.ready-dev ## plant small faults in the code, and report those that the tests miss; ARGS="--count 9" for fewer
+	@$(PY) benchmarks/mutants.py $(ARGS)
 
 lint: $(VENV)/.ready-dev ## check format, style, types and who imports whom
 	@$(PY) -m ruff format --check

@@ -1,0 +1,296 @@
+"""Draws single-line mutants of the code, runs the tests that matter for each, and reports those that survive.
+
+    python benchmarks/mutants.py                                  # 60 of seed 7; writes benchmarks/results/mutants.md
+    python benchmarks/mutants.py --count 20 --only '*/_tp/*'      # some files, without writing
+    python benchmarks/mutants.py --mutant c1fb4e76                # one, with what its tests print
+    python benchmarks/mutants.py --list
+
+Every mutant lies in a copy of the repository that comes first on `sys.path`, and its tests run in processes of their
+own: the processes that these start, ranks included, import the mutant too. benchmarks/mutants.toml says which tests
+belong to which files, and which mutants are equivalent to the code. cosmic-ray and mutmut were tried: the former has
+one test command for everything and leaves no statement out, the latter mutates no decorated function (every hook) and
+chooses tests by what they call in their own process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "mutants.md"
+sys.path.insert(0, str(HERE))
+
+from mutating import Mutant, draw, mutants  # noqa: E402
+
+LEFT_OUT, LEFT_OUT_ABOVE = {"__pycache__"}, {"runs", "site", "dist", "build"}
+"""What no copy needs, anywhere, and at the root."""
+PAGE = """\
+# Mutants
+
+Written by `make mutants` on {date}: {where}; {minutes} minutes.
+Seed {seed}: {drawn} of {all} single-line mutants, of which the tests kill {share} (at least {bar} % are asked for).
+
+{table}
+
+A mutant is one small fault in a line: another comparison, operator or constant, a condition that always or never holds,
+a call left out, arguments exchanged. It is killed if a test fails or does not end. A mutant that changes nothing that
+anybody could see is equivalent, and does not count.
+"""
+
+
+@dataclass(frozen=True)
+class Area:
+    """Files, and the tests that matter for them."""
+
+    name: str
+    files: tuple[str, ...]
+    """Patterns."""
+    tests: tuple[str, ...]
+    """What pytest is given, one run after the other, quick ones first."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What benchmarks/mutants.toml says."""
+
+    areas: tuple[Area, ...]
+    unread: frozenset[str]
+    equivalent: tuple[dict[str, str], ...]
+
+    @classmethod
+    def read(cls, file: Path) -> Plan:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        areas = tuple(Area(one["name"], tuple(one["files"]), tuple(one["tests"])) for one in data["area"])
+        return cls(areas, frozenset(data.get("unread", ())), tuple(data.get("equivalent", ())))
+
+    def mutants(self, root: Path) -> dict[Mutant, Area]:
+        """All there are. A file belongs to the first area that has it."""
+        found: dict[str, Area] = {}
+        for area in self.areas:
+            for pattern in area.files:
+                for path in sorted(root.glob(pattern)):
+                    found.setdefault(path.relative_to(root).as_posix(), area)
+        return {mutant: area for file, area in found.items() for mutant in mutants(root, file, self.unread)}
+
+    def reason(self, mutant: Mutant) -> str:
+        """Why a mutant is equivalent; empty if it is not."""
+        wanted = (mutant.file, mutant.was, mutant.now)
+        return next((one["why"] for one in self.equivalent if (one["file"], one["was"], one["now"]) == wanted), "")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A mutant, and what became of it."""
+
+    mutant: Mutant
+    area: Area
+    outcome: str
+    """`killed`, `timed out`, `survived` or `equivalent`."""
+    by: str = ""
+    """The test that failed, or why it is equivalent."""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        mutant = self.mutant
+        by = f" by {self.by}" if self.outcome == "killed" and self.by else ""
+        return (
+            f"{self.outcome}{by}, {self.seconds:.0f} s\n    {mutant.key} {mutant.file}\n"
+            f"    - {mutant.was}\n    + {mutant.now}"
+        )
+
+
+class Judge:
+    """Runs tests on copies of a repository."""
+
+    def __init__(self, root: Path, plan: Plan, limit: float) -> None:
+        self.root, self.plan, self.limit = root, plan, limit
+        self._running: set[int] = set()
+
+    def judge(self, mutant: Mutant, area: Area, *, aloud: bool = False) -> Judged:
+        if why := self.plan.reason(mutant):
+            return Judged(mutant, area, "equivalent", why)
+        began = time.monotonic()
+        with self._copy() as copy:
+            mutant.apply(copy)
+            for tests in area.tests:
+                code, said = self._pytest(copy, "-x", *shlex.split(tests))
+                if aloud:
+                    print(said)
+                if code != 0:
+                    break
+        outcome = {None: "timed out", 0: "survived"}.get(code, "killed")
+        failed = _failed(said) or [tests] if outcome == "killed" else [""]
+        return Judged(mutant, area, outcome, failed[0], time.monotonic() - began)
+
+    def unfit(self, judged: Sequence[Judged]) -> list[str]:
+        """Which of the tests that killed a mutant fail without one too."""
+        killers = dict.fromkeys(one.by for one in judged if one.outcome == "killed")
+        tests = [by for by in killers if "::" in by]
+        files = [word for by in killers if "::" not in by for word in shlex.split(by) if "/" in word]
+        found: list[str] = []
+        with self._copy() as copy:
+            for arguments in (tests, ["--collect-only", *files] if files else []):
+                code, said = self._pytest(copy, *arguments) if arguments else (0, "")
+                found += (_failed(said) or arguments) if code else []
+        return found
+
+    def stop(self) -> None:
+        """End what is running."""
+        for group in tuple(self._running):
+            os.killpg(group, signal.SIGKILL)
+
+    def _pytest(self, copy: Path, *arguments: str) -> tuple[int | None, str]:
+        """The exit code, None for a run that did not end in time, and what it printed."""
+        packages = [str(copy / name) for name in ("core", "plugins", "cli", "contrib")]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(packages),
+            "PYTHONDONTWRITEBYTECODE": "1",  # two mutants may have one size and one time
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", *arguments],
+            cwd=copy,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._running.add(process.pid)
+        try:
+            said, _ = process.communicate(timeout=self.limit)
+            return process.returncode, said
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return None, process.communicate()[0]
+        finally:
+            self._running.discard(process.pid)
+
+    @contextmanager
+    def _copy(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="forge-mutant-") as folder:
+            copy = Path(folder) / self.root.name
+            shutil.copytree(self.root, copy, ignore=self._left_out)
+            yield copy
+
+    def _left_out(self, folder: str, names: list[str]) -> list[str]:
+        unwanted = LEFT_OUT | (LEFT_OUT_ABOVE if Path(folder) == self.root else set())
+        return [name for name in names if name in unwanted or name.startswith(".")]
+
+
+def _failed(said: str) -> list[str]:
+    """The tests that pytest's summary names."""
+    return re.findall(r"^(?:FAILED|ERROR) (\S+\.py.*?)(?: - .*)?$", said, re.MULTILINE)
+
+
+def share(judged: Sequence[Judged]) -> float:
+    """Of those that count, how many were killed, in percent."""
+    counted = [one for one in judged if one.outcome != "equivalent"]
+    return 100 * sum(one.outcome != "survived" for one in counted) / (len(counted) or 1)
+
+
+def table(judged: Sequence[Judged]) -> Iterator[str]:
+    yield "| code | mutants | killed | timed out | survived | equivalent | killed of those that count |"
+    yield "|---|---|---|---|---|---|---|"
+    for name in [*dict.fromkeys(one.area.name for one in judged), "**all**"]:
+        mine = [one for one in judged if name in (one.area.name, "**all**")]
+        counts = [
+            sum(one.outcome == outcome for one in mine) for outcome in ("killed", "timed out", "survived", "equivalent")
+        ]
+        yield f"| {name} | {len(mine)} | {' | '.join(map(str, counts))} | {share(mine):.0f} % |"
+
+
+def report(judged: Sequence[Judged], all_: int, seed: int, bar: float, seconds: float) -> str:
+    """The page of results."""
+    page = PAGE.format(
+        date=time.strftime("%Y-%m-%d"),
+        where=f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}",
+        minutes=f"{seconds / 60:.0f}",
+        seed=seed,
+        drawn=len(judged),
+        all=all_,
+        share=f"{share(judged):.0f} %",
+        bar=f"{bar:g}",
+        table="\n".join(table(judged)),
+    )
+    for outcome, title in (("survived", "Survivors"), ("equivalent", "Equivalent")):
+        some = [one for one in judged if one.outcome == outcome]
+        page += f"\n## {title}\n" if some else ""
+        for one in some:
+            why = f": {one.by}" if outcome == "equivalent" else ""
+            change = f"```diff\n- {one.mutant.was}\n+ {one.mutant.now}\n```"
+            page += f"\n`{one.mutant.key}` {one.mutant.file}{why}\n\n{change}\n"
+    return page
+
+
+def asked(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=7, help="which are drawn (7)")
+    parser.add_argument("--count", type=int, default=60, help="how many (60)")
+    parser.add_argument("--only", metavar="PATTERN", default="*", help="files to draw from, such as '*/_tp/*'")
+    parser.add_argument("--mutant", metavar="KEY", help="this one alone, with what its tests print")
+    parser.add_argument("--list", action="store_true", help="print those drawn, and run nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (1)")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for one run of pytest (1800)")
+    parser.add_argument("--bar", type=float, default=90.0, help="percent that have to be killed (90)")
+    parser.add_argument("--root", type=Path, default=HERE.parent, help="the repository")
+    parser.add_argument("--plan", type=Path, default=HERE / "mutants.toml", help="tests and equivalent mutants")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = asked(arguments)
+    began = time.monotonic()
+    judge = Judge(options.root.resolve(), Plan.read(options.plan), options.limit)
+    known = judge.plan.mutants(judge.root)
+    here = {mutant: area for mutant, area in known.items() if fnmatch(mutant.file, options.only)}
+    drawn = draw([*here], options.count, options.seed)
+    if options.mutant:
+        drawn = [mutant for mutant in known if mutant.key.startswith(options.mutant)]
+    if not drawn:
+        print("No such mutant." if options.mutant else f"Nothing to mutate in {options.only}.", file=sys.stderr)
+        return 2
+    if options.list:
+        for mutant in drawn:
+            print(f"{mutant.key} {mutant.file}\n    - {mutant.was}\n    + {mutant.now}")
+        return 0
+    judged: list[Judged] = []
+    run = partial(judge.judge, aloud=bool(options.mutant))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        try:
+            for one in pool.map(run, drawn, [known[mutant] for mutant in drawn]):
+                judged.append(one)
+                print(f"{len(judged):3}/{len(drawn)}  {one}", flush=True)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            judge.stop()
+    text = report(judged, len(here), options.seed, options.bar, time.monotonic() - began)
+    print(text)
+    if options.only == "*" and not options.mutant and options.root == HERE.parent:
+        RESULTS.write_text(text, encoding="utf-8")
+    if unfit := judge.unfit(judged):
+        print(f"These tests fail without a mutant too, so that what they killed says nothing: {', '.join(unfit)}")
+        return 2
+    return 0 if share(judged) >= options.bar else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
