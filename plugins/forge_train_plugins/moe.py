@@ -61,7 +61,7 @@ class MoE(Plugin):
         """Weight of the mean squared log-partition of the logits (arXiv:2202.08906, eq. 5)."""
         capacity: Annotated[float, Ge(0)] = 0.0
         """Most assignments that an expert takes of a micro-batch, as a multiple of the mean; beyond it those with the
-        least weight are dropped. 0 drops none (under `expert_choice`, 0 is 1)."""
+        least weight are dropped. 0 drops none (under `expert_choice`, 0 is 1). Evaluation and generation drop none."""
         jitter: Annotated[float, Ge(0), Lt(1)] = 0.0
         """In training, the router's input is multiplied by uniform noise from 1 ± this."""
         matmul: Literal["auto", "grouped", "loop"] = "auto"
