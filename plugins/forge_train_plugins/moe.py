@@ -53,7 +53,8 @@ class MoE(Plugin):
         than the mean load of the global batch, down for others (arXiv:2408.15664). 0 is off; DeepSeek-V3 has 0.001."""
         balance: Annotated[float, Ge(0)] = 0.01
         """Weight of the load-balancing loss, a mean over layers and over all tokens, masked or not (arXiv:2101.03961,
-        eq. 4)."""
+        eq. 4). The loss is 1 where loads are even, and transformers' is `top_k`: this weight is its
+        `router_aux_loss_coef` times `top_k`. It pools the loads of all layers; here each is balanced on its own."""
         balance_over: Literal["batch", "sequence"] = "sequence"
         """Tokens whose load is balanced: those of each sequence (arXiv:2412.19437, eq. 17), or of a micro-batch, which
         is another loss where another layout has other micro-batches."""

@@ -169,7 +169,7 @@ class Routed(nn.Module):
         self.capacity, self.expert_choice = capacity, expert_choice
         if expert_choice:
             self.looks_ahead = (
-                "under moe.router = 'expert_choice' each expert chooses among all tokens of a text, so that what a token "
+                "under moe.router = 'expert_choice' each expert chooses among all tokens of a text, so what a token "
                 "becomes depends on tokens that are not generated yet"
             )
         self.register_buffer("statistics", torch.zeros(self.count + len(MEASURES)), persistent=False)
