@@ -53,7 +53,8 @@ class MoE(Plugin):
         than the mean load of the global batch, down for others (arXiv:2408.15664). 0 is off; DeepSeek-V3 has 0.001."""
         balance: Annotated[float, Ge(0)] = 0.01
         """Weight of the load-balancing loss, a mean over layers and over all tokens, masked or not (arXiv:2101.03961,
-        eq. 4)."""
+        eq. 4). The loss is 1 where loads are even, and transformers' is `top_k`: this weight is its
+        `router_aux_loss_coef` times `top_k`. It pools the loads of all layers; here each is balanced on its own."""
         balance_over: Literal["batch", "sequence"] = "sequence"
         """Tokens whose load is balanced: those of each sequence (arXiv:2412.19437, eq. 17), or of a micro-batch, which
         is another loss where another layout has other micro-batches."""
@@ -61,7 +62,7 @@ class MoE(Plugin):
         """Weight of the mean squared log-partition of the logits (arXiv:2202.08906, eq. 5)."""
         capacity: Annotated[float, Ge(0)] = 0.0
         """Most assignments that an expert takes of a micro-batch, as a multiple of the mean; beyond it those with the
-        least weight are dropped. 0 drops none (under `expert_choice`, 0 is 1)."""
+        least weight are dropped. 0 drops none (under `expert_choice`, 0 is 1). Evaluation and generation drop none."""
         jitter: Annotated[float, Ge(0), Lt(1)] = 0.0
         """In training, the router's input is multiplied by uniform noise from 1 ± this."""
         matmul: Literal["auto", "grouped", "loop"] = "auto"

@@ -110,6 +110,27 @@ def test_an_attention_without_a_cache_generates_all_the_same(monkeypatch: pytest
 
 
 @pytest.mark.unit
+@pytest.mark.accept("trial", 7)
+def test_a_model_that_looks_ahead_is_refused_with_its_reason() -> None:
+    job, model = tiny_models.composed("moe.router=expert_choice", "moe.balance=0", plugins=("moe",))
+    reason = r"can't generate text: under moe\.router = 'expert_choice' .*layers\.0\.feed_forward\.routed"
+    with pytest.raises(ConfigError, match=reason):
+        Completion(job, model, "x", GREEDY)
+
+
+@pytest.mark.unit
+@pytest.mark.accept("trial", 7)
+@pytest.mark.parametrize("values", [{"moe.capacity": 0.5}, {"moe.jitter": 0.3}, {"moe.router": "sigmoid"}])
+def test_the_cache_changes_no_token_with_experts_either(
+    monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]
+) -> None:
+    job, model = tiny_models.composed(*(f"{key}={value}" for key, value in values.items()), plugins=("moe",))
+    with_cache = "".join(Completion(job, model, "def main(", GREEDY))
+    monkeypatch.setattr(type(model.parts[0]), "new_cache", None)
+    assert "".join(Completion(job, model, "def main(", GREEDY)) == with_cache
+
+
+@pytest.mark.unit
 def test_a_seed_gives_the_same_text_and_another_one_another() -> None:
     job, model = tiny_models.composed()
     texts = ["".join(Completion(job, model, "def ", Sampling(tokens=30, seed=seed))) for seed in (5, 5, 6)]

@@ -13,6 +13,8 @@ from torch import nn
 
 import fakes
 from forge_train import ConfigError, HFModel
+from forge_train.nn import RoPE
+from forge_train_plugins._decoder.build import scaling
 from forge_train_plugins.decoder import Decoder, Rope
 
 transformers = pytest.importorskip("transformers")
@@ -142,6 +144,41 @@ def refusal(config: dict[str, Any]) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+LONG = {"rope_theta": 5e5, "factor": 3.3, "original_max_position_embeddings": 8192}
+ROTATIONS: dict[str, dict[str, Any]] = {
+    "10,000": {"rope_type": "default", "rope_theta": 1e4},
+    "a million": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.3},
+    "llama3": LONG | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": LONG | {"rope_type": "yarn"},
+    "yarn, fractions of features": LONG | {"rope_type": "yarn", "truncate": False},
+    "yarn, one border": LONG | {"rope_type": "yarn", "beta_fast": 1.0},
+}
+
+
+@pytest.mark.unit
+@pytest.mark.accept("trial", 6)
+@pytest.mark.parametrize("head_dim", [80, 128])
+@pytest.mark.parametrize("kind", ROTATIONS)
+def test_rotations_are_those_of_transformers_to_the_bit(kind: str, head_dim: int) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    length = 131_072
+    shape = {"head_dim": head_dim, "max_position_embeddings": length, "rope_parameters": ROTATIONS[kind]}
+    config = transformers.LlamaConfig(**{**SHAPE, **shape})
+    near, far = torch.arange(64), torch.arange(100_000, 100_064)
+    positions = torch.cat([near, far, torch.tensor([length - 1])])
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
+
+    found = fakes.make(Decoder).import_hf(config.to_diff_dict() | {"architectures": ["LlamaForCausalLM"]})
+    assert found is not None
+    read = Rope(**found.sections["decoder"]["rope"])
+    rope = RoPE(head_dim, length=length, theta=read.theta, scaling=scaling(read))
+    half = head_dim // 2
+    assert torch.equal(rope.cos[positions], cos[0, :, :half])
+    assert torch.equal(rope.sin[positions], sin[0, :, :half])
 
 
 @pytest.mark.unit

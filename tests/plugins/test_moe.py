@@ -25,7 +25,7 @@ from forge_train_plugins._alltoall.transport import Local
 from forge_train_plugins._moe.block import MEASURES, MoEFeedForward, build
 from forge_train_plugins._moe.experts import Experts, grouped, looped
 from forge_train_plugins._moe.losses import balance
-from forge_train_plugins._moe.router import Choice, Router, kept
+from forge_train_plugins._moe.router import Choice, Router, kept, loads
 from forge_train_plugins._moe.slices import Slices
 from forge_train_plugins.moe import MoE
 
@@ -513,6 +513,41 @@ def _deepseek() -> tuple[Any, MoEFeedForward]:
     bias.normal_(0, 0.1)
     theirs.gate.e_score_correction_bias.data.copy_(bias)
     return theirs, ours
+
+
+def _pooled(logits: list[Tensor], top_k: int) -> Tensor:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    found: Any = load_balancing_loss_func(tuple(logits), EXPERTS, top_k)
+    return found  # type: ignore[no-any-return]
+
+
+def _balanced(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """Our loss per token, and the logits."""
+    routing = router(x)
+    return balance(loads(routing.experts.view(1, -1), EXPERTS), routing, 1) / len(x), routing.logits
+
+
+@pytest.mark.accept("trial", 5)
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_a_layers_balance_times_top_k_is_transformers(top_k: int) -> None:
+    x, router = tokens(4, 16).flatten(0, 1), block(top_k=top_k, normalise=False).routed.router
+    ours, logits = _balanced(x, router)
+    theirs = _pooled([logits], top_k)
+    torch.testing.assert_close(theirs, top_k * ours)
+    of_ours, of_theirs = (torch.autograd.grad(one, router.weight, retain_graph=True)[0] for one in (ours, theirs))
+    torch.testing.assert_close(of_theirs, top_k * of_ours)
+
+
+@pytest.mark.accept("trial", 5)
+def test_transformers_pools_layers_that_are_balanced_one_by_one_here() -> None:
+    """Equal where all layers are alike; two layers that are lopsided in opposite ways look even to transformers."""
+    x, router = tokens(4, 16).flatten(0, 1), block().routed.router
+    ours, logits = _balanced(x, router)
+    torch.testing.assert_close(_pooled([logits, logits], 2), 2 * ours)
+    busy = torch.zeros(64, EXPERTS).index_fill(1, torch.arange(EXPERTS // 2), 4.0)
+    each = [float(_pooled([one], 2)) for one in (busy, busy.flip(1))]
+    assert min(each) > 1.5 * float(_pooled([busy, busy.flip(1)], 2)) == pytest.approx(3.0)
 
 
 @pytest.mark.accept("moe", 3)

@@ -64,6 +64,17 @@ def test_an_interrupted_run_has_no_sample(run_forge: RunForge) -> None:
 
 
 @pytest.mark.unit
+@pytest.mark.accept("trial", 7)
+def test_a_model_that_can_not_generate_costs_only_the_sample(
+    run_forge: RunForge, caplog: pytest.LogCaptureFixture
+) -> None:
+    experts = {"moe": {"router": "expert_choice", "balance": 0.0}}
+    done = run_forge(["sample", "moe"], {**CONFIG, **experts})
+    assert done.finished.outcome == "done"
+    assert "There is no sample: This model can't generate text: under moe.router = 'expert_choice'" in caplog.text
+
+
+@pytest.mark.unit
 def test_a_prompt_that_is_too_long_costs_only_the_sample(run_forge: RunForge, caplog: pytest.LogCaptureFixture) -> None:
     done = run_forge(["sample"], {"sample": {"prompt": "a" * 80}})
     assert done.finished.outcome == "done"

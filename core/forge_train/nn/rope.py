@@ -29,6 +29,9 @@ class RoPE(nn.Module):
     Feature i is paired with feature i + head_dim / 2 (“rotate half”, the layout of Llama's and Qwen3's weights in
     Hugging Face format), and turned by `position · theta^(−2i / head_dim)`.
 
+    Frequencies, with each scaling, are those of `transformers` to the bit: at position 100,000 a relative error of 6e-8
+    turns the fastest feature by 0.006.
+
     cos and sin of all positions lie in two tables, `[length, head_dim / 2]` fp32, that all layers share, so that a
     training step computes neither.
 
@@ -57,14 +60,12 @@ class RoPE(nn.Module):
         device = self.cos.device
         if device.type == "meta":
             return  # nothing to fill, and a power of a meta tensor has torch (2.13) import its compiler: 0.6 s
-        frequencies = self.theta ** -(
-            torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
-        )
+        frequencies = 1.0 / _powers(self.theta, self.head_dim)
         factor = 1.0
         if self.scaling is not None:
             frequencies = self.scaling.frequencies(frequencies, self.theta)
             factor = self.scaling.attention_factor
-        angles = torch.arange(self.length, dtype=torch.float32, device=device)[:, None] * frequencies
+        angles = torch.arange(self.length, dtype=torch.float32, device=device)[:, None] * frequencies.to(device)
         self.cos, self.sin = angles.cos() * factor, angles.sin() * factor
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -85,6 +86,11 @@ class RoPE(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, length={self.length}, theta={self.theta}, scaling={self.scaling}"
+
+
+def _powers(theta: float, head_dim: int) -> Tensor:
+    """`theta^(2i / head_dim)`. On the CPU whatever the device of the tables: another rounds powers differently."""
+    return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +128,7 @@ class Llama3Scaling:
         return 1.0
 
     def frequencies(self, frequencies: Tensor, theta: float) -> Tensor:
-        turns = self.original_length * frequencies / (2 * math.pi)
+        turns = self.original_length / (2 * math.pi / frequencies)
         keep = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
         return keep * frequencies + (1 - keep) * frequencies / self.factor
 
@@ -159,8 +165,10 @@ class YarnScaling:
         first, last = max(first, 0), min(last, 2 * count - 1)
         index = torch.arange(count, dtype=torch.float32, device=frequencies.device)
         # Published models were trained with the border widened where both fall on one feature.
-        stretch = ((index - first) / (last - first or 0.001)).clamp(0, 1)
-        return (1 - stretch) * frequencies + stretch * frequencies / self.factor
+        width = (last if last != first else last + 0.001) - first
+        keep = 1 - ((index - first) / width).clamp(0, 1)
+        slow = 1.0 / (self.factor * _powers(theta, 2 * count).to(frequencies.device))
+        return (1 - keep) * slow + keep * frequencies
 
     def _feature(self, turns: float, count: int, theta: float) -> float:
         """The (fractional) feature that turns that often within the original length: eq. 17 solved for the feature."""

@@ -102,6 +102,9 @@ class Completion:
             raise ConfigError("Text is generated with whole models and sequences; this one is cut by pp or cp.")
         if not job.hooks.provider("tokenizer"):
             raise ConfigError("No enabled plugin provides a tokenizer, which generating text needs.")
+        for name, module in model.parts[0].named_modules():
+            if reason := getattr(module, "looks_ahead", ""):
+                raise ConfigError(f"This model can't generate text: {reason} (module {name!r}).")
         self._job, self._model, self._part, self._sampling = job, model, model.parts[0], sampling
         self._tokenizer = job.hooks.tokenizer()
         self._prompt = self._encode(prompt)

@@ -143,11 +143,13 @@ class Routed(nn.Module):
         transport: carries rows to experts and back.
         slices: which of the tokens this rank has, where tensor parallelism splits them.
         losses: weights of the auxiliary losses.
-        capacity: most rows of an expert, in multiples of the mean over the micro-batch; 0 is no limit.
+        capacity: most rows of an expert in training, in multiples of the mean over the micro-batch; 0 is no limit.
         expert_choice: whether experts choose tokens.
     """
 
     statistics: Tensor
+    looks_ahead = ""
+    """Why what a token becomes depends on later tokens."""
 
     def __init__(
         self,
@@ -165,6 +167,11 @@ class Routed(nn.Module):
         self.count = router.weight.shape[0]
         self.transport, self.slices, self.losses = transport, slices, losses
         self.capacity, self.expert_choice = capacity, expert_choice
+        if expert_choice:
+            self.looks_ahead = (
+                "under moe.router = 'expert_choice' each expert chooses among all tokens of a text, so what a token "
+                "becomes depends on tokens that are not generated yet"
+            )
         self.register_buffer("statistics", torch.zeros(self.count + len(MEASURES)), persistent=False)
 
     def reset_buffers(self) -> None:
@@ -185,7 +192,7 @@ class Routed(nn.Module):
     def _by_tokens(self, x: Tensor, batch: int, meanwhile: Callable[[], None] | None) -> Tensor:
         routing: Routing = self.router(x)
         experts = routing.experts
-        if self.capacity:
+        if self.capacity and self.training:
             experts = experts.masked_fill(~self._within_capacity(routing, batch), -1)
         rows, sizes, handle = self.transport.dispatch(x, experts, self.count, meanwhile=meanwhile)
         weights = self._with_losses(routing, experts, batch).to(x.dtype)

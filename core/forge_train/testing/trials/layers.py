@@ -55,7 +55,19 @@ def _trains(module: nn.Module, x: Tensor) -> str:
 
 
 def attention_looks_only_back(bench: Bench) -> None:
-    module, x = _module(bench, "attention"), _input(bench)
+    _looks_only_back(_module(bench, "attention"), _input(bench))
+
+
+def feed_forward_looks_only_back(bench: Bench) -> str:
+    """Outside of training, or it declares why not."""
+    module = _module(bench, "feed_forward").eval()
+    if reason := next((reason for one in module.modules() if (reason := getattr(one, "looks_ahead", ""))), ""):
+        return f"declared: {reason}"
+    _looks_only_back(module, _input(bench))
+    return ""
+
+
+def _looks_only_back(module: nn.Module, x: Tensor) -> None:
     changed = x.clone()
     changed[:, SEQUENCE // 2 :] += 1
     with torch.no_grad():
@@ -167,7 +179,10 @@ TRIALS: Trials = {
         ("continues from its cache", attention_continues_from_its_cache),
         ("shows its kernel", attention_shows_its_kernel),
     ],
-    "feed_forward": [("shape and gradients", feed_forward_trains)],
+    "feed_forward": [
+        ("shape and gradients", feed_forward_trains),
+        ("looks only back", feed_forward_looks_only_back),
+    ],
     "attention_kernel": [("agrees with the formula", kernel_agrees_with_its_formula)],
     "token_dispatch": [("tokens go to their experts and back", dispatch_goes_round)],
 }
