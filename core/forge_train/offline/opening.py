@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,28 +101,9 @@ def setup_of(path: Path, saved: Mapping[str, Any]) -> Setup:
     alone = (*(f"parallel.{axis}=1" for axis in AXES), "parallel.dp_shard=1")
     request = Request(config=file, without=tuple(sorted(named - kept - already)), set=alone)
     try:
-        setup = resolve(request, training=False)
-        if moved := _moved_tokenizer(setup, path):
-            setup = resolve(dataclasses.replace(request, set=(*alone, moved)), training=False)
+        return resolve(request, training=False)
     except ConfigError as error:
         raise ConfigError(f"{path} can't be opened with the plugins that are installed now:\n{error}") from error
-    return setup
-
-
-def tokenizer_file(setup: Setup) -> Path | None:
-    """The `tokenizer.json` of a run: what the tokenizer's plugin has in the key `tokenizer`, if that is a file."""
-    name = setup.hooks.provider("tokenizer")
-    value = getattr(setup.config.sections[name], "tokenizer", None) if name else None
-    file = Path(value).expanduser() if isinstance(value, str) else None
-    return file if file and file.is_file() else None
-
-
-def _moved_tokenizer(setup: Setup, path: Path) -> str:
-    """The assignment that finds the tokenizer inside a checkpoint which is not where it was made."""
-    name, beside = setup.hooks.provider("tokenizer"), path / "tokenizer.json"
-    if not name or not beside.is_file() or tokenizer_file(setup):
-        return ""
-    return f"{name}.tokenizer={beside}" if hasattr(setup.config.sections[name], "tokenizer") else ""
 
 
 def lone_job(setup: Setup, path: Path, device: Device | None = None) -> Job:

@@ -50,7 +50,7 @@ def save(folder: Path, step: int, state: Mapping[str, Any], dist: DistributedCon
         step: the optimizer step it is of.
         state: tensors and JSON, as `forge_train.storage.state` takes it apart.
         dist: who writes.
-        beside: files to put into it (the configuration, the list of plugins).
+        beside: files and folders to put into it (the configuration, the list of plugins, the tokenizer).
 
     Raises:
         ForgeError: if the disk refuses; earlier checkpoints stay as they are.
@@ -94,8 +94,8 @@ def write(
         dcp.write(part, tensors, alone=dist.world == 1, contents=contents)
         if dist.main:
             write_json(part / "state.json", {"format": FORMAT, "step": step, **rest})
-            for file in beside:
-                shutil.copyfile(file, part / file.name)
+            for path in beside:
+                shutil.copytree(path, part / path.name) if path.is_dir() else shutil.copyfile(path, part / path.name)
             size = _seal(part)
             if problem := check(part, contents=True):
                 raise ForgeError(f"{target}: what was saved can't be read back: {problem}.")
@@ -143,7 +143,7 @@ def found(folder: Path) -> list[Saved]:
     """Checkpoints of a run, newest first, whole or damaged; what was never finished has another name."""
     paths = [(path, match) for path in folder.glob("step-*") if (match := _NAME.match(path.name))]
     return [
-        Saved(path, int(match.group(1)), sum(file.stat().st_size for file in path.iterdir() if file.is_file()))
+        Saved(path, int(match.group(1)), sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
         for path, match in sorted(paths, key=lambda pair: int(pair[1].group(1)), reverse=True)
         if path.is_dir()
     ]
@@ -267,16 +267,17 @@ def _place(name: str, shape: tuple[int, ...], dtype: torch.dtype, like: Mapping[
 
 def _seal(path: Path) -> int:
     """Write the manifest, and have everything on disk; the bytes of all files."""
-    files = sorted(file for file in path.iterdir() if file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.is_file())
     entries, total = {}, 0
     for file in files:
         with file.open("rb") as data:
             os.fsync(data.fileno())
         size = file.stat().st_size
-        entries[file.name] = {"bytes": size, "sha256": _sha256(file)}
+        entries[str(file.relative_to(path))] = {"bytes": size, "sha256": _sha256(file)}
         total += size
     write_json(path / MANIFEST, {"files": entries})
-    _sync(path)
+    for folder in {file.parent for file in files} | {path}:
+        _sync(folder)
     return total
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import Config
 from ..errors import ConfigError
 from ..processes.world import World
+from . import model_files
 from .records import EventSchema, Records, read
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Run:
                 shutil.rmtree(self.dir / "tensorboard", ignore_errors=True)
             from ..config.write import to_toml
 
+            config = model_files.keep(config, hooks, self.dir, fresh=fresh)
             write_whole(self.dir / "config.toml", to_toml(config, hooks))
             write_json(self.dir / "plugins.json", plugin_list(hooks))
             write_json(self.dir / "environment.json", environment())
@@ -178,7 +180,7 @@ def begin(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = 
 
 def _unfinished(path: Path) -> bool:
     """Whether a folder holds nothing but what is written before it is a run, by a process that was killed just then."""
-    known = ("log", "checkpoints", "config.toml")
+    known = ("log", "checkpoints", "config.toml", model_files.FOLDER)
     return path.is_dir() and all(one.name in known or one.name.endswith(".partial") for one in path.iterdir())
 
 
