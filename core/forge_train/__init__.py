@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .events import StepResult as StepResult
     from .events import Update as Update
     from .job import Job as Job
+    from .plugin import FilePath as FilePath
     from .plugin import Ge as Ge
     from .plugin import Gt as Gt
     from .plugin import Le as Le
@@ -64,7 +65,7 @@ _HOME = {
     "errors": "ConfigError DivergedError ForgeError PluginError",
     "job": "Job",
     "composition.model": "Model",
-    "plugin": "Ge Gt Le Lt Plugin Volatile hookimpl section",
+    "plugin": "FilePath Ge Gt Le Lt Plugin Volatile hookimpl section",
     "events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
     "protocols": "MASKED Attention AttentionKernel Batch Executor FeedForward HFModel Init Layer Loader LossFunction"
     " LossScale PrepareBatch Problem Schedule Span SpanName Task TokenDispatch Tokenizer",

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from .errors import PluginError
 
-__all__ = ["API", "Ge", "Gt", "Le", "Lt", "Plugin", "Volatile", "hookimpl", "section"]
+__all__ = ["API", "FilePath", "Ge", "Gt", "Le", "Lt", "Plugin", "Volatile", "hookimpl", "section"]
 
 PROJECT = "forge_train"
 API = (1, 0)
@@ -47,6 +47,20 @@ class Volatile:
 
     Use it as ``Annotated[int, Volatile()]``.
     """
+
+
+@dataclasses.dataclass(frozen=True)
+class FilePath:
+    """Marks a configuration field that names a file or a folder, as in ``Annotated[str, FilePath()]``.
+
+    In a TOML file, a relative path starts at that file's folder; elsewhere, where the command was started. The plugin
+    gets an absolute path, so that a configuration can be moved together with the files it names.
+
+    Args:
+        words: values that are no paths.
+    """
+
+    words: tuple[str, ...] = ()
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

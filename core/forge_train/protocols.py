@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor, nn
 
 MASKED = -100
@@ -118,11 +119,29 @@ class Tokenizer(Protocol):
 
     vocabulary: int
     """Number of token ids."""
+    begin: tuple[int, ...]
+    """Ids that precede each document and each prompt; as a rule none, or one."""
     end: int | None
-    """The id that ends a document, if there is one."""
+    """The id that follows each document, if there is one."""
+    stops: tuple[int, ...]
+    """Ids that end a generated text, `end` among them."""
+    digest: str
+    """Differs between tokenizers that give other ids: token caches lie under it, and resuming compares it."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without `begin` and `end`."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@runtime_checkable
+class DocumentEncoder(Protocol):
+    """A tokenizer that encodes many documents at once, which is faster than one by one; it need not."""
+
+    def encode_documents(self, documents: Sequence[bytes]) -> Sequence[NDArray[Any]]:
+        """Ids of UTF-8 texts, one array of integers each, without `begin` and `end`."""
+        ...
 
 
 class AttentionKernel(Protocol):

@@ -106,8 +106,7 @@ class Decoder(Plugin):
 
         with torch.device("meta"):
             model = self.build_model(job)
-        end = job.hooks.tokenizer().end if job.hooks.provider("tokenizer") else None
-        return write(self.config, self._vocabulary(job), end, model)
+        return write(self.config, self._vocabulary(job), model)
 
     def _vocabulary(self, job: Job) -> int:
         """Token ids of the model: at least as many as the tokenizer has.

@@ -5,36 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from forge_train import Batch, ConfigError, Ge, Lt, Plugin, Volatile, hookimpl, section
 from forge_train.events import Evaluation
-from forge_train.protocols import Loader, Problem, Tokenizer
+from forge_train.protocols import Loader, Problem
 
 if TYPE_CHECKING:
     from forge_train import Job
     from forge_train.config import Config as RunConfig
 
     from ._text.corpus import Corpus, Recipe, Split
-    from ._text.vocabulary import ByteTokenizer, JSONTokenizer
 
 
 class Text(Plugin):
-    """Text files, tokenised once and packed into sequences; by default Python's own library, byte by byte.
+    """Text files, tokenised once and packed into sequences; by default Python's own library.
 
+    The run's tokenizer makes the tokens; `text.tokenizer` is another name for `tokenizer.path`.
     `bits_per_byte` of an evaluation does not depend on the tokenizer; `trigram_bits_per_byte` is what counting byte
     trigrams of the training text gives on the same held-out text.
     """
 
     api = (1, 0)
+    requires = ("tokenizer",)
 
     @section
     class Config:
         path: str | tuple[str, ...] = ""
         """Files, folders (.txt .md .rst .py .jsonl in them) or glob patterns; empty for Python's standard library."""
-        tokenizer: str = "bytes"
-        """`bytes`, or the path of a `tokenizer.json` of Hugging Face's tokenizers."""
         field: str = "text"
         """Where a .jsonl line has its text."""
         held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
@@ -49,6 +47,7 @@ class Text(Plugin):
         """Report at each evaluation what a byte trigram achieves on the held-out text."""
 
     config: Config
+    _corpus: Corpus | None = None
     _held_out: Split | None = None
 
     @hookimpl
@@ -67,22 +66,21 @@ class Text(Plugin):
                 find(self.config.path)
             except ConfigError as error:
                 yield Problem("text.path", str(error).removeprefix("text.path: "))
-        if self.config.tokenizer != "bytes" and not (path := Path(self.config.tokenizer).expanduser()).is_file():
-            yield Problem("text.tokenizer", f"no file {str(path)!r}; expected 'bytes' or a tokenizer.json.")
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
         from ._text.loader import make_loader
 
-        part: Split = getattr(self._corpus, split)
+        corpus = self._open(job)
+        part: Split = getattr(corpus, split)
         loader = make_loader(
             part,
             split,
             job,
             shuffle=self.config.shuffle,
             isolate=self.config.isolate,
-            corpus=self._corpus.key,
-            name=self._corpus.name,
+            corpus=corpus.key,
+            name=corpus.name,
         )
         if split == "validation":
             self._held_out = part
@@ -95,10 +93,6 @@ class Text(Plugin):
         train = job.config.train
         ids = torch.zeros(train.micro_batch, train.sequence, dtype=torch.int64)
         return Batch(ids, ids, ids, ids) if self.config.isolate else Batch(ids, ids)
-
-    @hookimpl
-    def tokenizer(self, job: Job) -> Tokenizer:
-        return self._vocabulary
 
     @hookimpl
     def on_evaluate(self, evaluation: Evaluation) -> None:
@@ -117,22 +111,16 @@ class Text(Plugin):
 
         return Recipe(self.config.path, self.config.field, self.config.held_out)
 
-    @cached_property
-    def _vocabulary(self) -> ByteTokenizer | JSONTokenizer:
-        from ._text.vocabulary import ByteTokenizer, JSONTokenizer
-
-        name = self.config.tokenizer
-        return ByteTokenizer() if name == "bytes" else JSONTokenizer(Path(name).expanduser())
-
-    @cached_property
-    def _corpus(self) -> Corpus:
+    def _open(self, job: Job) -> Corpus:
         from ._text.cache import folder
         from ._text.corpus import open_corpus
 
-        return open_corpus(self._recipe, self._vocabulary, folder(self.config.cache))
+        if self._corpus is None:
+            self._corpus = open_corpus(self._recipe, job.hooks.tokenizer(), folder(self.config.cache))
+        return self._corpus
 
     @cached_property
     def _trigram(self) -> float | None:
         from ._text.corpus import trigram
 
-        return trigram(self._recipe, self._corpus)
+        return trigram(self._recipe, self._corpus) if self._corpus else None

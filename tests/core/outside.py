@@ -73,7 +73,10 @@ class OutsideTokenizer(Outside):
 
 
 class Latin:
+    begin: tuple[int, ...] = ()
     end = None
+    stops: tuple[int, ...] = ()
+    digest = "latin-1"
 
     def __init__(self, owner: Outside) -> None:
         self.owner = owner

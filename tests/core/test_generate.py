@@ -20,7 +20,7 @@ import tiny_models
 from forge_train import ConfigError, ForgeError
 from forge_train.offline.generate import Completion, Sampling, _Stops, _Stream, choose
 from forge_train_cli.app import run as forge
-from forge_train_plugins._text.vocabulary import ByteTokenizer
+from forge_train_plugins._tokenizer.byte import ByteTokenizer
 
 GREEDY = Sampling(tokens=20, temperature=0)
 
@@ -191,14 +191,14 @@ class Scripted(nn.Module):
         return nn.functional.one_hot(torch.tensor([wanted]), self.vocabulary).float()
 
 
-def scripted(script: Sequence[int], tokenizer: Any = None, **values: Any) -> Completion:
+def scripted(script: Sequence[int], tokenizer: Any = None, prompt: str = "", **values: Any) -> Completion:
     tokenizer = tokenizer or ByteTokenizer()
     task = SimpleNamespace(outputs=lambda part, hidden, batch: hidden)
     hooks = SimpleNamespace(provider=lambda slot: "text", tokenizer=lambda: tokenizer, task=lambda: task)
     dist = SimpleNamespace(layout=SimpleNamespace(cp=1), on_main=lambda function: function())
     job = SimpleNamespace(hooks=hooks, dist=dist, device=torch.device("cpu"))
     model = SimpleNamespace(parts=(Scripted(script),), release=lambda: None)
-    return Completion(job, model, "", Sampling(**({"tokens": len(script), "temperature": 0} | values)))  # type: ignore[arg-type]
+    return Completion(job, model, prompt, Sampling(**({"tokens": len(script), "temperature": 0} | values)))  # type: ignore[arg-type]
 
 
 @pytest.mark.unit
@@ -206,6 +206,23 @@ def test_the_documents_end_ends_the_text() -> None:
     completion = scripted([*b"so", 256, *b"more"])
     assert "".join(completion) == completion.text == "so"
     assert (completion.stopped, completion.tokens) == ("end", 2)
+
+
+class Instructed(ByteTokenizer):
+    """Bytes that begin with 1, and that 2 ends too."""
+
+    begin = (1,)
+    stops = (256, 2)
+
+
+@pytest.mark.unit
+@pytest.mark.accept("trial", 4)
+def test_a_prompt_begins_as_the_tokenizer_says_and_every_stop_ends_it() -> None:
+    completion = scripted([*b"_so", 2, *b"more"], Instructed())
+    assert completion._prompt == [1], "not the end of another document"
+    completion = scripted([*b"_so", 2, *b"more"], Instructed(), prompt="a")
+    assert completion._prompt == [1, *b"a"]
+    assert ("".join(completion), completion.stopped, completion.tokens) == ("so", "end", 2)
 
 
 @pytest.mark.unit

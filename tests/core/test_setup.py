@@ -71,9 +71,9 @@ def test_defaults_fill_the_slots_that_nobody_else_fills() -> None:
         "lr_schedule": "cosine",
         "optimizer": "adamw",
         "task": "next_token",
+        "tokenizer": "tokenizer",
     }
     assert made.hooks.provider("build_model") == "toy_model"
-    assert made.hooks.provider("tokenizer") is None  # `text` would fill it, and stepped aside with its other slot
 
 
 @pytest.mark.usefixtures("here")

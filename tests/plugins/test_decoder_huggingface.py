@@ -140,10 +140,9 @@ def test_a_block_of_another_kind_is_named() -> None:
         fakes.make(Decoder, **fakes.TINY).export_hf(job)
 
 
-def test_the_tokenizer_says_where_a_document_ends() -> None:
-    job = fakes.job(tokenizer=SimpleNamespace(vocabulary=70, end=3))
-    config = fakes.make(Decoder, **(fakes.TINY | {"vocabulary": 0})).export_hf(job).config
-    assert (config["vocab_size"], config["eos_token_id"], config["bos_token_id"]) == (70, 3, None)
+def test_the_vocabulary_is_the_tokenizers() -> None:
+    job = fakes.job(tokenizer=SimpleNamespace(vocabulary=70))
+    assert fakes.make(Decoder, **(fakes.TINY | {"vocabulary": 0})).export_hf(job).config["vocab_size"] == 70
 
 
 def test_defaults_that_follow_from_others_are_written_out() -> None:

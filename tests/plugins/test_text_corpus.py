@@ -17,15 +17,16 @@ import tokenizers
 from forge_train import ConfigError
 from forge_train_plugins._text import cache, documents
 from forge_train_plugins._text.corpus import Corpus, Split
-from forge_train_plugins._text.vocabulary import ByteTokenizer, JSONTokenizer
+from forge_train_plugins._tokenizer.byte import ByteTokenizer
+from forge_train_plugins._tokenizer.pretrained import PretrainedTokenizer
 from forge_train_plugins.text import Text
 from text_fakes import job, plugin, prose, write
 
 pytestmark = pytest.mark.unit
 
 
-def corpus(cache: Path, path: Path | str | tuple[str, ...], **options: Any) -> Corpus:
-    return plugin(cache, path, **options)._corpus
+def corpus(cache: Path, path: Path | str | tuple[str, ...], tokenizer: Any = None, **options: Any) -> Corpus:
+    return plugin(cache, path, **options)._open(job(tokenizer=tokenizer))
 
 
 def texts(part: Split) -> list[str]:
@@ -166,10 +167,9 @@ class TestBadInput:
             plugin(store, tmp_path / "x.txt").build_data(job(sequence=40), "validation")
 
     def test_check_config_finds_what_needs_no_reading(self, store: Path, tmp_path: Path) -> None:
-        found = list(plugin(store, tmp_path / "gone", tokenizer="gone.json").check_config(asked()))
+        found = list(plugin(store, tmp_path / "gone").check_config(asked()))
         assert [(problem.key, problem.message.split(": ")[-1].split(" (")[0]) for problem in found] == [
             ("text.path", "no such file or folder"),
-            ("text.tokenizer", "no file 'gone.json'; expected 'bytes' or a tokenizer.json."),
         ]
         assert not list(Text(Text.Config()).check_config(asked()))
 
@@ -454,14 +454,14 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class TestTokenizers:
     def test_bytes(self) -> None:
-        vocabulary = Text(Text.Config()).tokenizer(job())
+        vocabulary = ByteTokenizer()
         assert (vocabulary.vocabulary, vocabulary.end) == (257, 256)
         assert vocabulary.encode("dé") == [100, 0xC3, 0xA9]
         assert vocabulary.decode([100, 0xC3, 0xA9, 256]) == "dé"
         assert vocabulary.decode([0xC3, 100]) == "�d"
 
     def test_json(self, bpe: Path) -> None:
-        vocabulary = Text(Text.Config(tokenizer=str(bpe))).tokenizer(job())
+        vocabulary = PretrainedTokenizer(bpe)
         assert vocabulary.vocabulary == 400
         assert vocabulary.end == 2
         ids = vocabulary.encode(prose(1))
@@ -470,8 +470,8 @@ class TestTokenizers:
 
     def test_tokens_of_a_corpus(self, store: Path, tmp_path: Path, bpe: Path) -> None:
         data = write(tmp_path / "d", {"a.txt": prose(1), "b.txt": prose(2)})
-        found = corpus(store, data, tokenizer=str(bpe), held_out=0.0)
-        vocabulary = JSONTokenizer(bpe)
+        found = corpus(store, data, tokenizer=PretrainedTokenizer(bpe), held_out=0.0)
+        vocabulary = PretrainedTokenizer(bpe)
         expected = [id for seed in (1, 2) for id in [*vocabulary.encode(prose(seed)), 2]]
         assert found.train.tokens.tolist() == expected
         assert found.train.tokens.dtype == np.uint16
@@ -479,8 +479,8 @@ class TestTokenizers:
 
     def test_long_documents_are_encoded_in_pieces(self, bpe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text = prose(7, 500)
-        monkeypatch.setattr("forge_train_plugins._text.vocabulary._PIECE", 200)
-        vocabulary = JSONTokenizer(bpe)
+        monkeypatch.setattr("forge_train_plugins._tokenizer.pretrained._PIECE", 200)
+        vocabulary = PretrainedTokenizer(bpe)
         (ids,) = vocabulary.encode_documents([text.encode()])
         assert vocabulary.decode(ids.tolist()) == text
 
@@ -490,7 +490,7 @@ class TestTokenizers:
         words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
         words.save(str(tmp_path / "w.json"))
         data = write(tmp_path / "d", {"a.txt": "hello you", "b.txt": "  \n", "c.txt": "you there"})
-        found = corpus(store, data, tokenizer=str(tmp_path / "w.json"), held_out=0.0)
+        found = corpus(store, data, tokenizer=PretrainedTokenizer(tmp_path / "w.json"), held_out=0.0)
         assert found.train.tokens.tolist() == [1, 2, 2, 0]
         assert found.train.ends.tolist() == [2, 4], "a document without a token is none"
         assert found.train.tokens.dtype == np.uint8
@@ -498,7 +498,7 @@ class TestTokenizers:
     @pytest.mark.parametrize("content", [b"{}", b"\xff", b"hello"])
     def test_a_file_that_is_no_tokenizer(self, tmp_path: Path, content: bytes) -> None:
         write(tmp_path, {"t.json": content})
-        with pytest.raises(ConfigError, match=r"text\.tokenizer: .*t\.json is no tokenizer"):
-            JSONTokenizer(tmp_path / "t.json")
+        with pytest.raises(ConfigError, match=r"tokenizer\.path: .*t\.json is no tokenizer"):
+            PretrainedTokenizer(tmp_path / "t.json")
         with pytest.raises(ConfigError, match=r"none\.json can't be read"):
-            JSONTokenizer(tmp_path / "none.json")
+            PretrainedTokenizer(tmp_path / "none.json")

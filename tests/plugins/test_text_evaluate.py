@@ -19,6 +19,7 @@ from forge_train import Evaluation
 from forge_train_plugins._text import baseline
 from forge_train_plugins._text.baseline import trigram_bits_per_byte
 from forge_train_plugins._text.documents import Side
+from forge_train_plugins._tokenizer.pretrained import PretrainedTokenizer
 from text_fakes import job, plugin, prose, write
 
 pytestmark = pytest.mark.unit
@@ -89,9 +90,9 @@ class TestEvaluation:
         words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "a": 1, "</s>": 2}, unk_token="?"))
         words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         words.save(str(tmp_path / "w.json"))
-        text = plugin(tmp_path / "cache", data, held_out=0.3, tokenizer=str(tmp_path / "w.json"), baseline=False)
-        text.build_data(job(), "validation")
-        part = text._corpus.validation
+        text = plugin(tmp_path / "cache", data, held_out=0.3, baseline=False)
+        text.build_data(job(tokenizer=PretrainedTokenizer(tmp_path / "w.json")), "validation")
+        part = text._corpus.validation  # type: ignore[union-attr]
         predicted = len(part.tokens) - len(part.ends)
         metrics = self.evaluate(text, 5.0)
         assert metrics == {"text.bits_per_byte": pytest.approx(5 / math.log(2) * predicted / part.bytes)}

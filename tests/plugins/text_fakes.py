@@ -11,11 +11,15 @@ import numpy as np
 import torch
 
 from forge_train_plugins._text.corpus import Split
+from forge_train_plugins._tokenizer.byte import ByteTokenizer
 from forge_train_plugins.text import Text
 
 
-def job(*, sequence: int = 8, micro_batch: int = 2, rank: int = 0, ranks: int = 1, seed: int = 0) -> Any:
+def job(
+    *, sequence: int = 8, micro_batch: int = 2, rank: int = 0, ranks: int = 1, seed: int = 0, tokenizer: Any = None
+) -> Any:
     return SimpleNamespace(
+        hooks=SimpleNamespace(tokenizer=lambda: tokenizer or ByteTokenizer()),
         config=SimpleNamespace(train=SimpleNamespace(sequence=sequence, micro_batch=micro_batch)),
         dist=SimpleNamespace(data_rank=rank, data_ranks=ranks),
         device=torch.device("cpu"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +20,7 @@ from .sections import (
     TrainSection,
 )
 from .toml import Key
-from .validate import plain
+from .validate import mark, plain
 
 __all__ = ["Config", "Origin", "Request"]
 
@@ -85,13 +83,7 @@ class Config:
 
 def is_volatile(section: type, key: str) -> bool:
     """Whether a field is marked as changing no number."""
-    hint = _hints(section)[key]
-    return any(isinstance(mark, Volatile) for mark in getattr(hint, "__metadata__", ()))
-
-
-@functools.cache
-def _hints(section: type) -> dict[str, Any]:
-    return typing.get_type_hints(section, include_extras=True)
+    return mark(section, (key,), Volatile) is not None
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -36,6 +36,11 @@ class Origin:
     def __str__(self) -> str:
         return self.where or self.kind
 
+    @property
+    def folder(self) -> Path:
+        """Where a relative path starts that stands there."""
+        return Path(self.where.rpartition(":")[0]).parent if self.kind == "file" else Path()
+
 
 DEFAULT = Origin("default")
 
@@ -58,8 +63,11 @@ class Tree:
     """Tables that were written, empty ones too."""
     mistakes: list[str] = field(default_factory=list)
     """Values at the top of a file, where only sections stand."""
+    aliases: dict[Key, Key] = field(default_factory=dict)
+    """Keys that stand for others."""
 
     def put(self, key: Key, value: Value) -> None:
+        key = self.aliases.get(key, key)
         for other in [k for k in self.values if k[: len(key)] == key or key[: len(k)] == k]:
             del self.values[other]
         for table in [k for k in self.tables if len(k) > 1 and k[: len(key)] == key]:
@@ -76,20 +84,30 @@ class Tree:
         """
         _check_top(document, origin)
         spellings: dict[str, str] = {}
+        written: dict[Key, Key] = {}
         for key, value in _leaves(document.data, ()):
             at = Origin(origin.kind, f"{origin.where}:{document.line(key)}")
             if (other := spellings.setdefault(canonical(key[0]), key[0])) != key[0]:
                 raise ConfigError(f"{at}: section [{key[0]}] is section [{other}]; write it once.")
             key = (canonical(key[0]), *key[1:])
             if value is _TABLE:
-                self.tables[key] = at
+                if not self._only_aliases(key, document.data[spellings[key[0]]]):
+                    self.tables[key] = at
             elif key in (("plugins",), ("without",)):
                 self._extend(key, Value(value, at))
             elif len(key) == 1 and key[0] not in TOP_KEYS:
                 hint = nearest(key[0], TOP_KEYS) or f" Only {', '.join(TOP_KEYS)} and sections stand at the top."
                 self.mistakes.append(f"{at}: {key[0]}: expected a section [{key[0]}], found {value!r}.{hint}")
             else:
-                self.put(key, Value(_beside(document.path, value) if origin.kind == "file" else value, at))
+                if (other := written.setdefault(self.aliases.get(key, key), key)) != key:
+                    self.mistakes.append(
+                        f"{at}: {'.'.join(other)} and {'.'.join(key)} are two names of one value; keep one."
+                    )
+                self.put(key, Value(value, at))
+
+    def _only_aliases(self, key: Key, section: Mapping[str, Any]) -> bool:
+        """Whether everything in a section stands for keys of other sections."""
+        return len(key) == 1 and bool(section) and all((*key, name) in self.aliases for name in section)
 
     def _extend(self, key: Key, more: Value) -> None:
         """Lists of plugins add up over the layers."""
@@ -163,7 +181,10 @@ def lay(request: Request) -> Layered:
     """
     tree = Tree()
     if base := presets().get("base"):
-        tree.lay(read(base), Origin("preset", base.name))
+        document = read(base)
+        aliases: dict[str, str] = document.data.pop("aliases", {})
+        tree.aliases = {tuple(key.split(".")): tuple(other.split(".")) for key, other in aliases.items()}
+        tree.lay(document, Origin("preset", base.name))
     document, is_preset = _main_document(request.config)
     if document is not None:
         parent = document.data.get("preset")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from ..plugin import Ge, Gt, Lt, Volatile, section
+from ..plugin import FilePath, Ge, Gt, Lt, Volatile, section
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -51,7 +51,7 @@ class TrainSection:
     """Batches per evaluation, each of `global_batch` sequences: the same text on every layout."""
     precision: Precision = "fp32"
     """dtype of the forward and backward pass; weights and optimizer state stay fp32."""
-    init_from: str = ""
+    init_from: Annotated[str, FilePath()] = ""
     """A checkpoint, or a run, whose weights to start from."""
 
 

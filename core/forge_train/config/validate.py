@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import re
 import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from ..errors import nearest
-from .layers import Value
+from ..plugin import FilePath
+from .layers import Origin, Value
 from .toml import Key
+
+_M = TypeVar("_M")
 
 
 def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[str]) -> Any:
@@ -38,7 +43,7 @@ def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[s
         if not _is_json(read):
             mistakes.append(f"{value.origin}: {_dotted(name, key)}: dates and times are not used in configurations.")
             return None
-        _nest(plain, key, read)
+        _nest(plain, key, _absolute(cls, key, read, value.origin))
     try:
         return pydantic.TypeAdapter(cls).validate_json(json.dumps(plain), strict=True)
     except pydantic.ValidationError as error:
@@ -71,6 +76,13 @@ def read_text(cls: type, key: Key, text: str) -> Any:
     return text
 
 
+def _absolute(cls: type, key: Key, value: Any, origin: Origin) -> Any:
+    """The value, as an absolute path if its field is a `FilePath`."""
+    if not isinstance(value, str) or not value or (marked := mark(cls, key, FilePath)) is None or value in marked.words:
+        return value
+    return str((origin.folder / Path(value).expanduser()).absolute())
+
+
 _DECIMAL = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 """What people write for a number and TOML does not take."""
 
@@ -88,7 +100,7 @@ def annotation_of(cls: type, key: Key) -> Any:
     """The declared type of a field, or Any where the section has none of that name."""
     if not key or not dataclasses.is_dataclass(cls):
         return Any
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = _hints(cls)
     if key[0] not in hints:
         return Any
     annotation = hints[key[0]]
@@ -96,6 +108,17 @@ def annotation_of(cls: type, key: Key) -> Any:
         return annotation
     inner = next((member for member in _members(annotation) if dataclasses.is_dataclass(member)), None)
     return annotation_of(typing.cast(type, inner), key[1:]) if inner else Any
+
+
+@functools.cache
+def _hints(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section, include_extras=True)
+
+
+def mark(cls: type, key: Key, kind: type[_M]) -> _M | None:
+    """The mark of a kind (`Volatile`, `FilePath`) on a field, or None."""
+    marks = getattr(annotation_of(cls, key), "__metadata__", ())
+    return next((one for one in marks if isinstance(one, kind)), None)
 
 
 def plain(section: Any) -> dict[str, Any]:

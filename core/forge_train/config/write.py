@@ -10,12 +10,14 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..hookspecs import KINDS
 from ..registry.discovery import canonical
 from .layers import CONDITIONAL, Request, lay
 from .sections import CORE_SECTIONS
+from .toml import Key
 from .validate import plain
 
 if TYPE_CHECKING:
@@ -23,13 +25,14 @@ if TYPE_CHECKING:
     from . import Config
 
 
-def to_toml(config: Config, hooks: Hooks, *, comments: bool = False) -> str:
+def to_toml(config: Config, hooks: Hooks, *, comments: bool = False, notes: Mapping[Key, str] | None = None) -> str:
     """The resolved configuration, complete: `forge train` on it repeats the run. `run.name` is left out.
 
     Args:
         config: what to write.
         hooks: the enabled plugins, for their summaries.
         comments: whether to write each key's documentation and range above it.
+        notes: comments to write beside keys.
     """
     import tomlkit
 
@@ -49,8 +52,24 @@ def to_toml(config: Config, hooks: Hooks, *, comments: bool = False) -> str:
             summary = CORE_SECTIONS[name].__doc__ if name in CORE_SECTIONS else hooks.enabled[name].found.summary
             table.comment((summary or "").strip().splitlines()[0])
         _fill(table, type(section), values, comments=comments)
+        for key, note in (notes or {}).items():
+            if key[0] == name and key[-1] in table:
+                table[key[-1]].comment(note)
         document[name] = table
     return tomlkit.dumps(document)
+
+
+def comments_in(preset: Path) -> dict[Key, str]:
+    """The comments beside the keys of a preset's sections."""
+    import tomlkit
+
+    tables = {name: table for name, table in tomlkit.parse(preset.read_text(encoding="utf-8")).items() if table}
+    return {
+        (name, key): comment
+        for name, table in tables.items()
+        for key in table
+        if (comment := table[key].trivia.comment.lstrip("# "))
+    }
 
 
 def _in_tables(slots: Mapping[str, str]) -> dict[str, Any]:

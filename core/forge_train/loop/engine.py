@@ -135,11 +135,11 @@ def _describe_again(job: Job, *, fresh: bool) -> None:
     """Describe a run that was there before; one without a checkpoint starts over, and what it left is kept."""
     run, text = job.run, to_toml(job.config, job.hooks)
     if not fresh:
-        run.describe(job.config, job.hooks)
+        run.describe(job.config, job.hooks, fresh=False)
         return
     changes = changed_values(run.dir / "config.toml", text)
     aside = run.set_aside()
-    run.describe(job.config, job.hooks)
+    run.describe(job.config, job.hooks, fresh=True)
     log.warning(
         "%s has no whole checkpoint, so the run starts over. What was there is kept in %s.%s",
         run.dir,
@@ -208,7 +208,7 @@ def _opened(job: Job, start: Start) -> Iterator[None]:
     if job.dist.main:
         job.run.open()
         if not is_run(start.dir):
-            job.run.describe(job.config, job.hooks)
+            job.run.describe(job.config, job.hooks, fresh=True)
     job.dist.barrier()
     close = _log_to(_log_file(job))
     try:

@@ -12,7 +12,7 @@ from ..composition.compose import Composition
 from ..errors import ConfigError, DivergedError
 from ..events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult
 from ..job import Job
-from ..storage import checkpoint
+from ..storage import checkpoint, model_files
 from ..storage.resume import capture, load_initial, restore
 from .control import Requests
 from .meter import Meter
@@ -160,7 +160,8 @@ class Training:
         started = time.perf_counter()
         with self._meter.paused(), self._around_save():
             self.job.hooks.on_checkpoint(CheckpointEvent("saving", step, run.checkpoints / f"step-{step:08d}"))
-            beside = [run.dir / "config.toml", run.dir / "plugins.json"]
+            names = ("config.toml", "plugins.json", model_files.FOLDER)
+            beside = [path for name in names if (path := run.dir / name).exists()]
             saved = checkpoint.save(
                 run.checkpoints, step, capture(self.stepper, self.progress), self.job.dist, beside=beside
             )

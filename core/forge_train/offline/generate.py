@@ -144,7 +144,7 @@ class Completion:
         new: Sequence[int] = self._prompt
         while self.tokens < self._count:
             token = self._agree(logits(new)[: self._tokenizer.vocabulary], generator)
-            if token == self._tokenizer.end:
+            if token in self._tokenizer.stops:
                 self.stopped = "end"
                 return
             self.tokens += 1
@@ -158,8 +158,8 @@ class Completion:
         return token
 
     def _encode(self, prompt: str) -> list[int]:
-        """Token ids of the prompt; the end of a document is what precedes the next."""
-        if ids := self._tokenizer.encode(prompt):
+        """Token ids of the prompt; where a document has no beginning, the end of another precedes it."""
+        if ids := [*self._tokenizer.begin, *self._tokenizer.encode(prompt)]:
             return ids
         if self._tokenizer.end is None:
             raise ConfigError("The tokenizer has no token that begins a document; give a prompt to go on from.")

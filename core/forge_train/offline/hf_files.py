@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, describe
 
-CONFIG, SINGLE, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What weights can be stored as."""
 SHARD_BYTES = 5_000_000_000
@@ -50,7 +50,7 @@ class Folder:
             raise ConfigError(f"{path}: there is no such folder.")
         if not (path / CONFIG).is_file():
             raise ConfigError(f"{path}: not a model in Hugging Face layout: there is no {CONFIG}.")
-        config = _table(path / CONFIG)
+        config = table(path / CONFIG)
         if (path / INDEX).is_file():
             return cls(path, config, _indexed(path))
         if (path / SINGLE).is_file():
@@ -66,7 +66,7 @@ class Folder:
         return tensor
 
 
-def _table(file: Path) -> dict[str, Any]:
+def table(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -87,7 +87,7 @@ def _header(file: Path) -> dict[str, Entry]:
 
 def _indexed(path: Path) -> dict[str, Entry]:
     """The tensors of several files; the index must say what is in them."""
-    index = _table(path / INDEX).get("weight_map")
+    index = table(path / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
         raise ConfigError(f"{path / INDEX}: there is no weight_map of tensors to files.")
     found: dict[str, Entry] = {}

@@ -16,22 +16,24 @@ from torch import Tensor
 
 from ..composition.initialise import tied_groups
 from ..composition.model import Model
-from ..config.layers import Request
-from ..config.write import to_toml
+from ..config.layers import Request, preset
+from ..config.write import comments_in, to_toml
 from ..errors import ConfigError, ForgeError, PluginError, describe
 from ..job import Job
 from ..protocols import HFModel
-from ..registry.hooks import Hooks
 from ..registry.setup import Setup, resolve
-from ..storage import checkpoint, dcp
+from ..storage import checkpoint, dcp, model_files
+from ..storage.model_files import TOKENIZER
 from ..storage.run import plugin_list, write_json
-from .hf_files import CONFIG, DTYPES, SHARD_BYTES, TOKENIZER, Folder, few, write_tensors
-from .opening import compose_meta, lone_job, setup_of, tokenizer_file
+from .hf_files import CONFIG, DTYPES, SHARD_BYTES, Folder, few, table, write_tensors
+from .opening import compose_meta, lone_job, setup_of
 
 EDITABLE = "config.toml"
 """What is meant to be edited in an imported checkpoint; everything else is sealed."""
-STEPS, SEQUENCE = 1000, 512
-"""What an imported checkpoint's configuration trains, unless it is told otherwise; sequences in tokens."""
+PRESET = "finetune"
+"""Beneath an imported checkpoint's configuration."""
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of a `config.json` that come from the tokenizer, or from the model that was imported."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def import_checkpoint(
     folder = Folder.open(source)
     layout, setup = _understand(folder, target, plugins, without)
     job = lone_job(setup, source, "cpu")
-    takes_file = bool(_tokenizer_section(setup.hooks))
+    takes_file = model_files.option(setup.hooks) is not None
     model = compose_meta(job, text=False)
     _compare(folder, layout, model)
     notes = _tokenizer_notes(folder, job) if takes_file else ()
@@ -88,7 +90,7 @@ def import_checkpoint(
         return folder.read(layout.names[own]).to(weights[own].dtype)
 
     with tempfile.TemporaryDirectory() as scratch:
-        beside = _describe(Path(scratch), folder, setup)
+        beside = _describe(Path(scratch), folder, target, setup)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             checkpoint.write(target, 0, state, job.dist, beside=beside, contents=contents, editable=(EDITABLE,))
@@ -105,8 +107,9 @@ def _understand(
 ) -> tuple[HFModel, Setup]:
     """How the model is built and named, and the configuration that trains it."""
     file = folder.path / CONFIG
-    request = Request(plugins=plugins, without=without, sections_from=str(file))
-    hooks = resolve(request, training=False).hooks
+    request = Request(config=PRESET, plugins=plugins, without=without, sections_from=str(file))
+    bare = resolve(request, training=False)
+    hooks, sequence = bare.hooks, bare.config.train.sequence
     try:
         layout = hooks.import_hf(folder.config)
     except ForgeError as error:
@@ -121,21 +124,13 @@ def _understand(
             "If another plugin does, enable it with --plugins."
         )
     longest = folder.config.get("max_position_embeddings")
-    train = {
-        "steps": STEPS,
-        "sequence": min(SEQUENCE, longest) if isinstance(longest, int) else SEQUENCE,
-        "init_from": str(target.absolute()),
-    }
+    train = {"sequence": min(sequence, longest) if isinstance(longest, int) else sequence}
     sections: dict[str, Mapping[str, Any]] = {**layout.sections, "train": train}
-    if (folder.path / TOKENIZER).is_file() and (section := _tokenizer_section(hooks)):
-        sections[section] = {**sections.get(section, {}), "tokenizer": str((folder.path / TOKENIZER).absolute())}
-    return layout, resolve(dataclasses.replace(request, sections=sections))
-
-
-def _tokenizer_section(hooks: Hooks) -> str:
-    """The section of the tokenizer's plugin, if it takes a file."""
-    name = hooks.provider("tokenizer")
-    return name if name and hasattr(hooks.plugins[name].config, "tokenizer") else ""
+    if (folder.path / TOKENIZER).is_file() and (place := model_files.option(hooks)):
+        sections[place[0]] = {**sections.get(place[0], {}), place[1]: str(folder.path.absolute())}
+    setup = resolve(dataclasses.replace(request, sections=sections))
+    started = dataclasses.replace(setup.config.train, init_from=str(target.absolute()))  # which asks for a text
+    return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
 
 
 def _compare(folder: Folder, layout: HFModel, model: Model) -> None:
@@ -179,23 +174,27 @@ def _words(shape: tuple[int, ...]) -> str:
     return " × ".join(map(str, shape)) or "a single number"
 
 
-def _describe(scratch: Path, folder: Folder, setup: Setup) -> list[Path]:
-    """The files that lie beside the tensors. What the configuration names of them, it names as its neighbours, so that
-    the checkpoint can be moved."""
-    written, beside = {"train": {"init_from": "./"}}, [scratch / EDITABLE, scratch / "plugins.json"]
-    if (folder.path / TOKENIZER).is_file() and (section := _tokenizer_section(setup.hooks)):
-        written[section] = {"tokenizer": f"./{TOKENIZER}"}
-        beside.append(folder.path / TOKENIZER)
-    as_written = {name: {**setup.config.as_written.get(name, {}), **keys} for name, keys in written.items()}
-    config = dataclasses.replace(setup.config, as_written={**setup.config.as_written, **as_written})
-    beside[0].write_text(to_toml(config, setup.hooks), encoding="utf-8")
+def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list[Path]:
+    """The files that lie beside the tensors. The configuration names them as its neighbours, so that the checkpoint can
+    be moved."""
+    here = {"train": {**setup.config.as_written.get("train", {}), "init_from": "./"}}
+    config = dataclasses.replace(setup.config, as_written={**setup.config.as_written, **here})
+    beside = [scratch / EDITABLE, scratch / "plugins.json"]
+    if found := model_files.files(folder.path):
+        if TOKENIZER in found:
+            config = model_files.relative(config, setup.hooks, folder.path)
+        model_files.copy(found, scratch / model_files.FOLDER)
+        beside.append(scratch / model_files.FOLDER)
+    notes = comments_in(preset(PRESET)) | {("train", "init_from"): "the weights that were imported"}
+    text = f"# forge train {target / 'config.toml'} -s text.path=YOUR_TEXT\n\n"
+    beside[0].write_text(text + to_toml(config, setup.hooks, notes=notes), encoding="utf-8")
     write_json(beside[1], plugin_list(setup.hooks))
     return beside
 
 
 def _tokenizer_notes(folder: Folder, job: Job) -> tuple[str, ...]:
     if not (folder.path / TOKENIZER).is_file():
-        text = f"{folder.path} has no {TOKENIZER}: the configuration reads bytes, which this model has not learned."
+        text = f"{folder.path} has no {TOKENIZER}: the configuration reads bytes, as few models have learned to."
         return (f"{text} Name its tokenizer before training on text.",)
     if not job.hooks.provider("tokenizer"):
         return (f"{folder.path / TOKENIZER} can't be used with this model; name another before training on text.",)
@@ -223,7 +222,7 @@ def export_checkpoint(
         raise ConfigError(f"{target} exists and is not empty; name a new folder.")
     source = checkpoint.whole(source)
     setup = setup_of(source, checkpoint.read_state(source))
-    tokenizer = tokenizer_file(setup)
+    beside = model_files.of(setup.config, setup.hooks, source)
     job = lone_job(setup, source, "cpu")
     model = compose_meta(job, text=False)
     layout = job.hooks.export_hf()
@@ -237,7 +236,7 @@ def export_checkpoint(
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
-        described = {**layout.config, "torch_dtype": str(dtype).removeprefix("torch.")}
+        described = {**_special_tokens(beside, job), **layout.config, "torch_dtype": str(dtype).removeprefix("torch.")}
         write_json(part / CONFIG, described)
         files = write_tensors(
             part,
@@ -246,13 +245,28 @@ def export_checkpoint(
             lambda name: dcp.read_one(source, own[name], *stored[own[name]]),
             shard_bytes=shard_bytes,
         )
-        if tokenizer is not None:
-            shutil.copyfile(tokenizer, part / TOKENIZER)
+        for name, file in beside.items():
+            if name != CONFIG:
+                (part / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, part / name)
         part.replace(target)
     except OSError as error:
         raise ForgeError(f"{target}: can't be written: {error.strerror or error}.") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    notes = () if tokenizer else (f"The run has no {TOKENIZER} to put beside the weights.",)
+    notes = () if TOKENIZER in beside else (f"The run has no {TOKENIZER} to put beside the weights.",)
     parameters = sum(tensor.numel() for tensor in model.state_dict().values())
     return Exchanged(target, parameters, tuple(file.name for file in files), notes)
+
+
+def _special_tokens(beside: Mapping[str, Path], job: Job) -> dict[str, Any]:
+    """The ids of special tokens for `config.json`: as the imported model had them, else the tokenizer's."""
+    if CONFIG in beside:
+        own = table(beside[CONFIG])
+        return {key: own[key] for key in SPECIAL if key in own}
+    if not job.hooks.provider("tokenizer"):
+        return {}
+    tokenizer = job.hooks.tokenizer()
+    begin = tokenizer.begin[0] if len(tokenizer.begin) == 1 else None
+    stops = [*tokenizer.stops] if len(tokenizer.stops) > 1 else tokenizer.end
+    return {"bos_token_id": begin, "eos_token_id": stops, "pad_token_id": None}

@@ -101,18 +101,9 @@ def setup_of(path: Path, saved: Mapping[str, Any]) -> Setup:
     alone = (*(f"parallel.{axis}=1" for axis in AXES), "parallel.dp_shard=1")
     request = Request(config=file, without=tuple(sorted(named - kept - already)), set=alone)
     try:
-        setup = resolve(request, training=False)
+        return resolve(request, training=False)
     except ConfigError as error:
         raise ConfigError(f"{path} can't be opened with the plugins that are installed now:\n{error}") from error
-    return setup
-
-
-def tokenizer_file(setup: Setup) -> Path | None:
-    """The `tokenizer.json` of a run: what the tokenizer's plugin has in the key `tokenizer`, if that is a file."""
-    name = setup.hooks.provider("tokenizer")
-    value = getattr(setup.config.sections[name], "tokenizer", None) if name else None
-    file = Path(value).expanduser() if isinstance(value, str) else None
-    return file if file and file.is_file() else None
 
 
 def lone_job(setup: Setup, path: Path, device: Device | None = None) -> Job:

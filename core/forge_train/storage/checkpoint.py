@@ -52,7 +52,7 @@ def save(folder: Path, step: int, state: Mapping[str, Any], dist: DistributedCon
         step: the optimizer step it is of.
         state: tensors and JSON, as `forge_train.storage.state` takes it apart.
         dist: who writes.
-        beside: files to put into it (the configuration, the list of plugins).
+        beside: files and folders to put into it (the configuration, the list of plugins, the tokenizer).
 
     Raises:
         ForgeError: if the disk refuses; earlier checkpoints stay as they are.
@@ -117,8 +117,8 @@ def _make_anew(folder: Path) -> None:
 def _describe(part: Path, state: Mapping[str, Any], beside: list[Path]) -> None:
     """What lies beside the tensors."""
     write_json(part / "state.json", state)
-    for file in beside:
-        shutil.copyfile(file, part / file.name)
+    for path in beside:
+        shutil.copytree(path, part / path.name) if path.is_dir() else shutil.copyfile(path, part / path.name)
 
 
 def _commit(part: Path, target: Path, latest: Path | None) -> None:
@@ -168,7 +168,7 @@ def found(folder: Path) -> list[Saved]:
     """Checkpoints of a run, newest first, whole or damaged; what was never finished has another name."""
     paths = [(path, match) for path in folder.glob("step-*") if (match := _NAME.match(path.name))]
     return [
-        Saved(path, int(match.group(1)), sum(file.stat().st_size for file in path.iterdir() if file.is_file()))
+        Saved(path, int(match.group(1)), sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
         for path, match in sorted(paths, key=lambda pair: int(pair[1].group(1)), reverse=True)
         if path.is_dir()
     ]

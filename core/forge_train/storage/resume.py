@@ -55,6 +55,7 @@ def capture(stepper: Stepper, progress: Progress) -> dict[str, Any]:
         "config": job.config.values(volatile=False),
         "enabled": [entry for entry in plugin_list(job.hooks) if entry["name"] not in job.config.neutral],
         "providers": _providers(job),
+        "tokenizer": _tokenizer(job),
     }
 
 
@@ -125,6 +126,11 @@ def _providers(job: Job) -> dict[str, str | None]:
     return {slot: job.hooks.provider(slot) for slot in ("optimizer", "lr_schedule", "loss_scale", "build_data")}
 
 
+def _tokenizer(job: Job) -> str | None:
+    """What tells the run's tokenizer from others."""
+    return job.hooks.tokenizer().digest if job.hooks.provider("tokenizer") else None
+
+
 def _sharded(job: Job, path: Path) -> dict[str, Tensor]:
     """Plugins' state that is in shards on this topology, to be read in these shards; their other tensors come whole."""
     tensors: dict[str, Tensor] = {}
@@ -171,6 +177,8 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
         note(name, f"{name}: plugin {'no longer enabled' if name in old else 'not enabled then'}")
     if not silent:
         _warn_of_changed_code(job, path)
+    if saved.get("tokenizer") != _tokenizer(job):
+        note("tokenizer", "tokenizer: another one, or with other special tokens")
     lone = old.keys() ^ new.keys()
     for key, before, after in differences(saved["config"], job.config.values(volatile=False)):
         section = key.partition(".")[0]

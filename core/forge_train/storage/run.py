@@ -17,7 +17,7 @@ from ..config import Config
 from ..errors import ConfigError
 from ..processes.world import World
 from ..strict_json import dumps, loads
-from . import disk, lock
+from . import disk, lock, model_files
 from .records import EventSchema, Records, read
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class Run:
             (self.dir / "log").mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
 
-    def describe(self, config: Config, hooks: Hooks) -> None:
-        """Describe the run in its folder.
+    def describe(self, config: Config, hooks: Hooks, *, fresh: bool) -> None:
+        """Describe the run in its folder; a fresh one takes the tokenizer's files anew.
 
         Raises:
             ConfigError: if it can't be written.
@@ -97,6 +97,7 @@ class Run:
 
         with writing(self.dir):
             (self.dir / "outcome.json").unlink(missing_ok=True)  # it has not ended yet
+            config = model_files.keep(config, hooks, self.dir, fresh=fresh)
             write_whole(self.dir / "config.toml", to_toml(config, hooks))
             write_json(self.dir / "plugins.json", plugin_list(hooks))
             write_json(self.dir / "environment.json", environment())
@@ -113,6 +114,8 @@ class Run:
             aside.mkdir()
             for name in _MAKE_A_RUN:  # which the folder stays, also if this process is killed
                 shutil.copyfile(self.dir / name, aside / name)
+            if (tokenizer := self.dir / model_files.FOLDER).is_dir():  # the configuration may name the files in it
+                shutil.copytree(tokenizer, aside / model_files.FOLDER)
             for path in sorted(self.dir.iterdir()):
                 if not _stays(path.name):
                     path.rename(aside / path.name)
@@ -137,7 +140,8 @@ _ATTEMPT = re.compile(r"attempt-(\d+)$")
 
 def _stays(name: str) -> bool:
     """Whether something in a run's folder is not moved: the log, which is open, the lock, and what is written anew."""
-    return name == "log" or name.startswith(".") or name in _MAKE_A_RUN or _ATTEMPT.match(name) is not None
+    kept = ("log", model_files.FOLDER, *_MAKE_A_RUN)
+    return name in kept or name.startswith(".") or _ATTEMPT.match(name) is not None
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def seal(path: Path, dist: DistributedContext, *, editable: Sequence[str] = ()) 
     Raises:
         OSError: on every process, if the disk refuses.
     """
-    sizes = dist.on_main(lambda: {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()})
+    sizes = dist.on_main(lambda: {str(file.relative_to(path)): file.stat().st_size for file in _files(path)})
     found = _hashes(path, sizes, dist, flush=True)
     if refusal := next((one for one in found.values() if isinstance(one, OSError)), None):
         raise refusal
@@ -70,7 +70,8 @@ def seal(path: Path, dist: DistributedContext, *, editable: Sequence[str] = ()) 
 
     def write() -> None:
         write_json(path / MANIFEST, {"files": entries, **({"editable": list(editable)} if editable else {})})
-        sync(path)
+        for folder in {file.parent for file in _files(path)}:
+            sync(folder)
 
     dist.on_main(write)
     return sum(sizes.values())
@@ -94,6 +95,10 @@ def moved(old: Path, new: Path) -> None:
 # -- which files ------------------------------------------------------------------------------------------------------
 
 
+def _files(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
 @dataclass(frozen=True)
 class _Entry:
     bytes: int
@@ -113,7 +118,7 @@ def _inspect(path: Path) -> dict[str, _Entry] | str:
     if lacking := [name for name in NEEDED if name not in sealed]:
         return f"{MANIFEST} does not list {lacking[0]}"
     for name in [*sealed, *editable]:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
             return f"{MANIFEST} names {name!r}, which is not in this folder"
         if not (path / name).is_file():
             return f"{name} is missing"
@@ -147,7 +152,7 @@ def _unverified(path: Path) -> dict[str, _Entry] | str:
 
 
 def _signature(path: Path) -> _Signature:
-    found = ((file.name, file.stat()) for file in sorted(path.iterdir()))
+    found = ((str(file.relative_to(path)), file.stat()) for file in _files(path))
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in found)
 
 

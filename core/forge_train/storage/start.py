@@ -15,6 +15,7 @@ from ..config import Config, differences
 from ..config.rules import LONGEST_NAME
 from ..config.toml import read
 from ..errors import ConfigError
+from . import model_files
 from .lock import Lock, take
 from .run import is_checkpoint, is_run, writing
 
@@ -118,7 +119,7 @@ def begin(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = 
 
 def _unfinished(path: Path) -> bool:
     """Whether a folder holds nothing but what is written before it is a run, by a process that was killed just then."""
-    known = ("log", "checkpoints", "config.toml")
+    known = ("log", "checkpoints", "config.toml", model_files.FOLDER)
     parts = (".partial", ".lock.")
     return path.is_dir() and all(one.name in known or any(p in one.name for p in parts) for one in path.iterdir())
 

@@ -57,7 +57,7 @@ def names(parameters: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def write(config: Decoder.Config, vocabulary: int, end: int | None, model: nn.Module) -> HFModel:
+def write(config: Decoder.Config, vocabulary: int, model: nn.Module) -> HFModel:
     """`config.json` and names for a model, which may lie on the meta device.
 
     Raises:
@@ -89,9 +89,6 @@ def write(config: Decoder.Config, vocabulary: int, end: int | None, model: nn.Mo
         "tie_word_embeddings": config.tied,
         "attention_bias": config.qkv_bias,
         "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": end,
-        "pad_token_id": None,
         "use_cache": True,
         "rope_theta": config.rope.theta,
         "rope_scaling": _rope_scaling(config.rope),

@@ -10,20 +10,22 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forge_train import ConfigError
+from forge_train import ConfigError, Tokenizer
+from forge_train.protocols import DocumentEncoder
 
 from . import cache
 from .baseline import trigram_bits_per_byte
 from .documents import Side, Survey, read, split, survey
 from .sources import Source, describe, find
-from .vocabulary import Ids
 
-_LAYOUT = 1
+Ids = NDArray[np.integer]
+
+_LAYOUT = 2
 """Of the files; part of every key, so that what an older layout wrote is not found."""
 _BATCH = 1 << 22
 """Bytes of text that are tokenised at a time."""
@@ -31,22 +33,12 @@ _SETTLED = 2_000_000_000
 """Nanoseconds since its last change after which another change must show in a file's time."""
 
 
-class Vocabulary(Protocol):
-    """What building needs of a tokenizer."""
-
-    vocabulary: int
-    end: int | None
-    digest: str
-
-    def encode_documents(self, documents: Sequence[bytes]) -> list[Ids]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Split:
     """One side of a corpus.
 
     Args:
-        tokens: `[tokens]` all documents, one after the other, each followed by the tokenizer's end if it has one.
+        tokens: `[tokens]` all documents, one after the other, each after the tokenizer's `begin` and before its `end`.
         ends: `[documents]` int64, where each document ends (exclusive).
         bytes: of its text.
     """
@@ -82,7 +74,7 @@ class Recipe:
         return split(every, self.held_out, found.documents)
 
 
-def open_corpus(recipe: Recipe, vocabulary: Vocabulary, folder: Path) -> Corpus:
+def open_corpus(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> Corpus:
     """The corpus from the cache, tokenised first if need be.
 
     Raises:
@@ -90,7 +82,7 @@ def open_corpus(recipe: Recipe, vocabulary: Vocabulary, folder: Path) -> Corpus:
     """
     sources = find(recipe.paths)
     listing, settled = _listing(sources)
-    settings = [_LAYOUT, vocabulary.digest, recipe.field, recipe.held_out]
+    settings = [_LAYOUT, tokenizer.digest, recipe.field, recipe.held_out]
     memo = folder / "seen" / _hash([listing, *settings])
     key, found = cache.recall(memo), None
     if key is None:
@@ -101,7 +93,7 @@ def open_corpus(recipe: Recipe, vocabulary: Vocabulary, folder: Path) -> Corpus:
 
     def build(made: Path) -> dict[str, Any]:
         logging.getLogger("forge_train").info("text: tokenising %d files into %s", len(sources), folder)
-        return _tokenise(recipe.documents(found or survey(sources)), vocabulary, made)
+        return _tokenise(recipe.documents(found or survey(sources)), tokenizer, made)
 
     name = describe(recipe.paths)
     meta = cache.obtain(folder / key, build)
@@ -131,11 +123,11 @@ def _hash(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
-def _tokenise(documents: Iterable[tuple[Side, bytes]], vocabulary: Vocabulary, made: Path) -> dict[str, Any]:
+def _tokenise(documents: Iterable[tuple[Side, bytes]], tokenizer: Tokenizer, made: Path) -> dict[str, Any]:
     """Write tokens and document ends of both sides into a folder."""
     with contextlib.ExitStack() as stack:
         sides: dict[Side, _Writer] = {
-            side: _Writer(stack.enter_context((made / f"{side}.tokens").open("wb")), vocabulary)
+            side: _Writer(stack.enter_context((made / f"{side}.tokens").open("wb")), tokenizer)
             for side in ("train", "validation")
         }
         for side, document in documents:
@@ -144,10 +136,11 @@ def _tokenise(documents: Iterable[tuple[Side, bytes]], vocabulary: Vocabulary, m
 
 
 class _Writer:
-    def __init__(self, file: BinaryIO, vocabulary: Vocabulary) -> None:
-        self._file, self._vocabulary = file, vocabulary
-        self._dtype = np.min_scalar_type(vocabulary.vocabulary - 1)
-        self._end = np.array([] if vocabulary.end is None else [vocabulary.end], self._dtype)
+    def __init__(self, file: BinaryIO, tokenizer: Tokenizer) -> None:
+        self._file, self._tokenizer = file, tokenizer
+        self._dtype = np.min_scalar_type(tokenizer.vocabulary - 1)
+        self._begin = np.array(tokenizer.begin, self._dtype)
+        self._end = np.array([] if tokenizer.end is None else [tokenizer.end], self._dtype)
         self._waiting: list[bytes] = []
         self._waiting_bytes = self._bytes = 0
         self._lengths: list[int] = []
@@ -164,13 +157,23 @@ class _Writer:
         return {"dtype": self._dtype.name, "bytes": self._bytes}
 
     def _flush(self) -> None:
-        encoded = self._vocabulary.encode_documents(self._waiting)
-        parts = [part for ids in encoded if len(ids) for part in (ids, self._end)]
+        encoded = encode(self._tokenizer, self._waiting)
+        parts = [part for ids in encoded if len(ids) for part in (self._begin, ids, self._end)]
         if parts:
             np.concatenate(parts, dtype=self._dtype, casting="unsafe").tofile(self._file)
-        self._lengths += [len(ids) + len(self._end) for ids in encoded if len(ids)]
+        self._lengths += [len(self._begin) + len(ids) + len(self._end) for ids in encoded if len(ids)]
         self._bytes += self._waiting_bytes
         self._waiting, self._waiting_bytes = [], 0
+
+
+def encode(tokenizer: Tokenizer, documents: Sequence[bytes]) -> Sequence[Ids]:
+    """Ids of UTF-8 texts, all at once where the tokenizer can."""
+    if isinstance(tokenizer, DocumentEncoder):
+        return tokenizer.encode_documents(documents)
+    encoded = [np.asarray(tokenizer.encode(document.decode("utf-8")), np.int64) for document in documents]
+    if (largest := max((int(ids.max()) for ids in encoded if len(ids)), default=0)) >= tokenizer.vocabulary:
+        raise ConfigError(f"text: the tokenizer gave the id {largest}, and says that it has {tokenizer.vocabulary}.")
+    return encoded
 
 
 def _map(folder: Path, side: str, meta: dict[str, Any]) -> Split:

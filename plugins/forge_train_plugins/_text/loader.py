@@ -163,7 +163,9 @@ def make_loader(
     sequence = job.config.train.sequence
     if len(split.tokens) < sequence:
         which = "training" if side == "train" else "held-out"
-        advice = "give it more text, or lower train.sequence" + (", or raise text.held_out" if side != "train" else "")
+        advice = "give it more text, or lower train.sequence" + (
+            ", or raise text.held_out, or do not evaluate (train.evaluate_every = 0)" if side != "train" else ""
+        )
         raise ConfigError(
             f"text.path: the {which} part of {name} has {len(split.tokens)} tokens, "
             f"and one sequence takes {sequence} (train.sequence): {advice}"

@@ -121,6 +121,13 @@ def tokenizer_goes_round(bench: Bench) -> str:
     size = tokenizer.vocabulary
     require(isinstance(size, int) and size > 0, f"vocabulary must be a positive number, found {size!r}")
     require(tokenizer.end is None or 0 <= tokenizer.end < size, f"end is {tokenizer.end!r}, of {size} ids")
+    for name in ("begin", "stops"):
+        ids = getattr(tokenizer, name)
+        require(isinstance(ids, tuple), f"{name} must be a tuple of ids, is {ids!r}")
+        require(all(0 <= one < size for one in ids), f"{name} is {ids!r}, of {size} ids")
+    require(tokenizer.end is None or tokenizer.end in tokenizer.stops, "stops does not hold end")
+    again = bench.answer("tokenizer").digest
+    require(isinstance(tokenizer.digest, str) and tokenizer.digest == again, "digest must be the same text each time")
     for text in ("the byte that comes next\n", "    def f(x): return x ** 2  # ok", "naïve – 数 🙂"):
         ids = tokenizer.encode(text)
         require(all(isinstance(one, int) and 0 <= one < size for one in ids), f"{text!r} gives ids beyond {size}")
