@@ -7,8 +7,10 @@ A hook is of one kind:
 * **phases**: every answer is taken, and ordered by `Phase`;
 * **steps**: functions applied one after the other, in order of plugin names;
 * **spans**: context managers nested in order of plugin names;
-* **event**: everybody is told, in order of plugin names; return values are ignored;
+* **event**: everybody is told, in order of plugin names, and returns nothing;
 * **questions**: every answer is collected.
+
+What an implementation must return is its spec's annotation: `forge_train.registry.returns` holds every value to it.
 
 Adding an argument to a spec is compatible. Removing one goes through `warn_on_impl_args` for one minor version.
 """
@@ -21,6 +23,27 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import pluggy
 
 from .plugin import PROJECT
+from .protocols import (
+    Attention,
+    AttentionKernel,
+    Batch,
+    Executor,
+    FeedForward,
+    HFModel,
+    Layer,
+    Loader,
+    LossFunction,
+    LossScale,
+    PrepareBatch,
+    Problem,
+    Schedule,
+    Span,
+    SpanName,
+    Task,
+    TokenDispatch,
+    Tokenizer,
+)
+from .transform import Transform
 
 if TYPE_CHECKING:
     import torch
@@ -30,27 +53,6 @@ if TYPE_CHECKING:
     from .config import Config
     from .events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult, Update
     from .job import Job
-    from .protocols import (
-        Attention,
-        AttentionKernel,
-        Batch,
-        Executor,
-        FeedForward,
-        HFModel,
-        Layer,
-        Loader,
-        LossFunction,
-        LossScale,
-        PrepareBatch,
-        Problem,
-        Schedule,
-        Span,
-        SpanName,
-        Task,
-        TokenDispatch,
-        Tokenizer,
-    )
-    from .transform import Transform
 
 Kind = Literal["slot", "chain", "phases", "steps", "spans", "event", "questions"]
 KINDS: dict[str, Kind] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 MASKED = -100
 """The label of a position that is not trained on."""
+
+Scalar: TypeAlias = "Annotated[Tensor, 'one value']"
+"""A 0-dim tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +225,7 @@ class LossFunction(Protocol):
     `hidden`, and never touches its weights: they may be sharded.
     """
 
-    def __call__(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor: ...
+    def __call__(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> Scalar: ...
 
 
 class Task(Protocol):
@@ -232,8 +235,8 @@ class Task(Protocol):
         """What the batch counts in the mean: unmasked targets. Called with the batch still on the CPU."""
         ...
 
-    def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-        """Sum of the batch's losses, 0-dim; `hidden` is what the last part gave."""
+    def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Scalar:
+        """Sum of the batch's losses; `hidden` is what the last part gave."""
         ...
 
     def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
@@ -244,15 +247,15 @@ class Task(Protocol):
 class Executor(Protocol):
     """`executor`: runs forward and backward over the step's micro-batches."""
 
-    def train(self, batches: Sequence[Batch], scale: Tensor | float) -> Tensor:
-        """Accumulate gradients of `scale` × the summed losses; gives the unscaled loss sum, a plain 0-dim tensor.
+    def train(self, batches: Sequence[Batch], scale: Tensor | float) -> Scalar:
+        """Accumulate gradients of `scale` × the summed losses; gives the unscaled loss sum, a plain tensor.
 
         Calls `model.on_micro_batch(last)` before each micro-batch. `batches` lie on the job's device.
         """
         ...
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        """The batch's loss sum without gradients, a plain 0-dim tensor."""
+    def evaluate(self, batch: Batch) -> Scalar:
+        """The batch's loss sum without gradients, a plain tensor."""
         ...
 
 
@@ -285,6 +288,9 @@ PrepareBatch = Callable[[Batch], Batch]
 SpanName = Literal["step", "forward_backward", "optimizer", "evaluate", "save"]
 Span = Callable[[], AbstractContextManager[Any]]
 """`around`: makes a context manager for one pass through the span."""
+
+BASES: Mapping[type, str] = {Attention: "nn.Module", FeedForward: "nn.Module"}
+"""What an object must be beside having the methods of its protocol."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,27 @@ import random
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import toys
-from forge_train import Batch, ConfigError, LogRecord, Phase, Plugin, PluginError, Transform, hookimpl
+from forge_train import (
+    Applied,
+    Batch,
+    ConfigError,
+    HFModel,
+    LogRecord,
+    Phase,
+    Plugin,
+    PluginError,
+    Transform,
+    hookimpl,
+)
 from forge_train.events import StepResult
 from forge_train.hookspecs import KINDS, OBSERVERS, OPTIONAL
 from forge_train.protocols import Layer
@@ -293,19 +307,35 @@ class Gives(Plugin):
 
     @hookimpl
     def attention(self, layer: Layer, job: Any) -> Any:
-        return self.answer(layer) if callable(self.answer) else self.answer
+        return self.answer(layer) if isfunction(self.answer) else self.answer
+
+
+class Mixer(nn.Module):
+    """A token mixer."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Any, *, positions: Any = None, documents: Any = None, cache: Any = None) -> Any:
+        return x
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1)])
 
 
 def giving(name: str, answer: Any) -> Plugin:
-    return make(type(name, (Gives,), {"answer": staticmethod(answer) if callable(answer) else answer}))
+    return make(type(name, (Gives,), {"answer": staticmethod(answer) if isfunction(answer) else answer}))
 
 
 def test_a_slot_is_asked_of_its_one_provider() -> None:
-    assert hooks(giving("A", "sgd")).optimizer("model") == "sgd"  # type: ignore[arg-type, comparison-overlap]
-    with pytest.raises(PluginError, match=r"in plugin 'a' \(dist 1\), hook optimizer: a slot's provider gave None\."):
+    optimizer = sgd()
+    assert hooks(giving("A", optimizer)).optimizer("model") is optimizer  # type: ignore[arg-type]
+    with pytest.raises(PluginError, match=r"Plugin 'a' \(dist 1\), hook optimizer \(.*\): expected .*, found None\."):
         hooks(giving("A", None)).optimizer("model")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"Plugins 'a' \(dist 1\) and 'b' \(dist 1\) both fill the slot 'optimizer'"):
-        hooks(giving("B", 1), giving("A", 2)).optimizer("model")  # type: ignore[arg-type]
+        hooks(giving("B", sgd()), giving("A", sgd())).optimizer("model")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="No enabled plugin fills the slot 'lr_schedule'"):
         hooks().lr_schedule("optimizer")  # type: ignore[arg-type]
 
@@ -326,16 +356,17 @@ def layer(index: int = 0) -> Layer:
 
 
 def test_a_chain_takes_the_one_claim_else_the_default() -> None:
-    def odd(layer: Layer) -> str | None:
-        return "claimed" if layer.index % 2 else None
+    def odd(layer: Layer) -> Mixer | None:
+        return Mixer("claimed") if layer.index % 2 else None
 
-    made = hooks(giving("Zdefault", "default"), giving("Claims", odd), defaults={"attention": "zdefault"})
-    assert [made.attention(layer(index)) for index in range(3)] == ["default", "claimed", "default"]
-    assert hooks(giving("Only", "its own")).attention(layer()) == "its own"
+    made = hooks(giving("Zdefault", Mixer("default")), giving("Claims", odd), defaults={"attention": "zdefault"})
+    assert [made.attention(layer(index)).name for index in range(3)] == ["default", "claimed", "default"]  # type: ignore[attr-defined]
+    mixer = Mixer("its own")
+    assert hooks(giving("Only", mixer)).attention(layer()) is mixer
 
 
 def test_two_claims_for_a_layer_are_an_error_that_names_both() -> None:
-    made = hooks(giving("A", "a"), giving("B", "b"), giving("C", "c"), defaults={"attention": "c"})
+    made = hooks(*(giving(name, Mixer(name)) for name in "ABC"), defaults={"attention": "c"})
     with pytest.raises(ConfigError, match="Plugins 'a' and 'b' both build attention for layer 1"):
         made.attention(layer(1))
     with pytest.raises(ConfigError, match="No enabled plugin builds attention for layer 1"):
@@ -347,7 +378,7 @@ def test_two_claims_for_a_layer_are_an_error_that_names_both() -> None:
 
 def test_parallelize_takes_one_several_or_none() -> None:
     def transform(slot: str) -> Transform:
-        return Transform(Phase.TENSOR, slot, lambda part: part)  # type: ignore[arg-type, return-value]
+        return Transform(Phase.TENSOR, slot, Applied)
 
     def plugin(name: str, answer: Any) -> Plugin:
         return make(type(name, (Plugin,), {"parallelize": hookimpl(lambda self, job: answer)}))
@@ -356,14 +387,12 @@ def test_parallelize_takes_one_several_or_none() -> None:
     made = hooks(plugin("C", None), plugin("B", (two, three)), plugin("A", one), plugin("D", []))
     assert made.parallelize() == [("a", one), ("b", two), ("b", three)]
     with pytest.raises(
-        PluginError, match=r"in plugin 'a' \(dist 1\), hook parallelize: expected Transform, found str\."
+        PluginError, match=r"hook parallelize \(.*\): expected a Transform, a list of Transform or None, found a list"
     ):
         hooks(plugin("A", ["x"])).parallelize()
 
 
 def test_batches_are_prepared_by_one_plugin_after_the_other() -> None:
-    import torch
-
     def plugin(name: str, step: Any) -> Plugin:
         return make(type(name, (Plugin,), {"prepare_batch": hookimpl(lambda self, job: step)}))
 
@@ -374,7 +403,9 @@ def test_batches_are_prepared_by_one_plugin_after_the_other() -> None:
     ones = torch.ones(1, 1, dtype=torch.int64)
     assert made.prepare_batch()(Batch(ones, ones)).inputs.item() == (1 * 2 + 1) * 10 + 1
     assert hooks().prepare_batch()(Batch(ones, ones)).inputs is ones
-    with pytest.raises(PluginError, match=r"hook prepare_batch: expected Batch, found NoneType\."):
+    with pytest.raises(
+        PluginError, match=r"hook prepare_batch \(.*\): the function \(.*\) must return a Batch, found None\."
+    ):
         hooks(plugin("A", lambda batch: None)).prepare_batch()(Batch(ones, ones))
 
 
@@ -409,10 +440,11 @@ def test_questions_collect_or_have_one_answer() -> None:
     def plugin(name: str, answer: Any) -> Plugin:
         return make(type(name, (Plugin,), {"export_hf": hookimpl(lambda self, job: answer)}))
 
-    assert hooks(plugin("A", None), plugin("B", 5)).export_hf() == 5  # type: ignore[comparison-overlap]
+    model = HFModel({})
+    assert hooks(plugin("A", None), plugin("B", model)).export_hf() is model
     assert hooks(plugin("A", None)).export_hf() is None
     with pytest.raises(ConfigError, match="Plugins 'a' and 'b' both answer export_hf"):
-        hooks(plugin("A", 1), plugin("B", 2)).export_hf()
+        hooks(plugin("A", model), plugin("B", model)).export_hf()
 
 
 # -- hooks of every kind are found whatever else a plugin is ---------------------------------------

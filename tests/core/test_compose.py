@@ -303,7 +303,7 @@ def test_a_layer_that_is_left_in_two_parts_is_refused(tmp_path: Path) -> None:
         (
             lambda part: part,
             PluginError,
-            "in plugin 'odd' (under-test 0), hook parallelize: 'odd' gave Tower, not Applied.",
+            "must return an Applied, found a Tower.",
         ),
         (lambda part: Applied([part], ("x",)), PluginError, "only a PIPELINE transform may give several parts."),
         (lambda part: 1 / 0, ZeroDivisionError, "division by zero"),

@@ -16,9 +16,10 @@ import toys
 from forge_cli import forge, one_message
 from forge_train import ConfigError, Plugin, PluginError, hookimpl
 from forge_train.hookspecs import KINDS
-from forge_train.registry.calls import Enabled, place
+from forge_train.registry.calls import Enabled
 from forge_train.registry.discovery import DISTRIBUTION, Found, discover, load
 from forge_train.registry.inspection import check_hooks
+from forge_train.registry.places import place
 from forge_train.testing import Installed, installed
 
 pytestmark = pytest.mark.unit

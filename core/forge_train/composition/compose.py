@@ -15,6 +15,8 @@ from ..job import Job
 from ..protocols import Init
 from ..registry.calls import blame
 from ..registry.discovery import discover
+from ..registry.places import place
+from ..registry.returns import kind_of
 from ..transform import HOOK_TABLES, Applied, Phase, Transform
 from .initialise import declared, materialise, retie, tied_groups
 from .model import Model
@@ -118,9 +120,9 @@ def order(transforms: Iterable[Named]) -> list[Named]:
             if ready is None:
                 raise ConfigError(f"The `after` of slots {', '.join(map(repr, waiting))} form a cycle.")
             ordered.append(waiting.pop(ready))
-    for place, (plugin, transform) in enumerate(ordered):
+    for at, (plugin, transform) in enumerate(ordered):
         for slot in transform.after:
-            if slot in by_slot and by_slot[slot] in ordered[place + 1 :]:
+            if slot in by_slot and by_slot[slot] in ordered[at + 1 :]:
                 raise ConfigError(
                     f"Plugin {plugin!r}: {transform.slot!r} asks to come after {slot!r}, which is of the later phase "
                     f"{by_slot[slot][1].phase.name}. `after` orders within a phase only."
@@ -137,10 +139,12 @@ def _apply(job: Job, plugin: str, transform: Transform, part: nn.Module) -> Appl
     except Exception as error:
         error.add_note(blame(found, f"parallelize ({transform.slot})"))
         raise
-    if not isinstance(done, Applied):
-        raise PluginError(f"{blame(found, 'parallelize')}: {transform.slot!r} gave {type(done).__name__}, not Applied.")
+    whose = f"{job.hooks.whose('parallelize', plugin)}: {transform.slot!r} ({place(transform.apply)})"
+    kind = kind_of(Applied)
+    if text := kind.problem(done):
+        raise PluginError(f"{whose} must return {kind.words}, {text}.")
     if isinstance(done.model, list) and transform.phase is not Phase.PIPELINE:
-        raise PluginError(f"{blame(found, 'parallelize')}: only a PIPELINE transform may give several parts.")
+        raise PluginError(f"{whose} gives several parts; only a PIPELINE transform may give several parts.")
     return done
 
 

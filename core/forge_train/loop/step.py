@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..auxiliary import loss_scaling
 from ..composition.model import Model
+from ..errors import PluginError
 from ..events import StepResult, Update
 from ..job import Job
 from ..protocols import Batch, Executor, Loader, LossScale, Schedule, Task
@@ -55,7 +56,12 @@ class Stepper:
 
     def fetch(self, loader: Loader, count: int) -> tuple[list[Batch], Counts]:
         """Micro-batches on the device, and what all ranks' together count."""
-        batches = [self._prepare(next(loader)) for _ in range(count)]
+        try:
+            batches = [self._prepare(next(loader)) for _ in range(count)]
+        except StopIteration as error:
+            raise PluginError(
+                f"{self.job.hooks.whose('build_data')}: the loader ended. A loader never ends."
+            ) from error
         counts = [sum(self.task.weight(batch) for batch in batches), sum(batch.inputs.numel() for batch in batches)]
         if self.job.dist.world > 1:  # on the CPU, so that nothing waits for the device
             mine = torch.tensor(counts, dtype=torch.float64)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pluggy
 
 from .. import hookspecs
-from ..errors import ForgeError, describe
+from ..errors import ForgeError, PluginError, describe
 from ..hookspecs import KINDS, OBSERVERS
 from ..plugin import PROJECT, Plugin
 from .discovery import Found
+from .places import place
+from .returns import returned
 
 log = logging.getLogger(PROJECT)
 
@@ -60,25 +60,8 @@ def implemented(plugin: type[Plugin]) -> frozenset[str]:
     return frozenset(name for name in dir(plugin) if hasattr(getattr(plugin, name, None), MARK))
 
 
-def place(member: Any) -> str:
-    """`file:line` of a method, of the function inside what wraps it, or of an object's class."""
-    if isinstance(member, property):
-        member = member.fget
-    member = inspect.unwrap(getattr(member, "func", getattr(member, "__func__", member)))
-    code = getattr(member, "__code__", None)
-    if code is not None:
-        return shown(code.co_filename, code.co_firstlineno)
-    cls = member if isinstance(member, type) else type(member)
-    try:
-        return shown(inspect.getsourcefile(cls) or "?", inspect.getsourcelines(cls)[1])
-    except (OSError, TypeError):
-        return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def shown(file: str, line: int) -> str:
-    """A place in the source, its file relative to the current folder where it lies in it."""
-    path = Path(file)
-    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"
+class WrongReturnError(PluginError):
+    """A hook returned something else than its spec declares."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +70,9 @@ class _Call:
     function: Any
     positional: tuple[str, ...]
     keywords: tuple[str, ...]
+
+    def whose(self, hook: str) -> str:
+        return f"Plugin {self.owner.found.label}, hook {hook} ({place(self.function)})"
 
 
 @dataclass
@@ -125,6 +111,10 @@ class Calls:
     def owners(self, hook: str) -> list[Enabled]:
         return [call.owner for call in self._calls[hook]]
 
+    def whose(self, hook: str, name: str) -> str:
+        """The plugin, the hook and the place of its implementation, for messages."""
+        return next((call.whose(hook) for call in self._calls[hook] if call.owner.name == name), f"Hook {hook}")
+
     def collect(self, hook: str, arguments: Mapping[str, Any], only: str | None = None) -> list[tuple[str, Any]]:
         """Call a hook's implementations (or one plugin's); what each returned, by plugin name."""
         calls = [call for call in self._calls[hook] if only is None or call.owner.name == only]
@@ -144,9 +134,9 @@ class Calls:
                 continue
             try:
                 self._invoke(hook, call, arguments)
-            except ForgeError:
-                raise
             except Exception as error:  # a failing logger never costs a step of training
+                if isinstance(error, ForgeError) and not isinstance(error, WrongReturnError):
+                    raise
                 log.warning(
                     "Plugin %s failed in %s and is left out from here on: %s",
                     call.owner.found.label,
@@ -168,10 +158,12 @@ class Calls:
     def _invoke(self, hook: str, call: _Call, arguments: Mapping[str, Any]) -> Any:
         start = time.perf_counter()
         try:
-            return call.function(
+            answer = call.function(
                 *[arguments[name] for name in call.positional],
                 **{name: arguments[name] for name in call.keywords if name in arguments},
             )
+            if isinstance(answer, Iterator) and KINDS[hook] in ("phases", "questions"):
+                answer = list(answer)
         except ForgeError:
             raise
         except Exception as error:
@@ -181,6 +173,10 @@ class Calls:
             if self._trace:
                 seconds = time.perf_counter() - start
                 log.warning("hook %s → %s (%.3f ms)", hook, call.owner.name, 1e3 * seconds)
+        kind = returned(hook)
+        if text := kind.problem(answer):
+            raise WrongReturnError(f"{call.whose(hook)}: expected {kind.words}, {text}.")
+        return answer
 
 
 def blame(found: Found, hook: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ..errors import ConfigError, PluginError
@@ -30,7 +30,9 @@ from ..protocols import (
     Tokenizer,
 )
 from ..transform import Transform
-from .calls import Calls, Enabled, accuse, blame
+from .calls import Calls, Enabled, accuse
+from .guards import Guarded, first_in_full, guarded
+from .returns import CONTEXT, kind_of, results
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +81,10 @@ class Hooks:
             raise ConfigError(f"Plugins {names} both fill the slot {slot!r}; disable one with --without.")
         return owners[0].name if owners else None
 
+    def whose(self, hook: str, name: str = "") -> str:
+        """A plugin, its hook and where it stands, for messages; the slot's provider where no plugin is named."""
+        return self._calls.whose(hook, name or self.provider(hook) or "")
+
     def implementers(self, hook: str) -> list[str]:
         """Names of the plugins that implement a hook."""
         return [owner.name for owner in self._calls.owners(hook)]
@@ -120,28 +126,43 @@ class Hooks:
         return cast(TokenDispatch, self._slot("token_dispatch"))
 
     def build_data(self, split: Literal["train", "validation"]) -> Loader:
-        return cast(Loader, self._slot("build_data", split=split))
+        loader = cast(Loader, self._slot("build_data", split=split))
+        state = self._state("build_data", loader)
+        if not isinstance(state.get("position"), int):
+            raise PluginError(
+                f"{self.whose('build_data')}: state_dict must have the integer 'position', found {state}."
+            )
+        return loader
 
     def tokenizer(self) -> Tokenizer:
-        return cast(Tokenizer, self._slot("tokenizer"))
+        tokenizer = cast(Tokenizer, self._slot("tokenizer"))
+        guard = Guarded(tokenizer, Tokenizer, self.whose("tokenizer"))
+        guard.decode(guard.encode("a"))
+        return tokenizer
 
     def task(self) -> Task:
-        return cast(Task, self._slot("task"))
+        return cast(Task, Guarded(self._slot("task"), Task, self.whose("task")))
 
     def loss(self) -> LossFunction:
-        return cast(LossFunction, self._slot("loss"))
+        (kind,) = results(LossFunction).values()
+        return cast(LossFunction, guarded(self._slot("loss"), kind, self.whose("loss"), "the function"))
 
     def executor(self, model: Model, task: Task) -> Executor:
-        return cast(Executor, self._slot("executor", model=model, task=task))
+        executor = self._slot("executor", model=model, task=task)
+        return cast(Executor, Guarded(executor, Executor, self.whose("executor")))
 
     def optimizer(self, model: Model) -> torch.optim.Optimizer:
         return cast("torch.optim.Optimizer", self._slot("optimizer", model=model))
 
     def lr_schedule(self, optimizer: torch.optim.Optimizer) -> Schedule:
-        return cast(Schedule, self._slot("lr_schedule", optimizer=optimizer))
+        schedule = cast(Schedule, self._slot("lr_schedule", optimizer=optimizer))
+        self._state("lr_schedule", schedule)
+        return schedule
 
     def loss_scale(self) -> LossScale | None:
-        return cast(LossScale, self._slot("loss_scale")) if self.provider("loss_scale") else None
+        if self.provider("loss_scale") is None:
+            return None
+        return cast(LossScale, Guarded(self._slot("loss_scale"), LossScale, self.whose("loss_scale")))
 
     # -- chains -----------------------------------------------------------------------------------
 
@@ -157,22 +178,24 @@ class Hooks:
         """Every transform with the name of its plugin."""
         found: list[tuple[str, Transform]] = []
         for name, answer in self._calls.collect("parallelize", {"job": self.job}):
-            for transform in [answer] if isinstance(answer, Transform) else answer or ():
-                if not isinstance(transform, Transform):
-                    raise PluginError(self._complaint(name, "parallelize", "Transform", transform))
-                found.append((name, transform))
+            found += [(name, one) for one in ([answer] if isinstance(answer, Transform) else answer or ())]
         return found
 
     def prepare_batch(self) -> Callable[[Batch], Batch]:
-        """All steps as one function."""
+        """All steps as one function, for what a loader gives."""
         answers = self._calls.collect("prepare_batch", {"job": self.job})
-        steps = [(name, step) for name, step in answers if step is not None]
+        steps = [
+            guarded(step, first_in_full(Batch), self.whose("prepare_batch", name), "the function")
+            for name, step in answers
+            if step is not None
+        ]
+        source, given = self.whose("build_data"), first_in_full(Batch)
 
         def prepare(batch: Batch) -> Batch:
-            for name, step in steps:
+            if text := given.problem(batch):
+                raise PluginError(f"{source}: the loader must give {given.words}, {text}.")
+            for step in steps:
                 batch = step(batch)
-                if not isinstance(batch, Batch):
-                    raise PluginError(self._complaint(name, "prepare_batch", "Batch", batch))
             return batch
 
         return prepare
@@ -180,7 +203,11 @@ class Hooks:
     def span(self, name: SpanName) -> Span:
         """All context managers around a span, nested in order of plugin names, as one factory."""
         answers = self._calls.collect("around", {"span": name, "job": self.job})
-        factories = [factory for _, factory in answers if factory is not None]
+        factories = [
+            guarded(factory, CONTEXT, self.whose("around", owner), "the function")
+            for owner, factory in answers
+            if factory is not None
+        ]
         if not factories:
             return nullcontext
 
@@ -188,7 +215,7 @@ class Hooks:
         def nested() -> Iterator[None]:
             with ExitStack() as stack:
                 for factory in factories:
-                    stack.enter_context(cast(AbstractContextManager[Any], factory()))
+                    stack.enter_context(factory())
                 yield
 
         return nested
@@ -242,9 +269,12 @@ class Hooks:
         if name is None:
             raise ConfigError(f"No enabled plugin fills the slot {slot!r}; see `forge plugins list`.")
         ((_, answer),) = self._calls.collect(slot, {"job": self.job, **arguments})
-        if answer is None:
-            raise PluginError(f"{blame(self.enabled[name].found, slot)}: a slot's provider gave None.")
         return answer
+
+    def _state(self, slot: str, stateful: Any) -> dict[str, Any]:
+        """What the object of a slot would save; asked for at once, so that a mistake is not found at the first save."""
+        state_dict = guarded(stateful.state_dict, kind_of(dict[str, Any]), self.whose(slot), "state_dict")
+        return cast("dict[str, Any]", state_dict())
 
     def _chain(self, chain: str, layer: Layer) -> Any:
         default = self.defaults.get(chain)
@@ -266,6 +296,3 @@ class Hooks:
             names = " and ".join(repr(name) for name, _ in given)
             raise ConfigError(f"Plugins {names} both answer {hook}; disable one with --without.")
         return given[0][1] if given else None
-
-    def _complaint(self, name: str, hook: str, expected: str, found: object) -> str:
-        return f"{blame(self.enabled[name].found, hook)}: expected {expected}, found {type(found).__name__}."

@@ -11,7 +11,8 @@ from .. import hookspecs
 from ..errors import nearest
 from ..hookspecs import KINDS
 from ..plugin import Plugin
-from .calls import MARK, Enabled, implemented, place
+from .calls import MARK, Enabled, implemented
+from .places import place
 
 _NO_METHODS = (property, functools.cached_property, functools.partial)
 
