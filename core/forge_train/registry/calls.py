@@ -116,6 +116,11 @@ class Calls:
     def owners(self, hook: str) -> list[Enabled]:
         return [call.owner for call in self._calls[hook]]
 
+    def arguments(self, name: str, hook: str) -> frozenset[str]:
+        """Names of the arguments that a plugin's implementation of a hook asks for."""
+        calls = [call for call in self._calls[hook] if call.owner.name == name]
+        return frozenset(argument for call in calls for argument in (*call.positional, *call.keywords))
+
     def collect(self, hook: str, arguments: Mapping[str, Any], only: str | None = None) -> list[tuple[str, Any]]:
         """Call a hook's implementations (or one plugin's); what each returned, by plugin name."""
         calls = [call for call in self._calls[hook] if only is None or call.owner.name == only]
