@@ -289,3 +289,14 @@ class Unclipped(AdamW):
     @hookimpl
     def on_gradients(self, update: Any) -> None:
         self.norm = update.grad_norm
+
+
+class OtherGroups(AdamW):
+    """Has other settings on several ranks, for everyone to see."""
+
+    @hookimpl
+    def optimizer(self, model: Any, job: Any) -> torch.optim.Optimizer:
+        optimizer = super().optimizer(model, job)
+        for group in optimizer.param_groups if job.dist.world > 1 else ():
+            group["betas"] = (0.9, 0.999)
+        return optimizer

@@ -13,6 +13,7 @@ from .explain import Explanation
 from .follow import Followed
 from .later import GRADIENT, LOSS, LUCK, SHARE, SHARE_IN_PARTS, beyond, in_parts, later_checks, update_checks
 from .numbers import errors, finite, relative, together, typical
+from .patterns import unexplained
 from .recording import Fingerprint, Record, Recording
 from .routing import TIES, Parting, parting
 from .verdict import Check, Offender, Verdict, few
@@ -62,14 +63,27 @@ def compare(
             verdict = replace(verdict, parting=parted)
         routing = _routing(one, parted) if verdict.parting or parted is None or parted.tie else ()
         verdict = replace(verdict, checks=(*verdict.checks[: len(BEFORE)], *routing, *verdict.checks[len(BEFORE) :]))
-        if not {"updates", "optimizer", "checkpoint"} & verdict.failed:  # else its weights are not the layout's
-            coarsest = _coarsest(one, layout, precision)
-            later, offenders = later_checks(one, layout, followed, exact.followed if exact else None, coarsest)
-            verdict = replace(verdict, checks=(*verdict.checks, *later), later=offenders)
+        verdict = _followed(verdict, one, layout, followed, exact, _coarsest(one, layout, precision))
     if verdict.agree:
         return verdict
-    explained = explain() if "gradients" in verdict.failed and not (exact or verdict.parting) else None
-    return replace(verdict, advice=tuple(diagnose(verdict, one, layout, followed, explained)))
+    at_first = verdict.parting is not None and verdict.parting.step == 1
+    asks = not (exact or at_first) and unexplained(verdict.offenders, layout)
+    return replace(verdict, advice=tuple(diagnose(verdict, one, layout, followed, explain() if asks else None)))
+
+
+def _followed(
+    verdict: Verdict, one: Recording, layout: Recording, followed: Followed, exact: Exact | None, coarsest: str
+) -> Verdict:
+    """With the checks of what one process found on the layout's path, as far as there is such a path: one start, one
+    gradient for all replicas, and weights that are what the optimizer makes of these."""
+    if any(_apart([getattr(rank, kept) for rank in layout.ranks]) for kept in ("gradients", "last_gradients")):
+        return verdict
+    updates = () if "checkpoint" in verdict.failed else update_checks(followed)
+    verdict = replace(verdict, checks=(*verdict.checks, *updates), updates=beyond(followed.updates) if updates else ())
+    if {"updates", "optimizer", "checkpoint", "buffers", "replicas"} & verdict.failed:
+        return verdict
+    later, offenders = later_checks(one, layout, followed, exact.followed if exact else None, coarsest)
+    return replace(verdict, checks=(*verdict.checks, *later), later=offenders)
 
 
 def _judged(
@@ -106,7 +120,6 @@ def _judged(
         *(_buffers(one.buffers, layout.buffers) if until is None else ()),
         Check("replicas", len(apart) + spoken, 0, "parameters that are not bit-equal on all ranks", few(list(apart))),
         Check("checkpoint", len(saved), 0, "tensors that one process loads differently", few(saved)),
-        *update_checks(followed),
     )
     return Verdict(
         title=f"{len(layout.ranks)} processes ({_axes(layout)}) against one",
@@ -116,7 +129,6 @@ def _judged(
         offenders=()
         if gradients.ok or until == 0
         else _beyond(differ, GRADIENT if exact is None else gradients.tolerance),
-        updates=beyond(followed.updates),
     )
 
 

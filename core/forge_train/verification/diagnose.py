@@ -14,6 +14,8 @@ from .verdict import Verdict, few
 
 BEFORE = frozenset({"initial weights", "peers", "data"})
 """Checks without which no other says anything."""
+FOUND = frozenset({"updates", "optimizer", "later gradients", "buffers", "replicas"})
+"""Checks that say why the losses of later steps differ."""
 
 
 def diagnose(
@@ -36,7 +38,8 @@ def diagnose(
     if BEFORE & failed.keys():
         return
     parted = verdict.parting
-    if parted and (parted.tie or parted.step == 1 or not verdict.offenders):
+    moved = {"buffers", "updates", "optimizer"} & failed.keys()  # from which later choices follow
+    if parted and (parted.tie or parted.step == 1 or not (verdict.offenders or moved)):
         yield of_choices(parted)
     if "routing" not in failed or (parted and parted.step > 1):
         yield from [str(explained)] if explained else of_gradients(verdict.offenders, layout)
@@ -121,13 +124,13 @@ def _loss(
             f"The gradients' global norm is not theirs ({wrong[0]:.7g} and {wrong[1]:.7g}): a sharded parameter counts "
             "once over its mesh, a replicated one once in all. Clipping scales by it."
         )
-    elif "loss" in failed and not (verdict.updates or verdict.later):
+    elif "loss" in failed and not FOUND & failed.keys():
         yield (
-            "The first step agrees and later ones do not, though gradients and the optimizer do: gathered weights were "
-            "not dropped (Applied.release), or something else than the weights changes from step to step."
+            "The losses of later steps differ, though the first step, later gradients and the optimizer agree: "
+            "something other than the weights changes from step to step."
         )
-    if "replicas" in failed:
-        apart = [name for name in layout.first.weights if axes_apart([name], layout, "weights")]
+    apart = [name for name in layout.first.weights if axes_apart([name], layout, "weights")]
+    if "replicas" in failed and ("buffers" not in failed or any(name in layout.parameters for name in apart)):
         axes = axes_apart(apart, layout, "weights")
         yield (
             f"{group(apart, layout.parameters) if apart else 'Loss or norm'} differ between ranks that hold replicas"

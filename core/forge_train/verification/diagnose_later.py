@@ -13,6 +13,8 @@ from .verdict import Check, Offender, Verdict, few
 
 NEAR = 1e-3
 """Multiples this near are the same multiple."""
+NOTHING = 0.02
+"""So little of something is nothing of it."""
 
 
 def of_updates(verdict: Verdict, layout: Recording, followed: Followed) -> Iterator[str]:
@@ -25,7 +27,7 @@ def of_updates(verdict: Verdict, layout: Recording, followed: Followed) -> Itera
     for key, (one, other) in list(followed.settings.items())[:3]:
         yield f"The optimizer's {key} is {one} on one process and {other} on the layout{where}."
     if lost := [one for one in states if math.isnan(one.ratio) and math.isinf(one.error)]:
-        yield f"The optimizer's {few([f'{one.part} of {one.name}' for one in lost])} is missing, or of another shape."
+        yield f"The optimizer's {few([str(one) for one in lost])} is missing, or of another shape."
     elif states:
         yield _states(states, followed, layout, where)
     else:
@@ -80,11 +82,10 @@ def _weights(wrong: Sequence[Moved], followed: Followed, layout: Recording, wher
         )
     if all(one.along for one in wrong):
         along = sum(one.along for one in wrong) / len(wrong)
-        times = f" ({1 - along / followed.decay:.2g} times what it should be)" if followed.decay else ""
-        return (
-            f"Weight decay is {'missing or too small' if along > 0 else 'too large'}{times} for {which}{where}: they "
-            f"differ by a multiple of themselves, though {state}."
-        )
+        share = 1 - along / followed.decay if followed.decay else math.inf
+        said = "missing" if abs(share) < NOTHING else f"{share:.3g} times what it should be"
+        said = said if math.isfinite(share) else "not 0, as it should be,"
+        return f"Weight decay is {said} for {which}{where}: they differ by a multiple of themselves, though {state}."
     return (
         f"Weights move otherwise ({which}){where}, though {state}: the optimizer takes shards for whole tensors, or a "
         "plugin changes weights beside it, in on_step perhaps."

@@ -37,8 +37,7 @@ def update_checks(followed: Followed) -> tuple[Check, ...]:
 
 def _update(name: str, found: Sequence[Moved], says: str) -> Check:
     worst = found[0] if found else Moved("", 0.0, 1.0)
-    where = worst.name if worst.part == WEIGHT else f"{worst.part} of {worst.name}"
-    return Check(name, finite(worst.error), UPDATE, says, where)
+    return Check(name, finite(worst.error), UPDATE, says, str(worst))
 
 
 def beyond(updates: Sequence[Moved]) -> tuple[Moved, ...]:

@@ -23,44 +23,36 @@ def of_gradients(offenders: Sequence[Offender], layout: Recording, *, later: boo
     """What is wrong with the first step's gradients, or with those of a later one."""
     everything = layout.parameters
     of = " of a later step" if later else ""
-    first = "Those of the first step are right: " if later else ""
-    pure: dict[float, list[Offender]] = {}
-    other: list[Offender] = []
-    missing: list[str] = []
-    for offender in offenders:
-        if offender.name not in layout.gradients or offender.ratio == 0:
-            missing.append(offender.name)
-        elif remainder(offender) < PURE:
-            pure.setdefault(float(f"{offender.ratio:.3g}"), []).append(offender)
-        else:
-            other.append(offender)
+    end = " Those of the first step are right." if later else ""
+    missing, pure, other = sorted_out(offenders, layout)
     nearly = pure.pop(1.0, [])
     if not (missing or pure or other):
         other = nearly
     if missing:
         arrives = f"No gradient{of} arrives at {group(missing, everything)}"
-        yield f"{arrives}: {first}something detaches it, or leaves it out."
+        yield f"{arrives}: something detaches it, or leaves it out.{end}"
     for ratio, found in sorted(pure.items(), key=lambda pair: -len(pair[1])):
         names = [offender.name for offender in found]
         hint = size_hint(ratio, layout)
         if len(names) == len(layout.gradients):
             yield (
-                f"Every gradient{of} is {ratio:g} times what it should be: {first}an averaging factor. SHARD transforms "
-                f"must average over R = dp_replicate × dp_shard × cp = {layout.layout.averaged}, and nobody else may.{hint}"
+                f"Every gradient{of} is {ratio:g} times what it should be: an averaging factor. SHARD transforms must "
+                f"average over R = dp_replicate × dp_shard × cp = {layout.layout.averaged}, and nobody else may."
+                f"{hint}{end}"
             )
         else:
             yield (
                 f"The gradients{of} of {group(names, everything)} are {ratio:g} times what they should be, and no "
-                f"others: {first}an averaging factor of that group alone.{hint}"
+                f"others: an averaging factor of that group alone.{hint}{end}"
             )
     if other:
         names = [offender.name for offender in other]
         axes = axes_apart(names, layout, "last_gradients" if later else "gradients")
         if not axes and _rounded(other):
             yield (
-                f"The gradients{of} of {group(names, everything)} differ by {other[0].error:.0e} and point where they "
-                f"should: {first}something on the layout computes in a narrower dtype, or rounds to one. The largest "
-                f"difference is at {other[0].name}."
+                f"The gradients{of} of {group(names, everything)} differ by {other[0].error:.0e}, as rounding does: "
+                f"something on the layout computes in a narrower dtype, or rounds to one. The largest "
+                f"difference is at {other[0].name}.{end}"
             )
             return
         where = f", and differ between ranks along {' and '.join(axes)}" if axes else ""
@@ -69,8 +61,32 @@ def of_gradients(offenders: Sequence[Offender], layout: Recording, *, later: boo
             "sequence gave"
             if axes
             else "a contribution is missing or counted twice, or the forward pass computes something else there"
+            + (", or with weights of an earlier step, which were not dropped (Applied.release)" if later else "")
         )
-        yield f"The gradients{of} of {group(names, everything)} are wrong{where}: {first}{cause}."
+        yield f"The gradients{of} of {group(names, everything)} are wrong{where}: {cause}.{end}"
+
+
+def unexplained(offenders: Sequence[Offender], layout: Recording) -> bool:
+    """Whether gradients are wrong, and neither multiples of what they should be nor left unreduced."""
+    other = [one.name for one in sorted_out(offenders, layout)[2]]
+    return bool(other) and not axes_apart(other, layout, "gradients")
+
+
+def sorted_out(
+    offenders: Sequence[Offender], layout: Recording
+) -> tuple[list[str], dict[float, list[Offender]], list[Offender]]:
+    """Gradients that do not arrive, those that are a multiple of what they should be, by the factor, and others."""
+    missing: list[str] = []
+    pure: dict[float, list[Offender]] = {}
+    other: list[Offender] = []
+    for offender in offenders:
+        if offender.name not in layout.gradients or offender.ratio == 0:
+            missing.append(offender.name)
+        elif remainder(offender) < PURE:
+            pure.setdefault(float(f"{offender.ratio:.3g}"), []).append(offender)
+        else:
+            other.append(offender)
+    return missing, pure, other
 
 
 def _rounded(offenders: Sequence[Offender]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..storage.state import join
 from .recording import Record
 from .verdict import Offender
 
@@ -32,6 +33,9 @@ class Moved(Offender):
     """The difference as a multiple of the initial weight, where it is one; else 0."""
     ranks: tuple[int, ...] = ()
     """The ranks whose pieces are wrong, where others' are right."""
+
+    def __str__(self) -> str:
+        return self.name if self.part == WEIGHT else f"{self.part} of {self.name}"
 
     @property
     def pure(self) -> bool:
@@ -140,7 +144,7 @@ def settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tupl
     mine, theirs = dict(_values(one)), dict(_values(other))
     for place in sorted(mine.keys() & theirs.keys()):
         if not _same(mine[place], theirs[place]):
-            found.setdefault(place[1], (mine[place], theirs[place]))
+            found.setdefault(place[1], (join(mine[place], {}), join(theirs[place], {})))
     return found
 
 

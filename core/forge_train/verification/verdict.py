@@ -38,6 +38,9 @@ class Offender:
     ratio: float
     """⟨x, r⟩ / ⟨r, r⟩."""
 
+    def __str__(self) -> str:
+        return self.name
+
 
 @dataclass(frozen=True)
 class Verdict:
