@@ -17,7 +17,9 @@ from . import screen
 from .options import json_option, nproc_option, run_options
 
 if TYPE_CHECKING:
-    from forge_train.verification import Check, Verdict
+    from collections.abc import Sequence
+
+    from forge_train.verification import Check, Offender, Verdict
 
 SHOWN = 8
 
@@ -31,8 +33,9 @@ SHOWN = 8
 )
 @json_option
 def verify(request: Request, nproc: int | None, steps: int, against: str | None, as_json: bool) -> int:
-    """Take a few steps of CONFIG on one process and on N, from the same weights and data, and compare loss, gradients,
-    replicas, batches and checkpoints. Exit code 0 if they agree, 1 if they do not or a tie leaves
+    """Take a few steps of CONFIG, at the peak of its learning rate, on one process and on N, from the same weights and
+    data, and compare losses, gradients, what the optimizer makes of them, an evaluation, replicas, batches and
+    checkpoints. Exit code 0 if they agree, 1 if they do not or a tie leaves
     it open. Nothing is left behind.
 
     \b
@@ -87,12 +90,12 @@ def _show(verdict: Verdict) -> None:
     shown = losses if len(losses) <= SHOWN else [*losses[: SHOWN - 1], losses[-1]]
     screen.table(("step", one, other, "difference"), shown, right=(0, 1, 2, 3))
     screen.line(f"  gap {sparkline([abs(b - a) for a, b in verdict.losses], 40)}", "dim")
-    if verdict.offenders:
-        screen.heading("Gradients at step 1 that differ most")
-        worst = [(one.name, _number(one.error), f"{one.ratio:.4g}") for one in verdict.offenders[:SHOWN]]
-        screen.table(("", "error", "ratio"), worst, right=(1, 2))
-        if len(verdict.offenders) > SHOWN:
-            screen.line(f"  … {len(verdict.offenders) - SHOWN} more", "dim")
+    for title, offenders in (
+        ("Gradients at step 1 that differ most", verdict.offenders),
+        ("Gradients at a later step that differ most", () if verdict.offenders else verdict.later),
+        ("What the optimizer makes of the layout's gradients: the largest differences", verdict.updates),
+    ):
+        _show_offenders(title, offenders)
     screen.line("")
     if verdict.agree:
         screen.line("They agree.", "bold green")
@@ -101,8 +104,19 @@ def _show(verdict: Verdict) -> None:
         screen.line("Undecided: they agree in what could be compared.", "bold yellow")
     else:
         screen.line("They do not agree.", "bold red")
+        screen.line(f"  These parts differ: {', '.join(check.name for check in verdict.checks if not check.ok)}.")
     for sentence in verdict.advice:
         screen.line(f"  {sentence}")
+
+
+def _show_offenders(title: str, offenders: Sequence[Offender]) -> None:
+    if not offenders:
+        return
+    screen.heading(title)
+    worst = [(str(one), _number(one.error), f"{one.ratio:.4g}") for one in offenders[:SHOWN]]
+    screen.table(("", "error", "ratio"), worst, right=(1, 2))
+    if len(offenders) > SHOWN:
+        screen.line(f"  … {len(offenders) - SHOWN} more", "dim")
 
 
 def _where(check: Check) -> str:

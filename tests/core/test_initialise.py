@@ -79,7 +79,7 @@ def shard_of(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], window: li
     class Global(nn.Parameter):
         """Has the global shape; its own memory is not used."""
 
-    monkeypatch.setattr(initialise, "_window", lambda tensor: (local, list(window)))
+    monkeypatch.setattr(initialise, "local_window", lambda tensor: (local, list(window)))
     fill(Global(torch.empty(shape), requires_grad=False), "w", NORMAL, 1)
     monkeypatch.undo()
     return local

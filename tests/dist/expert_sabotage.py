@@ -11,9 +11,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from forge_train import Applied, Transform, hookimpl
+from forge_train import Applied, Transform, hookimpl, record_choices
 from forge_train_plugins._moe.block import Routed
-from forge_train_plugins._moe.router import Router
+from forge_train_plugins._moe.router import Router, kept
 from forge_train_plugins._moe.watch import Watch
 from forge_train_plugins.ep import ExpertParallel
 from forge_train_plugins.moe import MoE
@@ -109,3 +109,41 @@ def _choose_by(model: Any, change: Callable[[Tensor], Tensor], only: str = "") -
 
 def _changed(right: Callable[[Tensor], Tensor], change: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
     return right(change(scores))
+
+
+class Unbalanced(MoE):
+    """Doubles the balance loss, on several ranks."""
+
+    @hookimpl
+    def on_start(self, job: Any, model: Any, optimizer: Any) -> None:
+        super().on_start(job, model, optimizer)
+        for routed in _routed(model) if job.dist.world > 1 else ():
+            routed.losses = replace(routed.losses, balance=2 * routed.losses.balance)
+
+
+class OwnCapacity(MoE):
+    """Has each rank drop tokens by its own share of the micro-batch, on several ranks."""
+
+    @hookimpl
+    def on_start(self, job: Any, model: Any, optimizer: Any) -> None:
+        super().on_start(job, model, optimizer)
+        for routed in _routed(model) if job.dist.world > 1 else ():
+            routed._within_capacity = partial(_within, routed)  # type: ignore[method-assign]
+
+
+def _within(routed: Routed, routing: Any, batch: int) -> Tensor:
+    experts, weights = routing.experts, routing.weights.detach()
+    limit = -(-len(experts) * experts.shape[1] // routed.count)
+    stays = kept(experts, weights, limit, routed.count)
+
+    def made() -> tuple[Tensor, Tensor]:
+        scores = weights.new_full((len(weights), routed.count), -torch.inf)
+        taken = torch.zeros_like(scores, dtype=torch.bool).scatter(1, experts, stays)
+        return scores.scatter(1, experts, weights), taken
+
+    record_choices(routed, "tokens within the capacity", made, among="tokens")
+    return stays
+
+
+def _routed(model: Any) -> list[Routed]:
+    return [module for _, module in model.named_modules() if isinstance(module, Routed)]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from torch import nn
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from forge_train import Applied, Phase, Transform, hookimpl
+from forge_train import Applied, Phase, Plugin, Transform, hookimpl, section
+from forge_train_plugins.adamw import AdamW
 from forge_train_plugins.decoder import Decoder
 from forge_train_plugins.fsdp2 import FSDP2
+from forge_train_plugins.sequential import Sequential
+from forge_train_plugins.swiglu import SwiGLU
 from forge_train_plugins.text import Text
 from forge_train_plugins.tp import TensorParallel
 
@@ -82,3 +90,213 @@ class Misnamed(Decoder):
         plan = {**model.tensor_plan(), "layers.0.attention.query": "colwise"}
         model.tensor_plan = lambda: plan
         return model
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+class LaterNorms(FSDP2):
+    """Makes the gradients of norms half as large again, from the second step on."""
+
+    @hookimpl
+    def parallelize(self, job: Any) -> Transform | None:
+        transform = super().parallelize(job)
+        if transform is None:
+            return None
+        steps = itertools.count(1)
+
+        def apply(part: nn.Module) -> Applied:
+            applied = transform.apply(part)
+
+            def enlarge() -> None:
+                if applied.after_backward:
+                    applied.after_backward()
+                if next(steps) > 1:
+                    for name, parameter in part.named_parameters():
+                        if "norm" in name:
+                            parameter.grad.mul_(1.5)
+
+            return replace(applied, after_backward=enlarge)
+
+        return replace(transform, apply=apply)
+
+
+class AfterNorm(Plugin):
+    """Doubles gradients when their norm has been taken."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def on_gradients(self, update: Any) -> None:
+        if dist.is_initialized():
+            for parameter in update.parameters:
+                parameter.grad.mul_(2)
+
+
+class LostMicroBatch(Sequential):
+    """Leaves the last micro-batch of rank 1 out of the gradients, and not out of the loss."""
+
+    @hookimpl
+    def executor(self, model: Any, task: Any, job: Any) -> Any:
+        executor = super().executor(model, task, job)
+        train, loss = executor.train, executor._loss
+
+        def losing(batches: Any, scale: Any) -> Tensor:
+            def weighed(batch: Any) -> Tensor:
+                value = loss(batch)
+                return value if batch is not batches[-1] else value.detach() + 0 * value
+
+            executor._loss = weighed
+            return train(batches, scale)
+
+        if job.dist.rank == 1:
+            executor.train = losing
+        return executor
+
+
+class Rounded(Plugin):
+    """Computes one linear in bf16."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def on_start(self, job: Any, model: Any) -> None:
+        modules = dict(model.named_modules())
+        down = modules["layers.1.feed_forward.down"]
+        if job.dist.world > 1:
+            down.forward = lambda x: F.linear(x.bfloat16(), down.weight.bfloat16()).float()
+
+
+# -- the start, and an evaluation -------------------------------------------------------------------------------------
+
+
+class OtherStart(Plugin):
+    """Changes the weights of one rank before the first step; of hooks it has this one alone."""
+
+    api = (1, 0)
+
+    @section
+    class Config:
+        rank: int = 1
+
+    @hookimpl
+    def on_start(self, job: Any, model: Any) -> None:
+        if job.dist.world > 1 and job.dist.rank == self.config.rank:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.001)
+
+
+class InTraining(SwiGLU):
+    """Gives less in training than in evaluation, as dropout would without its factor."""
+
+    @hookimpl
+    def feed_forward(self, layer: Any, job: Any) -> Any:
+        module = super().feed_forward(layer, job)
+        module.register_forward_hook(lambda part, args, out: 0.9 * out if part.training else out)
+        return module
+
+
+class TrainedEvaluation(Sequential):
+    """Evaluates in training mode."""
+
+    @hookimpl
+    def executor(self, model: Any, task: Any, job: Any) -> Any:
+        executor = super().executor(model, task, job)
+
+        def evaluate(batch: Any) -> Tensor:
+            model.train()
+            with torch.no_grad():
+                return executor._loss(batch)
+
+        if job.dist.world > 1:
+            executor.evaluate = evaluate
+        return executor
+
+
+# -- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+class Deviant(AdamW):
+    """Takes its steps with other settings than its parameter groups show."""
+
+    changes: Mapping[str, Any] = {}
+
+    @hookimpl
+    def optimizer(self, model: Any, job: Any) -> torch.optim.Optimizer:
+        optimizer = super().optimizer(model, job)
+        kept: list[dict[str, Any]] = []
+
+        def deviate(*ignored: Any) -> None:
+            kept[:] = [dict(group) for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group.update({key: change(group[key]) for key, change in self.changes.items()})
+
+        def hide(*ignored: Any) -> None:
+            for group, before in zip(optimizer.param_groups, kept, strict=True):
+                group.update(before)
+
+        if self.deviates(job):
+            optimizer.register_step_pre_hook(deviate)
+            optimizer.register_step_post_hook(hide)
+        return optimizer
+
+    def deviates(self, job: Any) -> bool:
+        return bool(job.dist.world > 1)
+
+
+class NoDecay(Deviant):
+    """Does not decay weights."""
+
+    changes: Mapping[str, Any] = {"weight_decay": lambda decay: 0.0}
+
+
+class LessDecay(NoDecay):
+    """Does not decay the weights of rank 1."""
+
+    def deviates(self, job: Any) -> bool:
+        return bool(job.dist.rank == 1)
+
+
+class OtherBeta(Deviant):
+    """Has another running mean of squares."""
+
+    changes: Mapping[str, Any] = {"betas": lambda betas: (betas[0], 0.999)}
+
+
+class Faster(Deviant):
+    """Takes steps one percent larger."""
+
+    changes: Mapping[str, Any] = {"lr": lambda lr: 1.01 * lr}
+
+
+class Unclipped(AdamW):
+    """Gives gradients back the norm that they had before clipping."""
+
+    @hookimpl
+    def optimizer(self, model: Any, job: Any) -> torch.optim.Optimizer:
+        optimizer = super().optimizer(model, job)
+
+        def stretch(*ignored: Any) -> None:
+            factor = (self.norm + 1e-6) / job.config.train.clip_norm
+            for parameter in model.parameters():
+                parameter.grad.mul_(factor.clamp(min=1.0))
+
+        if job.dist.world > 1:
+            optimizer.register_step_pre_hook(stretch)
+        return optimizer
+
+    @hookimpl
+    def on_gradients(self, update: Any) -> None:
+        self.norm = update.grad_norm
+
+
+class OtherGroups(AdamW):
+    """Has other settings on several ranks, for everyone to see."""
+
+    @hookimpl
+    def optimizer(self, model: Any, job: Any) -> torch.optim.Optimizer:
+        optimizer = super().optimizer(model, job)
+        for group in optimizer.param_groups if job.dist.world > 1 else ():
+            group["betas"] = (0.9, 0.999)
+        return optimizer

@@ -93,7 +93,7 @@ def declared_init(part: nn.Module, name: str) -> Init:
 
 def fill(tensor: Tensor, name: str, init: Init, seed: int) -> None:
     """Fill a parameter, or this rank's shard of it, in place."""
-    local, window = _window(tensor)
+    local, window = local_window(tensor)
     if init.kind in ("ones", "zeros"):
         local.fill_(1.0 if init.kind == "ones" else 0.0)
         return
@@ -127,7 +127,7 @@ def _seed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _window(tensor: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+def local_window(tensor: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
     """This rank's part of a tensor, and what it covers of each axis: from, up to."""
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor, [(0, size) for size in tensor.shape]

@@ -94,6 +94,18 @@ class Stepper:
             data_range=(first, int(self.loader.state_dict()["position"])),
         )
 
+    def evaluate(self, held_out: Loader, count: int) -> tuple[float, float]:
+        """The mean loss over some micro-batches of each rank, and the weight of all of them."""
+        self.model.train(False)
+        total, weight = torch.zeros((), dtype=torch.float64, device=self.job.device), 0.0
+        for _ in range(count):
+            batches, counts = self.fetch(held_out, 1)
+            total += self.executor.evaluate(batches[0])
+            weight += counts.weight
+        self.model.release()
+        self.model.train()
+        return float(self.job.dist.all_reduce(total, axis="loss")) / (weight or 1.0), weight
+
     def _backward(self, step: int, batches: Sequence[Batch], counts: Counts) -> Update:
         """Accumulate the gradients of the mean loss over the global batch."""
         factor: Tensor | float = self.loss_scale.scale() if self.loss_scale else 1.0

@@ -6,8 +6,6 @@ import math
 import time
 from pathlib import Path
 
-import torch
-
 from ..composition.compose import Composition
 from ..errors import ConfigError, DivergedError
 from ..events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult
@@ -105,16 +103,8 @@ class Training:
         count = self.job.config.train.evaluate_batches * self.stepper.accumulation
         with self._meter.paused(), self._around_evaluate():
             held_out.load_state_dict(self._held_out_start)
-            self.model.train(False)
-            total, weight = torch.zeros((), dtype=torch.float64, device=self.job.device), 0.0
-            for _ in range(count):
-                batches, counts = self.stepper.fetch(held_out, 1)
-                total += self.stepper.executor.evaluate(batches[0])
-                weight += counts.weight
-            self.model.release()
-            self.model.train()
-            total = self.job.dist.all_reduce(total, axis="loss")
-        evaluation = Evaluation(self.progress.step, float(total) / (weight or 1.0), int(weight))
+            loss, weight = self.stepper.evaluate(held_out, count)
+        evaluation = Evaluation(self.progress.step, loss, int(weight))
         self.job.hooks.on_evaluate(evaluation)
         self._event("evaluation", loss=evaluation.loss, tokens=evaluation.tokens, metrics=evaluation.metrics)
 

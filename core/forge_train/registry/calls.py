@@ -115,6 +115,11 @@ class Calls:
         """The plugin, the hook and the place of its implementation, for messages."""
         return next((call.whose(hook) for call in self._calls[hook] if call.owner.name == name), f"Hook {hook}")
 
+    def arguments(self, name: str, hook: str) -> frozenset[str]:
+        """Names of the arguments that a plugin's implementation of a hook asks for."""
+        calls = [call for call in self._calls[hook] if call.owner.name == name]
+        return frozenset(argument for call in calls for argument in (*call.positional, *call.keywords))
+
     def collect(self, hook: str, arguments: Mapping[str, Any], only: str | None = None) -> list[tuple[str, Any]]:
         """Call a hook's implementations (or one plugin's); what each returned, by plugin name."""
         calls = [call for call in self._calls[hook] if only is None or call.owner.name == only]

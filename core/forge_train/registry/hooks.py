@@ -89,6 +89,10 @@ class Hooks:
         """Names of the plugins that implement a hook."""
         return [owner.name for owner in self._calls.owners(hook)]
 
+    def arguments(self, name: str, hook: str) -> frozenset[str]:
+        """Names of the arguments that a plugin's implementation of a hook asks for."""
+        return self._calls.arguments(name, hook)
+
     def mute(self, name: str) -> None:
         """Leave an observer, or what only rounds, out of this process: it stays enabled, but is told nothing.
 

@@ -14,88 +14,15 @@ from ..config.sections import CORE_SECTIONS, ParallelSection
 from ..errors import ConfigError, ForgeError
 from ..processes.launch import Task, launch
 from ..registry.setup import Setup, resolve
+from .verdict import Check, Offender, Verdict
 
 if TYPE_CHECKING:
-    from .record import Recording
-    from .routing import Parting
+    from .explain import Explanation
+    from .recording import Recording
 
 AXES = tuple(axis.name for axis in dataclasses.fields(ParallelSection))
 WORKER = "forge_train.verification.record:worker"
 EXACT = "train.precision=fp32"
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that must be the same."""
-
-    name: str
-    worst: float
-    """The largest difference, as `says` explains; a count where equality is exact."""
-    tolerance: float
-    says: str
-    where: str = ""
-    """Where the largest difference is, if there is one."""
-
-    @property
-    def ok(self) -> bool:
-        return self.worst <= self.tolerance
-
-
-@dataclass(frozen=True)
-class Offender:
-    """A parameter whose first gradient is not what it should be."""
-
-    name: str
-    error: float
-    """‖g − r‖ / ‖r‖, where r is the reference's."""
-    ratio: float
-    """⟨g, r⟩ / ⟨r, r⟩."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a comparison found."""
-
-    title: str
-    sides: tuple[str, str]
-    """What the reference and the other side are called."""
-    checks: tuple[Check, ...]
-    losses: tuple[tuple[float, float], ...]
-    """Of each step, reference first."""
-    offenders: tuple[Offender, ...] = ()
-    """Gradients beyond the tolerance, the worst first."""
-    advice: tuple[str, ...] = ()
-    """What the pattern suggests."""
-    parting: Parting | None = None
-    """The first choices that fell otherwise, where that is more than the other checks allow for."""
-
-    @property
-    def failed(self) -> set[str]:
-        """Names of the checks that are not ok."""
-        return {check.name for check in self.checks if not check.ok}
-
-    @property
-    def agree(self) -> bool:
-        return not self.failed and self.parting is None
-
-    @property
-    def undecided(self) -> bool:
-        """Whether nothing is wrong in what could be compared, and a tie kept the rest from it."""
-        return not self.failed and self.parting is not None
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "agree": self.agree,
-            "undecided": self.undecided,
-            "checks": [
-                {"name": c.name, "worst": c.worst, "tolerance": c.tolerance, "ok": c.ok, "where": c.where}
-                for c in self.checks
-            ],
-            "losses": [list(pair) for pair in self.losses],
-            "gradients": [dataclasses.asdict(offender) for offender in self.offenders],
-            "parting": self.parting and self.parting.as_json(),
-            "advice": list(self.advice),
-        }
 
 
 class Start(Protocol):
@@ -154,20 +81,37 @@ def verify(
     Raises:
         ForgeError: if one of the two can't be run; its message is the one of the rank that failed first.
     """
-    from .compare import compare
-    from .record import Recording, record
+    from .recording import Recording
 
     steps = reference.steps if reference else steps
     layout = resolve(request, world=nproc)
-    alone = _alone(reference.request if reference else request)
     folder = Path(tempfile.mkdtemp(prefix="forge-verify-"))
     start(nproc, {"request": dataclasses.asdict(request), "steps": steps, "folder": str(folder)})
-    found = Recording.read(folder, layout, nproc)
-    reference = reference or Reference.take(request, steps)
-    loaded = record(alone, 0, folder / "loaded", compare_with=folder / "checkpoint")
-    assert loaded is not None
-    shutil.rmtree(folder, ignore_errors=True)
-    return compare(reference.recording, found, loaded.first.saved, reference.exact)
+    try:
+        found = Recording.read(folder, layout, nproc)
+        return _judge(found, reference or Reference.take(request, steps), folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _judge(layout: Recording, reference: Reference, folder: Path) -> Verdict:
+    """Go a layout's way on one process, and compare."""
+    from .compare import Exact, compare
+    from .explain import explain
+    from .follow import follow, follow_exactly
+
+    request, exact, left = reference.request, None, None
+    if reference.exact:
+        left = folder / "exact"
+        exact = Exact(reference.exact, follow_exactly(_alone(request, EXACT), folder, layout, left))
+    followed = follow(
+        _alone(request), folder, layout, exact=left, unclipped=lambda: _alone(request, "train.clip_norm=0")
+    )
+
+    def explained() -> Explanation | None:
+        return explain(_alone(request, f"train.micro_batch={layout.micro_batch}"), layout, folder / "explained")
+
+    return compare(reference.recording, layout, followed, exact, explained)
 
 
 def verify_against(request: Request, assignment: str, *, steps: int = 5) -> Verdict:

@@ -3,91 +3,123 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from . import Check, Offender, Verdict
 from .diagnose import BEFORE, diagnose, of_choices
-from .record import Fingerprint, Record, Recording
+from .explain import Explanation
+from .follow import Followed
+from .later import GRADIENT, LOSS, LUCK, SHARE, SHARE_IN_PARTS, beyond, in_parts, later_checks, update_checks
+from .numbers import errors, finite, relative, together, typical
+from .patterns import unexplained
+from .recording import Fingerprint, Record, Recording
 from .routing import TIES, Parting, parting
+from .verdict import Check, Offender, Verdict, few
 
-LOSS = 1e-5
-"""Relative, in fp32: what another order of summation gives."""
 NORM = 1e-5
-GRADIENT = 1e-4
-"""Relative error of each parameter's gradient in the Frobenius norm. One that vanishes beside all others (1e-4 of their
-norm) is measured against that."""
 NARROW_GRADIENT, NARROW_LOSS = 5e-2, 1e-2
 """What is expected of 8 bits of mantissa against 24: of all gradients together, and of the loss."""
 ROUNDED_GRADIENT = 2e-1
 """The same of all gradients where products are of 3 bits of mantissa."""
-SHARE = 1 / 10
-"""Of a narrow precision's own gap to fp32: how far from one process a layout's first gradients may be that computes
-every token as one process does."""
-SHARE_IN_PARTS = 1 / 4
-"""The same where a sum over features or a sequence is rounded in parts: how much further from fp32 they may be."""
-LUCK = 3
-"""Losses and norms are single numbers: one draw of rounding errors may move them so many times as far as another."""
 
 
-def compare(one: Recording, layout: Recording, loaded: Mapping[str, str], exact: Recording | None = None) -> Verdict:
+@dataclass(frozen=True)
+class Exact:
+    """One process in fp32, where the precision is narrow or a plugin rounds below it."""
+
+    recording: Recording
+    followed: Record
+    """The same on the layout's path."""
+
+
+Explain = Callable[[], "Explanation | None"]
+
+
+def compare(
+    one: Recording,
+    layout: Recording,
+    followed: Followed,
+    exact: Exact | None = None,
+    explain: Explain = lambda: None,
+) -> Verdict:
     """Judge a layout by one process.
 
     Args:
         one: the reference.
         layout: the other.
-        loaded: hashes of what one process found in the layout's checkpoint.
+        followed: what one process found on the layout's path, and in its checkpoint.
         exact: the reference in fp32, where the precision is narrow.
+        explain: what to ask about first gradients that are wrong.
     """
-    verdict = _judged(one, layout, loaded, exact)
+    precision = "bf16" if exact and one.precision == "fp32" else "fp32"
+    verdict = _judged(one, layout, followed, exact)
     if not BEFORE & verdict.failed:
-        parted = _parting(one, layout, "bf16" if exact and one.precision == "fp32" else "fp32")
+        parted = _parting(one, layout, precision)
         if parted and parted.tie and not verdict.agree:
-            verdict = replace(_judged(one, layout, loaded, exact, until=parted.step - 1), parting=parted)
+            verdict = replace(_judged(one, layout, followed, exact, until=parted.step - 1), parting=parted)
         elif parted and not parted.tie and not (exact and verdict.agree):
             verdict = replace(verdict, parting=parted)
         routing = _routing(one, parted) if verdict.parting or parted is None or parted.tie else ()
         verdict = replace(verdict, checks=(*verdict.checks[: len(BEFORE)], *routing, *verdict.checks[len(BEFORE) :]))
-    return verdict if verdict.agree else replace(verdict, advice=tuple(diagnose(verdict, one, layout)))
+        verdict = _followed(verdict, one, layout, followed, exact, _coarsest(one, layout, precision))
+    if verdict.agree:
+        return verdict
+    at_first = verdict.parting is not None and verdict.parting.step == 1
+    asks = not (exact or at_first) and unexplained(verdict.offenders, layout)
+    return replace(verdict, advice=tuple(diagnose(verdict, one, layout, followed, explain() if asks else None)))
+
+
+def _followed(
+    verdict: Verdict, one: Recording, layout: Recording, followed: Followed, exact: Exact | None, coarsest: str
+) -> Verdict:
+    """With the checks of what one process found on the layout's path, as far as there is such a path: one start, one
+    gradient for all replicas, and weights that are what the optimizer makes of these."""
+    if any(_apart([getattr(rank, kept) for rank in layout.ranks]) for kept in ("gradients", "last_gradients")):
+        return verdict
+    updates = () if "checkpoint" in verdict.failed else update_checks(followed)
+    verdict = replace(verdict, checks=(*verdict.checks, *updates), updates=beyond(followed.updates) if updates else ())
+    if {"updates", "optimizer", "checkpoint", "buffers", "replicas"} & verdict.failed:
+        return verdict
+    later, offenders = later_checks(one, layout, followed, exact.followed if exact else None, coarsest)
+    return replace(verdict, checks=(*verdict.checks, *later), later=offenders)
 
 
 def _judged(
     one: Recording,
     layout: Recording,
-    loaded: Mapping[str, str],
-    exact: Recording | None,
+    followed: Followed,
+    exact: Exact | None,
     until: int | None = None,
 ) -> Verdict:
     """By numbers; those that come of steps after `until`, if that is given, are not looked at."""
-    first = layout.first
-    loss, loss_at = _relative(one.first.losses[:until], first.losses[:until])
-    norm, norm_at = _relative(one.first.norms[:until], first.norms[:until])
-    own_loss = LUCK * _relative(exact.first.losses, one.first.losses)[0] if exact else 0.0
-    own_norm = LUCK * _relative(exact.first.norms, one.first.norms)[0] if exact else 0.0
+    first, wide = layout.first, exact.recording if exact else None
+    loss, loss_at = relative(one.first.losses[:until], first.losses[:until])
+    norm, norm_at = relative(one.first.norms[:until], first.norms[:until])
+    own_loss = LUCK * relative(wide.first.losses, one.first.losses)[0] if wide else 0.0
+    own_norm = LUCK * relative(wide.first.norms, one.first.norms)[0] if wide else 0.0
     differ = errors(one.gradients, layout.gradients)
-    gradients = _narrow_gradients(one, layout, exact) if exact else _gradients(differ)
+    gradients = _narrow_gradients(one, layout, wide) if wide else _gradients(differ)
     peers, peers_at = _peers(layout.ranks)
     data, data_at = _data(one.first, layout.ranks)
-    start = _different(one.first.start, _union(rank.start for rank in layout.ranks))
+    start = other_starts(one, layout)
     apart = _apart([rank.weights for rank in layout.ranks])
     spoken = _scalars(layout.ranks)
-    saved = _different(_union(rank.saved for rank in layout.ranks), loaded)
+    saved = _different(_union(rank.saved for rank in layout.ranks), followed.loaded)
     steps = (
         Check("loss", loss, max(LOSS, own_loss), _says(until), loss_at),
         Check("grad_norm", norm, max(NORM, own_norm), _says(until), norm_at),
         gradients,
     )
     checks = (
-        Check("initial weights", len(start), 0, "parameters that start differently", _few(start)),
+        Check("initial weights", len(start), 0, "parameters that start differently", few(list(start))),
         Check("peers", peers, 0, "ranks that share a data index and saw another batch", peers_at),
         Check("data", data, 0, "steps whose sequences are not those of one process", data_at),
         *(() if until == 0 else steps),
         *(_buffers(one.buffers, layout.buffers) if until is None else ()),
-        Check("replicas", len(apart) + spoken, 0, "parameters that are not bit-equal on all ranks", _few(list(apart))),
-        Check("checkpoint", len(saved), 0, "tensors that one process loads differently", _few(saved)),
+        Check("replicas", len(apart) + spoken, 0, "parameters that are not bit-equal on all ranks", few(list(apart))),
+        Check("checkpoint", len(saved), 0, "tensors that one process loads differently", few(saved)),
     )
     return Verdict(
         title=f"{len(layout.ranks)} processes ({_axes(layout)}) against one",
@@ -100,10 +132,26 @@ def _judged(
     )
 
 
+def other_starts(one: Recording, layout: Recording) -> dict[str, list[int]]:
+    """Weights that start differently from one process, and on which ranks."""
+    found: dict[str, list[int]] = {}
+    for rank in layout.ranks:
+        for name, value in rank.start.items():
+            if one.first.start.get(name) != value:
+                found.setdefault(name, []).append(rank.rank)
+    for name in one.first.start.keys() - _union(rank.start for rank in layout.ranks).keys():
+        found[name] = [rank.rank for rank in layout.ranks]
+    return dict(sorted(found.items()))
+
+
 def _parting(one: Recording, other: Recording, at_least: str) -> Parting | None:
     """Where choices part, by the coarsest of both precisions and a third."""
-    precision = max(one.precision, other.precision, at_least, key=list(TIES).index)
+    precision = _coarsest(one, other, at_least)
     return parting([rank.choices for rank in one.ranks], [rank.choices for rank in other.ranks], precision)
+
+
+def _coarsest(one: Recording, other: Recording, at_least: str) -> str:
+    return max(one.precision, other.precision, at_least, key=list(TIES).index)
 
 
 def _routing(one: Recording, parted: Parting | None) -> tuple[Check, ...]:
@@ -121,13 +169,12 @@ def _gradients(differ: Sequence[Offender]) -> Check:
 
 def _narrow_gradients(one: Recording, layout: Recording, exact: Recording) -> Check:
     """Root of the mean squared relative gap over all parameters, beside that of the precision itself."""
-    own = _typical(errors(exact.gradients, one.gradients))
-    sizes = layout.layout
-    if sizes.tp == sizes.cp == 1 or one.precision == "fp32":
-        gap, share, what = _typical(errors(one.gradients, layout.gradients)), SHARE, "from one process"
-    else:
-        gap = max(_typical(errors(exact.gradients, layout.gradients)) - own, 0.0)
+    own = typical(errors(exact.gradients, one.gradients))
+    if in_parts(one, layout):
+        gap = max(typical(errors(exact.gradients, layout.gradients)) - own, 0.0)
         share, what = SHARE_IN_PARTS, f"further from fp32 than one process, which is {own:.1e} from it"
+    else:
+        gap, share, what = typical(errors(one.gradients, layout.gradients)), SHARE, "from one process"
     return Check("gradients", gap, share * own, f"relative, all parameters at step 1, {what}")
 
 
@@ -140,12 +187,8 @@ def _buffers(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> tu
     }
     if not gaps:
         return ()
-    worst = max(gaps, key=lambda name: _finite(gaps[name]))
+    worst = max(gaps, key=lambda name: finite(gaps[name]))
     return (Check("buffers", gaps[worst], LOSS, "relative, of a persistent buffer after the last step", where=worst),)
-
-
-def _typical(gaps: Sequence[Offender]) -> float:
-    return math.sqrt(sum(_finite(gap.error) ** 2 for gap in gaps) / (len(gaps) or 1))
 
 
 def _beyond(differ: Sequence[Offender], allowed: float) -> tuple[Offender, ...]:
@@ -173,21 +216,21 @@ def _judged_settings(
     one: Recording, other: Recording, assignment: str, rounded: bool, until: int | None = None
 ) -> Verdict:
     narrow = {one.precision, other.precision} != {"fp32"}
-    loss, loss_at = _relative(one.first.losses[:until], other.first.losses[:until])
+    loss, loss_at = relative(one.first.losses[:until], other.first.losses[:until])
     gradients = errors(one.gradients, other.gradients)
-    together = _together(one.gradients, other.gradients)
+    whole = together(one.gradients, other.gradients)
     data, data_at = _data(one.first, other.ranks)
     start = _different(one.first.start, other.first.start)
     allowed = ROUNDED_GRADIENT if rounded else NARROW_GRADIENT if narrow else GRADIENT
     checks = (
-        Check("initial weights", len(start), 0, "parameters that start differently", _few(start)),
+        Check("initial weights", len(start), 0, "parameters that start differently", few(start)),
         Check("data", data, 0, "steps whose sequences are others", data_at),
     )
     steps = (
         Check("loss", loss, NARROW_LOSS if narrow or rounded else LOSS, _says(until), loss_at),
-        Check("gradients", together, allowed, "relative (Frobenius), of all at step 1"),
+        Check("gradients", whole, allowed, "relative (Frobenius), of all at step 1"),
     )
-    worst = tuple(gradients[:10]) if until != 0 and together > allowed else ()
+    worst = tuple(gradients[:10]) if until != 0 and whole > allowed else ()
     return Verdict(
         title=f"{assignment}{', unrounded,' * rounded} against the configuration, on one process",
         sides=("configuration", assignment),
@@ -195,48 +238,6 @@ def _judged_settings(
         losses=tuple(itertools.zip_longest(one.first.losses, other.first.losses, fillvalue=float("nan"))),
         offenders=worst,
     )
-
-
-def errors(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[Offender]:
-    """Every parameter's gradient, the worst first; one that is missing on a side counts as zero there."""
-    total = _norm(reference.values())
-    found = []
-    for name in reference.keys() | other.keys():
-        r, g = reference.get(name), other.get(name)
-        r, g = (g * 0 if r is None and g is not None else r), (r * 0 if g is None and r is not None else g)
-        assert r is not None
-        assert g is not None
-        r, g = r.double(), g.double()
-        if r.shape != g.shape:
-            found.append(Offender(name, float("inf"), float("nan")))
-            continue
-        size = max(float(r.norm()), 1e-4 * total) or 1.0
-        ratio = float((g * r).sum() / (r * r).sum()) if r.any() else float("nan")
-        found.append(Offender(name, float((g - r).norm()) / size, ratio))
-    return sorted(found, key=lambda one: (-_finite(one.error), one.name))
-
-
-def _together(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    names = reference.keys() & other.keys()
-    return _norm(other[name].double() - reference[name].double() for name in names) / (_norm(reference.values()) or 1.0)
-
-
-def _norm(tensors: Iterable[Tensor]) -> float:
-    return float(sum(float(tensor.double().norm()) ** 2 for tensor in tensors) ** 0.5)
-
-
-def _finite(value: float) -> float:
-    return float("inf") if math.isnan(value) else value
-
-
-def _relative(reference: Sequence[float], other: Sequence[float]) -> tuple[float, str]:
-    """The largest relative difference, and at which step."""
-    worst, where = 0.0, ""
-    for step, (a, b) in enumerate(itertools.zip_longest(reference, other, fillvalue=float("nan")), start=1):
-        difference = _finite(abs(a - b) / (abs(a) or 1.0))
-        if difference > worst:
-            worst, where = difference, f"step {step}: {a:.8g} and {b:.8g}"
-    return worst, where
 
 
 def _says(until: int | None) -> str:
@@ -250,7 +251,7 @@ def _peers(ranks: Sequence[Record]) -> tuple[int, str]:
         leader = leaders.setdefault(rank.data_rank, rank)
         if leader.batches != rank.batches:
             apart.append(f"rank {rank.rank} and rank {leader.rank} (data index {rank.data_rank})")
-    return len(apart), _few(apart)
+    return len(apart), few(apart)
 
 
 def _data(one: Record, ranks: Sequence[Record]) -> tuple[int, str]:
@@ -260,7 +261,7 @@ def _data(one: Record, ranks: Sequence[Record]) -> tuple[int, str]:
         seen = [row for rank in leaders.values() if step < len(rank.batches) for row in rank.batches[step]]
         if sorted(seen) != sorted(expected):
             wrong.append(f"step {step + 1}")
-    return len(wrong), _few(wrong)
+    return len(wrong), few(wrong)
 
 
 def _apart(pieces: Sequence[Mapping[str, Fingerprint]]) -> dict[str, set[str]]:
@@ -285,10 +286,6 @@ def _different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 
 def _union(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
     return {name: value for part in parts for name, value in part.items()}
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f", … {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _axes(layout: Recording) -> str:

@@ -29,6 +29,7 @@ class Tally:
     """Hash of a sequence → how often its tokens took each alternative, and last how many tokens of it there were."""
     near: list[float] = field(default_factory=lambda: [0.0] * len(TIES))
     """Choices that could have fallen otherwise, for each of `TIES`."""
+    among: Among = "alternatives"
 
     def add(self, other: Tally) -> None:
         for name, counts in other.rows.items():
@@ -54,6 +55,7 @@ class Parting:
     """How many both sides call ties, at least."""
     precision: str
     """Of `TIES`."""
+    among: Among = "alternatives"
 
     @property
     def slack(self) -> float:
@@ -93,7 +95,7 @@ class Counter:
             name = f"{what} of {self._names.get(id(module), type(module).__name__)}"
             call = self._calls[name] = self._calls.get(name, -1) + 1
             counted = Tally(self._counts(taken, call), near(scores.float(), taken, among, self._steps + 1))
-        self._found.setdefault(name, Tally()).add(counted)
+        self._found.setdefault(name, Tally(among=among)).add(counted)
 
     def _counts(self, taken: Tensor, call: int) -> dict[str, list[float]]:
         """Of each sequence; of all together where the micro-batch is not made of them."""
@@ -145,7 +147,7 @@ def parting(one: Sequence[Sequence[Step]], other: Sequence[Sequence[Step]], prec
                 level = list(TIES).index(precision)
                 copies = _tokens(yours) / _tokens(mine)
                 ties = math.floor(min(mine.near[level], yours.near[level] / copies))
-                return Parting(step, where, moved, ties, precision)
+                return Parting(step, where, moved, ties, precision, mine.among)
     return None
 
 
@@ -157,7 +159,7 @@ def _merged(ranks: Sequence[Sequence[Step]]) -> list[Step]:
             if number == len(steps):
                 steps.append({})
             for where, tally in step.items():
-                steps[number].setdefault(where, Tally()).add(tally)
+                steps[number].setdefault(where, Tally(among=tally.among)).add(tally)
     return steps
 
 

@@ -1,0 +1,211 @@
+"""Twenty faults, each planted on the layout alone: `forge verify` finds it, says in which parts, and what it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import compositions
+from forge_train.config import Request
+from forge_train.testing import Verifier
+
+pytestmark = [pytest.mark.dist, pytest.mark.accept("trial", 17), pytest.mark.accept("dist", 1), pytest.mark.timeout(300)]
+
+BATCH = {"train.global_batch": 12, "train.micro_batch": 2, "train.evaluate_every": 2}
+WARM = {"train.steps": 10_000, "cosine.warmup": 2000}
+"""The learning rates of the first steps are next to nothing: what the optimizer does shows at the peak alone."""
+EXPERTS = {"moe.experts": 8, "moe.hidden": 16, "moe.balance": 0, "train.global_batch": 8}
+TP2, EP2 = {"parallel.tp": 2}, {"parallel.ep": 2}
+FSDP, TP, EP = ("fsdp2",), ("tp",), ("moe", "ep")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A plugin that does one thing wrong, on two ranks."""
+
+    plugin: str
+    parts: set[str]
+    """What differs, and nothing else does."""
+    says: str
+    """What the first sentence says."""
+    layout: tuple[str, ...] = FSDP
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    instead: str = ""
+    """The plugin whose place it takes."""
+
+    def request(self, file: Path) -> Request:
+        plugins = tuple(self.plugin if one == self.instead else one for one in self.layout)
+        own = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", self.plugin.partition(":")[2]).lower()
+        settings = {re.sub(f"^{self.instead}[.]", f"{own}.", key): value for key, value in self.settings.items()}
+        if self.plugin not in plugins:
+            plugins = (*plugins, self.plugin)
+        if self.instead == "text":  # which the file itself asks for
+            text = file.read_text(encoding="utf-8").replace('"text"', f'"{self.plugin}"').replace("[text]", f"[{own}]")
+            file = file.with_name(f"{own}.toml")
+            file.write_text(text, encoding="utf-8")
+            plugins = self.layout
+        return compositions._request(file, plugins, {**BATCH, **settings})
+
+
+FAULTS: dict[str, Fault] = {
+    # Gradients, from the first step on.
+    "a factor": Fault(
+        "sabotage:DoubledFSDP",
+        {"gradients", "grad_norm", "later gradients"},
+        "Every gradient is 2 times what it should be: an averaging factor. .*dp_shard is 2",
+        instead="fsdp2",
+    ),
+    "a factor of experts": Fault(
+        "expert_sabotage:Unscaled",
+        {"gradients", "grad_norm", "later gradients"},
+        r"routed\.experts.* \(6\) are 2 times what they should be, and no others: an averaging factor of that group",
+        EP,
+        {**EXPERTS, **EP2},
+        instead="ep",
+    ),
+    "norms left unsummed": Fault(
+        "sabotage:ForgetfulTP",
+        {"gradients", "grad_norm", "replicas"},
+        r"norm\.weight \(5\) are wrong, and differ between ranks along tp: they are not reduced over tp",
+        TP,
+        TP2,
+        instead="tp",
+    ),
+    "a lost micro-batch": Fault(
+        "sabotage:LostMicroBatch",
+        {"gradients", "grad_norm", "loss", "later gradients"},
+        "those of its 6 micro-batches, but micro-batch 3 of 3 of data rank 1 is missing",
+    ),
+    "a balance loss twice": Fault(
+        "expert_sabotage:Unbalanced",
+        {"gradients", "grad_norm", "routing", "later gradients"},
+        r"Losses that the model attaches \(attach_loss\) weigh 2 times what they should",
+        EP,
+        {**EXPERTS, **EP2, "moe.balance": 0.1},
+        instead="moe",
+    ),
+    "a router that learns nothing": Fault(
+        "expert_sabotage:Deaf",
+        {"gradients", "grad_norm", "routing", "later gradients"},
+        r"No gradient arrives at layers\.\*\.feed_forward\.routed\.router\.weight \(2\)",
+        EP,
+        {**EXPERTS, **EP2},
+        instead="moe",
+    ),
+    "a linear in bf16": Fault(
+        "sabotage:Rounded",
+        {"gradients", "later gradients"},
+        r"differ by 3e-03, as rounding does: .* narrower dtype.* is at layers\.1\.feed_forward",
+    ),
+    # Gradients of later steps.
+    "a factor from the second step on": Fault(
+        "sabotage:LaterNorms",
+        {"grad_norm", "later gradients"},
+        r"of a later step of .*norm\.weight \(5\) are 1\.5 times what they should be.* first step are right",
+        instead="fsdp2",
+    ),
+    # Data, choices, buffers, the start, an evaluation.
+    "data by rank": Fault(
+        "sabotage:RankText",
+        {"peers", "loss", "grad_norm", "gradients", "replicas"},
+        r"were fed different batches \(rank 1 and rank 0 \(data index 0\)\)",
+        TP,
+        TP2,
+        instead="text",
+    ),
+    "a capacity of each rank": Fault(
+        "expert_sabotage:OwnCapacity",
+        {"routing", "grad_norm", "gradients", "later gradients"},
+        "choices of tokens within the capacity of .* each rank chooses among its own tokens instead of all tokens",
+        ("moe", "tp"),
+        {**EXPERTS, **TP2, "moe.capacity": 1.0},
+        instead="moe",
+    ),
+    "biases by the load of each rank": Fault(
+        "expert_sabotage:Selfish",
+        {"routing", "loss", "grad_norm", "buffers", "replicas"},
+        r"A persistent buffer ends otherwise .*router\.bias.* over the tokens of all ranks",
+        EP,
+        {**EXPERTS, **EP2, "moe.bias_speed": 0.01},
+        instead="moe",
+    ),
+    "another start on rank 1": Fault(
+        "sabotage:OtherStart",
+        {"initial weights", "grad_norm", "gradients", "replicas", "checkpoint"},
+        r"initial weights differ on rank 1 only \(embedding\.weight, .*: a plugin changes them there before the first",
+        ("ddp",),
+    ),
+    "another start on rank 0": Fault(
+        "sabotage:OtherStart",
+        {"initial weights", "grad_norm", "gradients", "replicas", "checkpoint"},
+        "The initial weights differ on rank 0 only",
+        ("ddp",),
+        {"other_start.rank": 0},
+    ),
+    "evaluation in training mode": Fault(
+        "sabotage:TrainedEvaluation",
+        {"evaluation"},
+        "The layout evaluates in training mode: its held-out loss 5.518.* is what one process gives in training mode",
+        ("fsdp2", "sabotage:InTraining"),
+    ),
+    # The optimizer, with gradients that are right.
+    "gradients doubled after their norm": Fault(
+        "sabotage:AfterNorm",
+        {"updates", "optimizer"},
+        "The optimizer's state is that of gradients 2 times as large: they are changed after their global norm was taken",
+    ),
+    "no clipping": Fault(
+        "sabotage:Unclipped",
+        {"updates", "optimizer"},
+        "the layout does not clip gradients to train.clip_norm",
+        settings={**WARM, "train.clip_norm": 0.1},
+    ),
+    "no weight decay": Fault(
+        "sabotage:NoDecay",
+        {"updates", "grad_norm"},
+        "Weight decay is missing for .*attention.*: they differ by a multiple of themselves, though gradients",
+        settings=WARM,
+    ),
+    "no weight decay on rank 1": Fault(
+        "sabotage:LessDecay",
+        {"updates"},
+        "Weight decay is missing for .*, in what rank 1 holds",
+        settings=WARM,
+    ),
+    "another β2": Fault(
+        "sabotage:OtherBeta",
+        {"updates", "optimizer"},
+        r"exp_avg_sq differs and exp_avg agrees, from the same gradients: .* such as its decay \(betas\), is another",
+        settings=WARM,
+    ),
+    "one percent more learning rate": Fault(
+        "sabotage:Faster",
+        {"updates", "loss", "grad_norm"},
+        "The weights move 1.01 times as far as they should .* the learning rate is 1.01 times what it should be",
+        settings=WARM,
+    ),
+}
+
+
+def test_there_are_twenty() -> None:
+    assert len(FAULTS) == 20
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_and_named(verify: Verifier, composition_file: Path, name: str) -> None:
+    fault = FAULTS[name]
+    verdict = verify(fault.request(composition_file), 2, steps=3)
+    assert verdict.failed == fault.parts, verdict
+    assert re.search(fault.says, verdict.advice[0]), verdict.advice
+
+
+def test_other_settings_of_the_optimizer_are_read_out(verify: Verifier, composition_file: Path) -> None:
+    """Where parameter groups show them; the first step of Adam does not depend on β2, but its state does."""
+    verdict = verify(Fault("sabotage:OtherGroups", set(), "").request(composition_file), 2, steps=1)
+    assert verdict.failed == {"optimizer"}
+    assert verdict.advice[0] == "The optimizer's betas is (0.9, 0.95) on one process and (0.9, 0.999) on the layout."
