@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..events import Update
 from ..loop.gradients import present, total_norm
-from ..loop.step import Stepper
+from ..loop.step import Counts, Stepper
 from ..protocols import Batch, Loader
 from ..registry.setup import Setup
 from ..storage.resume import restore
@@ -134,8 +134,8 @@ class _Following(Watched):
         super().watch(rows, held_out)
         self.steps: list[FollowedStep] = []
 
-    def _backward(self, step: int, batches: Sequence[Batch], weight: float) -> Update:
-        update = super()._backward(step, batches, weight)
+    def _backward(self, step: int, batches: Sequence[Batch], counts: Counts) -> Update:
+        update = super()._backward(step, batches, counts)
         own = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         given, norm = read_gradients(self.source, step)
         if self.left is not None:
@@ -156,8 +156,8 @@ class _Following(Watched):
     def _evaluate(self, held_out: Any) -> None:
         super()._evaluate(held_out)
         held_out.load_state_dict(self._before)
-        batches, weight = self.fetch(held_out, self.accumulation)
-        self.training_loss = float(self.executor.train(batches, 0.0)) / (weight or 1.0)
+        batches, counts = self.fetch(held_out, self.accumulation)
+        self.training_loss = float(self.executor.train(batches, 0.0)) / (counts.weight or 1.0)
         self.model.after_backward()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -174,10 +174,10 @@ class _Replaying(_Following):
         for _ in range(steps):
             self.run(self.progress)
 
-    def fetch(self, loader: Loader, count: int) -> tuple[list[Batch], float]:
-        return [], 0.0
+    def fetch(self, loader: Loader, count: int) -> tuple[list[Batch], Counts]:
+        return [], Counts(0.0, 0.0)
 
-    def _backward(self, step: int, batches: Sequence[Batch], weight: float) -> Update:
+    def _backward(self, step: int, batches: Sequence[Batch], counts: Counts) -> Update:
         given, norm = read_gradients(self.source, step)
         put(self.model.named_parameters(), given)
         zero = torch.zeros((), device=self.job.device)

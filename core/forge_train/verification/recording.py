@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ..config.rules import Layout
 from ..registry.setup import Setup
+from ..strict_json import loads
 from .routing import Step, Tally
 
 Fingerprint = tuple[str, str]
@@ -79,7 +79,7 @@ class Recording:
         """What the processes of a layout have left in a folder."""
         ranks = []
         for rank in range(world):
-            values = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
+            values = loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
             for name in ("gradients", "last_gradients", "weights"):
                 values[name] = {key: tuple(value) for key, value in values[name].items()}
             values["choices"] = [_tallies(step) for step in values["choices"]]

@@ -18,7 +18,7 @@ from ..composition.initialise import local_window
 from ..events import Update
 from ..job import Job
 from ..loop.gradients import full
-from ..loop.step import Progress, Stepper
+from ..loop.step import Counts, Progress, Stepper
 from ..protocols import Batch, Loader
 from ..registry.hooks import Hooks
 from ..storage.resume import capture, load_initial
@@ -95,8 +95,8 @@ class Watched(Stepper):
     def _fingerprints(self) -> dict[str, Fingerprint]:
         return {name: fingerprint(tensor) for name, tensor in self.model.state_dict().items()}
 
-    def _backward(self, step: int, batches: Sequence[Batch], weight: float) -> Update:
-        update = super()._backward(step, batches, weight)
+    def _backward(self, step: int, batches: Sequence[Batch], counts: Counts) -> Update:
+        update = super()._backward(step, batches, counts)
         present = {name: p.grad.detach() for name, p in self.model.named_parameters() if p.grad is not None}
         self.seen.last_gradients = {name: fingerprint(gradient) for name, gradient in present.items()}
         if step == 1:
