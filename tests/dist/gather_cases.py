@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from cases import tiny, whole
 from forge_train import Job, Model, Plugin, Update, hookimpl
 from forge_train.planning.communication import Collective, Collectives
-from forge_train_plugins._low_precision.gather import gather_packed, packed, unpack
+from forge_train.verification.record import worker
+from forge_train_plugins._low_precision.gather import PackedGather, gather_packed, packed, unpack
 
 LOW = ("even", "uneven", "across", "experts", "shared")
 """Modules that multiply in float8; the weight of the last is another module's too."""
@@ -103,3 +105,18 @@ def apart(folder: str, plugins: Sequence[str], config: Mapping[str, Any]) -> dic
 
     on, off, plain = first("fp8", **{"fp8.all_gather": True}), first("fp8"), first()
     return {name: float((on[name] - off[name]).norm() / (off[name] - plain[name]).norm()) for name in plain}
+
+
+def verified(request: dict[str, Any], folder: str) -> int:
+    """How often a rank packs what it gathers in two steps of `forge verify`."""
+    calls = 0
+    real = PackedGather.__call__
+
+    def counted(*args: Any, **more: Any) -> None:
+        nonlocal calls
+        calls += 1
+        real(*args, **more)
+
+    with patch.object(PackedGather, "__call__", counted):
+        worker(request, 2, folder)
+    return calls

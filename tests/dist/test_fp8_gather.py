@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import compositions
 import gather_cases
 from forge_train.storage import checkpoint
 from forge_train.testing import Pool, PoolError, run_forge
@@ -99,6 +101,29 @@ def test_a_checkpoint_is_the_same_and_goes_on_without_it(train: Any) -> None:
     alone = train(1, ("fp8",), {**config, **ON, "train.micro_batch": 12}, name="off-on-one", steps=4)
     assert len(went_on["losses"]) == 4
     assert went_on["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+
+
+@pytest.mark.accept("trial", "other")
+def test_a_resumed_run_is_the_one_that_went_through(train: Any) -> None:
+    config = {"train.micro_batch": 6, "train.precision": "bf16", **ON}
+    through = train(2, ("fp8", "fsdp2"), config, name="through", steps=4)
+    train(2, ("fp8", "fsdp2"), config, name="cut", steps=4, stop_at=2)
+    resumed = train(2, ("fp8", "fsdp2"), config, name="cut", steps=4)
+    assert resumed["losses"] == through["losses"]
+    assert resumed["weights"] == through["weights"]
+    assert composed(resumed["run"])["note"] == "14 of 14 weights gathered in e4m3"
+
+
+@pytest.mark.accept("trial", "other")
+@pytest.mark.parametrize("on", [True, False])
+def test_a_comparison_of_layouts_packs_what_a_run_packs(
+    ranks: Pool, tmp_path: Path, composition_file: Path, on: bool
+) -> None:
+    settings = {"decoder.hidden": 64, "train.global_batch": 4, "train.micro_batch": 2, "fp8.all_gather": on}
+    request = dataclasses.asdict(compositions._request(composition_file, ("fp8", "fsdp2"), settings))
+    packs = ranks.run(gather_cases.verified, 2, request=request, folder=str(tmp_path), timeout=120)
+    assert packs[0] == packs[1]
+    assert packs[0] >= 2 * 2 * 2 if on else packs[0] == 0, "in each step each of two blocks, forward and backward"
 
 
 def test_zero1_and_tied_heads_and_layers_that_were_declined(train: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from typing import Any
@@ -11,9 +12,10 @@ import setuptools  # noqa: F401  # inductor imports it, and it refuses to come a
 import torch
 import torch._dynamo
 import torch.utils.checkpoint
+from torch._dynamo.utils import counters
 
 import fakes
-from forge_train import ConfigError
+from forge_train import Batch, ConfigError, Plugin, StepResult, hookimpl
 from forge_train.testing import RunForge
 from forge_train_plugins._compile import Summary, compile_unit, eager_where_new
 from forge_train_plugins.compile import Compile
@@ -50,6 +52,44 @@ def test_changes_no_number_and_compiles_alike_units_once(
     assert re.fullmatch(
         r"compile: 3 units in [12] graphs with 0 graph breaks, [\d.]+ s of compiling until step 1", told[0]
     )
+
+
+class Lengths(Plugin):
+    """Sequences of another length at each step."""
+
+    api = (1, 0)
+    LENGTHS = (16, 12, 1)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.graphs: list[int] = []
+
+    @hookimpl
+    def on_step(self, step: StepResult) -> None:
+        self.graphs.append(counters["stats"]["unique_graphs"])
+
+    @hookimpl
+    def prepare_batch(self, job: Any) -> Any:
+        lengths = itertools.cycle(self.LENGTHS)
+
+        def shorten(batch: Batch) -> Batch:
+            length = next(lengths)
+            return Batch(batch.inputs[:, :length].contiguous(), batch.labels[:, :length].contiguous())
+
+        return shorten
+
+
+@pytest.mark.accept("trial", "other")
+@pytest.mark.parametrize("plugins", [(), ("ac", "moe")])
+def test_another_sequence_length_is_compiled_again(run_forge: RunForge, plugins: tuple[str, ...]) -> None:
+    """And none that was seen before is."""
+    values = {"train.micro_batch": 4, "train.global_batch": 4, "train.sequence": 16}
+    plain = run_forge([*plugins, Lengths], values, steps=6)
+    run = run_forge([*plugins, Lengths, "compile"], {**values, "compile.backend": "aot_eager"}, steps=6)
+    assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+    graphs = run.plugin("lengths").graphs
+    assert graphs[0] < graphs[1]
+    assert len(set(graphs[2:])) == 1
 
 
 def test_inductor_trains_the_same(run_forge: RunForge) -> None:
