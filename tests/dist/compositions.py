@@ -34,6 +34,7 @@ seed = 3
 steps = 5
 global_batch = {batch}
 sequence = 16
+evaluate_every = 5
 
 [log]
 every = 1

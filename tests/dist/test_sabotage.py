@@ -16,7 +16,7 @@ from forge_train.testing import Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("trial", 17), pytest.mark.accept("dist", 1), pytest.mark.timeout(300)]
 
-BATCH = {"train.global_batch": 12, "train.micro_batch": 2, "train.evaluate_every": 2}
+BATCH = {"train.global_batch": 12, "train.micro_batch": 2}
 WARM = {"train.steps": 10_000, "cosine.warmup": 2000}
 """The learning rates of the first steps are next to nothing: what the optimizer does shows at the peak alone."""
 EXPERTS = {"moe.experts": 8, "moe.hidden": 16, "moe.balance": 0, "train.global_batch": 8}
@@ -209,3 +209,20 @@ def test_other_settings_of_the_optimizer_are_read_out(verify: Verifier, composit
     verdict = verify(Fault("sabotage:OtherGroups", set(), "").request(composition_file), 2, steps=1)
     assert verdict.failed == {"optimizer"}
     assert verdict.advice[0] == "The optimizer's betas is (0.9, 0.95) on one process and (0.9, 0.999) on the layout."
+
+
+RIGHT: dict[str, tuple[tuple[str, ...], int, Mapping[str, Any]]] = {
+    "a key bias, whose gradient is rounding alone": (FSDP, 3, {"decoder.qkv_bias": True, "adamw.lr": 0.01}),
+    "signs of gradients": (("tp", "lion"), 2, {**TP2, "decoder.qkv_bias": True, "lion.lr": 0.003}),
+    "free runs that part by rounding": (FSDP, 2, {"adamw.lr": 0.3, "train.clip_norm": 0.0}),
+    "weights that hardly move": (FSDP, 2, {**WARM, "adamw.lr": 1e-6}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_is_not_called_wrong(verify: Verifier, composition_file: Path, name: str) -> None:
+    """Where an optimizer makes much of little."""
+    plugins, world, settings = RIGHT[name]
+    verdict = verify(compositions._request(composition_file, plugins, {**BATCH, **settings}), world, steps=6)
+    assert verdict.agree, verdict
+    assert ("free runs" in name) == any("free runs part" in check.says for check in verdict.checks), verdict

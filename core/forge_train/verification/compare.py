@@ -11,14 +11,25 @@ from torch import Tensor
 from .diagnose import BEFORE, diagnose, of_choices
 from .explain import Explanation
 from .follow import Followed
-from .later import GRADIENT, LOSS, LUCK, SHARE, SHARE_IN_PARTS, beyond, in_parts, later_checks, update_checks
+from .later import (
+    GRADIENT,
+    LOSS,
+    LUCK,
+    NORM,
+    SHARE,
+    SHARE_IN_PARTS,
+    beyond,
+    in_parts,
+    later_checks,
+    path_checks,
+    update_checks,
+)
 from .numbers import errors, finite, relative, together, typical
 from .patterns import unexplained
 from .recording import Fingerprint, Record, Recording
 from .routing import TIES, Parting, parting
 from .verdict import Check, Offender, Verdict, few
 
-NORM = 1e-5
 NARROW_GRADIENT, NARROW_LOSS = 5e-2, 1e-2
 """What is expected of 8 bits of mantissa against 24: of all gradients together, and of the loss."""
 ROUNDED_GRADIENT = 2e-1
@@ -82,8 +93,13 @@ def _followed(
     verdict = replace(verdict, checks=(*verdict.checks, *updates), updates=beyond(followed.updates) if updates else ())
     if {"updates", "optimizer", "checkpoint", "buffers", "replicas"} & verdict.failed:
         return verdict
-    later, offenders = later_checks(one, layout, followed, exact.followed if exact else None, coarsest)
-    return replace(verdict, checks=(*verdict.checks, *later), later=offenders)
+    wide = exact.followed if exact else None
+    later, offenders = later_checks(one, layout, followed, wide, coarsest)
+    verdict = replace(verdict, checks=(*verdict.checks, *later), later=offenders)
+    if verdict.parting is None and verdict.failed and verdict.failed <= {"loss", "grad_norm"}:
+        found = path_checks(layout, followed, wide)
+        verdict = replace(verdict, checks=tuple(found.get(check.name, check) for check in verdict.checks))
+    return verdict
 
 
 def _judged(

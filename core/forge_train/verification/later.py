@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .follow import Followed, FollowedStep
-from .numbers import finite, typical
+from .numbers import finite, relative, typical
 from .recording import Record, Recording
 from .routing import parting
 from .updates import UPDATE, WEIGHT, Moved
@@ -13,6 +13,7 @@ from .verdict import Check, Offender
 
 LOSS = 1e-5
 """Relative, in fp32: what another order of summation gives."""
+NORM = 1e-5
 GRADIENT = 1e-4
 """Relative error of each parameter's gradient in the Frobenius norm. One that vanishes beside all others (1e-4 of their
 norm) is measured against that."""
@@ -77,6 +78,20 @@ def later_checks(
         if decided is None or not decided.tie:
             checks += (_evaluation(ours, layout.first, exact),)
     return checks, offenders
+
+
+def path_checks(layout: Recording, followed: Followed, exact: Record | None) -> dict[str, Check]:
+    """Of losses and norms, each from the layout's weights: a large learning rate multiplies rounding errors from step
+    to step, so that runs that agree at every single step part all the same."""
+    says = "relative, from the layout's weights: free runs part by rounding"
+    ours, theirs = followed.record, layout.first
+    loss, loss_at = relative(ours.losses, theirs.losses)
+    norm, norm_at = relative([step.norm[0] for step in followed.steps], [step.norm[1] for step in followed.steps])
+    own = LUCK * relative(exact.losses, ours.losses)[0] if exact else 0.0
+    return {
+        "loss": Check("loss", loss, max(LOSS, own), says, loss_at),
+        "grad_norm": Check("grad_norm", norm, NORM, says, norm_at),
+    }
 
 
 def _gap(one: Recording, layout: Recording, step: FollowedStep, exact: Record | None) -> tuple[float, float]:
