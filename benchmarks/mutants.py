@@ -3,7 +3,6 @@
     python benchmarks/mutants.py                                  # 60 of seed 7; writes benchmarks/results/mutants.md
     python benchmarks/mutants.py --count 20 --only '*/_tp/*'      # some files, without writing
     python benchmarks/mutants.py --mutant c1fb4e76                # one, with what its tests print
-    python benchmarks/mutants.py --list
 
 Every mutant lies in a copy of the repository that comes first on `sys.path`, and its tests run in processes of their
 own: the processes that these start, ranks included, import the mutant too. benchmarks/mutants.toml says which tests
@@ -109,12 +108,8 @@ class Judged:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        mutant = self.mutant
-        by = f" by {self.by}" if self.outcome == "killed" and self.by else ""
-        return (
-            f"{self.outcome}{by}, {self.seconds:.0f} s\n    {mutant.key} {mutant.file}\n"
-            f"    - {mutant.was}\n    + {mutant.now}"
-        )
+        by = f" by {self.by}" if self.outcome == "killed" else ""
+        return f"{self.outcome}{by}, {self.seconds:.0f} s\n    {self.mutant}"
 
 
 class Judge:
@@ -128,7 +123,7 @@ class Judge:
         if why := self.plan.reason(mutant):
             return Judged(mutant, area, "equivalent", why)
         began = time.monotonic()
-        with self._copy() as copy:
+        with copied(self.root) as copy:
             mutant.apply(copy)
             for tests in area.tests:
                 code, said = self._pytest(copy, "-x", *shlex.split(tests))
@@ -146,7 +141,7 @@ class Judge:
         tests = [by for by in killers if "::" in by]
         files = [word for by in killers if "::" not in by for word in shlex.split(by) if "/" in word]
         found: list[str] = []
-        with self._copy() as copy:
+        with copied(self.root) as copy:
             for arguments in (tests, ["--collect-only", *files] if files else []):
                 code, said = self._pytest(copy, *arguments) if arguments else (0, "")
                 found += (_failed(said) or arguments) if code else []
@@ -184,16 +179,17 @@ class Judge:
         finally:
             self._running.discard(process.pid)
 
-    @contextmanager
-    def _copy(self) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(prefix="forge-mutant-") as folder:
-            copy = Path(folder) / self.root.name
-            shutil.copytree(self.root, copy, ignore=self._left_out)
-            yield copy
 
-    def _left_out(self, folder: str, names: list[str]) -> list[str]:
-        unwanted = LEFT_OUT | (LEFT_OUT_ABOVE if Path(folder) == self.root else set())
+@contextmanager
+def copied(root: Path) -> Iterator[Path]:
+    """A copy of a repository."""
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        unwanted = LEFT_OUT | (LEFT_OUT_ABOVE if Path(folder) == root else set())
         return [name for name in names if name in unwanted or name.startswith(".")]
+
+    with tempfile.TemporaryDirectory(prefix="forge-mutant-") as folder:
+        yield Path(shutil.copytree(root, Path(folder) / root.name, ignore=left_out))
 
 
 def _failed(said: str) -> list[str]:
@@ -258,9 +254,15 @@ def asked(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = asked(arguments)
+    with copied(options.root.resolve()) as root:  # the original may change in the meantime
+        return run(options, root)
+
+
+def run(options: argparse.Namespace, root: Path) -> int:
+    """What `main` does, on a repository that stays as it is."""
     began = time.monotonic()
-    judge = Judge(options.root.resolve(), Plan.read(options.plan), options.limit)
-    known = judge.plan.mutants(judge.root)
+    judge = Judge(root, Plan.read(options.plan), options.limit)
+    known = judge.plan.mutants(root)
     here = {mutant: area for mutant, area in known.items() if fnmatch(mutant.file, options.only)}
     drawn = draw([*here], options.count, options.seed)
     if options.mutant:
@@ -270,13 +272,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.list:
         for mutant in drawn:
-            print(f"{mutant.key} {mutant.file}\n    - {mutant.was}\n    + {mutant.now}")
+            print(mutant)
         return 0
     judged: list[Judged] = []
-    run = partial(judge.judge, aloud=bool(options.mutant))
+    one_by_one = partial(judge.judge, aloud=bool(options.mutant))
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
-            for one in pool.map(run, drawn, [known[mutant] for mutant in drawn]):
+            for one in pool.map(one_by_one, drawn, [known[mutant] for mutant in drawn]):
                 judged.append(one)
                 print(f"{len(judged):3}/{len(drawn)}  {one}", flush=True)
         finally:

@@ -73,6 +73,9 @@ class Mutant:
         """Depends on the text of the change alone, so that it survives changes elsewhere in the file."""
         return hashlib.sha256(f"{self.file}\n{self.was}\n{self.now}\n{self.number}".encode()).hexdigest()[:8]
 
+    def __str__(self) -> str:
+        return f"{self.key} {self.file}\n    - {self.was}\n    + {self.now}"
+
     def apply(self, root: Path) -> None:
         """Change the file below `root`."""
         source = (root / self.file).read_bytes()

@@ -88,7 +88,6 @@ class Average:
                 parameter.grad = bucket.flat[offset : offset + parameter.numel()].view_as(parameter)
                 offset += parameter.numel()
             bucket.flat = bucket.work = None
-        self._last = False
 
     def _attach(self) -> None:
         seen: set[int] = set()

@@ -15,7 +15,7 @@ from torch import nn
 
 import toys
 from forge_train import Applied, ConfigError, Init, Phase, Plugin, PluginError, Transform, hookimpl, swap
-from forge_train.composition.compose import Composition, compose, order
+from forge_train.composition.compose import Composition, compose, needed, order
 from forge_train.config.rules import Layout
 from forge_train.registry.discovery import discover
 from forge_train.testing.environment import installed
@@ -111,6 +111,20 @@ def test_one_slot_has_one_transform() -> None:
     for pair in (both, both[::-1]):
         with pytest.raises(ConfigError, match="Plugins 'a' and 'b' both fill the slot 'tp'; disable one"):
             order(pair)
+
+
+@pytest.mark.accept("trial", 19)
+def test_a_fallback_gives_way_only_to_what_covers_all_it_covers() -> None:
+    fallback = Transform(Phase.FLOAT8, "fallback", touch, covers=("tp", "precision"), fallback=True)
+    other = Transform(Phase.FLOAT8, "other", touch, covers=("tp",), fallback=True)
+    half = Transform(Phase.TENSOR, "half", touch, covers=("tp",))
+    whole = Transform(Phase.SHARD, "whole", touch, covers=("precision", "tp", "dp_shard"))
+    for transforms, left in (
+        ([fallback, other], ["fallback", "other"]),
+        ([fallback, other, half], ["fallback", "half"]),
+        ([fallback, half, whole], ["half", "whole"]),
+    ):
+        assert [one.slot for _, one in needed(named(*transforms))] == left
 
 
 def test_a_phase_is_a_phase() -> None:

@@ -166,6 +166,16 @@ def test_ranks_are_recommended_where_they_help(world: int, device: str, enabled:
     assert line.startswith(says)
 
 
+@pytest.mark.accept("trial", 19)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_gradients_count_once_there_was_a_step_though_they_are_gone(stepped: bool) -> None:
+    memory = Memory.__new__(Memory)
+    memory._model, memory._optimizer = torch.nn.Linear(10, 10), None  # type: ignore[assignment]
+    held = memory.peak(stepped=stepped)
+    assert held.parameters == 4 * 110
+    assert held.gradients == (4 * 110 if stepped else 0)
+
+
 def test_other_errors_are_none_of_it() -> None:
     assert requested(RuntimeError("shapes do not fit")) is None
     assert requested(ValueError("out of memory")) is None

@@ -80,6 +80,7 @@ def part_model(part: nn.Module, on_micro_batch: Callable[[bool], None] = lambda 
         parts=[part],
         roles=getattr(part, "roles", {}),
         named_parameters=part.named_parameters,
+        named_modules=part.named_modules,
         on_micro_batch=on_micro_batch,
     )
 

@@ -27,6 +27,7 @@ from forge_train_plugins._moe.experts import Experts, grouped, looped
 from forge_train_plugins._moe.losses import balance
 from forge_train_plugins._moe.router import Choice, Router, kept, loads
 from forge_train_plugins._moe.slices import Slices
+from forge_train_plugins._moe.watch import Watch
 from forge_train_plugins.moe import MoE
 
 pytestmark = pytest.mark.unit
@@ -346,7 +347,7 @@ def test_what_is_told_is_what_was_taken() -> None:
 def test_slices_are_put_in_order() -> None:
     whole = torch.arange(2 * 6 * 3).view(2, 6, 3)
     gathered = torch.cat([part.flatten(0, 1) for part in whole.chunk(2, dim=1)])
-    assert torch.equal(Slices(list, (2,)).in_order(gathered, 2), whole.flatten(0, 1))
+    assert torch.equal(Slices(list, (2,), 1).in_order(gathered, 2), whole.flatten(0, 1))
 
 
 def test_statistics_are_of_training_only() -> None:
@@ -391,6 +392,8 @@ def test_a_run_logs_its_experts_and_moves_its_biases(run_forge: RunForge) -> Non
     biases = [buffer for name, buffer in run.model.state_dict().items() if name.endswith("router.bias")]
     steps = torch.stack(biases) / 0.01
     assert len(biases) == layers
+    ranges = [line[f"moe.bias_range.{index}"] for index in range(layers)]
+    assert ranges == pytest.approx([float(bias.max() - bias.min()) for bias in biases])
     torch.testing.assert_close(steps, steps.round(), atol=1e-4, rtol=0)
     assert steps.any()
 
@@ -615,11 +618,42 @@ def test_equals_transformers(model: str) -> None:
     ],
 )
 def test_mistakes_are_named(values: dict[str, Any], run: dict[str, int], key: str, message: str) -> None:
-    plugin = fakes.make(MoE, **values)
+    assert message in mistakes(values, run)[key]
+
+
+def mistakes(values: dict[str, Any], run: dict[str, int], sequence: int = 64) -> dict[str, str]:
+    """Key → what is wrong with it."""
     parallel = SimpleNamespace(**{"ep": 1, "etp": 1, "tp": 1, **run})
-    config = SimpleNamespace(parallel=parallel, train=SimpleNamespace(micro_batch=1, sequence=64))
-    problems = {problem.key: problem.message for problem in plugin.check_config(config)}
-    assert message in problems[key]
+    config = SimpleNamespace(parallel=parallel, train=SimpleNamespace(micro_batch=1, sequence=sequence))
+    return {problem.key: problem.message for problem in fakes.make(MoE, **values).check_config(config)}
+
+
+@pytest.mark.accept("trial", 19)
+@pytest.mark.parametrize(
+    ("values", "run", "sequence"),
+    [
+        ({}, {}, 64),
+        ({"top_k": 8}, {}, 64),
+        ({"top_k": 1, "normalise": False}, {}, 64),
+        ({"top_k": 1, "router": "expert_choice", "balance": 0.0}, {}, 64),
+        ({"groups": 4, "top_groups": 4}, {}, 64),
+        ({"groups": 8, "top_groups": 2}, {}, 64),
+        ({}, {"ep": 8}, 64),
+        ({}, {"tp": 64}, 64),
+        ({}, {"tp": 3, "etp": 3}, 65),
+        ({"capacity": 1 / 16}, {}, 64),  # a mean of 64 × 2 / 8 tokens
+        ({"router": "expert_choice", "balance": 0.0}, {"tp": 2, "etp": 2}, 64),
+    ],
+)
+def test_what_just_fits_is_no_mistake(values: dict[str, Any], run: dict[str, int], sequence: int) -> None:
+    assert not mistakes(values, run, sequence)
+
+
+@pytest.mark.accept("trial", 19)
+def test_a_stage_without_experts_has_nothing_to_watch() -> None:
+    step: Any = SimpleNamespace(step=1, skipped=False)
+    job: Any = SimpleNamespace(config=SimpleNamespace(log=SimpleNamespace(every=1)), steps=2)
+    Watch(MoE.Config(), job, fakes.part_model(torch.nn.Linear(2, 2))).step(step)
 
 
 def test_the_grouped_product_is_the_loop() -> None:

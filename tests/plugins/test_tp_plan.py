@@ -62,6 +62,22 @@ def test_what_is_wrong_with_every_layer_is_said_once() -> None:
     assert str(error.value).count("attention.k") == 1
 
 
+@pytest.mark.accept("trial", 19)
+def test_of_many_mistakes_six_are_told_and_the_rest_counted() -> None:
+    with pytest.raises(ConfigError) as error:
+        read(planned({f"{letter}": "colwise" for letter in "stuvwxyz"}), 2)
+    told = str(error.value).splitlines()[1:]
+    assert [line.split()[0] for line in told] == ["'s'", "'t'", "'u'", "'v'", "'w'", "'x'", "…"]
+    assert told[-1].strip() == "… 2 more"
+
+
+@pytest.mark.accept("trial", 19)
+def test_features_that_are_no_heads_may_be_split_anywhere() -> None:
+    part = fakes.decoder(heads=2, kv_heads=2, head_dim=16, hidden=6)
+    part.layers["0"].feed_forward.head_dim = 4  # of which 6 features are no multiple
+    assert read(part, 2)
+
+
 def test_a_block_without_a_plan_is_named() -> None:
     part = fakes.decoder()
     part.layers["1"].feed_forward = nn.Linear(32, 32)

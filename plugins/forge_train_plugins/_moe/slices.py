@@ -26,8 +26,8 @@ class Slices:
     """
 
     groups: Callable[[], list[Any]]
-    sizes: tuple[int, ...] = ()
-    copies: int = 1
+    sizes: tuple[int, ...]
+    copies: int
 
     @classmethod
     def of(cls, job: Job) -> Slices:

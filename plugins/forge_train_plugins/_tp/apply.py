@@ -24,8 +24,8 @@ def apply(
     *,
     sequence_parallel: bool,
     loss_parallel: bool,
-    experts_apart: bool = False,
-    size: int = 0,
+    experts_apart: bool,
+    size: int,
 ) -> Applied:
     """Split a part over the ranks of a mesh, as its plan says.
 
