@@ -209,7 +209,9 @@ def test_an_imported_checkpoint_can_be_edited_moved_and_trained(
     assert str(tmp_path) not in config.read_text()
     assert check(moved, contents=True) == ""
     (tmp_path / "text.txt").write_text("ABC DEF " * 200)
-    monkeypatch.chdir(tmp_path)  # what a configuration names beside itself does not depend on where the command is typed
+    monkeypatch.chdir(
+        tmp_path
+    )  # what a configuration names beside itself does not depend on where the command is typed
     values = (f"text.path={tmp_path / 'text.txt'}", f"text.cache={tmp_path / 'cache'}", "run.device=cpu")
     request = Request(config="moved/config.toml", without=("console", "tensorboard"), set=values)
     done = train(resolve(request), run_dir=tmp_path / "runs")
