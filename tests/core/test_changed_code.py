@@ -32,7 +32,13 @@ class Mine(Plugin):
         twice(1)
 """,
     "changing/_parts/__init__.py": "from .deep import x\n",
-    "changing/_parts/inner.py": "import changing._parts.deep\nfrom .. import _beside\n\ndef twice(x):\n    return 2 * x\n",
+    "changing/_parts/inner.py": """
+import changing._parts.deep
+from .. import _beside
+
+def twice(x):
+    return 2 * x
+""",
     "changing/_parts/deep.py": "x = 1\n",
     "changing/_beside.py": "y = 1\n",
     "changing/another.py": "unrelated = 1\n",

@@ -15,7 +15,7 @@ import torch
 
 import toys
 from forge_cli import environment, start
-from forge_train import ConfigError, DivergedError, ForgeError, Plugin, Update, hookimpl
+from forge_train import ConfigError, DivergedError, ForgeError, Plugin, PluginError, Update, hookimpl
 from forge_train.storage.checkpoint import check, found
 from forge_train.testing import TinyRun
 
@@ -506,3 +506,21 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGINT  # 128 + its number, as a shell shows it
     assert not (tmp_path / "a" / "outcome.json").exists()  # the step was not even finished
     assert not [path for path in (tmp_path / "a" / "checkpoints").glob("step-*") if check(path)]
+
+
+@pytest.mark.unit
+@pytest.mark.accept("trial", "other")
+def test_a_state_that_can_not_be_saved_is_told_after_the_first_step(tmp_path: Path) -> None:
+    class Hoards(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            self.state[self.param_groups[0]["params"][0]]["seen"] = {1, 2}
+
+    class Sets(Plugin):
+        @hookimpl
+        def optimizer(self, model: Any) -> torch.optim.Optimizer:
+            return Hoards(model.parameters(), lr=0.1)
+
+    with pytest.raises(PluginError, match=r"state 'optimizer\.state\..*\.seen' holds a set; only tensors and JSON"):
+        toys.run(tmp_path, Sets, name="run", steps=4)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

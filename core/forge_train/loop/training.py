@@ -11,7 +11,7 @@ from ..errors import ConfigError, DivergedError
 from ..events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult
 from ..job import Job
 from ..storage import checkpoint, model_files
-from ..storage.resume import capture, load_initial, restore
+from ..storage.resume import capture, load_initial, optimizer_to_save, restore
 from .control import Requests
 from .meter import Meter
 from .step import Progress, Stepper
@@ -60,6 +60,7 @@ class Training:
             if not settled:
                 settled = True
                 self.job.dist.settle(self.job.config.run.timeout)
+                optimizer_to_save(self.stepper)  # what can't be saved is told now, not at the first checkpoint
             self.job.hooks.on_step(result)
             last = result.step == self.job.steps
             if last or result.step % config.log.every == 0:

@@ -24,6 +24,7 @@ from ..processes.distributed import DistributedContext
 from ..strict_json import loads
 from . import dcp, disk
 from .metadata import FILE, read_index
+from .placement import place
 from .run import write_json, write_whole
 from .seal import ALONE, MANIFEST, moved, seal, sync, verify
 from .seal import check as check  # noqa: PLC0414  # what this module offers too
@@ -286,22 +287,17 @@ def load(path: Path, like: Mapping[str, Tensor], dist: DistributedContext, *, on
     Args:
         path: a whole checkpoint.
         like: name → tensor to fill in place (this rank's shard, if it is one). Others are made here; those of the
-            optimizer are sharded as the parameter they belong to if they have its shape.
+            optimizer are spread as the parameter they belong to.
         dist: who reads.
         only: read tensors whose name begins with this.
     """
     state = read_state(path)
-    targets: dict[str, Tensor] = {}
-    for name, (shape, dtype) in shapes(path).items():
-        if name.startswith(only):
-            targets[name] = like[name] if name in like else _place(name, shape, dtype, like)
+    parameters = {name.removeprefix("model."): tensor for name, tensor in like.items() if name.startswith("model.")}
+    odd = state.get("odd", {"plain": [], "spread": []})
+    targets = {
+        name: like[name] if name in like else place(name, shape, dtype, parameters, odd)
+        for name, (shape, dtype) in shapes(path).items()
+        if name.startswith(only)
+    }
     dcp.read(path, targets, alone=dist.world == 1)
     return {key: join(value, targets) for key, value in state.items()} if not only else {"tensors": targets}
-
-
-def _place(name: str, shape: tuple[int, ...], dtype: torch.dtype, like: Mapping[str, Tensor]) -> Tensor:
-    if name.startswith("optimizer.state."):
-        parameter = like.get("model." + name.removeprefix("optimizer.state.").rpartition(".")[0])
-        if parameter is not None and tuple(parameter.shape) == shape:
-            return torch.empty_like(parameter, dtype=dtype)
-    return torch.empty(shape, dtype=dtype)

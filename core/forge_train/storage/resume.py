@@ -17,6 +17,7 @@ from ..job import Job
 from ..loop.step import Progress, Stepper
 from ..registry.discovery import canonical
 from . import checkpoint
+from .placement import check_alike, describe_odd, reduce_partial
 from .run import plugin_list
 from .state import (
     all_random_states,
@@ -43,9 +44,11 @@ class Stateful(Protocol):
 def capture(stepper: Stepper, progress: Progress) -> dict[str, Any]:
     """Everything that decides how the run goes on."""
     job = stepper.job
+    optimizer = optimizer_to_save(stepper)
     return {
         "model": stepper.model.state_dict(),
-        "optimizer": optimizer_state(stepper.optimizer, stepper.model),
+        "optimizer": optimizer,
+        "odd": describe_odd(optimizer, stepper.model),
         "schedule": stepper.schedule.state_dict(),
         "loss_scale": stepper.loss_scale.state_dict() if stepper.loss_scale else None,
         "data": stepper.loader.state_dict(),
@@ -57,6 +60,20 @@ def capture(stepper: Stepper, progress: Progress) -> dict[str, Any]:
         "providers": _providers(job),
         "tokenizer": _tokenizer(job),
     }
+
+
+def optimizer_to_save(stepper: Stepper) -> dict[str, Any]:
+    """The optimizer's state, once it was seen that all of it can be saved.
+
+    Raises:
+        PluginError: naming what can't.
+    """
+    job = stepper.job
+    reduce_partial(stepper.optimizer)
+    state = optimizer_state(stepper.optimizer, stepper.model)
+    split(state, "optimizer", {})
+    check_alike(state, stepper.model, job.dist)
+    return state
 
 
 def restore(stepper: Stepper, progress: Progress, path: Path) -> list[str]:
@@ -71,7 +88,7 @@ def restore(stepper: Stepper, progress: Progress, path: Path) -> list[str]:
     _compare_shapes(path, weights)
     like = {f"model.{name}": tensor for name, tensor in weights.items()}
     like["random"] = random_states_like(checkpoint.shapes(path)["random"][0], job.dist)
-    like |= _sharded(job, path)
+    like |= _sharded(stepper, path)
     with torch.no_grad():
         state = checkpoint.load(path, like, job.dist)
     progress.step, progress.tokens = state["progress"]["step"], state["progress"]["tokens"]
@@ -131,13 +148,15 @@ def _tokenizer(job: Job) -> str | None:
     return job.hooks.tokenizer().digest if job.hooks.provider("tokenizer") else None
 
 
-def _sharded(job: Job, path: Path) -> dict[str, Tensor]:
-    """Plugins' state that is in shards on this topology, to be read in these shards; their other tensors come whole."""
+def _sharded(stepper: Stepper, path: Path) -> dict[str, Tensor]:
+    """State of plugins and the optimizer that is there already, in shards on this topology: to be read in these shards.
+    Their other tensors come whole, or as their parameter lies."""
     tensors: dict[str, Tensor] = {}
-    split({name: plugin.state_dict() for name, plugin in _stateful(job)}, "plugins", tensors)
+    split({name: plugin.state_dict() for name, plugin in _stateful(stepper.job)}, "plugins", tensors)
+    split(optimizer_state(stepper.optimizer, stepper.model), "optimizer", tensors)
     saved = checkpoint.shapes(path)
     return {
-        name: torch.empty_like(tensor)
+        name: torch.empty_like(tensor, dtype=saved[name][1])
         for name, tensor in tensors.items()
         if hasattr(tensor, "device_mesh") and name in saved and saved[name][0] == tuple(tensor.shape)
     }

@@ -65,10 +65,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: Model) -> dict[str,
     state = optimizer.state_dict()
     names = _names(optimizer, model)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    by_number = dict(zip(numbers, names, strict=True))
+    by_number: dict[Any, str] = dict(zip(numbers, names, strict=True))
     return {
         **{key: value for key, value in state.items() if key not in ("state", "param_groups")},
-        "state": {by_number[number]: values for number, values in state["state"].items()},
+        # What is no parameter's, an optimizer may keep under a name of its own.
+        "state": {by_number.get(key, key): values for key, values in state["state"].items()},
         "param_groups": [{**g, "params": [by_number[n] for n in g["params"]]} for g in state["param_groups"]],
     }
 
@@ -91,17 +92,38 @@ def load_optimizer_state(
     for group in optimizer.state_dict()["param_groups"]:
         members = [names[number] for number in group["params"]]
         settings = group if keep_settings or not members else old[members[0]]
-        groups.append({**settings, "params": group["params"]})
-    state = {numbers[name]: dict(values) for name, values in saved["state"].items()}
+        here = {key: group[key] for key in ("params", "param_names") if key in group}
+        groups.append({**{key: _as_here(value, group.get(key)) for key, value in settings.items()}, **here})
+    state = {numbers.get(name, name): _copied(values) for name, values in saved["state"].items()}
     rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
     optimizer.load_state_dict({**rest, "state": state, "param_groups": groups})
     parameters = dict(model.named_parameters())
     for name, values in saved["state"].items():
-        held = optimizer.state[parameters[name]]
-        for key, value in values.items():
-            # torch casts state to the parameter's dtype; what was saved is what must come back.
-            if isinstance(value, Tensor) and held[key].dtype != value.dtype:
-                held[key] = value.to(held[key].device)
+        held = optimizer.state[parameters.get(name, name)]
+        if isinstance(held, dict) and isinstance(values, Mapping):
+            held.update({key: _exact(held[key], value) for key, value in values.items() if key in held})
+
+
+def _as_here(value: Any, fresh: Any) -> Any:
+    """A setting on the device of the fresh one, if both are tensors."""
+    return value.to(fresh.device) if isinstance(value, Tensor) and isinstance(fresh, Tensor) else value
+
+
+def _copied(values: Any) -> Any:
+    return dict(values) if isinstance(values, Mapping) else values
+
+
+def _exact(held: Any, saved: Any) -> Any:
+    """What was saved must come back: torch casts tensors to the parameter's dtype, and takes a text for a list."""
+    if isinstance(saved, Tensor):
+        if not isinstance(held, Tensor):
+            return held
+        return held if held.dtype == saved.dtype else saved.to(held.device)
+    if isinstance(saved, Mapping) and isinstance(held, Mapping):
+        return {**held, **{key: _exact(held[key], value) for key, value in saved.items() if key in held}}
+    if isinstance(saved, (list, tuple)) and isinstance(held, (list, tuple)) and len(held) == len(saved):
+        return type(saved)(_exact(one, other) for one, other in zip(held, saved, strict=True))
+    return saved
 
 
 def by_group(
