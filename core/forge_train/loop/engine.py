@@ -15,8 +15,9 @@ import torch
 from ..composition.compose import compose
 from ..config.rules import Layout, world_size
 from ..config.write import to_toml
-from ..errors import ConfigError, DivergedError, ForgeError, describe
+from ..errors import ConfigError, ForgeError, describe
 from ..events import Finished
+from ..failure import Failure
 from ..job import Job
 from ..processes.distributed import DistributedContext
 from ..registry.setup import Setup
@@ -88,6 +89,7 @@ def train(
             training.start(found)
             return training.run()
         except BaseException as error:
+            hooks.accuse(error)
             if told := memory.explain(error, training.progress.step if training else 0, _log_file(job)):
                 log.error("Out of memory.", exc_info=error, extra={"screen": False})
                 _record_failure(job, training, told)
@@ -163,13 +165,11 @@ def prepare_process(job: Job) -> None:
 def _record_failure(job: Job, training: Training | None, error: BaseException) -> None:
     """Write down how the run failed, and tell the plugins; the error goes on."""
     step, loss = (training.progress.step, training.loss) if training else (0, None)
-    outcome = "diverged" if isinstance(error, DivergedError) else "failed"
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    failure, code = Failure.of(error, job.dist.rank), getattr(error, "code", 1)
     refused = isinstance(error, ConfigError) and training is None  # and nothing of it is left in the folder
     try:
         if job.dist.main and not refused:
-            job.run.event("run_finished", step, outcome=outcome, loss=loss, reason=reason)
-            job.run.end({"outcome": outcome, "step": step, "loss": loss, "code": getattr(error, "code", 1)})
+            job.run.fail(failure, code, step, loss)
         job.hooks.on_error(error)
     except Exception as another:  # a full disk, or a plugin: what went wrong first is what is told
         log.warning("Nor could it be recorded how the run ended: %s", describe(another))

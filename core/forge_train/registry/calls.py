@@ -13,7 +13,7 @@ from typing import Any
 import pluggy
 
 from .. import hookspecs
-from ..errors import ConfigError, ForgeError, describe, nearest
+from ..errors import ConfigError, ForgeError, describe, locate, nearest
 from ..hookspecs import KINDS, OBSERVERS
 from ..plugin import PROJECT, Plugin
 from .discovery import Found
@@ -163,10 +163,10 @@ class Calls:
                 *[arguments[name] for name in call.positional],
                 **{name: arguments[name] for name in call.keywords if name in arguments},
             )
-        except ForgeError:
-            raise
         except Exception as error:
-            error.add_note(blame(call.owner.found, hook))
+            locate(error, plugin=call.owner.name, hook=hook)
+            if not isinstance(error, ForgeError):
+                error.add_note(blame(call.owner.found, hook))
             raise
         finally:
             if self._trace:
@@ -196,5 +196,6 @@ def accuse(error: BaseException, enabled: Iterable[Enabled]) -> None:
             if here := homes.get(home):
                 method = [p for p in here if frame.f_code.co_qualname.startswith(f"{p.cls.__qualname__}.")]
                 labels = dict.fromkeys(plugin.found.label for plugin in method or here)
+                locate(error, plugin=(method or here)[0].name)
                 error.add_note(f"in plugin {' or '.join(labels)}")
                 return
