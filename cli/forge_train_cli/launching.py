@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,15 @@ import click
 
 from forge_train.config.layers import Request
 from forge_train.errors import ConfigError
-from forge_train.processes.launch import Ended, Task, launch
+from forge_train.processes.launch import Ended, Outcome, Task, launch
 from forge_train.registry.setup import Setup, resolve
 from forge_train.storage import disk, records
+from forge_train.storage.run import Run, is_run
 from forge_train.storage.start import Start, claim, unclaim
 
 from .failures import show_warnings
+
+log = logging.getLogger("forge_train")
 
 PATHS = ("dir", "checkpoint", "lock")
 """Fields of a Start that are paths."""
@@ -57,12 +62,19 @@ def train_several(
     def last_step() -> int:
         return max((line["step"] for line in records.read(metrics)), default=0)
 
-    def on_restart(why: str) -> None:
+    began = time.time()
+
+    def on_restart(why: str, first: Outcome) -> None:
+        nonlocal began
+        _record(Run(start.dir, lock.file), first, last_step(), began)
+        began = time.time()
         _restore_screen()
         click.echo(f"{click.style('Warning:', fg='yellow')} {why}", err=True)
 
     try:
         ended = launch(task, nproc, max_restarts=max_restarts, last_step=last_step, on_restart=on_restart)
+        if not ended.signal and not ended.first.well:
+            _record(Run(start.dir, lock.file), ended.first, last_step(), began)
         if ended.code == ConfigError.code and start.new and not any((start.dir / "checkpoints").glob("step-*")):
             shutil.rmtree(start.dir, ignore_errors=True)
     except OSError as error:
@@ -74,6 +86,16 @@ def train_several(
     if ended.complaint():
         _restore_screen()
     return Launched(start.dir, ended)
+
+
+def _record(run: Run, first: Outcome, step: int, since: float) -> None:
+    """Write how the rank failed that failed first, unless the run was refused before it began."""
+    if first.code == ConfigError.code or not is_run(run.dir):
+        return
+    try:
+        run.fail_first(first.as_failure(), first.code, step, since=since)
+    except OSError as error:  # a full disk: what went wrong first is what is told
+        log.warning("%s: can't record how the run ended: %s", run.dir, error.strerror or error)
 
 
 def worker(request: dict[str, Any], start: dict[str, Any], quiet: bool) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ import click
 from forge_train.config.layers import Request
 from forge_train.errors import ConfigError, DivergedError, ForgeError
 from forge_train.events import Finished
+from forge_train.failure import Failure
 from forge_train.loop.control import INTERRUPTED
 from forge_train.registry.discovery import canonical, dotted
 from forge_train.storage.disk import DiskError
@@ -147,7 +148,8 @@ def _told(launched: Launched, setup: Setup, *, quiet: bool, as_json: bool) -> in
         if as_json:
             last = Run(run).outcome()
             outcome = "diverged" if ended.code == DivergedError.code else "failed"
-            _print_result(run if run.is_dir() else None, last.get("step", 0), last.get("loss"), outcome)
+            failure = ended.first.as_failure()
+            _print_result(run if run.is_dir() else None, last.get("step", 0), last.get("loss"), outcome, failure)
         else:
             _hint(run, ended.code)
         return ended.code
@@ -177,15 +179,19 @@ def _failed(error: Exception, setup: Setup | None, as_json: bool) -> int:
     if as_json:
         last = run.outcome() if run and there else {}
         outcome = "diverged" if isinstance(error, DivergedError) else "failed"
-        _print_result(run.dir if run and there else None, last.get("step", 0), last.get("loss"), outcome)
+        failure = Failure.of(error, int(_rank()))
+        _print_result(run.dir if run and there else None, last.get("step", 0), last.get("loss"), outcome, failure)
     elif run and there and (isinstance(error, DiskError) or not isinstance(error, ForgeError)):
         _hint(run.dir, code)
     return code
 
 
-def _print_result(run: Path | None, step: int, loss: float | None, outcome: str) -> None:
+def _print_result(
+    run: Path | None, step: int, loss: float | None, outcome: str, failure: Failure | None = None
+) -> None:
     if _first_process():
-        click.echo(dumps({"run": str(run) if run else None, "step": step, "loss": loss, "outcome": outcome}))
+        result = {"run": str(run) if run else None, "step": step, "loss": loss, "outcome": outcome}
+        click.echo(dumps({**result, "error": failure.as_json() if failure else None}))
 
 
 def _close(finished: Finished, setup: Setup) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .auxiliary import attach_loss as attach_loss
     from .choices import record_choices as record_choices
     from .composition.model import Model as Model
+    from .errors import CommunicationError as CommunicationError
     from .errors import ConfigError as ConfigError
     from .errors import DivergedError as DivergedError
     from .errors import ForgeError as ForgeError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .events import LogRecord as LogRecord
     from .events import StepResult as StepResult
     from .events import Update as Update
+    from .failure import Failure as Failure
     from .job import Job as Job
     from .plugin import FilePath as FilePath
     from .plugin import Ge as Ge
@@ -62,7 +64,8 @@ __version__ = "0.1.0"
 _HOME = {
     "auxiliary": "attach_loss",
     "choices": "record_choices",
-    "errors": "ConfigError DivergedError ForgeError PluginError",
+    "errors": "CommunicationError ConfigError DivergedError ForgeError PluginError",
+    "failure": "Failure",
     "job": "Job",
     "composition.model": "Model",
     "plugin": "FilePath Ge Gt Le Lt Plugin Volatile hookimpl section",

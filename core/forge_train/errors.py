@@ -4,29 +4,70 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
+
+FailureType = Literal[
+    "configuration", "data", "checkpoint", "communication", "memory", "plugin", "diverged", "internal"
+]
+"""What a failure means; `internal` is everything else."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a failure is about, as far as it is known."""
+
+    plugin: str = ""
+    hook: str = ""
+    key: str = ""
+    """Of the configuration."""
+
+
+def locate(error: BaseException, **where: str) -> None:
+    """Note on an exception what it is about (the fields of `Where`); what is known already stays."""
+    known = {name: value for name, value in asdict(getattr(error, "where", Where())).items() if value}
+    error.where = Where(**{**where, **known})  # type: ignore[attr-defined]
 
 
 class ForgeError(Exception):
-    """A failure with one clear message: shown without a traceback. `code` is the command's exit code."""
+    """A failure with one clear message: shown without a traceback. `code` is the command's exit code, `type` what the
+    failure means; a plugin's own subclass may set both."""
 
     code = 1
+    type: FailureType = "internal"
+    where = Where()
+
+    def __init__(self, *arguments: object, **where: str) -> None:
+        super().__init__(*arguments)
+        if where:
+            locate(self, **where)
 
 
 class ConfigError(ForgeError):
     """The user's input is wrong: an option, a key, a value, a plugin's name, a file, a composition that can't be."""
 
     code = 2
+    type = "configuration"
 
 
 class PluginError(ForgeError):
     """A plugin broke the contract. The message names the plugin, its distribution and the hook."""
+
+    type = "plugin"
+
+
+class CommunicationError(ForgeError):
+    """The processes of a run lost each other, or did not find each other."""
+
+    type = "communication"
 
 
 class DivergedError(ForgeError):
     """Training diverged and the policy said stop."""
 
     code = 3
+    type = "diverged"
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -135,7 +135,10 @@ def test_every_mistake_at_once(forge: Forge) -> None:
 
 def test_a_mistake_with_json(forge: Forge) -> None:
     done = forge("train", "tiny.toml", "-p", "lino", "--json", fails=2)
-    assert done.json == {"run": None, "step": 0, "loss": None, "outcome": "failed"}
+    result = done.json
+    assert result["error"].pop("message").startswith("--plugins: there is no plugin named 'lino'.")
+    error = {"type": "configuration", "rank": 0, "phase": "configure", "plugin": "", "hook": "", "key": ""}
+    assert result == {"run": None, "step": 0, "loss": None, "outcome": "failed", "error": error}
 
 
 def test_a_plugin_s_failure_is_named_and_logged(forge: Forge, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,9 +154,15 @@ def test_a_run_folder_holds_all_that_is_needed_to_repeat_it(tmp_path: Path) -> N
 
 def test_how_it_ended(tmp_path: Path) -> None:
     run = toys.run(tmp_path, name="a", steps=4, stop_at=2)
-    assert Run(run.run).outcome() == {"outcome": "interrupted", "step": 2, "loss": run.losses[-1], "code": 75}
+    assert Run(run.run).outcome() == {
+        "outcome": "interrupted",
+        "step": 2,
+        "loss": run.losses[-1],
+        "code": 75,
+        "error": None,
+    }
     run = toys.run(tmp_path, name="a", steps=4)
-    assert Run(run.run).outcome() == {"outcome": "done", "step": 4, "loss": run.losses[-1], "code": 0}
+    assert Run(run.run).outcome() == {"outcome": "done", "step": 4, "loss": run.losses[-1], "code": 0, "error": None}
     assert Run(tmp_path / "absent").outcome() == {}
 
 

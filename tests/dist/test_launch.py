@@ -101,11 +101,14 @@ def test_a_killed_rank_is_survived(two: subprocess.CompletedProcess[str], tmp_pa
     assert numbers(run) == numbers(Path(two.args)), "the rest repeats exactly"
     events = list(records.read(run / "events.jsonl"))
     (lost,) = [event for event in events if event["event"] == "run_finished" and event["outcome"] == "failed"]
+    assert (lost["error"]["rank"], lost["error"]["type"]) == (1, "internal")
+    assert lost["reason"].startswith("Rank 1 was killed by SIGKILL")
     (resumed,) = [event for event in events if event["event"] == "resumed"]
     assert resumed["step"] == 4
     assert resumed["time"] - lost["time"] < 60, "≤ 15 s on a machine that does nothing else"
 
 
+@pytest.mark.accept("trial", "23b")
 @pytest.mark.accept("dist", 2)
 def test_the_first_that_failed_is_named(tmp_path: Path) -> None:
     file = config(tmp_path, "Trouble", **{"trouble.what": "raise"})
@@ -117,9 +120,17 @@ def test_the_first_that_failed_is_named(tmp_path: Path) -> None:
     assert "Rank 0 ended because of it" in done.stderr
     log = tmp_path / "runs" / "raised" / "log" / "rank-1.log"
     assert log.read_text().count("ValueError: something") == 1
-    assert json.loads(done.stdout) == {
-        "run": "runs/raised", "step": 3, "loss": pytest.approx(3.5, abs=0.5), "outcome": "failed",
+    result = json.loads(done.stdout)
+    error = {
+        "type": "plugin", "message": "ValueError: something of this rank's own", "rank": 1, "phase": "step",
+        "plugin": "trouble", "hook": "on_gradients", "key": "",
     }  # fmt: skip
+    assert result == {
+        "run": "runs/raised", "step": 3, "loss": pytest.approx(3.5, abs=0.5), "outcome": "failed", "error": error,
+    }  # fmt: skip
+    assert json.loads((log.parent.parent / "outcome.json").read_text())["error"] == error
+    ended = [one for one in records.read(log.parent.parent / "events.jsonl") if one["event"] == "run_finished"]
+    assert [one["error"] for one in ended] == [error], "and not what rank 0 saw of it"
 
 
 def test_a_rank_that_hangs_is_named_with_its_stack(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError, ForgeError, PluginError
+from ..errors import ConfigError, ForgeError, PluginError, locate
 from ..job import Job
 from ..protocols import Init
 from ..registry.calls import blame
@@ -134,10 +134,10 @@ def _apply(job: Job, plugin: str, transform: Transform, part: nn.Module) -> Appl
     found = job.hooks.enabled[plugin].found
     try:
         done = transform.apply(part)
-    except ForgeError:
-        raise
     except Exception as error:
-        error.add_note(blame(found, f"parallelize ({transform.slot})"))
+        locate(error, plugin=plugin, hook="parallelize")
+        if not isinstance(error, ForgeError):
+            error.add_note(blame(found, f"parallelize ({transform.slot})"))
         raise
     whose = f"{job.hooks.whose('parallelize', plugin)}: {transform.slot!r} ({place(transform.apply)})"
     kind = kind_of(Applied)

@@ -20,8 +20,9 @@ class LayoutError(ConfigError):
     """Axes that do not tile the world."""
 
     def __init__(self, axis: str, message: str) -> None:
-        super().__init__(axis, message)  # as they are: errors are pickled between processes
         self.problem = Problem(f"parallel.{axis}", message)
+        # The arguments as they are: errors are pickled between processes.
+        super().__init__(axis, message, key=self.problem.key)
 
     def __str__(self) -> str:
         return f"{self.problem.key}: {self.problem.message}"

@@ -22,6 +22,17 @@ from .toml import Key
 _M = TypeVar("_M")
 
 
+class Mistake(str):
+    """A sentence that also knows which key it is about."""
+
+    key: str
+
+    def __new__(cls, text: str, key: str) -> Mistake:
+        made = super().__new__(cls, text)
+        made.key = key
+        return made
+
+
 def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[str]) -> Any:
     """Make a section from configured values; mistakes are appended, and the result is then None.
 
@@ -41,7 +52,8 @@ def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[s
     for key, value in values.items():
         read = read_text(cls, key, value.value) if value.text else value.value
         if not _is_json(read):
-            mistakes.append(f"{value.origin}: {_dotted(name, key)}: dates and times are not used in configurations.")
+            text = f"{value.origin}: {_dotted(name, key)}: dates and times are not used in configurations."
+            mistakes.append(Mistake(text, _dotted(name, key)))
             return None
         _nest(plain, key, _absolute(cls, key, read, value.origin))
     try:
@@ -53,7 +65,7 @@ def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[s
             if key in seen and problem["type"] != "extra_forbidden":
                 continue  # the other members of a union say the same of the same value
             seen.add(key)
-            mistakes.append(_sentence(name, cls, key, problem, values))
+            mistakes.append(Mistake(_sentence(name, cls, key, problem, values), _dotted(name, key)))
     return None
 
 

@@ -15,8 +15,9 @@ import torch
 from ..composition.compose import compose
 from ..config.rules import Layout, world_size
 from ..config.write import to_toml
-from ..errors import ConfigError, DivergedError, ForgeError, describe
+from ..errors import ConfigError, ForgeError, describe
 from ..events import Finished
+from ..failure import Failure
 from ..job import Job
 from ..processes.distributed import DistributedContext
 from ..registry.setup import Setup
@@ -92,6 +93,7 @@ def train(
             training.start(found)
             return training.run()
         except BaseException as error:
+            hooks.accuse(error)
             if told := memory.explain(error, training.progress.step if training else 0, _log_file(job)):
                 log.error("Out of memory.", exc_info=error, extra={"screen": False})
                 _record_failure(job, training, told)
@@ -167,14 +169,11 @@ def prepare_process(job: Job) -> None:
 def _record_failure(job: Job, training: Training | None, error: BaseException) -> None:
     """Write down how the run failed, and tell the plugins; the error goes on."""
     step, loss = (training.progress.step, training.loss) if training else (0, None)
-    outcome = "diverged" if isinstance(error, DivergedError) else "failed"
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    failure, code = Failure.of(error, job.dist.rank), getattr(error, "code", 1)
     refused = isinstance(error, ConfigError) and training is None  # and nothing of it is left in the folder
-    ended = {"outcome": outcome, "step": step, "loss": loss, "code": getattr(error, "code", 1)}
     records: list[Callable[[], object]] = [lambda: job.hooks.on_error(error)]
     if job.dist.main and not refused:
-        event = {"outcome": outcome, "loss": loss, "reason": reason}
-        records = [lambda: job.run.event("run_finished", step, **event), lambda: job.run.end(ended), *records]
+        records.insert(0, lambda: job.run.fail(failure, code, step, loss))
     full = isinstance(error, disk.DiskError)
     for record in records:
         try:

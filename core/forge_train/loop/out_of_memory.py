@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ..composition.model import Model
 from ..errors import ForgeError
+from ..failure import phase_of
 from ..job import Job
 from ..present import gib
 from ..registry.discovery import discover
@@ -21,19 +21,17 @@ from .meter import memory_gib
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory|std::bad_alloc", re.IGNORECASE)
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(\w+)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_PLACES = {
-    "Stepper._apply": "the optimizer",
-    "Stepper._backward": "forward",
-    "Stepper.run": "reading batches",
-    "Training._evaluate": "evaluation",
-    "Training._save": "saving a checkpoint",
-    "Training._load": "loading a checkpoint",
-    "Training.run": "between steps",
-    "Training.__init__": "building",
-    "Composition.allocate": "building",
-    "compose": "building",
+_WORDS = {
+    "data": "reading batches",
+    "optimizer": "the optimizer",
+    "step": "between backward and optimizer",
+    "evaluate": "evaluation",
+    "save": "saving a checkpoint",
+    "load": "loading a checkpoint",
+    "loop": "between steps",
+    "build": "building",
 }
-"""Function of core → the phase of a run that it is, innermost first."""
+"""Phases of a run in words, where their name is none."""
 _KEPT = ("parameters", "gradients", "optimizer")
 """Parts of what a rank holds that can be spread over ranks."""
 _WORTH, _MOST = 0.1, 0.5
@@ -42,6 +40,8 @@ _WORTH, _MOST = 0.1, 0.5
 
 class OutOfMemoryError(ForgeError):
     """A tensor found no memory."""
+
+    type = "memory"
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,17 @@ class Memory:
         asked = requested(error)
         if asked is None:
             return None
-        place, held = where(error), self.peak(stepped=step > 0)
-        at = place if place in ("building", "start") else f"step {step + 1}, {place}"
+        place, held = phase_of(error), self.peak(stepped=step > 0)
+        words = _WORDS.get(place, place)
+        at = words if place in ("build", "start") else f"step {step + 1}, {words}"
         more = f"{gib(asked)} more were asked for ({asked:,} bytes)" if asked else "nobody says how much was asked for"
         lines = [f"Out of memory on {self._job.device} ({at}): {more}.", "This rank's peak, by part:"]
         lines += [f"  {part:<12} {gib(count):>10}" for part, count in asdict(held).items()]
         advice = list(self._advice(place, held))
         lines += ["What would help:", *(f"  {line}" for line in advice)] if advice else []
-        return OutOfMemoryError("\n".join([*lines, f"The traceback is in {log}."]))
+        told = OutOfMemoryError("\n".join([*lines, f"The traceback is in {log}."]))
+        told.__cause__ = error  # which knows where it was raised
+        return told
 
     def peak(self, *, stepped: bool) -> Held:
         """By part; a run that has `stepped` held all gradients once, also if they are gone."""
@@ -112,9 +115,9 @@ class Memory:
         return replace(known, activations=max(most - known.total, 0))
 
     def _advice(self, place: str, held: Held) -> Iterator[str]:
-        if place in ("forward", "backward", "evaluation", "reading batches") or held.share(["activations"]) > _MOST:
+        if place in ("forward", "backward", "evaluate", "data") or held.share(["activations"]) > _MOST:
             yield from self._about_activations()
-        if place in ("building", "the optimizer") or held.share(_KEPT) > _WORTH:
+        if place in ("build", "optimizer") or held.share(_KEPT) > _WORTH:
             yield from self._about_ranks(held)
 
     def _about_activations(self) -> Iterator[str]:
@@ -152,15 +155,6 @@ def requested(error: BaseException) -> int | None:
         return requested(error.__cause__) if error.__cause__ else None
     found = _ASKED.search(str(error))
     return int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
-
-
-def where(error: BaseException) -> str:
-    """The phase of a run that an error comes from."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if any((f.f_globals.get("__name__"), f.f_code.co_name) == ("torch.autograd", "backward") for f in frames):
-        return "backward"
-    own = {f.f_code.co_qualname for f in frames if str(f.f_globals.get("__name__")).startswith("forge_train.")}
-    return next((place for function, place in _PLACES.items() if function in own), "start")
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -167,10 +167,11 @@ class Training:
 
     def _finish(self, outcome: str, code: int, reason: str = "") -> Finished:
         finished = Finished(outcome, self.progress.step, self.loss, code, self.job.run.dir, reason)  # type: ignore[arg-type]
-        self._event("run_finished", outcome=outcome, loss=self.loss, reason=reason)
+        self._event("run_finished", outcome=outcome, loss=self.loss, reason=reason, error=None)
         self.job.hooks.on_finish(finished)
         if self.job.dist.main:
-            self.job.run.end({"outcome": outcome, "step": finished.step, "loss": finished.loss, "code": code})
+            last = {"step": finished.step, "loss": finished.loss, "code": code, "error": None}
+            self.job.run.end({"outcome": outcome, **last})
         return finished
 
     def _event(self, name: str, **fields: object) -> None:

@@ -48,7 +48,12 @@ _PASSED_ON = {
 
 
 def run_agent(
-    task: Task, nproc: int, *, max_restarts: int, last_step: Callable[[], int], on_restart: Callable[[str], None]
+    task: Task,
+    nproc: int,
+    *,
+    max_restarts: int,
+    last_step: Callable[[], int],
+    on_restart: Callable[[str, Outcome], None],
 ) -> Ended:
     """See `forge_train.processes.launch.launch`."""
     if "LOGLEVEL" not in os.environ:  # torch's own switch
@@ -93,7 +98,7 @@ class _Agent(LocalElasticAgent):
         logs: DefaultLogsSpecs,
         task: Task,
         last_step: Callable[[], int],
-        on_restart: Callable[[str], None],
+        on_restart: Callable[[str, Outcome], None],
     ) -> None:
         super().__init__(spec, logs)
         self.task, self.last_step, self.on_restart = task, last_step, on_restart
@@ -219,7 +224,7 @@ class _Agent(LocalElasticAgent):
             self._remaining_restarts = 0
         elif self._remaining_restarts:
             left_over = f"attempt {self._attempt + 1} of {self.restarts}"
-            self.on_restart(f"Rank {first.rank} {_as_words(first)} All ranks start again ({left_over}).")
+            self.on_restart(f"Rank {first.rank} {_as_words(first)} All ranks start again ({left_over}).", first)
 
     def _hear(self, seconds: float) -> dict[int, Outcome]:
         deadline = time.monotonic() + seconds

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError
+from ..failure import Failure
 from ..loop.control import INTERRUPTED
 from ..storage.run import write_json
 from ..strict_json import loads
@@ -42,10 +43,20 @@ class Outcome:
     """What a user is told of its failure."""
     result: dict[str, Any] = field(default_factory=dict)
     """What its task returned."""
+    failure: dict[str, Any] = field(default_factory=dict)
+    """Its `Failure`, if it could say."""
 
     @property
     def well(self) -> bool:
         return self.code in (0, INTERRUPTED)
+
+    def as_failure(self) -> Failure:
+        """What is known of how it failed."""
+        if self.failure:
+            return Failure(**self.failure)
+        return Failure(
+            "internal" if self.kind == "killed" else "communication", f"Rank {self.rank} {self.message}", self.rank
+        )
 
 
 @dataclass(frozen=True)
@@ -186,7 +197,7 @@ def launch(
     *,
     max_restarts: int = 0,
     last_step: Callable[[], int] = lambda: 0,
-    on_restart: Callable[[str], None] = lambda text: None,
+    on_restart: Callable[[str, Outcome], None] = lambda why, first: None,
 ) -> Ended:
     """Run a task on local processes, by torchrun's elastic agent in this one.
 
@@ -197,7 +208,7 @@ def launch(
         nproc: how many.
         max_restarts: how often a failure starts all of them again.
         last_step: the step that is known to have been reached, for messages.
-        on_restart: is told why, before they are started again.
+        on_restart: is told why, and how the first rank failed, before they are started again.
 
     Raises:
         ConfigError: if this process is itself one of several.

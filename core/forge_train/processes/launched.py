@@ -10,7 +10,6 @@ import faulthandler
 import importlib
 import json
 import os
-import re
 import signal
 import sys
 import traceback
@@ -19,15 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ForgeError, explain
-from .launch import Kind, Outcome, leave
+from ..failure import Failure, kind
+from .launch import Outcome, leave
 from .world import FORGE_LAUNCHED, World
 
 PR_SET_PDEATHSIG = 1
-_LOST = re.compile(
-    r"closed by peer|reset by peer|Broken pipe|refused|connectFullMesh|can't join|remote process exited|not joined"
-    r"|failed to recv|failed to send|Connection was likely closed|Socket Timeout"
-)
-_TIMEOUT = re.compile(r"Timed out waiting|timeout|timed out", re.IGNORECASE)
 
 
 def main() -> None:
@@ -49,7 +44,8 @@ def main() -> None:
         outcome = Outcome(world.rank, result.get("code", 0), result=result)
     except Exception as error:
         code = error.code if isinstance(error, ForgeError) else 1
-        outcome = Outcome(world.rank, code, kind(error), explain(error, log))
+        failure = Failure.of(error, world.rank).as_json()
+        outcome = Outcome(world.rank, code, kind(error), explain(error, log), failure=failure)
         if not isinstance(error, ForgeError):
             with suppress(OSError):  # a full disk: the outcome is what counts
                 _keep_traceback(error, log, said)
@@ -92,19 +88,6 @@ def _speak_into(log: Path, *, everything: bool) -> None:
     if everything:
         os.dup2(file, 1)
         os.dup2(file, 2)
-
-
-def kind(error: BaseException) -> Kind:
-    """Whether an error is this rank's own, or only says that another one is gone."""
-    one: BaseException | None = error
-    while one is not None:
-        text = str(one)
-        if isinstance(one, RuntimeError) and _TIMEOUT.search(text):
-            return "timeout"
-        if isinstance(one, (RuntimeError, ConnectionError)) and _LOST.search(text):
-            return "lost"
-        one = one.__cause__
-    return "own"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import ForgeError
+from ..errors import CommunicationError
 from .world import World
 
 
@@ -19,7 +19,7 @@ def join(place: World, device: torch.device, timeout: timedelta) -> None:
     """Make the process group.
 
     Raises:
-        ForgeError: if a process does not come, or rank 0 can't listen.
+        CommunicationError: if a process does not come, or rank 0 can't listen.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -35,11 +35,13 @@ def join(place: World, device: torch.device, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=own, rank=place.rank, world_size=place.size, timeout=timeout)
     except RuntimeError as error:
         if serves and "EADDRINUSE" in str(error):
-            raise ForgeError(
+            raise CommunicationError(
                 f"Rank 0 can't listen at {at}: the port is in use. Set MASTER_PORT to a free one, on all nodes."
             ) from error
         reason = str(error).strip().splitlines()[0]
-        raise ForgeError(f"Rank {place.rank} can't join the other {place.size - 1} at {at}: {reason}") from error
+        raise CommunicationError(
+            f"Rank {place.rank} can't join the other {place.size - 1} at {at}: {reason}"
+        ) from error
 
 
 def _await_all(place: World, store: dist.Store, timeout: timedelta, at: str) -> None:
@@ -52,7 +54,7 @@ def _await_all(place: World, store: dist.Store, timeout: timedelta, at: str) -> 
     except RuntimeError as error:
         missing = [rank for rank in range(place.size) if not store.check([f"here-{rank}"])]
         ranks = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
-        raise ForgeError(
+        raise CommunicationError(
             f"After {timeout.total_seconds():g} s {ranks} not joined the other {place.size - len(missing)} of "
             f"{place.size} processes at {at}. Look whether they were started, and at their logs."
         ) from error

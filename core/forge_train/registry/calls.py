@@ -13,7 +13,7 @@ from typing import Any
 import pluggy
 
 from .. import hookspecs
-from ..errors import ForgeError, PluginError, describe
+from ..errors import ForgeError, PluginError, describe, locate
 from ..hookspecs import KINDS, OBSERVERS
 from ..plugin import PROJECT, Plugin
 from .discovery import Found
@@ -169,10 +169,10 @@ class Calls:
             )
             if isinstance(answer, Iterator) and KINDS[hook] in ("phases", "questions"):
                 answer = list(answer)
-        except ForgeError:
-            raise
         except Exception as error:
-            error.add_note(blame(call.owner.found, hook))
+            locate(error, plugin=call.owner.name, hook=hook)
+            if not isinstance(error, ForgeError):
+                error.add_note(blame(call.owner.found, hook))
             raise
         finally:
             if self._trace:
@@ -180,7 +180,9 @@ class Calls:
                 log.warning("hook %s → %s (%.3f ms)", hook, call.owner.name, 1e3 * seconds)
         kind = returned(hook)
         if text := kind.problem(answer):
-            raise WrongReturnError(f"{call.whose(hook)}: expected {kind.words}, {text}.")
+            wrong = WrongReturnError(f"{call.whose(hook)}: expected {kind.words}, {text}.")
+            locate(wrong, plugin=call.owner.name, hook=hook)
+            raise wrong
         return answer
 
 
@@ -206,5 +208,6 @@ def accuse(error: BaseException, enabled: Iterable[Enabled]) -> None:
             if here := homes.get(home):
                 method = [p for p in here if frame.f_code.co_qualname.startswith(f"{p.cls.__qualname__}.")]
                 labels = dict.fromkeys(plugin.found.label for plugin in method or here)
+                locate(error, plugin=(method or here)[0].name)
                 error.add_note(f"in plugin {' or '.join(labels)}")
                 return

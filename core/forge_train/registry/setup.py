@@ -10,8 +10,8 @@ from typing import Any
 from ..config import Config, rules
 from ..config.layers import DEFAULT, Request, Tree, lay
 from ..config.sections import CORE_SECTIONS
-from ..config.validate import validate
-from ..errors import ConfigError, ForgeError, describe, nearest
+from ..config.validate import Mistake, validate
+from ..errors import ConfigError, ForgeError, describe, locate, nearest
 from ..plugin import PROJECT, Plugin
 from ..protocols import Problem
 from .calls import Enabled, blame
@@ -71,21 +71,22 @@ def resolve(request: Request, *, world: int = 1, training: bool = True) -> Setup
 def _made(plugin: Enabled, section: Any) -> Plugin:
     try:
         return plugin.cls(section)
-    except ForgeError:
-        raise
     except Exception as error:
-        error.add_note(blame(plugin.found, "__init__"))
+        locate(error, plugin=plugin.name, hook="__init__")
+        if not isinstance(error, ForgeError):
+            error.add_note(blame(plugin.found, "__init__"))
         raise
 
 
 def _located(config: Config, problem: Problem) -> str:
     origin = config.origin(tuple(problem.key.split(".")))
-    return f"{problem.key}: {problem.message}" if origin is DEFAULT else f"{origin}: {problem.key}: {problem.message}"
+    where = "" if origin is DEFAULT else f"{origin}: "
+    return Mistake(f"{where}{problem.key}: {problem.message}", problem.key)
 
 
 def _raise(mistakes: Iterable[str]) -> None:
     if lines := list(dict.fromkeys(mistakes)):
-        raise ConfigError("\n".join(lines))
+        raise ConfigError("\n".join(lines), key=getattr(lines[0], "key", ""))
 
 
 def _sections(tree: Tree, enabled: list[Enabled], resolution: Resolution) -> dict[str, Any]:

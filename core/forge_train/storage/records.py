@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,11 @@ EVENTS = {
         EventSchema("evaluation", {"loss": _NUMBER, "tokens": int, "metrics": dict}),
         EventSchema("anomaly", {"kind": str, "reason": str}),
         EventSchema("interrupted", {"reason": str}),
-        EventSchema("run_finished", {"outcome": str, "loss": (int, float, type(None)), "reason": str}),
+        EventSchema(
+            "run_finished",
+            {"outcome": str, "loss": (int, float, type(None)), "reason": str, "error": (dict, type(None))},
+            version=2,
+        ),
     )
 }
 """Core's events. A plugin registers its own through `job.run.register`."""
@@ -97,18 +101,17 @@ class Records:
     def metrics(self, line: Mapping[str, Any]) -> None:
         _append(self.metrics_file, line)
 
+    def retract(self, name: str, since: float) -> None:
+        """Drop the last event if it has this name and was written since then."""
+        lines = list(read(self.events_file))
+        if lines and lines[-1]["event"] == name and lines[-1]["time"] >= since:
+            _rewrite(self.events_file, lines[:-1])
+
     def cut(self, step: int) -> None:
         """Drop the metrics of steps after `step`, which are about to be repeated; the file changes all at once."""
         if not self.metrics_file.exists():
             return
-        kept = [dumps(line) for line in read(self.metrics_file) if line["step"] <= step]
-        part = self.metrics_file.with_suffix(".jsonl.partial")
-        try:
-            with disk.writing(self.metrics_file):
-                part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-                part.replace(self.metrics_file)
-        finally:
-            part.unlink(missing_ok=True)
+        _rewrite(self.metrics_file, [line for line in read(self.metrics_file) if line["step"] <= step])
 
 
 def read(file: Path) -> Iterator[dict[str, Any]]:
@@ -119,6 +122,17 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             if line.endswith("\n") and line.strip():
                 yield loads(line)
+
+
+def _rewrite(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Give a file other lines, all at once."""
+    part = file.with_suffix(".jsonl.partial")
+    try:
+        with disk.writing(file):
+            part.write_text("".join(f"{dumps(line)}\n" for line in lines), encoding="utf-8")
+            part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _append(file: Path, line: Mapping[str, Any]) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config
-from ..errors import ConfigError
+from ..errors import ConfigError, DivergedError
+from ..failure import Failure
 from ..processes.world import World
 from ..strict_json import dumps, loads
 from . import disk, lock, model_files
@@ -126,6 +127,27 @@ class Run:
         """How the run ended last time; empty where it never did."""
         file = self.dir / "outcome.json"
         return loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+    def fail(self, failure: Failure, code: int, step: int, loss: float | None) -> None:
+        """Write how the run failed."""
+        outcome, reason = "diverged" if code == DivergedError.code else "failed", failure.message.partition("\n")[0]
+        error = failure.as_json()
+        try:
+            self.event("run_finished", step, outcome=outcome, loss=loss, reason=reason, error=error)
+        finally:  # on a full disk there may be room for one of them
+            self.end({"outcome": outcome, "step": step, "loss": loss, "code": code, "error": error})
+
+    def fail_first(self, failure: Failure, code: int, step: int, *, since: float) -> None:
+        """Write how the run failed on the rank that failed first: rank 0 knows only what it saw itself, or was killed.
+
+        Args:
+            failure: of that rank.
+            code: its exit code.
+            step: the last that is known to have been done.
+            since: when the processes were started; what rank 0 has written since then is replaced.
+        """
+        self._records.retract("run_finished", since)
+        self.fail(failure, code, step, self.last_loss())
 
     def end(self, outcome: Mapping[str, Any]) -> None:
         """Write how the run ended."""

@@ -58,7 +58,7 @@ class Verifier:
 def take(**arguments: Any) -> dict[str, Any]:
     """What each rank does, and how it ended."""
     from ..errors import ForgeError, explain
-    from ..processes.launched import kind
+    from ..failure import kind
     from ..processes.world import World
     from ..verification.record import worker
 
