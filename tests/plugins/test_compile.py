@@ -58,7 +58,7 @@ class Lengths(Plugin):
     """Sequences of another length at each step."""
 
     api = (1, 0)
-    LENGTHS = (16, 12, 1)
+    LENGTHS = (16, 12, 1, 8)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -84,12 +84,12 @@ class Lengths(Plugin):
 def test_another_sequence_length_is_compiled_again(run_forge: RunForge, plugins: tuple[str, ...]) -> None:
     """And none that was seen before is."""
     values = {"train.micro_batch": 4, "train.global_batch": 4, "train.sequence": 16}
-    plain = run_forge([*plugins, Lengths], values, steps=6)
-    run = run_forge([*plugins, Lengths, "compile"], {**values, "compile.backend": "aot_eager"}, steps=6)
+    plain = run_forge([*plugins, Lengths], values, steps=8)
+    run = run_forge([*plugins, Lengths, "compile"], {**values, "compile.backend": "aot_eager"}, steps=8)
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)
     graphs = run.plugin("lengths").graphs
     assert graphs[0] < graphs[1]
-    assert len(set(graphs[2:])) == 1
+    assert len(set(graphs[3:])) == 1
 
 
 def test_inductor_trains_the_same(run_forge: RunForge) -> None:
