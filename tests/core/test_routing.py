@@ -14,7 +14,8 @@ from forge_train import record_choices
 from forge_train.choices import heard_by
 from forge_train.config.rules import Layout
 from forge_train.verification import Verdict
-from forge_train.verification.compare import Exact, compare, compare_settings
+from forge_train.verification.against import compare_settings
+from forge_train.verification.compare import Exact, compare
 from forge_train.verification.follow import Followed
 from forge_train.verification.recording import Record, Recording
 from forge_train.verification.routing import TIES, Counter, Step, Tally, near, parting

@@ -34,6 +34,9 @@ def test_all_pairs_agree_with_one_process(verify: Verifier, composition_file: Pa
     reference = composition.reference(composition_file)
     verdict = verify(composition.request(composition_file), composition.world, reference=reference)
     assert verdict.agree, f"seed {SEED}: {verdict}"
+    by_name = {check.name: check for check in verdict.checks}
+    assert by_name["loss"].says == by_name["grad_norm"].says == "relative", "free runs part"
+    assert {"updates", "optimizer", "later gradients", "evaluation"} <= by_name.keys()
 
 
 @pytest.mark.accept("dist", 1)

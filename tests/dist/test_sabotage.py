@@ -160,31 +160,31 @@ FAULTS: dict[str, Fault] = {
         "The optimizer's state is that of gradients 2 times as large: they are changed after their global norm was taken",
     ),
     "no clipping": Fault(
-        "sabotage:Unclipped",
+        "optimizer_sabotage:Unclipped",
         {"updates", "optimizer"},
         "the layout does not clip gradients to train.clip_norm",
         settings={**WARM, "train.clip_norm": 0.1},
     ),
     "no weight decay": Fault(
-        "sabotage:NoDecay",
+        "optimizer_sabotage:NoDecay",
         {"updates", "grad_norm"},
         "Weight decay is missing for .*attention.*: they differ by a multiple of themselves, though gradients",
         settings=WARM,
     ),
     "no weight decay on rank 1": Fault(
-        "sabotage:LessDecay",
+        "optimizer_sabotage:LessDecay",
         {"updates"},
         "Weight decay is missing for .*, in what rank 1 holds",
         settings=WARM,
     ),
     "another β2": Fault(
-        "sabotage:OtherBeta",
+        "optimizer_sabotage:OtherBeta",
         {"updates", "optimizer"},
         r"exp_avg_sq differs and exp_avg agrees, from the same gradients: .* such as its decay \(betas\), is another",
         settings=WARM,
     ),
     "one percent more learning rate": Fault(
-        "sabotage:Faster",
+        "optimizer_sabotage:Faster",
         {"updates", "loss", "grad_norm"},
         "The weights move 1.01 times as far as they should .* the learning rate is 1.01 times what it should be",
         settings=WARM,
@@ -206,7 +206,7 @@ def test_a_planted_fault_is_found_and_named(verify: Verifier, composition_file: 
 
 def test_other_settings_of_the_optimizer_are_read_out(verify: Verifier, composition_file: Path) -> None:
     """Where parameter groups show them; the first step of Adam does not depend on β2, but its state does."""
-    verdict = verify(Fault("sabotage:OtherGroups", set(), "").request(composition_file), 2, steps=1)
+    verdict = verify(Fault("optimizer_sabotage:OtherGroups", set(), "").request(composition_file), 2, steps=1)
     assert verdict.failed == {"optimizer"}
     assert verdict.advice[0] == "The optimizer's betas is (0.9, 0.95) on one process and (0.9, 0.999) on the layout."
 

@@ -122,7 +122,7 @@ def verify_against(request: Request, assignment: str, *, steps: int = 5) -> Verd
     Raises:
         ForgeError: for a key that is none, or if one of the two can't be run.
     """
-    from .compare import compare_settings
+    from .against import compare_settings
 
     key, equals, value = assignment.partition("=")
     if not equals:

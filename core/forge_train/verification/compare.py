@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from .diagnose import BEFORE, diagnose, of_choices
+from .diagnose import BEFORE, diagnose
 from .explain import Explanation
 from .follow import Followed
 from .later import (
@@ -24,16 +24,23 @@ from .later import (
     path_checks,
     update_checks,
 )
-from .numbers import errors, finite, relative, together, typical
+from .numbers import errors, finite, relative, typical
 from .patterns import unexplained
-from .recording import Fingerprint, Record, Recording
-from .routing import TIES, Parting, parting
+from .ranks import (
+    choices_apart,
+    coarsest,
+    data_apart,
+    different,
+    other_starts,
+    peers_apart,
+    pieces_apart,
+    scalars_apart,
+    union,
+    up_to,
+)
+from .recording import Record, Recording
+from .routing import Parting
 from .verdict import Check, Offender, Verdict, few
-
-NARROW_GRADIENT, NARROW_LOSS = 5e-2, 1e-2
-"""What is expected of 8 bits of mantissa against 24: of all gradients together, and of the loss."""
-ROUNDED_GRADIENT = 2e-1
-"""The same of all gradients where products are of 3 bits of mantissa."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +74,14 @@ def compare(
     precision = "bf16" if exact and one.precision == "fp32" else "fp32"
     verdict = _judged(one, layout, followed, exact)
     if not BEFORE & verdict.failed:
-        parted = _parting(one, layout, precision)
+        parted = choices_apart(one, layout, precision)
         if parted and parted.tie and not verdict.agree:
             verdict = replace(_judged(one, layout, followed, exact, until=parted.step - 1), parting=parted)
         elif parted and not parted.tie and not (exact and verdict.agree):
             verdict = replace(verdict, parting=parted)
         routing = _routing(one, parted) if verdict.parting or parted is None or parted.tie else ()
         verdict = replace(verdict, checks=(*verdict.checks[: len(BEFORE)], *routing, *verdict.checks[len(BEFORE) :]))
-        verdict = _followed(verdict, one, layout, followed, exact, _coarsest(one, layout, precision))
+        verdict = _followed(verdict, one, layout, followed, exact, coarsest(one, layout, precision))
     if verdict.agree:
         return verdict
     at_first = verdict.parting is not None and verdict.parting.step == 1
@@ -83,18 +90,18 @@ def compare(
 
 
 def _followed(
-    verdict: Verdict, one: Recording, layout: Recording, followed: Followed, exact: Exact | None, coarsest: str
+    verdict: Verdict, one: Recording, layout: Recording, followed: Followed, exact: Exact | None, precision: str
 ) -> Verdict:
     """With the checks of what one process found on the layout's path, as far as there is such a path: one start, one
     gradient for all replicas, and weights that are what the optimizer makes of these."""
-    if any(_apart([getattr(rank, kept) for rank in layout.ranks]) for kept in ("gradients", "last_gradients")):
+    if any(pieces_apart([getattr(rank, kept) for rank in layout.ranks]) for kept in ("gradients", "last_gradients")):
         return verdict
     updates = () if "checkpoint" in verdict.failed else update_checks(followed)
     verdict = replace(verdict, checks=(*verdict.checks, *updates), updates=beyond(followed.updates) if updates else ())
     if {"updates", "optimizer", "checkpoint", "buffers", "replicas"} & verdict.failed:
         return verdict
     wide = exact.followed if exact else None
-    later, offenders = later_checks(one, layout, followed, wide, coarsest)
+    later, offenders = later_checks(one, layout, followed, wide, precision)
     verdict = replace(verdict, checks=(*verdict.checks, *later), later=offenders)
     if verdict.parting is None and verdict.failed and verdict.failed <= {"loss", "grad_norm"}:
         found = path_checks(layout, followed, wide)
@@ -117,15 +124,15 @@ def _judged(
     own_norm = LUCK * relative(wide.first.norms, one.first.norms)[0] if wide else 0.0
     differ = errors(one.gradients, layout.gradients)
     gradients = _narrow_gradients(one, layout, wide) if wide else _gradients(differ)
-    peers, peers_at = _peers(layout.ranks)
-    data, data_at = _data(one.first, layout.ranks)
+    peers, peers_at = peers_apart(layout.ranks)
+    data, data_at = data_apart(one.first, layout.ranks)
     start = other_starts(one, layout)
-    apart = _apart([rank.weights for rank in layout.ranks])
-    spoken = _scalars(layout.ranks)
-    saved = _different(_union(rank.saved for rank in layout.ranks), followed.loaded)
+    apart = pieces_apart([rank.weights for rank in layout.ranks])
+    spoken = scalars_apart(layout.ranks)
+    saved = different(union(rank.saved for rank in layout.ranks), followed.loaded)
     steps = (
-        Check("loss", loss, max(LOSS, own_loss), _says(until), loss_at),
-        Check("grad_norm", norm, max(NORM, own_norm), _says(until), norm_at),
+        Check("loss", loss, max(LOSS, own_loss), up_to(until), loss_at),
+        Check("grad_norm", norm, max(NORM, own_norm), up_to(until), norm_at),
         gradients,
     )
     checks = (
@@ -146,28 +153,6 @@ def _judged(
         if gradients.ok or until == 0
         else _beyond(differ, GRADIENT if exact is None else gradients.tolerance),
     )
-
-
-def other_starts(one: Recording, layout: Recording) -> dict[str, list[int]]:
-    """Weights that start differently from one process, and on which ranks."""
-    found: dict[str, list[int]] = {}
-    for rank in layout.ranks:
-        for name, value in rank.start.items():
-            if one.first.start.get(name) != value:
-                found.setdefault(name, []).append(rank.rank)
-    for name in one.first.start.keys() - _union(rank.start for rank in layout.ranks).keys():
-        found[name] = [rank.rank for rank in layout.ranks]
-    return dict(sorted(found.items()))
-
-
-def _parting(one: Recording, other: Recording, at_least: str) -> Parting | None:
-    """Where choices part, by the coarsest of both precisions and a third."""
-    precision = _coarsest(one, other, at_least)
-    return parting([rank.choices for rank in one.ranks], [rank.choices for rank in other.ranks], precision)
-
-
-def _coarsest(one: Recording, other: Recording, at_least: str) -> str:
-    return max(one.precision, other.precision, at_least, key=list(TIES).index)
 
 
 def _routing(one: Recording, parted: Parting | None) -> tuple[Check, ...]:
@@ -209,99 +194,6 @@ def _buffers(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> tu
 
 def _beyond(differ: Sequence[Offender], allowed: float) -> tuple[Offender, ...]:
     return tuple(offender for offender in differ if not offender.error <= allowed)
-
-
-def compare_settings(one: Recording, other: Recording, assignment: str, *, rounded: bool = False) -> Verdict:
-    """Judge another setting by the reference, both on one process.
-
-    Args:
-        one: the reference.
-        other: the same with another setting.
-        assignment: that setting, in words.
-        rounded: whether the reference alone rounds below its precision.
-    """
-    verdict = _judged_settings(one, other, assignment, rounded)
-    parted = _parting(one, other, "fp8" if rounded else "fp32")
-    if verdict.agree or BEFORE & verdict.failed or parted is None or not parted.tie:
-        return verdict
-    verdict = _judged_settings(one, other, assignment, rounded, until=parted.step - 1)
-    return replace(verdict, parting=parted, advice=(of_choices(parted),))
-
-
-def _judged_settings(
-    one: Recording, other: Recording, assignment: str, rounded: bool, until: int | None = None
-) -> Verdict:
-    narrow = {one.precision, other.precision} != {"fp32"}
-    loss, loss_at = relative(one.first.losses[:until], other.first.losses[:until])
-    gradients = errors(one.gradients, other.gradients)
-    whole = together(one.gradients, other.gradients)
-    data, data_at = _data(one.first, other.ranks)
-    start = _different(one.first.start, other.first.start)
-    allowed = ROUNDED_GRADIENT if rounded else NARROW_GRADIENT if narrow else GRADIENT
-    checks = (
-        Check("initial weights", len(start), 0, "parameters that start differently", few(start)),
-        Check("data", data, 0, "steps whose sequences are others", data_at),
-    )
-    steps = (
-        Check("loss", loss, NARROW_LOSS if narrow or rounded else LOSS, _says(until), loss_at),
-        Check("gradients", whole, allowed, "relative (Frobenius), of all at step 1"),
-    )
-    worst = tuple(gradients[:10]) if until != 0 and whole > allowed else ()
-    return Verdict(
-        title=f"{assignment}{', unrounded,' * rounded} against the configuration, on one process",
-        sides=("configuration", assignment),
-        checks=checks if until == 0 else checks + steps,
-        losses=tuple(itertools.zip_longest(one.first.losses, other.first.losses, fillvalue=float("nan"))),
-        offenders=worst,
-    )
-
-
-def _says(until: int | None) -> str:
-    return "relative" if until is None else f"relative, up to step {until}"
-
-
-def _peers(ranks: Sequence[Record]) -> tuple[int, str]:
-    leaders: dict[int, Record] = {}
-    apart = []
-    for rank in ranks:
-        leader = leaders.setdefault(rank.data_rank, rank)
-        if leader.batches != rank.batches:
-            apart.append(f"rank {rank.rank} and rank {leader.rank} (data index {rank.data_rank})")
-    return len(apart), few(apart)
-
-
-def _data(one: Record, ranks: Sequence[Record]) -> tuple[int, str]:
-    leaders = {rank.data_rank: rank for rank in reversed(ranks)}
-    wrong = []
-    for step, expected in enumerate(one.batches):
-        seen = [row for rank in leaders.values() if step < len(rank.batches) for row in rank.batches[step]]
-        if sorted(seen) != sorted(expected):
-            wrong.append(f"step {step + 1}")
-    return len(wrong), few(wrong)
-
-
-def _apart(pieces: Sequence[Mapping[str, Fingerprint]]) -> dict[str, set[str]]:
-    """Parameters of which some ranks hold the same piece with other bytes."""
-    seen: dict[tuple[str, str], str] = {}
-    apart: dict[str, set[str]] = {}
-    for rank in pieces:
-        for name, (piece, value) in rank.items():
-            if seen.setdefault((name, piece), value) != value:
-                apart.setdefault(name, set()).add(piece)
-    return apart
-
-
-def _scalars(ranks: Sequence[Record]) -> int:
-    """Whether loss and norm are the same double everywhere."""
-    return int(any((rank.losses, rank.norms) != (ranks[0].losses, ranks[0].norms) for rank in ranks))
-
-
-def _different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
-
-
-def _union(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    return {name: value for part in parts for name, value in part.items()}
 
 
 def _axes(layout: Recording) -> str:

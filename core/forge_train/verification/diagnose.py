@@ -8,6 +8,7 @@ from .diagnose_later import of_evaluation, of_updates
 from .explain import Explanation
 from .follow import Followed
 from .patterns import axes_apart, group, of_gradients, size_hint
+from .ranks import other_starts
 from .recording import Recording
 from .routing import Parting
 from .verdict import Verdict, few
@@ -63,8 +64,7 @@ def diagnose(
 
 
 def _start(where: str, one: Recording, layout: Recording) -> str:
-    names = layout.ranks[0].start.keys() | one.first.start.keys()
-    ranks = {rank.rank for rank in layout.ranks if any(rank.start.get(n) != one.first.start.get(n) for n in names)}
+    ranks = {rank for apart in other_starts(one, layout).values() for rank in apart}
     if 0 < len(ranks) < len(layout.ranks):
         said = f"rank{'s' * (len(ranks) > 1)} {few([str(rank) for rank in sorted(ranks)])}"
         return (

@@ -109,8 +109,8 @@ def _power(factor: float, base: float) -> bool:
 def of_evaluation(check: Check, layout: Recording, followed: Followed) -> str:
     """Why a held-out loss may differ where training agrees."""
     ours, theirs = followed.record, layout.first
-    if theirs.disturbed:
-        return f"Evaluation changes {few(theirs.disturbed)}: it must leave the model as it was."
+    if disturbed := sorted({name for rank in layout.ranks for name in rank.disturbed}):
+        return f"Evaluation changes {few(disturbed)}: it must leave the model as it was."
     if abs(theirs.evaluation[0] - theirs.evaluation[1]) > check.tolerance * abs(theirs.evaluation[0]):
         return (
             f"The same evaluation done twice gives {theirs.evaluation[0]:.7g} and {theirs.evaluation[1]:.7g}: it draws "

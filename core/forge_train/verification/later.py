@@ -9,7 +9,7 @@ from .numbers import finite, relative, typical
 from .recording import Record, Recording
 from .routing import parting
 from .updates import UPDATE, WEIGHT, Moved
-from .verdict import Check, Offender
+from .verdict import Check, Offender, few
 
 LOSS = 1e-5
 """Relative, in fp32: what another order of summation gives."""
@@ -76,7 +76,7 @@ def later_checks(
     if ours.evaluation and not tied:
         decided = parting([[ours.decided]], [[rank.decided] for rank in theirs], precision)
         if decided is None or not decided.tie:
-            checks += (_evaluation(ours, layout.first, exact),)
+            checks += (_evaluation(ours, theirs, exact),)
     return checks, offenders
 
 
@@ -109,14 +109,14 @@ def in_parts(one: Recording, layout: Recording) -> bool:
     return not (sizes.tp == sizes.cp == 1 or one.precision == "fp32")
 
 
-def _evaluation(ours: Record, theirs: Record, exact: Record | None) -> Check:
+def _evaluation(ours: Record, ranks: Sequence[Record], exact: Record | None) -> Check:
     """Of the held-out loss, which comes of the same sequences, repeats itself and changes nothing."""
-    (right, _), (found, again) = ours.evaluation, theirs.evaluation
+    (right, _), (found, again) = ours.evaluation, ranks[0].evaluation
     own = LUCK * _relative(exact.evaluation[0], right) if exact else 0.0
     where = f"{right:.8g} and {found:.8g}"
     says = "relative, of the held-out loss after the last step"
-    if theirs.disturbed:
-        return Check("evaluation", float("inf"), LOSS, "it changes weights or buffers", ", ".join(theirs.disturbed[:3]))
+    if disturbed := sorted({name for rank in ranks for name in rank.disturbed}):
+        return Check("evaluation", len(disturbed), 0, "weights and buffers that it changes", few(disturbed))
     if _relative(found, again) > LOSS:
         return Check("evaluation", _relative(found, again), LOSS, "relative, of the same evaluation, done twice", where)
     return Check("evaluation", finite(_relative(right, found)), max(LOSS, own), says, where)
