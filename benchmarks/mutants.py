@@ -4,11 +4,10 @@
     python benchmarks/mutants.py --count 20 --only '*/_tp/*'      # some files, without writing
     python benchmarks/mutants.py --mutant c1fb4e76                # one, with what its tests print
 
-Every mutant lies in a copy of the repository that comes first on `sys.path`, and its tests run in processes of their
-own: the processes that these start, ranks included, import the mutant too. benchmarks/mutants.toml says which tests
-belong to which files, and which mutants are equivalent to the code. cosmic-ray and mutmut were tried: the former has
-one test command for everything and leaves no statement out, the latter mutates no decorated function (every hook) and
-chooses tests by what they call in their own process.
+Every mutant lies in a copy of the repository that comes first on `sys.path`: processes that its tests start, ranks
+included, import it too. benchmarks/mutants.toml says which tests belong to which files, and which mutants are
+equivalent to the code. cosmic-ray (8.7) has one test command for all files and drops no statement; mutmut (3.8) mutates
+no decorated function, and so no hook, and chooses tests by what they call in their own process.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ sys.path.insert(0, str(HERE))
 
 from mutating import Mutant, draw, mutants  # noqa: E402
 
+OUTCOMES = ("killed", "timed out", "survived", "equivalent")
 LEFT_OUT, LEFT_OUT_ABOVE = {"__pycache__"}, {"runs", "site", "dist", "build"}
 """What no copy needs, anywhere, and at the root."""
 PAGE = """\
@@ -72,13 +72,15 @@ class Plan:
 
     areas: tuple[Area, ...]
     unread: frozenset[str]
-    equivalent: tuple[dict[str, str], ...]
+    equivalent: dict[tuple[str, str, str], str]
+    """File, line before and after → why."""
 
     @classmethod
     def read(cls, file: Path) -> Plan:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
         areas = tuple(Area(one["name"], tuple(one["files"]), tuple(one["tests"])) for one in data["area"])
-        return cls(areas, frozenset(data.get("unread", ())), tuple(data.get("equivalent", ())))
+        equivalent = {(one["file"], one["was"], one["now"]): one["why"] for one in data.get("equivalent", ())}
+        return cls(areas, frozenset(data.get("unread", ())), equivalent)
 
     def mutants(self, root: Path) -> dict[Mutant, Area]:
         """All there are. A file belongs to the first area that has it."""
@@ -91,18 +93,17 @@ class Plan:
 
     def reason(self, mutant: Mutant) -> str:
         """Why a mutant is equivalent; empty if it is not."""
-        wanted = (mutant.file, mutant.was, mutant.now)
-        return next((one["why"] for one in self.equivalent if (one["file"], one["was"], one["now"]) == wanted), "")
+        return self.equivalent.get((mutant.file, mutant.was, mutant.now), "")
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A mutant, and what became of it."""
+    """What became of a mutant."""
 
     mutant: Mutant
     area: Area
     outcome: str
-    """`killed`, `timed out`, `survived` or `equivalent`."""
+    """One of OUTCOMES."""
     by: str = ""
     """The test that failed, or why it is equivalent."""
     seconds: float = 0.0
@@ -208,9 +209,7 @@ def table(judged: Sequence[Judged]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for name in [*dict.fromkeys(one.area.name for one in judged), "**all**"]:
         mine = [one for one in judged if name in (one.area.name, "**all**")]
-        counts = [
-            sum(one.outcome == outcome for one in mine) for outcome in ("killed", "timed out", "survived", "equivalent")
-        ]
+        counts = [sum(one.outcome == outcome for one in mine) for outcome in OUTCOMES]
         yield f"| {name} | {len(mine)} | {' | '.join(map(str, counts))} | {share(mine):.0f} % |"
 
 
@@ -264,6 +263,8 @@ def run(options: argparse.Namespace, root: Path) -> int:
     judge = Judge(root, Plan.read(options.plan), options.limit)
     known = judge.plan.mutants(root)
     here = {mutant: area for mutant, area in known.items() if fnmatch(mutant.file, options.only)}
+    for gone in judge.plan.equivalent.keys() - {(one.file, one.was, one.now) for one in known}:
+        print(f"{options.plan.name}: this code has no such mutant any more: {' | '.join(gone)}")
     drawn = draw([*here], options.count, options.seed)
     if options.mutant:
         drawn = [mutant for mutant in known if mutant.key.startswith(options.mutant)]
@@ -271,23 +272,23 @@ def run(options: argparse.Namespace, root: Path) -> int:
         print("No such mutant." if options.mutant else f"Nothing to mutate in {options.only}.", file=sys.stderr)
         return 2
     if options.list:
-        for mutant in drawn:
-            print(mutant)
+        print(*drawn, sep="\n")
         return 0
     judged: list[Judged] = []
+    kept = options.only == "*" and not options.mutant and options.root == HERE.parent
     one_by_one = partial(judge.judge, aloud=bool(options.mutant))
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
             for one in pool.map(one_by_one, drawn, [known[mutant] for mutant in drawn]):
                 judged.append(one)
                 print(f"{len(judged):3}/{len(drawn)}  {one}", flush=True)
+                text = report(judged, len(here), options.seed, options.bar, time.monotonic() - began)
+                if kept:
+                    RESULTS.write_text(text, encoding="utf-8")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             judge.stop()
-    text = report(judged, len(here), options.seed, options.bar, time.monotonic() - began)
     print(text)
-    if options.only == "*" and not options.mutant and options.root == HERE.parent:
-        RESULTS.write_text(text, encoding="utf-8")
     if unfit := judge.unfit(judged):
         print(f"These tests fail without a mutant too, so that what they killed says nothing: {', '.join(unfit)}")
         return 2
