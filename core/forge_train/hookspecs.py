@@ -3,7 +3,7 @@
 A hook is of one kind:
 
 * **slot**: exactly one enabled plugin provides it (some may stay empty);
-* **chain**: every plugin is asked for every layer; at most one answer that is not the default's;
+* **chain**: every plugin is asked for every layer, the default only where all others leave it; at most one answer;
 * **phases**: every answer is taken, and ordered by `Phase`;
 * **steps**: functions applied one after the other, in order of plugin names;
 * **spans**: context managers nested in order of plugin names;
@@ -59,14 +59,19 @@ KINDS: dict[str, Kind] = {}
 """Hook name → kind."""
 OPTIONAL: set[str] = set()
 """Slots that may stay empty."""
+Stage = Literal["composition", "step"]
+ASKED: dict[str, Stage] = {}
+"""Hook → when it has been asked for, if it ever is: once the model is composed, or once a step is ready to be taken."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _spec = pluggy.HookspecMarker(PROJECT)
 
 
-def _hook(kind: Kind, *, optional: bool = False) -> Callable[[_F], _F]:
+def _hook(kind: Kind, *, optional: bool = False, asked: Stage | None = None) -> Callable[[_F], _F]:
     def mark(function: _F) -> _F:
         KINDS[function.__name__] = kind
+        if asked:
+            ASKED[function.__name__] = asked
         if optional:
             OPTIONAL.add(function.__name__)
         return _spec(function)
@@ -86,23 +91,23 @@ def build_model(job: Job) -> nn.Module:
     raise AssertionError
 
 
-@_hook("chain")
+@_hook("chain", asked="composition")
 def attention(layer: Layer, job: Job) -> Attention | None:
     """The token mixer of one layer, or None to leave it to the default."""
 
 
-@_hook("chain")
+@_hook("chain", asked="composition")
 def feed_forward(layer: Layer, job: Job) -> FeedForward | None:
     """The channel mixer of one layer, or None to leave it to the default."""
 
 
-@_hook("slot", optional=True)
+@_hook("slot", optional=True, asked="composition")
 def attention_kernel(job: Job) -> AttentionKernel:
     """The function that computes attention."""
     raise AssertionError
 
 
-@_hook("slot", optional=True)
+@_hook("slot", optional=True, asked="composition")
 def token_dispatch(job: Job) -> TokenDispatch:
     """The transport of tokens to their experts."""
     raise AssertionError
@@ -148,7 +153,7 @@ def task(job: Job) -> Task:
     raise AssertionError
 
 
-@_hook("slot", optional=True)
+@_hook("slot", optional=True, asked="step")
 def loss(job: Job) -> LossFunction:
     """The loss of hidden states against labels."""
     raise AssertionError

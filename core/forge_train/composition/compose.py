@@ -17,6 +17,7 @@ from ..registry.calls import blame
 from ..registry.discovery import discover
 from ..registry.places import place
 from ..registry.returns import kind_of
+from ..registry.unused import note_unused
 from ..transform import HOOK_TABLES, Applied, Phase, Transform
 from .initialise import declared, materialise, retie, tied_groups
 from .model import Model
@@ -76,6 +77,7 @@ def compose(job: Job, *, allocate: bool = True) -> Composition:
             }
         )
     _check_coverage(job, transforms)
+    note_unused(job.hooks, job.config, "composition")
     acting = {plugin for plugin, _ in transforms}
     idle = tuple(name for name in job.hooks.implementers("parallelize") if name not in acting)
     textbook: Counter[str] = Counter()

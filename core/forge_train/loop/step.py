@@ -15,6 +15,7 @@ from ..errors import PluginError
 from ..events import StepResult, Update
 from ..job import Job
 from ..protocols import Batch, Executor, Loader, LossScale, Schedule, Task
+from ..registry.unused import note_unused
 from .gradients import clip, full, present, scale, total_norm
 
 
@@ -48,6 +49,7 @@ class Stepper:
         self.task: Task = job.hooks.task()
         self.executor: Executor = job.hooks.executor(model, self.task)
         self.loss_scale: LossScale | None = job.hooks.loss_scale()
+        note_unused(job.hooks, job.config, "step")
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.accumulation = train.global_batch // (train.micro_batch * job.dist.data_ranks)
         self._prepare = job.hooks.prepare_batch()

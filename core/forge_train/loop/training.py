@@ -46,7 +46,9 @@ class Training:
                 )
         else:
             load_initial(self.model, self.job)
-        self._event("run_started", run=self.job.run.id, plugins=list(self.job.hooks.enabled), world=self.job.dist.world)
+        hooks = self.job.hooks
+        active = [name for name in hooks.enabled if name not in hooks.unused]
+        self._event("run_started", run=self.job.run.id, plugins=active, world=self.job.dist.world)
 
     def run(self) -> Finished:
         """Step until done, or told to stop."""

@@ -181,7 +181,7 @@ def _per_node(world: int, nodes: int) -> int:
 
 
 def _slots(setup: Setup) -> dict[str, tuple[str, ...]]:
-    filled = {hook: tuple(setup.hooks.implementers(hook)) for hook, kind in KINDS.items() if kind in ("slot", "chain")}
+    filled = {hook: tuple(setup.hooks.acting(hook)) for hook, kind in KINDS.items() if kind in ("slot", "chain")}
     return {hook: names for hook, names in filled.items() if names}
 
 

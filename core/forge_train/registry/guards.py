@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from ..errors import PluginError
+from ..protocols import Batch, PrepareBatch, Span
 from .places import place
-from .returns import Kind, kind_of, results
+from .returns import CONTEXT, Kind, kind_of, results
 
 
 class Guarded:
@@ -30,20 +32,6 @@ class Guarded:
         return getattr(self._inner, name)
 
 
-def first_in_full(cls: type) -> Kind:
-    """A record of which the first is looked at field by field, and the others by their type."""
-    kind, seen = kind_of(cls), False
-
-    def problem(value: Any) -> str:
-        nonlocal seen
-        if seen and isinstance(value, cls):
-            return ""
-        seen = True
-        return kind.problem(value)
-
-    return Kind(kind.words, problem)
-
-
 def guarded(function: Callable[..., Any], kind: Kind, whose: str, name: str) -> Callable[..., Any]:
     """A function whose results are checked."""
     problem = kind.problem
@@ -56,3 +44,53 @@ def guarded(function: Callable[..., Any], kind: Kind, whose: str, name: str) -> 
         return value
 
     return checked
+
+
+def preparing(source: str, steps: Sequence[tuple[str, PrepareBatch]]) -> PrepareBatch:
+    """Functions for batches as one.
+
+    Args:
+        source: whose loader gives the batches, for messages.
+        steps: the functions in order, each with whose it is.
+    """
+    given = _first_in_full(Batch)
+    checked = [guarded(step, _first_in_full(Batch), whose, "the function") for whose, step in steps]
+
+    def prepare(batch: Batch) -> Batch:
+        if text := given.problem(batch):
+            raise PluginError(f"{source}: the loader must give {given.words}, {text}.")
+        for step in checked:
+            batch = step(batch)
+        return batch
+
+    return prepare
+
+
+def nesting(spans: Sequence[tuple[str, Span]]) -> Span:
+    """Functions that make context managers as one, whose managers are nested in their order."""
+    factories = [guarded(span, CONTEXT, whose, "the function") for whose, span in spans]
+    if not factories:
+        return nullcontext
+
+    @contextmanager
+    def nested() -> Iterator[None]:
+        with ExitStack() as stack:
+            for factory in factories:
+                stack.enter_context(factory())
+            yield
+
+    return nested
+
+
+def _first_in_full(cls: type) -> Kind:
+    """A record of which the first is looked at field by field, and the others by their type."""
+    kind, seen = kind_of(cls), False
+
+    def problem(value: Any) -> str:
+        nonlocal seen
+        if seen and isinstance(value, cls):
+            return ""
+        seen = True
+        return kind.problem(value)
+
+    return Kind(kind.words, problem)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ..errors import ConfigError, PluginError
@@ -31,8 +30,8 @@ from ..protocols import (
 )
 from ..transform import Transform
 from .calls import Calls, Enabled, accuse
-from .guards import Guarded, first_in_full, guarded
-from .returns import CONTEXT, kind_of, results
+from .guards import Guarded, guarded, nesting, preparing
+from .returns import kind_of, results
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +50,10 @@ class Hooks:
         self.plugins = {enabled.name: plugin for enabled, plugin in plugins}
         self.enabled = {enabled.name: enabled for enabled, _ in plugins}
         self.defaults = dict(defaults)
+        self.unused: set[str] = set()
+        """Plugins that turned out to have nothing to do; see `registry.unused`."""
+        self.used: set[tuple[str, str]] = set()
+        """Slot or chain, and a plugin whose answer was taken."""
         self._calls = Calls.of(plugins)
         self._job: Job | None = None
 
@@ -92,6 +95,10 @@ class Hooks:
     def arguments(self, name: str, hook: str) -> frozenset[str]:
         """Names of the arguments that a plugin's implementation of a hook asks for."""
         return self._calls.arguments(name, hook)
+
+    def acting(self, hook: str) -> list[str]:
+        """The same without those that turned out to have nothing to do."""
+        return [name for name in self.implementers(hook) if name not in self.unused]
 
     def mute(self, name: str) -> None:
         """Leave an observer, or what only rounds, out of this process: it stays enabled, but is told nothing.
@@ -188,41 +195,13 @@ class Hooks:
     def prepare_batch(self) -> Callable[[Batch], Batch]:
         """All steps as one function, for what a loader gives."""
         answers = self._calls.collect("prepare_batch", {"job": self.job})
-        steps = [
-            guarded(step, first_in_full(Batch), self.whose("prepare_batch", name), "the function")
-            for name, step in answers
-            if step is not None
-        ]
-        source, given = self.whose("build_data"), first_in_full(Batch)
-
-        def prepare(batch: Batch) -> Batch:
-            if text := given.problem(batch):
-                raise PluginError(f"{source}: the loader must give {given.words}, {text}.")
-            for step in steps:
-                batch = step(batch)
-            return batch
-
-        return prepare
+        given = [(self.whose("prepare_batch", name), step) for name, step in answers if step is not None]
+        return preparing(self.whose("build_data"), given)
 
     def span(self, name: SpanName) -> Span:
         """All context managers around a span, nested in order of plugin names, as one factory."""
         answers = self._calls.collect("around", {"span": name, "job": self.job})
-        factories = [
-            guarded(factory, CONTEXT, self.whose("around", owner), "the function")
-            for owner, factory in answers
-            if factory is not None
-        ]
-        if not factories:
-            return nullcontext
-
-        @contextmanager
-        def nested() -> Iterator[None]:
-            with ExitStack() as stack:
-                for factory in factories:
-                    stack.enter_context(factory())
-                yield
-
-        return nested
+        return nesting([(self.whose("around", owner), factory) for owner, factory in answers if factory is not None])
 
     # -- questions --------------------------------------------------------------------------------
 
@@ -273,6 +252,7 @@ class Hooks:
         if name is None:
             raise ConfigError(f"No enabled plugin fills the slot {slot!r}; see `forge plugins list`.")
         ((_, answer),) = self._calls.collect(slot, {"job": self.job, **arguments})
+        self.used.add((slot, name))
         return answer
 
     def _state(self, slot: str, stateful: Any) -> dict[str, Any]:
@@ -281,10 +261,10 @@ class Hooks:
         return cast("dict[str, Any]", state_dict())
 
     def _chain(self, chain: str, layer: Layer) -> Any:
-        default = self.defaults.get(chain)
-        answers = self._calls.collect(chain, {"layer": layer, "job": self.job})
-        given = [(name, answer) for name, answer in answers if answer is not None]
-        claimed = [pair for pair in given if pair[0] != default] or given
+        arguments = {"layer": layer, "job": self.job}
+        default = [name for name in self.implementers(chain) if name == self.defaults.get(chain)]
+        others = [name for name in self.implementers(chain) if name not in default]
+        claimed = self._given(chain, arguments, others) or self._given(chain, arguments, default)
         if len(claimed) > 1:
             names = " and ".join(repr(name) for name, _ in claimed)
             raise ConfigError(
@@ -292,10 +272,16 @@ class Hooks:
             )
         if not claimed:
             raise ConfigError(f"No enabled plugin builds {chain} for layer {layer.index}; see `forge plugins list`.")
+        self.used.add((chain, claimed[0][0]))
         return claimed[0][1]
 
+    def _given(self, hook: str, arguments: Mapping[str, Any], names: list[str]) -> list[tuple[str, Any]]:
+        """What some plugins answered, without those that left it to others."""
+        answers = [pair for name in names for pair in self._calls.collect(hook, arguments, only=name)]
+        return [(name, answer) for name, answer in answers if answer is not None]
+
     def _only(self, hook: str, arguments: Mapping[str, Any]) -> Any:
-        given = [(name, answer) for name, answer in self._calls.collect(hook, arguments) if answer is not None]
+        given = self._given(hook, arguments, self.implementers(hook))
         if len(given) > 1:
             names = " and ".join(repr(name) for name, _ in given)
             raise ConfigError(f"Plugins {names} both answer {hook}; disable one with --without.")

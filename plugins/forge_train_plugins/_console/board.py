@@ -131,11 +131,9 @@ def _filled(job: Job) -> Iterator[str]:
     """`decoder dim=128 layers=3` for every plugin that fills a slot or chain, in the order of hooks."""
     names = []
     for hook, kind in KINDS.items():
-        if kind == "slot":
-            names.append(job.hooks.provider(hook))
-        elif kind == "chain":
-            names += job.hooks.implementers(hook)
-    for name in dict.fromkeys(name for name in names if name):
+        if kind in ("slot", "chain"):
+            names += job.hooks.acting(hook)
+    for name in dict.fromkeys(names):
         yield " ".join([name, *_changed(job.config.sections[name])])
 
 

@@ -1,0 +1,74 @@
+"""Plugins that are enabled, and that nobody asked or whose answers nobody took: their options have no effect."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config.layers import Origin
+from ..errors import ConfigError
+from ..hookspecs import ASKED, KINDS, Stage
+from ..plugin import PROJECT
+from .calls import Enabled, implemented
+from .hooks import Hooks
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+log = logging.getLogger(PROJECT)
+
+
+def note_unused(hooks: Hooks, config: Config, stage: Stage) -> None:
+    """Take plugins that had nothing to do by a stage, and can't have anything later, out of `Hooks.acting`.
+
+    Raises:
+        ConfigError: for one that was asked for to build layers, and for options of a default that it never used.
+    """
+    due = {hook for hook, when in ASKED.items() if stage in (when, "step")}
+    mistakes: list[str] = []
+    for one in hooks.enabled.values():
+        does = {hook for hook in implemented(one.cls) & KINDS.keys() if KINDS[hook] != "questions"}
+        if one.name in hooks.unused or not does or not does <= due or any(name == one.name for _, name in hooks.used):
+            continue
+        hooks.unused.add(one.name)
+        reasons = "; ".join(_reason(hooks, hook) for hook in sorted(does))
+        if one.default:
+            mistakes += [f"{where}: has no effect: {reasons}. Remove it." for where in _options(one, config)]
+        elif any(KINDS[hook] == "chain" for hook in does):
+            mistakes.append(f"Plugin {one.found.label} has nothing to do: {reasons}. Leave it out.")
+        else:
+            log.warning("Plugin %r has nothing to do: %s.", one.name, reasons)
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+
+
+def _reason(hooks: Hooks, hook: str) -> str:
+    if builders := sorted(name for used, name in hooks.used if used == hook):
+        return f"{hook} of every layer is built by {' and '.join(map(repr, builders))}"
+    return f"nothing in this run asks for {hook}"
+
+
+def _options(one: Enabled, config: Config) -> Iterator[str]:
+    """`where: section.key` of what the user set. A complete file, which forge wrote, sets everything to what it was."""
+    section = config.sections[one.name]
+    fields = {field.name: field for field in dataclasses.fields(section)}
+    for key, origin in config.origins.items():
+        if key[0] != one.name or len(key) == 1 or origin.kind == "preset":
+            continue
+        if origin.kind == "file" and (_unchanged(section, fields[key[1]]) or _written_by_forge(origin)):
+            continue
+        yield f"{origin}: {'.'.join(key)}"
+
+
+def _unchanged(section: object, field: dataclasses.Field[object]) -> bool:
+    made = field.default_factory
+    default = field.default if made is dataclasses.MISSING else made()
+    return bool(getattr(section, field.name) == default)
+
+
+def _written_by_forge(origin: Origin) -> bool:
+    """Whether a file describes a run or a checkpoint."""
+    return (Path(origin.where.rpartition(":")[0]).parent / "plugins.json").is_file()
