@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -94,8 +94,9 @@ def signals(control: Control) -> Iterator[None]:
             return
         seen.append(number)
         name = signal.Signals(number).name
-        log.warning("%s: finishing the step and saving; a second signal ends at once.", name)
         control.stop(name)
+        with suppress(Exception):  # the terminal may be gone, or interrupted in the middle of a line
+            log.warning("%s: finishing the step and saving; a second signal ends at once.", name)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:

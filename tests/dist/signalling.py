@@ -1,0 +1,41 @@
+"""A plugin that sends signals while a checkpoint is being written."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from forge_train import Plugin, Volatile, hookimpl, section
+from forge_train.storage import checkpoint
+from forge_train.processes.world import FORGE_LAUNCHED
+
+
+class Signals(Plugin):
+    """Rank 0 sends them once the tensors of a step's checkpoint are on disk, and before it is sealed: to the launcher,
+    or to itself where there is none."""
+
+    api = (1, 0)
+
+    @section
+    class Config:
+        numbers: Annotated[tuple[int, ...], Volatile()] = ()
+        at: Annotated[int, Volatile()] = 2
+
+    @hookimpl
+    def on_step(self, step: Any) -> None: ...
+
+    @hookimpl
+    def on_checkpoint(self, event: Any) -> None:
+        real = checkpoint._seal
+
+        def seal(path: Path) -> int:
+            checkpoint._seal = real
+            for number in self.config.numbers:
+                os.kill(int(os.environ.get(FORGE_LAUNCHED, os.getpid())), number)
+                time.sleep(0.3)
+            return real(path)
+
+        if event.kind == "saving" and event.step == self.config.at:
+            checkpoint._seal = seal
