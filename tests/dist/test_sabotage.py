@@ -208,7 +208,7 @@ def test_other_settings_of_the_optimizer_are_read_out(verify: Verifier, composit
     """Where parameter groups show them; the first step of Adam does not depend on β2, but its state does."""
     verdict = verify(Fault("optimizer_sabotage:OtherGroups", set(), "").request(composition_file), 2, steps=1)
     assert verdict.failed == {"optimizer"}
-    assert verdict.advice[0] == "The optimizer's betas is (0.9, 0.95) on one process and (0.9, 0.999) on the layout."
+    assert verdict.advice[0] == "The optimizer's setting betas is (0.9, 0.95) on one process and (0.9, 0.999) on the layout."
 
 
 RIGHT: dict[str, tuple[tuple[str, ...], int, Mapping[str, Any]]] = {

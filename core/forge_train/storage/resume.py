@@ -85,7 +85,7 @@ def restore(stepper: Stepper, progress: Progress, path: Path) -> list[str]:
     job = stepper.job
     changes = compare(job, path, silent=True)  # what there is to say was said before the run folder was touched
     weights = stepper.model.state_dict()
-    _compare_shapes(path, weights)
+    compare_shapes(path, weights)
     like = {f"model.{name}": tensor for name, tensor in weights.items()}
     like["random"] = random_states_like(checkpoint.shapes(path)["random"][0], job.dist)
     like |= _sharded(stepper, path)
@@ -133,7 +133,7 @@ def load_weights(model: Model, job: Job, path: Path) -> None:
         ConfigError: if they are of another model.
     """
     weights = model.state_dict()
-    _compare_shapes(path, weights)
+    compare_shapes(path, weights)
     with torch.no_grad():
         checkpoint.load(path, {f"model.{name}": tensor for name, tensor in weights.items()}, job.dist, only="model.")
 
@@ -246,7 +246,12 @@ def _warn_of_changed_code(job: Job, path: Path) -> None:
             )
 
 
-def _compare_shapes(path: Path, weights: dict[str, Tensor]) -> None:
+def compare_shapes(path: Path, weights: dict[str, Tensor]) -> None:
+    """Whether a checkpoint holds these weights.
+
+    Raises:
+        ConfigError: naming those that differ.
+    """
     saved = {
         name.removeprefix("model."): shape
         for name, (shape, _) in checkpoint.shapes(path).items()

@@ -25,7 +25,7 @@ def of_updates(verdict: Verdict, layout: Recording, followed: Followed) -> Itera
     states, weights = ([one for one in wrong if (one.part == WEIGHT) is own] for own in (False, True))
     where = _ranks(wrong)
     for key, (one, other) in list(followed.settings.items())[:3]:
-        yield f"The optimizer's {key} is {one} on one process and {other} on the layout{where}."
+        yield f"The optimizer's setting {key} is {one} on one process and {other} on the layout{where}."
     if lost := [one for one in states if math.isnan(one.ratio) and math.isinf(one.error)]:
         yield f"The optimizer's {few([str(one) for one in lost])} is missing, or of another shape."
     elif states:

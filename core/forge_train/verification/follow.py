@@ -20,7 +20,7 @@ from ..loop.gradients import present, total_norm
 from ..loop.step import Counts, Stepper
 from ..protocols import Batch, Loader
 from ..registry.setup import Setup
-from ..storage.resume import restore
+from ..storage.resume import compare_shapes, restore
 from .numbers import errors, typical
 from .record import watching
 from .recording import Record, Recording, read_gradients
@@ -83,6 +83,7 @@ def follow(
     steps = len(layout.first.losses)
     with watching(_Following, setup, folder / "followed") as one:
         one.source, one.exact = folder, exact
+        compare_shapes(folder / "checkpoint", one.model.state_dict())  # else its gradients don't fit either
         start = {name: _kept(parameter) for name, parameter in one.model.named_parameters()}
         one.take(steps)
         found = Followed(one.seen, one.steps, one.training_loss, decay=one.decay)
@@ -185,10 +186,13 @@ class _Replaying(_Following):
 
 
 def put(parameters: Iterable[tuple[str, Tensor]], gradients: Mapping[str, Tensor]) -> None:
-    """Give parameters these gradients."""
+    """Give parameters these gradients; one of another shape is as good as none."""
     for name, parameter in parameters:
         gradient = gradients.get(name)
-        parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)
+        if gradient is None or gradient.shape != parameter.shape:
+            parameter.grad = None
+        else:
+            parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
 
 
 def _given(update: Update, norm: Tensor, stepper: Stepper) -> Update:
