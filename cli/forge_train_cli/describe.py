@@ -9,8 +9,9 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from forge_train.config.validate import plain
+from forge_train.config.validate import check_section, plain
 from forge_train.config.write import describe_type, field_docs
+from forge_train.errors import ConfigError, PluginError
 from forge_train.hookspecs import KINDS
 from forge_train.registry.calls import implemented
 from forge_train.registry.discovery import find, load
@@ -22,6 +23,10 @@ def describe(name: str) -> dict[str, Any]:
     """Everything about a plugin, as JSON; it is imported."""
     found = find(name)
     plugin = load(found)
+    try:
+        check_section(plugin.Config)
+    except PluginError as error:
+        raise ConfigError(f"Plugin {found.label}: its Config is not a section: {error}.") from error
     return {
         "name": found.name,
         "distribution": found.distribution,

@@ -65,9 +65,28 @@ class FilePath:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def section(cls: type[_C]) -> type[_C]:
-    """Make a class a configuration section: a frozen, keyword-only dataclass in which unknown keys are errors."""
-    cls.__pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # type: ignore[attr-defined]
+    """Make a class a configuration section: a frozen, keyword-only dataclass in which unknown keys are errors.
+
+    Raises:
+        PluginError: for a value without a type, which would be no option.
+    """
+    for name, value in vars(cls).items():
+        plain = not (name.startswith("_") or callable(value) or hasattr(value, "__get__"))
+        if plain and name not in cls.__annotations__:
+            raise PluginError(
+                f"{cls.__qualname__}.{name} has no type, so it is no option: write {name}: {_type(value)}"
+            )
+    cls.__pydantic_config__ = {  # type: ignore[attr-defined]
+        "extra": "forbid",
+        "allow_inf_nan": False,
+        "validate_default": True,
+        "revalidate_instances": "always",  # a default that is a section is looked into
+    }
     return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+def _type(value: object) -> str:
+    return f"{type(value).__name__} = {value!r}"
 
 
 class Plugin:
@@ -95,7 +114,8 @@ class Plugin:
     """Parts of a rank's memory that it makes smaller: `activations`; or those that it spreads over ranks, of
     `parameters`, `gradients` and `optimizer`. Where memory runs out, an installed plugin is recommended by it; so that
     nothing is imported for that, it is read as text: write the tuple out."""
-
+    architectures: ClassVar[tuple[str, ...]] = ()
+    """Architectures of a `config.json` that its `import_hf` reads; read as text, as `saves` is."""
     rounds: ClassVar[bool] = False
     """Whether it rounds below `train.precision`: `forge verify` allows for as much as that changes, and has
     `--against train.precision=…` compare with a run without it."""

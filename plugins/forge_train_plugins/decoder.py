@@ -40,6 +40,7 @@ class Decoder(Plugin):
     """Decoder-only transformer in Llama's and Qwen3's form, with grouped-query attention and rotary positions."""
 
     api = (1, 0)
+    architectures = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 
     @section
     class Config:

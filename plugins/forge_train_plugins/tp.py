@@ -68,4 +68,5 @@ class TensorParallel(Plugin):
             loss_parallel=self.config.loss_parallel,
             experts_apart=job.dist.layout.ep * job.dist.layout.etp > 1,
             size=tokens * job.precision.compute.itemsize,
+            owner=job.hooks.owner,
         )

@@ -66,6 +66,13 @@ class Teller(Plugin):
         self.seen.append(type(self).__name__)
 
 
+class Teller_(Plugin):
+    """Its code lies here."""
+
+    @hookimpl
+    def on_step(self, step: Any) -> None: ...
+
+
 def result(**more: Any) -> StepResult:
     return StepResult(1, 2, None, None, 0.1, 0.2, False, (0, 4), **more)  # type: ignore[arg-type]
 
@@ -193,6 +200,12 @@ def test_what_a_slot_gave_is_blamed_by_where_its_code_lies() -> None:
     assert error.__notes__ == ["in plugin 'a' (dist 1)"]
 
 
+def test_the_owner_of_what_a_plugin_made() -> None:
+    made = hooks(make(Teller_))
+    assert made.owner(Mixer("x")) == "plugin 'teller_' (dist 1)"
+    assert made.owner(nn.Identity()) == ""
+
+
 def test_an_error_of_forge_itself_passes_as_it_is() -> None:
     class Bad(Plugin):
         @hookimpl
@@ -231,19 +244,35 @@ class Act(Watch):
     def on_step(self, step: Any) -> None: ...
 
 
+@pytest.mark.accept("trial", 23)
 def test_an_observer_that_fails_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     bad, other = make(Watch), make(type("ZOther", (Watch,), {"on_log": hookimpl(lambda self, record: None)}))
     made = hooks(bad, other)
     with caplog.at_level(logging.WARNING):
         made.on_log(LogRecord(1, 2, {}))
-    assert [record.getMessage() for record in caplog.records] == [
-        "Plugin 'watch' (dist 1) failed in on_log and is left out from here on: OSError: disk full"
-    ]
+    warning, traceback_record = caplog.records
+    expected = "Plugin 'watch' (dist 1) failed in on_log and is left out from here on: OSError: disk full ("
+    assert warning.getMessage().startswith(expected)
+    assert f"test_calls.py:{Watch.on_log.__code__.co_firstlineno + 3})" in warning.getMessage()
+    assert warning.exc_info is None
+    assert not traceback_record.screen  # type: ignore[attr-defined]
+    assert traceback_record.exc_info
     made.on_log(LogRecord(2, 2, {}))
     made.on_evaluate(None)  # type: ignore[arg-type]
     assert bad.told == ["log"]  # type: ignore[attr-defined]
     assert other.told == ["evaluate"]  # type: ignore[attr-defined]
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.accept("trial", 23)
+def test_the_traceback_of_an_observers_failure_is_in_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = toys.run(tmp_path, Watch, steps=1)
+    log = (run.run / "log" / "rank-0.log").read_text(encoding="utf-8")
+    assert "Plugin 'watch' (under-test 0) failed in on_log and is left out from here on: OSError: disk full (" in log
+    assert 'raise OSError("disk full' in log
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_any_other_plugin_that_fails_stops_the_run() -> None:

@@ -167,7 +167,7 @@ def test_matching_nothing_is_an_error(tmp_path: Path) -> None:
     nothing = plugin("Blind", Phase.TENSOR, lambda part: Applied(part, ()))
     assert complaint(tmp_path, ConfigError, nothing) == (
         "Plugin 'blind' (under-test 0), 'blind' matched nothing in this model; "
-        "disable it with --without blind, or mend its filter."
+        "leave blind out of --plugins, or mend its filter."
     )
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 import toys
-from forge_train import ConfigError, Ge, Gt, Lt, Plugin, Volatile, section
+from forge_train import ConfigError, Ge, Gt, Lt, Plugin, PluginError, Volatile, section
 from forge_train.config import Config, differences
 from forge_train.config.layers import Origin, Request, Tree, Value, lay, presets
 from forge_train.config.toml import read
@@ -29,7 +29,23 @@ class Inner:
     kind: Literal["none", "linear"] = "none"
 
 
-class Wide(Plugin):
+@section
+class Deep:
+    high: Annotated[float, Gt(0)] = float("inf")
+
+
+class Odd(toys.Bare):
+    """Its defaults are no values that it would take."""
+
+    @section
+    class Config:
+        rate: float = float("nan")
+        count: Annotated[int, Ge(1)] = 0
+        kind: Literal["a", "b"] = "c"  # type: ignore[assignment]
+        deep: Deep = Deep()
+
+
+class Wide(toys.Bare):
     """A plugin with a field of every kind."""
 
     @section
@@ -345,11 +361,11 @@ def test_without_steps_or_tokens_there_is_no_run() -> None:
 def test_a_config_that_is_no_section_is_its_plugins_fault(tmp_path: Path) -> None:
     import dataclasses
 
-    class Plain(Plugin):
+    class Plain(toys.Bare):
         class Config:
             a = 1
 
-    class Undecorated(Plugin):
+    class Undecorated(toys.Bare):
         @dataclasses.dataclass(frozen=True, kw_only=True)
         class Config:
             a: int = 1
@@ -358,23 +374,54 @@ def test_a_config_that_is_no_section_is_its_plugins_fault(tmp_path: Path) -> Non
     class Loose:
         b: int = 1
 
-    class Nested(Plugin):
+    class Nested(toys.Bare):
         @section
         class Config:
             inner: Loose | None = None
 
     Nested.Config.__annotations__["inner"] = Loose | None  # what it was written as can't be seen from here
-    for cls in (Undecorated, Nested):
-        with pytest.raises(
-            ConfigError, match=r"Plugin '\w+' \(under-test 0\): its Config is not a section: TypeError: "
-        ):
+    for cls, which in ((Undecorated, "Undecorated.Config"), (Nested, "Loose"), (Plain, "Plain.Config")):
+        says = (
+            rf"Plugin '\w+' \(under-test 0\): its Config is not a section: class \S*{which} \(.*test_config.py:\d+\) "
+        )
+        with pytest.raises(ConfigError, match=says + "lacks @section; write @section above it"):
             toys.setup(cls, folder=tmp_path)
-    with pytest.raises(ConfigError, match="its Config is not a section"):
-        toys.setup(Plain, folder=tmp_path)
+
+
+@pytest.mark.accept("trial", 23)
+def test_a_default_that_is_no_valid_value_is_its_plugins_fault(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        toys.setup(Odd, folder=tmp_path)
+    assert str(caught.value).splitlines() == [
+        "odd.rate: the default that its section declares: expected a finite number, found nan.",
+        "odd.count: the default that its section declares: expected a number at least 1, found 0.",
+        "odd.kind: the default that its section declares: expected 'a' or 'b', found 'c'.",
+        "odd.deep: the default that its section declares: expected a finite number, found inf.",
+    ]
+    assert toys.setup(Odd, folder=tmp_path, config={"odd": {"rate": 1.0, "count": 1, "kind": "a", "deep.high": 1.0}})
+
+
+@pytest.mark.accept("trial", 23)
+def test_a_value_of_a_section_without_a_type_is_no_option() -> None:
+    with pytest.raises(PluginError, match=r"Config\.rate has no type, so it is no option: write rate: float = 0\.1"):
+
+        @section
+        class Config:
+            rate = 0.1
+
+    @section
+    class Fine:
+        _private = 3
+
+        @property
+        def double(self) -> int:
+            return 2
+
+        def method(self) -> None: ...
 
 
 def test_a_rule_of_a_section_itself_is_told_in_its_own_words(tmp_path: Path) -> None:
-    class Ruled(Plugin):
+    class Ruled(toys.Bare):
         @section
         class Config:
             low: int = 1

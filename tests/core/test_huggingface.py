@@ -309,8 +309,9 @@ def test_a_model_of_an_outside_plugin_is_exchanged(tmp_path: Path) -> None:
     first, second = (open_model(path).model.state_dict() for path in (run, tmp_path / "start"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    with pytest.raises(ConfigError, match=r"knows the architecture \['ToyForCausalLM'\] \(asked: decoder\)"):
+    with pytest.raises(ConfigError, match=r"knows the architecture \['ToyForCausalLM'\] \(asked: decoder\)") as caught:
         import_checkpoint(tmp_path / "hf", tmp_path / "other")
+    assert "Known: LlamaForCausalLM, Qwen3ForCausalLM" in str(caught.value)
 
 
 @pytest.mark.unit
@@ -357,7 +358,10 @@ MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "unknown architecture": (
         lambda hf: change_config(hf, architectures=["MambaForCausalLM"]),
-        ("no enabled plugin knows the architecture ['MambaForCausalLM']", "asked: decoder"),
+        (
+            "no enabled plugin knows the architecture ['MambaForCausalLM']",
+            "asked: decoder). Known: LlamaForCausalLM, Qwen3",
+        ),
     ),
     "a value it has no counterpart for": (
         lambda hf: change_config(hf, attention_dropout=0.1),

@@ -193,6 +193,23 @@ def test_a_place_is_that_of_the_function_inside() -> None:
     assert place(3) == "builtins.int"
 
 
+@pytest.mark.accept("trial", 23)
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("requires", "loss", "`requires` must be a tuple of strings, like (\"a\",), found 'loss'."),
+        ("conflicts", ["a"], "`conflicts` must be a tuple of strings"),
+        ("devices", ("cuda", 0), "`devices` must be a tuple of strings"),
+        ("needs", ("wandb",), "`needs` must say which command installs which module, found ('wandb',)."),
+        ("state_dict", lambda self: {}, "has state_dict alone; without its counterpart nothing is saved."),
+    ],
+)
+def test_what_a_class_says_of_itself(name: str, value: Any, says: str) -> None:
+    (message,) = told(plugin(**{name: value}))
+    assert message.startswith("Plugin 'x' (dist 1)")
+    assert says in message
+
+
 # -- at start-up ----------------------------------------------------------------------------------
 
 

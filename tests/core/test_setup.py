@@ -89,7 +89,7 @@ def test_two_enabled_providers_are_an_error_that_names_both(here: Installed) -> 
     message = refused("lion", "mine")
     assert message == (
         f"Plugins {load_label('lion')} and 'mine' (forge-mine 2.1) both fill the slot 'optimizer'; "
-        "disable one with --without."
+        "leave lion or mine out of --plugins."
     )
     assert ask("mine", "lion", without=["lion"]).hooks.provider("optimizer") == "mine"
 

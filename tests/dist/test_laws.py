@@ -25,7 +25,7 @@ def test_1_the_order_of_plugins_plays_no_part_on_four_ranks(ranks: Pool, tmp_pat
 def test_4_nothing_is_ignored_on_two_ranks(ranks: Pool, tmp_path: Path) -> None:
     first, second = ranks.run(law_cases.ignored, 2, timeout=100, folder=str(tmp_path))
     assert first == second
-    assert "'claims' matched nothing in this model; disable it with --without claims" in first["nothing"]
+    assert "'claims' matched nothing in this model; leave claims out of --plugins" in first["nothing"]
     assert first["one rank"] == "['head']", "what one rank matches is enough"
     assert first["axis"].startswith("parallel.tp is 2, but no enabled plugin covers the axis 'tp'.")
 

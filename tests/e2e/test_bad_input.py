@@ -54,7 +54,7 @@ def test_two_plugins_for_one_slot() -> None:
     message = refused("-p", "lion,adamw")
     assert "'adamw' (forge-train " in message
     assert "'lion' (forge-train " in message
-    assert "both fill the slot 'optimizer'; disable one with --without." in message
+    assert "both fill the slot 'optimizer'; leave adamw or lion out of --plugins." in message
 
 
 def test_a_missing_dependency() -> None:
@@ -139,7 +139,7 @@ def test_cyclic_after() -> None:
 @pytest.mark.parametrize(
     ("transform", "says"),
     [
-        (Applied, "matched nothing in this model; disable it with --without careless"),
+        (Applied, "matched nothing in this model; leave careless out of --plugins"),
         (lambda part: Applied([part], ("x",)), "only a PIPELINE transform may give several parts."),
     ],
 )

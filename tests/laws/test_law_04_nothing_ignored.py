@@ -101,7 +101,7 @@ def matching(part: Any) -> Applied:
 
 def test_a_transform_that_matches_nothing(tmp_path: Path) -> None:
     message = composing(tmp_path, Phase.FLOAT8, Applied)
-    assert "'mine' matched nothing in this model; disable it with --without mine, or mend its filter." in message
+    assert "'mine' matched nothing in this model; leave mine out of --plugins, or mend its filter." in message
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "pp", "ep", "dp_shard", "dp_replicate"])

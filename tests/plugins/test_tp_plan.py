@@ -37,7 +37,11 @@ def test_every_entry_is_read() -> None:
             2,
             "'layers.0.attention.qq' (colwise): the model has no such module. Did you mean 'layers.0.attention.q'?",
         ),
-        (planned({"head": "logit"}), 2, "'head': there is no style 'logit'. Did you mean 'logits'?"),
+        (
+            planned({"head": "logit"}),
+            2,
+            "'head': there is no style 'logit'. Did you mean 'logits'? The styles are vocabulary, colwise, rowwise, ",
+        ),
         (planned({"norm": "colwise"}), 2, "'norm' (colwise): expected a torch.nn.Linear, found RMSNorm."),
         (
             planned({}),
@@ -113,3 +117,27 @@ def test_async_needs_cuda() -> None:
     (problem,) = fakes.make(TensorParallel, async_tp=True).check_config(config)
     assert problem.key == "tp.async_tp"
     assert "CUDA" in problem.message
+
+
+@pytest.mark.accept("trial", 23)
+def test_an_unknown_style_names_the_module_that_declares_it_and_its_plugin() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def tensor_plan(self) -> dict[str, str]:
+            return {"up": "colwize"}
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def tensor_plan(self) -> dict[str, str]:
+            return {f"block.{name}": style for name, style in self.block.tensor_plan().items()}
+
+    with pytest.raises(ConfigError) as caught:
+        read(Whole(), 2, lambda module: f"plugin 'mine' with {len(list(module.children()))} part")
+    assert "'block.up': there is no style 'colwize'. Did you mean 'colwise'? The styles are voc" in str(caught.value)
+    assert str(caught.value).endswith("It is declared by Block of plugin 'mine' with 1 part.")

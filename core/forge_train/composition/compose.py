@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from ..errors import ConfigError, ForgeError, PluginError, locate
 from ..job import Job
 from ..protocols import Init
-from ..registry.calls import blame
+from ..registry.calls import Enabled, blame, without
 from ..registry.discovery import discover
 from ..registry.places import place
 from ..registry.returns import kind_of
@@ -56,7 +57,7 @@ def compose(job: Job, *, allocate: bool = True) -> Composition:
     with torch.device("meta"):
         parts = [job.hooks.build_model()]
     starts = declared(parts[0])
-    transforms = order(needed(job.hooks.parallelize()))
+    transforms = order(needed(job.hooks.parallelize()), job.hooks.enabled)
     applied: list[Applied] = []
     report: list[dict[str, Any]] = []
     for plugin, transform in transforms:
@@ -95,8 +96,12 @@ def needed(transforms: Sequence[Named]) -> list[Named]:
     return [named for named in transforms if not (named[1].fallback and covered.issuperset(named[1].covers))]
 
 
-def order(transforms: Iterable[Named]) -> list[Named]:
+def order(transforms: Iterable[Named], enabled: Mapping[str, Enabled] = MappingProxyType({})) -> list[Named]:
     """Sort by phase, then `after` within the phase, then slot; nothing else plays a part.
+
+    Args:
+        transforms: of all plugins.
+        enabled: the plugins by name, for messages.
 
     Raises:
         ConfigError: for two transforms of one slot, a slot that is missing or in conflict, a cycle of `after`.
@@ -104,8 +109,10 @@ def order(transforms: Iterable[Named]) -> list[Named]:
     by_slot: dict[str, Named] = {}
     for plugin, transform in transforms:
         if other := by_slot.get(transform.slot):
-            names = " and ".join(repr(name) for name in sorted((other[0], plugin)))
-            raise ConfigError(f"Plugins {names} both fill the slot {transform.slot!r}; disable one with --without.")
+            both = sorted((other[0], plugin))
+            way_out = without(enabled[name] for name in {*both} & enabled.keys())
+            names = " and ".join(map(repr, both))
+            raise ConfigError(f"Plugins {names} both fill the slot {transform.slot!r}; {way_out}.")
         by_slot[transform.slot] = (plugin, transform)
     for plugin, transform in by_slot.values():
         for slot in transform.requires:
@@ -187,7 +194,7 @@ def _check(
     counts = job.dist.gather_objects(sum(len(one.matched) for one in done))
     if not any(counts):
         raise ConfigError(
-            f"{who} matched nothing in this model; disable it with --without {plugin}, or mend its filter."
+            f"{who} matched nothing in this model; {without([job.hooks.enabled[plugin]])}, or mend its filter."
         )
     after = _Snapshot.of(parts)
     if twice := _in_several(parts):

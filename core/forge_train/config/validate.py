@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import nearest
+from ..errors import PluginError, nearest
 from ..plugin import FilePath
+from ..registry.places import place
 from .layers import Origin, Value
 from .toml import Key
 
@@ -43,11 +44,11 @@ def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[s
         mistakes: gets one line for each.
 
     Raises:
-        TypeError: if the class, or one inside it, is no section, and would take any key.
+        PluginError: if the class, or one inside it, is no section, and would take any key.
     """
     import pydantic
 
-    _check_decorated(cls)
+    check_section(cls)
     plain: dict[str, Any] = {}
     for key, value in values.items():
         read = read_text(cls, key, value.value) if value.text else value.value
@@ -157,12 +158,29 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
+def check_section(cls: Any) -> None:
+    """Whether a class, and every class inside it, is a section.
+
+    Raises:
+        PluginError: if one is not.
+    """
+    if not dataclasses.is_dataclass(cls):
+        raise _undecorated(cls)
+    _check_decorated(cls)
+
+
 def _check_decorated(cls: Any) -> None:
     if dataclasses.is_dataclass(cls) and "__pydantic_config__" not in vars(cls):
-        raise TypeError(f"{getattr(cls, '__qualname__', cls)} lacks @section")
+        raise _undecorated(cls)
     inner = typing.get_type_hints(cls).values() if dataclasses.is_dataclass(cls) else typing.get_args(cls)
     for annotation in inner:
         _check_decorated(annotation)
+
+
+def _undecorated(cls: Any) -> PluginError:
+    return PluginError(
+        f"class {getattr(cls, '__qualname__', cls)} ({place(cls)}) lacks @section; write @section above it"
+    )
 
 
 def _nest(table: dict[str, Any], key: Key, value: Any) -> None:
@@ -219,6 +237,8 @@ def _sentence(name: str, cls: type, key: Key, problem: Any, values: Mapping[Key,
     kind, context = problem["type"], problem.get("ctx", {})
     origin = next((value.origin for k, value in values.items() if k[: len(key)] == key), None)
     start = f"{origin}: {_dotted(name, key)}: " if origin else f"{_dotted(name, key)}: "
+    if origin is None and not kind.startswith("missing"):
+        start += "the default that its section declares: "
     found = problem["input"]
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         names = list(_field_names(cls, key[:-1]))

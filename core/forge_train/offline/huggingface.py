@@ -21,6 +21,8 @@ from ..config.write import comments_in, to_toml
 from ..errors import ConfigError, ForgeError, PluginError, describe
 from ..job import Job
 from ..protocols import HFModel
+from ..registry.discovery import discover
+from ..registry.hooks import Hooks
 from ..registry.setup import Setup, resolve
 from ..storage import checkpoint, dcp, model_files
 from ..storage.model_files import TOKENIZER
@@ -117,12 +119,7 @@ def _understand(
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         raise ConfigError(f"{file}: a value has another type than is expected: {describe(error)}") from error
     if layout is None:
-        named = folder.config.get("architectures") or folder.config.get("model_type")
-        asked = ", ".join(hooks.implementers("import_hf")) or "none"
-        raise ConfigError(
-            f"{file}: no enabled plugin knows the architecture {named!r} (asked: {asked}). "
-            "If another plugin does, enable it with --plugins."
-        )
+        raise ConfigError(f"{file}: {_unknown(folder.config, hooks)}")
     longest = folder.config.get("max_position_embeddings")
     train = {"sequence": min(sequence, longest) if isinstance(longest, int) else sequence}
     sections: dict[str, Mapping[str, Any]] = {**layout.sections, "train": train}
@@ -131,6 +128,16 @@ def _understand(
     setup = resolve(dataclasses.replace(request, sections=sections))
     started = dataclasses.replace(setup.config.train, init_from=str(target.absolute()))  # which asks for a text
     return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
+
+
+def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
+    """What is said of an architecture that no enabled plugin reads: those that are known, and who else knows it."""
+    named = config.get("architectures") or [config.get("model_type")]
+    asked = ", ".join(hooks.implementers("import_hf")) or "none"
+    known = sorted({name for one in hooks.enabled.values() for name in one.cls.architectures})
+    others = [one.name for one in discover() if set(one.architectures) & set(named) and one.name not in hooks.enabled]
+    text = f"no enabled plugin knows the architecture {named!r} (asked: {asked}). Known: {', '.join(known) or 'none'}."
+    return f"{text} Enable {' or '.join(others)} with --plugins." if others else text
 
 
 def _compare(folder: Folder, layout: HFModel, model: Model) -> None:

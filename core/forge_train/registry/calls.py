@@ -17,7 +17,7 @@ from ..errors import ForgeError, PluginError, describe, locate
 from ..hookspecs import KINDS, OBSERVERS
 from ..plugin import PROJECT, Plugin
 from .discovery import Found
-from .places import place
+from .places import place, shown
 from .returns import returned
 
 log = logging.getLogger(PROJECT)
@@ -34,6 +34,8 @@ class Enabled:
     cls: type[Plugin]
     default: bool = False
     """Whether only `[defaults]` asked for it."""
+    named: bool = False
+    """Whether the command line names it."""
 
     @property
     def name(self) -> str:
@@ -142,13 +144,9 @@ class Calls:
             except Exception as error:  # a failing logger never costs a step of training
                 if isinstance(error, ForgeError) and not isinstance(error, WrongReturnError):
                     raise
-                log.warning(
-                    "Plugin %s failed in %s and is left out from here on: %s",
-                    call.owner.found.label,
-                    hook,
-                    describe(error),
-                    exc_info=error if log.isEnabledFor(logging.DEBUG) else None,
-                )
+                label, what = call.owner.found.label, f"{describe(error)}{_line(error, call.owner)}"
+                log.warning("Plugin %s failed in %s and is left out from here on: %s", label, hook, what)
+                log.warning("How plugin %s failed in %s:", label, hook, exc_info=error, extra={"screen": False})
                 self.mute(call.owner)
 
     def mute(self, owner: Enabled) -> None:
@@ -186,9 +184,26 @@ class Calls:
         return answer
 
 
+def without(plugins: Iterable[Enabled]) -> str:
+    """What a user can do to be rid of one of some plugins: nobody is told to disable what they have just named."""
+    names = {one.name: one.named for one in plugins}
+    if others := sorted(name for name, named in names.items() if not named):
+        return f"disable {' or '.join(others)} with --without"
+    return f"leave {' or '.join(sorted(names))} out of --plugins" if names else "disable one with --without"
+
+
 def blame(found: Found, hook: str) -> str:
     """The note that names a plugin in a traceback."""
     return f"in plugin {found.label}, hook {hook}"
+
+
+def _line(error: BaseException, owner: Enabled) -> str:
+    """The innermost line of a plugin's own code that an error passed through."""
+    if isinstance(error, ForgeError):  # whose message says all there is to say
+        return ""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [at for at in frames if at_home(str(at[0].f_globals.get("__name__", "")), [owner])]
+    return "".join(f" ({shown(frame.f_code.co_filename, line)})" for frame, line in own[-1:])
 
 
 def accuse(error: BaseException, enabled: Iterable[Enabled]) -> None:
@@ -196,18 +211,23 @@ def accuse(error: BaseException, enabled: Iterable[Enabled]) -> None:
     executor, a span, a function for batches) is called without asking the hook again."""
     if any(note.startswith("in plugin ") for note in getattr(error, "__notes__", ())):
         return
+    enabled = list(enabled)
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if here := at_home(str(frame.f_globals.get("__name__", "")), enabled):
+            method = [p for p in here if frame.f_code.co_qualname.startswith(f"{p.cls.__qualname__}.")]
+            labels = dict.fromkeys(plugin.found.label for plugin in method or here)
+            locate(error, plugin=(method or here)[0].name)
+            error.add_note(f"in plugin {' or '.join(labels)}")
+            return
+
+
+def at_home(module: str, enabled: Iterable[Enabled]) -> list[Enabled]:
+    """The plugins that a module belongs to: it is theirs, or lies in the private module or package beside theirs."""
     homes: dict[str, list[Enabled]] = {}
     for plugin in enabled:
-        for module in {plugin.found.module, plugin.cls.__module__}:
-            package, dot, name = module.rpartition(".")
-            for home in (module, f"{package}{dot}_{name}"):  # and the private module or package beside it
+        for own in {plugin.found.module, plugin.cls.__module__}:
+            package, dot, name = own.rpartition(".")
+            for home in (own, f"{package}{dot}_{name}"):
                 homes.setdefault(home, []).append(plugin)
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        module = str(frame.f_globals.get("__name__", ""))
-        for home in (module, *(module[:at] for at, letter in enumerate(module) if letter == ".")):
-            if here := homes.get(home):
-                method = [p for p in here if frame.f_code.co_qualname.startswith(f"{p.cls.__qualname__}.")]
-                labels = dict.fromkeys(plugin.found.label for plugin in method or here)
-                locate(error, plugin=(method or here)[0].name)
-                error.add_note(f"in plugin {' or '.join(labels)}")
-                return
+    above = (module, *(module[:at] for at, letter in enumerate(module) if letter == "."))
+    return next((homes[home] for home in above if home in homes), [])

@@ -59,22 +59,33 @@ class Found:
     @property
     def summary(self) -> str:
         """The first line of the class's docstring, read as text; `–` where there is none to be found."""
-        file = self.file
-        return _summary(file, self.object.partition(":")[2]) if file else _NO_SUMMARY
+        match = re.search(r"\A\s*\n\s+r?(?:\"\"\"|''')(.+?)(?:\"\"\"|'''|\n)", self._text)
+        return match.group(1).strip() if match else _NO_SUMMARY
 
     @property
     def saves(self) -> tuple[str, ...]:
         """The class's `Plugin.saves`, read as text; empty where it says nothing."""
-        file = self.file
-        return _saves(file, self.object.partition(":")[2]) if file else ()
+        return self._written("saves")
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """The class's `Plugin.architectures`, read as text."""
+        return self._written("architectures")
+
+    def _written(self, name: str) -> tuple[str, ...]:
+        match = re.search(rf"^    {name}\b[^=\n]*= \(([^)]*)\)", self._text, re.MULTILINE)
+        return tuple(re.findall(r"\w+", match.group(1))) if match else ()
 
     @property
     def covers(self) -> frozenset[str]:
         """What the class's transforms cover, as far as it writes `covers=("tp",)` out: read as text."""
-        file = self.file
-        text = _body(file, self.object.partition(":")[2]) if file else ""
-        found = re.findall(r"\bcovers ?= ?\(([^)]*)\)", text)
+        found = re.findall(r"\bcovers ?= ?\(([^)]*)\)", self._text)
         return frozenset(re.findall(r"\w+", " ".join(found)))
+
+    @property
+    def _text(self) -> str:
+        """The class's source below its head."""
+        return _body(self.file, self.object.partition(":")[2]) if self.file else ""
 
     def hash(self) -> str:
         """sha256 of the plugin's code: see `forge_train.registry.fingerprint`."""
@@ -233,16 +244,6 @@ def identity(dist: importlib.metadata.Distribution | None) -> tuple[str, str]:
 @cache
 def _owners() -> Mapping[str, list[str]]:
     return importlib.metadata.packages_distributions()
-
-
-def _summary(file: Path, class_name: str) -> str:
-    match = re.search(r"\A\s*\n\s+r?(?:\"\"\"|''')(.+?)(?:\"\"\"|'''|\n)", _body(file, class_name))
-    return match.group(1).strip() if match else _NO_SUMMARY
-
-
-def _saves(file: Path, class_name: str) -> tuple[str, ...]:
-    match = re.search(r"^    saves\b[^=\n]*= \(([^)]*)\)", _body(file, class_name), re.MULTILINE)
-    return tuple(re.findall(r"\w+", match.group(1))) if match else ()
 
 
 def _body(file: Path, class_name: str) -> str:

@@ -29,7 +29,7 @@ from ..protocols import (
     Tokenizer,
 )
 from ..transform import Transform
-from .calls import Calls, Enabled, accuse
+from .calls import Calls, Enabled, accuse, at_home, without
 from .guards import Guarded, guarded, nesting, preparing
 from .returns import kind_of, results
 
@@ -81,7 +81,7 @@ class Hooks:
         owners = self._calls.owners(slot)
         if len(owners) > 1:
             names = " and ".join(owner.found.label for owner in owners)
-            raise ConfigError(f"Plugins {names} both fill the slot {slot!r}; disable one with --without.")
+            raise ConfigError(f"Plugins {names} both fill the slot {slot!r}; {without(owners)}.")
         return owners[0].name if owners else None
 
     def whose(self, hook: str, name: str = "") -> str:
@@ -110,6 +110,11 @@ class Hooks:
             if not enabled.observer and not enabled.cls.rounds:
                 raise ConfigError(f"Plugin {enabled.found.label} does more than watch the run; it can't be left out.")
             self._calls.mute(enabled)
+
+    def owner(self, thing: object) -> str:
+        """`plugin 'mine' (my-package 1.0)` for what an enabled plugin's code made; empty for anything else."""
+        labels = dict.fromkeys(one.found.label for one in at_home(type(thing).__module__, self.enabled.values()))
+        return f"plugin {' or '.join(labels)}" if labels else ""
 
     def accuse(self, error: BaseException) -> None:
         """Add a note to an error that names the plugin it comes from."""
@@ -266,10 +271,8 @@ class Hooks:
         others = [name for name in self.implementers(chain) if name not in default]
         claimed = self._given(chain, arguments, others) or self._given(chain, arguments, default)
         if len(claimed) > 1:
-            names = " and ".join(repr(name) for name, _ in claimed)
-            raise ConfigError(
-                f"Plugins {names} both build {chain} for layer {layer.index}; disable one with --without."
-            )
+            names, way_out = self._several(claimed)
+            raise ConfigError(f"Plugins {names} both build {chain} for layer {layer.index}; {way_out}.")
         if not claimed:
             raise ConfigError(f"No enabled plugin builds {chain} for layer {layer.index}; see `forge plugins list`.")
         self.used.add((chain, claimed[0][0]))
@@ -280,9 +283,14 @@ class Hooks:
         answers = [pair for name in names for pair in self._calls.collect(hook, arguments, only=name)]
         return [(name, answer) for name, answer in answers if answer is not None]
 
+    def _several(self, answers: list[tuple[str, Any]]) -> tuple[str, str]:
+        """Names of plugins of which one is too many, and how to be rid of it."""
+        names = [name for name, _ in answers]
+        return " and ".join(map(repr, names)), without(self.enabled[name] for name in names)
+
     def _only(self, hook: str, arguments: Mapping[str, Any]) -> Any:
         given = self._given(hook, arguments, self.implementers(hook))
         if len(given) > 1:
-            names = " and ".join(repr(name) for name, _ in given)
-            raise ConfigError(f"Plugins {names} both answer {hook}; disable one with --without.")
+            names, way_out = self._several(given)
+            raise ConfigError(f"Plugins {names} both answer {hook}; {way_out}.")
         return given[0][1] if given else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from .. import hookspecs
 from ..errors import nearest
@@ -18,12 +19,12 @@ _NO_METHODS = (property, functools.cached_property, functools.partial)
 
 
 def check_hooks(enabled: Enabled, mistakes: list[str]) -> None:
-    """Add what is wrong with a plugin's hooks."""
+    """Add what is wrong with a plugin's hooks, and with what its class says of itself."""
     forgotten = undecorated(enabled)
     mistakes += forgotten
     if implemented(enabled.cls) or not forgotten:
         mistakes += unknown(enabled)
-    mistakes += misfits(enabled)
+    mistakes += [*misfits(enabled), *malformed(enabled), *halved(enabled)]
 
 
 def unknown(enabled: Enabled) -> list[str]:
@@ -50,6 +51,26 @@ def misfits(enabled: Enabled) -> list[str]:
         for name in sorted(implemented(enabled.cls) & KINDS.keys())
         for text in _misfits(enabled.cls, name)
     ]
+
+
+def malformed(enabled: Enabled) -> list[str]:
+    """What the class says of itself in another form than core reads it in."""
+    cls, found = enabled.cls, []
+    for name in ("requires", "conflicts", "provides", "devices", "saves", "architectures", "example"):
+        value: Any = getattr(cls, name)
+        if not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
+            found.append(f'`{name}` must be a tuple of strings, like ("a",), found {value!r}.')
+    needs: Any = cls.needs
+    if not (isinstance(needs, Mapping) and all(isinstance(item, str) for pair in needs.items() for item in pair)):
+        found.append(f"`needs` must say which command installs which module, found {needs!r}.")
+    return [f"Plugin {enabled.found.label}: {text}" for text in found]
+
+
+def halved(enabled: Enabled) -> list[str]:
+    """State that would be saved and never loaded, or the other way round."""
+    pair = [name for name in ("state_dict", "load_state_dict") if hasattr(enabled.cls, name)]
+    text = f"Plugin {enabled.found.label} has {''.join(pair)} alone; without its counterpart nothing is saved."
+    return [text] if len(pair) == 1 else []
 
 
 def _undecorated(cls: type[Plugin], name: str) -> str:

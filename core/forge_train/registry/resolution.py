@@ -140,10 +140,10 @@ class Resolution:
     def _load(self, founds: Iterable[Found], *, default: bool) -> list[Enabled]:
         loaded = []
         for found in founds:
+            named = found.name in map(plugin_name, self.request.plugins)
             try:
-                enabled = Enabled(found, load(found), default)
+                enabled = Enabled(found, load(found), default, named)
             except ConfigError as error:
-                named = found.name in map(plugin_name, self.request.plugins)
                 way_out = "" if named or not self.training else f" Leave it out with `--without {found.name}`."
                 self.mistakes.append(f"{error}{way_out}")
                 continue

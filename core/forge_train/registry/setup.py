@@ -117,5 +117,6 @@ def _sections(tree: Tree, enabled: list[Enabled], resolution: Resolution) -> dic
             own = tree.below((plugin.name,))
             sections[plugin.name] = validate(plugin.name, plugin.cls.Config, own, resolution.mistakes)
         except Exception as error:  # whatever a stranger's class does to its validation
-            resolution.mistakes.append(f"Plugin {plugin.found.label}: its Config is not a section: {describe(error)}.")
+            reason = str(error) if isinstance(error, ForgeError) else describe(error)
+            resolution.mistakes.append(f"Plugin {plugin.found.label}: its Config is not a section: {reason}.")
     return sections

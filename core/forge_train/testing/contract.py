@@ -11,7 +11,7 @@ import subprocess
 import sys
 import traceback
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ConfigError
@@ -19,7 +19,7 @@ from ..hookspecs import KINDS
 from ..plugin import API, Plugin
 from ..registry.calls import Enabled, implemented
 from ..registry.discovery import Found, load
-from ..registry.inspection import misfits, undecorated, unknown
+from ..registry.inspection import halved, malformed, misfits, undecorated, unknown
 from .conformance import BrokenError, DoubtError, SkippedError, Trial, require
 from .environment import LOCAL
 
@@ -67,8 +67,8 @@ def trials(enabled: Enabled) -> Iterator[tuple[str, Trial]]:
     yield "hooks exist", lambda: _hooks(enabled)
     yield "no hook is left undecorated", lambda: _undecorated(enabled)
     yield "arguments fit the hooks", lambda: _none(misfits(enabled))
-    yield "metadata has the right form", lambda: _metadata(cls)
-    yield "state is saved and loaded", lambda: _state(cls)
+    yield "metadata has the right form", lambda: _none(malformed(enabled))
+    yield "state is saved and loaded", lambda: _state(enabled)
     yield "the section is strict", lambda: _section(cls)
 
 
@@ -136,24 +136,9 @@ def _undecorated(enabled: Enabled) -> None:
         raise DoubtError(f"not marked with @hookimpl, and named much like a hook: {', '.join(alike)}")
 
 
-def _metadata(cls: type[Plugin]) -> None:
-    for name in ("requires", "conflicts", "devices", "example"):
-        value: Any = getattr(cls, name)
-        require(
-            isinstance(value, tuple) and all(isinstance(item, str) for item in value),
-            f"`{name}` must be a tuple of texts, found {value!r}",
-        )
-    value = cls.needs
-    require(
-        isinstance(value, Mapping) and all(isinstance(item, str) for pair in value.items() for item in pair),
-        f"`needs` must say which command installs which module, found {value!r}",
-    )
-
-
-def _state(cls: type[Plugin]) -> str:
-    pair = [name for name in ("state_dict", "load_state_dict") if hasattr(cls, name)]
-    require(len(pair) != 1, f"it has {pair} alone: without its counterpart nothing is saved")
-    return "" if pair else "it has none"
+def _state(enabled: Enabled) -> str:
+    _none(halved(enabled))
+    return "" if hasattr(enabled.cls, "state_dict") else "it has none"
 
 
 def _section(cls: type[Plugin]) -> str:

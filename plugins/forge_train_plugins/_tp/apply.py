@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ def apply(
     loss_parallel: bool,
     experts_apart: bool,
     size: int,
+    owner: Callable[[nn.Module], str] = lambda module: "",
 ) -> Applied:
     """Split a part over the ranks of a mesh, as its plan says.
 
@@ -36,11 +38,12 @@ def apply(
         loss_parallel: see there.
         experts_apart: whether experts will be spread over ranks, by one who finishes their gradients too.
         size: bytes that one feature of all tokens of a step takes.
+        owner: the plugin that a module comes from, for messages.
 
     Raises:
         ConfigError: for a plan that does not fit the model, or the number of ranks.
     """
-    entries = plan.read(part, mesh.size())
+    entries = plan.read(part, mesh.size(), owner)
     region = Region(mesh, Group.of(mesh), sequence_parallel, loss_parallel)
     part.register_forward_pre_hook(partial(_enter, region))
     made: dict[int, nn.Parameter] = {}

@@ -32,8 +32,13 @@ class Entry:
     style: TensorStyle
 
 
-def read(part: nn.Module, ranks: int) -> list[Entry]:
+def read(part: nn.Module, ranks: int, owner: Callable[[nn.Module], str] = lambda module: "") -> list[Entry]:
     """The part's plan.
+
+    Args:
+        part: a model's.
+        ranks: how many it is to be split over.
+        owner: the plugin that a module comes from, for messages.
 
     Raises:
         ConfigError: if there is none, or with everything that is wrong with it.
@@ -47,7 +52,10 @@ def read(part: nn.Module, ranks: int) -> list[Entry]:
             mistakes.append(f"{name!r} ({style}): the model has no such module.{_meant(name, part)}")
             continue
         if style not in STYLES:
-            mistakes.append(f"{name!r}: there is no style {style!r}.{nearest(str(style), STYLES)}")
+            known = f"{nearest(str(style), STYLES)} The styles are {', '.join(STYLES)}."
+            mistakes.append(
+                f"{name!r}: there is no style {style!r}.{known} It is declared by {_declarer(name, part, owner)}."
+            )
         elif problem := _problem(Entry(name, module, style), part, ranks):
             mistakes.append(problem)
         else:
@@ -80,6 +88,14 @@ def _declared(part: nn.Module) -> Mapping[str, TensorStyle]:
     if not plan:
         raise ConfigError(f"parallel.tp: the tensor_plan() of {type(part).__name__} names no module.")
     return plan
+
+
+def _declarer(name: str, part: nn.Module, owner: Callable[[nn.Module], str]) -> str:
+    """The innermost module around an entry that declares a plan, and whose it is."""
+    paths = [name[:at] for at, letter in enumerate(name) if letter == "."]
+    around = (part.get_submodule(path) for path in (*reversed(paths), ""))
+    module = next(module for module in around if hasattr(module, "tensor_plan"))
+    return " of ".join(filter(None, [type(module).__name__, owner(module)]))
 
 
 def _meant(name: str, part: nn.Module) -> str:
