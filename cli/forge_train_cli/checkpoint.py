@@ -153,7 +153,7 @@ def import_(hf_dir: Path, path: Path, plugins: tuple[str, ...], without: tuple[s
 
     \b
     forge checkpoint import Qwen3-0.6B qwen
-    forge train qwen/config.toml -s text.path=my-texts -s adamw.lr=1e-5
+    forge train qwen/config.toml -s text.path=my-texts
     """
     from forge_train.offline.huggingface import import_checkpoint
 
@@ -169,7 +169,7 @@ def import_(hf_dir: Path, path: Path, plugins: tuple[str, ...], without: tuple[s
 )
 @json_option
 def export(path: Path, hf_dir: Path, dtype: str, as_json: bool) -> None:
-    """Write the model of PATH to HF_DIR: config.json, safetensors files, and the tokenizer if the run has one."""
+    """Write the model of PATH to HF_DIR: config.json, safetensors files, and the files of the run's tokenizer."""
     import torch
 
     from forge_train.offline.huggingface import export_checkpoint

@@ -35,7 +35,7 @@ def imported(*arguments: object) -> set[str]:
 
 def test_a_run_imports_the_plugins_it_enables_and_no_other(tmp_path: Path) -> None:
     file = toys.write_config(tmp_path, "toys:ToyRest")
-    aside = "gqa,sdpa,swiglu,tensorboard"
+    aside = "gqa,sdpa,swiglu,tensorboard,tokenizer"
     modules = imported("train", file, "--quiet", "--run-dir", tmp_path / "runs", "-p", "ema", "--without", aside)
     enabled = {"forge_train_plugins.console", "forge_train_contrib.ema"}
     plugins = {found.module: found.name for found in discover()}

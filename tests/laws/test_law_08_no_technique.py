@@ -78,7 +78,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dic
         shutil.copytree(ROOT / folder / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
     config = toys.write_config(root)
     text = config.read_text(encoding="utf-8")
-    config.write_text(f'without = ["console", "tensorboard", "gqa", "sdpa", "swiglu"]\n{text}', encoding="utf-8")
+    config.write_text(
+        f'without = ["console", "tensorboard", "gqa", "sdpa", "swiglu", "tokenizer"]\n{text}', encoding="utf-8"
+    )
     env = environment()
     env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"
     command = [sys.executable, "-c", DRIVER, str(root), str(config), json.dumps(OWN)]

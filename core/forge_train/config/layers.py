@@ -99,9 +99,9 @@ class Tree:
                 hint = nearest(key[0], TOP_KEYS) or f" Only {', '.join(TOP_KEYS)} and sections stand at the top."
                 self.mistakes.append(f"{at}: {key[0]}: expected a section [{key[0]}], found {value!r}.{hint}")
             else:
-                if (other := written.setdefault(self.aliases.get(key, key), key)) != key:
+                if (twin := written.setdefault(self.aliases.get(key, key), key)) != key:
                     self.mistakes.append(
-                        f"{at}: {'.'.join(other)} and {'.'.join(key)} are two names of one value; keep one."
+                        f"{at}: {'.'.join(twin)} and {'.'.join(key)} are two names of one value; keep one."
                     )
                 self.put(key, Value(value, at))
 
@@ -181,10 +181,11 @@ def lay(request: Request) -> Layered:
     """
     tree = Tree()
     if base := presets().get("base"):
-        document = read(base)
-        aliases: dict[str, str] = document.data.pop("aliases", {})
+        bottom = read(base)
+        aliases: dict[str, str] = bottom.data.get("aliases", {})
         tree.aliases = {tuple(key.split(".")): tuple(other.split(".")) for key, other in aliases.items()}
-        tree.lay(document, Origin("preset", base.name))
+        tree.lay(bottom, Origin("preset", base.name))
+        tree.drop("aliases")
     document, is_preset = _main_document(request.config)
     if document is not None:
         parent = document.data.get("preset")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from forge_train import ConfigError, HFModel
@@ -59,7 +59,7 @@ def read(config: Mapping[str, Any]) -> HFModel | None:
     Raises:
         ConfigError: naming the keys whose values have no counterpart.
     """
-    architectures = config.get("architectures") or ()
+    architectures: Sequence[str] = config.get("architectures") or ()
     if not set(architectures) & MODEL_TYPES.keys():
         return None
     reader = _Reader(config)

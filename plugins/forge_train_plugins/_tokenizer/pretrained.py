@@ -66,7 +66,8 @@ class PretrainedTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.begin, after = self._post_processor()
-        end, stops, added = None, (), list[str]()
+        added: list[str] = []
+        end, stops = None, tuple[int, ...]()
         if file.name == FILE:
             added = self._add_tokens(file.parent)
             end, stops = special.ends(file.parent, self._tokenizer.token_to_id)
