@@ -523,15 +523,11 @@ def test_values_and_their_origins(tmp_path: Path) -> None:
 
 
 @pytest.mark.accept("trial", 12)
-def test_a_file_may_name_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_in_a_file_starts_at_the_files_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "beside").touch()
-    (tmp_path / "elsewhere").touch()
     file = tmp_path / "there" / "my.toml"
-    file.write_text('[train]\ninit_from = "./"\n[x]\na = "./beside"\nb = "./elsewhere"\nc = "beside"\n')
+    file.write_text('[train]\nsteps = 1\ninit_from = "./"\n')
     monkeypatch.chdir(tmp_path)
-    found = lay(Request(config="there/my.toml", set=("x.d=./there",))).tree.values
-    assert found["train", "init_from"].value == str(tmp_path / "there")
-    values = {key: found["x", key].value for key in "abcd"}
-    beside = str(tmp_path / "there" / "beside")
-    assert values == {"a": beside, "b": "./elsewhere", "c": "beside", "d": "./there"}
+    kept = resolve(Request(config="there/my.toml"), training=False).config.train.init_from
+    typed = resolve(Request(config="there/my.toml", set=("train.init_from=here",)), training=False).config
+    assert (kept, typed.train.init_from) == (str(tmp_path / "there"), str(tmp_path / "here"))

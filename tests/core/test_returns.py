@@ -362,6 +362,8 @@ def test_a_schedule_whose_state_is_no_dictionary(tmp_path: Path) -> None:
 )
 def test_a_tokenizer(tmp_path: Path, method: str, value: Any) -> None:
     class Tokens(Encodes):
+        begin, stops, digest = (), (), "0"
+
         def encode(self, text: str) -> Any:
             return [1]
 
