@@ -64,7 +64,7 @@ def train_several(
         ended = launch(task, nproc, max_restarts=max_restarts, last_step=last_step, on_restart=on_restart)
     except OSError as error:
         if error.errno in disk.FULL:
-            raise disk.refused(start.dir, error, "can't write the run folder") from error
+            raise disk.refused(start.dir, error, "can't write the run folder:") from error
         raise ConfigError(f"{start.dir}: can't write the run folder: {error.strerror or error}.") from error
     if ended.code == ConfigError.code and new and not any((start.dir / "checkpoints").glob("step-*")):
         shutil.rmtree(start.dir, ignore_errors=True)

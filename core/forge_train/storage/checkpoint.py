@@ -141,7 +141,7 @@ def _aside(path: Path) -> Path:
 def _refused(target: Path, error: OSError) -> ForgeError:
     whole = next((saved.path.name for saved in found(target.parent) if not verify(saved.path)), None)
     kept = f" The newest whole checkpoint is {whole}." if whole else " There is no earlier checkpoint."
-    return disk.refused(target, error, "can't save the checkpoint", kept)
+    return disk.refused(target, error, "can't save the checkpoint:", kept)
 
 
 def newest(folder: Path, dist: DistributedContext = ALONE) -> Saved | None:

@@ -116,7 +116,7 @@ class Run:
             yield
         except OSError as error:
             if error.errno in disk.FULL:
-                raise disk.refused(self.dir, error, "can't write the run folder") from error
+                raise disk.refused(self.dir, error, "can't write the run folder:") from error
             raise ConfigError(f"{self.dir}: can't write the run folder: {error.strerror or error}.") from error
 
     def outcome(self) -> dict[str, Any]:
