@@ -215,11 +215,7 @@ def whole(path: Path, dist: DistributedContext = ALONE) -> Path:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a path is a run; else it is a checkpoint, whole or not.
-
-    Raises:
-        ConfigError: if it is neither.
-    """
+    """Whether a path is a run; else it is a checkpoint, whole or not. It is an error if it is neither."""
     if (path / "checkpoints").is_dir():
         return True
     if not path.is_dir():
