@@ -79,7 +79,7 @@ def train_several(
             shutil.rmtree(start.dir, ignore_errors=True)
     except OSError as error:
         if error.errno in disk.FULL:
-            raise disk.refused(start.dir, error, "can't write the run folder") from error
+            raise disk.refused(start.dir, error, "can't write the run folder:") from error
         raise ConfigError(f"{start.dir}: can't write the run folder: {error.strerror or error}.") from error
     finally:
         unclaim(start, lock)

@@ -220,3 +220,39 @@ class ApartPlugin(OddOptimizer):
     """A number that only this rank has."""
 
     optimizer_class = Apart
+
+
+def placed() -> dict[str, str]:
+    """What saved state is read into beside a sharded parameter of 4 × 6."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from forge_train.storage.placement import place
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameters = {"a.weight": distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)]), "plain": torch.zeros(4)}
+    odd = {"plain": ["optimizer.state.a.weight.copy", "optimizer.state.a.weight.list.4"]}
+    odd["spread"] = ["optimizer.state.a.weight.table", "optimizer.state.a.weight.norm"]
+
+    def seen(name: str, *shape: int) -> str:
+        made = place(f"optimizer.{name}", shape, torch.float64, parameters, odd)
+        assert made.shape == shape
+        assert made.dtype == torch.float64
+        return "".join(str(one) for one in made.placements) if hasattr(made, "placements") else "plain"
+
+    return {
+        "as the parameter": seen("state.a.weight.mean", 4, 6),
+        "nested": seen("state.a.weight.deep.0.mean", 4, 6),
+        "a copy that was no shard": seen("state.a.weight.copy", 4, 6),
+        "one in a list": seen("state.a.weight.list.4", 6),
+        "rows": seen("state.a.weight.row", 4),
+        "columns": seen("state.a.weight.column", 1, 6),
+        "another table that was sharded": seen("state.a.weight.table", 9, 9),
+        "a number": seen("state.a.weight.step"),
+        "a number that was sharded": seen("state.a.weight.norm"),
+        "a history": seen("state.a.weight.history", 10),
+        "of a plain parameter": seen("state.plain.mean", 4),
+        "nobody's": seen("state.everybody.mean", 4),
+        "beside the state": seen("means.0", 4, 6),
+    }

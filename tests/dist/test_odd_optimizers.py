@@ -56,3 +56,22 @@ def test_what_only_one_rank_knows_is_refused_when_it_would_be_lost(
     with pytest.raises(Exception, match=says):
         train(ranks, tmp_path / "two", 2, optimizer)
     assert not (tmp_path / "two" / "run" / "metrics.jsonl").exists(), "it is told after the first step"
+
+
+def test_where_state_of_any_shape_is_read_to(ranks: Pool) -> None:
+    (placed, _) = ranks.run("odd_optimizers:placed", 2, timeout=60)
+    assert placed == {
+        "as the parameter": "S(0)",
+        "nested": "S(0)",
+        "a copy that was no shard": "plain",
+        "one in a list": "plain",
+        "rows": "R",
+        "columns": "R",
+        "another table that was sharded": "R",
+        "a number": "plain",
+        "a number that was sharded": "R",
+        "a history": "plain",
+        "of a plain parameter": "plain",
+        "nobody's": "plain",
+        "beside the state": "plain",
+    }

@@ -107,11 +107,11 @@ def test_what_was_saved_is_read_back_before_anything_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk writes something else than it was given: the run ends, and nothing that was whole is gone."""
-    real = checkpoint._seal
+    real = checkpoint.seal
     saves = []
 
-    def rots(path: Path) -> int:
-        size = real(path)
+    def rots(path: Path, *arguments: Any, **more: Any) -> int:
+        size = real(path, *arguments, **more)
         saves.append(path)
         if len(saves) == 3:
             data = next(path.glob("*.distcp"))
@@ -120,7 +120,7 @@ def test_what_was_saved_is_read_back_before_anything_is_removed(
             data.write_bytes(content)
         return size
 
-    monkeypatch.setattr(checkpoint, "_seal", rots)
+    monkeypatch.setattr(checkpoint, "seal", rots)
     with pytest.raises(ForgeError, match="what was saved can't be read back"):
         toys.run(tmp_path, name="a", steps=6, config={"checkpoint.every": 1, "checkpoint.keep": 1})
     (kept,) = found(tmp_path / "a" / "checkpoints")

@@ -142,7 +142,7 @@ def _aside(path: Path) -> Path:
 def _refused(target: Path, error: OSError) -> ForgeError:
     whole = next((saved.path.name for saved in found(target.parent) if not verify(saved.path)), None)
     kept = f" The newest whole checkpoint is {whole}." if whole else " There is no earlier checkpoint."
-    return disk.refused(target, error, "can't save the checkpoint", kept)
+    return disk.refused(target, error, "can't save the checkpoint:", kept)
 
 
 def newest(folder: Path, dist: DistributedContext = ALONE) -> Saved | None:
@@ -216,11 +216,7 @@ def whole(path: Path, dist: DistributedContext = ALONE) -> Path:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a path is a run; else it is a checkpoint, whole or not.
-
-    Raises:
-        ConfigError: if it is neither.
-    """
+    """Whether a path is a run; else it is a checkpoint, whole or not. It is an error if it is neither."""
     if (path / "checkpoints").is_dir():
         return True
     if not path.is_dir():

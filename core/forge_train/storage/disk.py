@@ -23,23 +23,23 @@ class DiskError(ForgeError):
     """The disk refused what was written to it."""
 
 
-def refused(path: Path, error: OSError, what: str = "can't be written", more: str = "") -> DiskError:
+def refused(path: Path, error: OSError, what: str = "can't be written:", more: str = "") -> DiskError:
     """The error that tells of a refusal.
 
     Args:
         path: what was written.
         error: what the system said.
-        what: what that means.
+        what: what can't be done with it.
         more: another sentence.
     """
-    text = f"{path}: {what}: {error.strerror or error}"
+    text = f"{path}: {what} {error.strerror or error}"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return DiskError(f"{text}.{more}")
     return DiskError(f"{text} ({_disk(path)}).{more} Make room there, then go on.")
 
 
 @contextmanager
-def writing(path: Path, what: str = "can't be written") -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Tell of a refusal inside the block.
 
     Raises:
@@ -48,7 +48,7 @@ def writing(path: Path, what: str = "can't be written") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise refused(path, error, what) from error
+        raise refused(path, error) from error
 
 
 class LogFile(logging.FileHandler):

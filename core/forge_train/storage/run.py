@@ -177,7 +177,7 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in disk.FULL:
-            raise disk.refused(folder, error, "can't write the run folder") from error
+            raise disk.refused(folder, error, "can't write the run folder:") from error
         raise ConfigError(f"{folder}: can't write the run folder: {error.strerror or error}.") from error
 
 
