@@ -162,6 +162,12 @@ class Calls:
             )
             if isinstance(answer, Iterator) and KINDS[hook] in ("phases", "questions"):
                 answer = list(answer)
+        except SystemExit as error:
+            raise PluginError(f"{call.whose(hook)}: exits ({error}). To end the run, use job.control.stop.") from error
+        except PluginError as error:
+            if str(error).startswith("Plugin "):
+                raise
+            raise PluginError(f"{call.whose(hook)}: {error}") from error
         except ForgeError:
             raise
         except Exception as error:
