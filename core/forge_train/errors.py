@@ -89,7 +89,8 @@ def explain(error: BaseException, log: Path | None = None) -> str:
     import traceback
 
     lines = [describe(error), *(f"  {note}" for note in getattr(error, "__notes__", ()))]
-    if frames := traceback.extract_tb(error.__traceback__):
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    if frames:
         lines.append(f"  at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}")
     lines.append(f"The traceback is in {log}." if log else "FORGE_TRACEBACK=1 shows the traceback.")
     return "\n".join(lines)

@@ -7,8 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from .errors import PluginError
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def _check_metric(key: str, value: Any) -> None:
+    """Whether a metric is one number; the host does not wait for it."""
+    if isinstance(value, (int, float)) or getattr(value, "shape", None) == ():
+        return
+    shape = getattr(value, "shape", None)
+    found = repr(value)[:40] if shape is None else f"shape {list(shape)}"
+    raise PluginError(f"the metric {key!r} must be a number or a 0-dim tensor, found {found}.")
 
 
 @dataclass(slots=True)
@@ -66,6 +77,7 @@ class StepResult:
         A tensor is read on the host only when the step is logged. `timing` marks values that differ from run to run.
         """
         key = f"{self.owner}.{name}"
+        _check_metric(key, value)
         self.metrics[key] = value
         if timing:
             self.timings.add(key)
@@ -104,6 +116,7 @@ class Evaluation:
 
     def add(self, name: str, value: float) -> None:
         """Put a metric under the plugin's own name; it goes into events.jsonl with the evaluation."""
+        _check_metric(f"{self.owner}.{name}", value)
         self.metrics[f"{self.owner}.{name}"] = value
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError, nearest
-from ..registry.discovery import canonical, folder
+from ..registry.discovery import canonical, discover, folder
 from .toml import Document, Key, read
 
 OriginKind = Literal["default", "preset", "file", "FORGE_SET", "--set"]
@@ -225,10 +225,19 @@ def preset(name: str, where: str = "") -> Path:
     if name not in known or name == "base":
         names = sorted(set(known) - {"base"})
         raise ConfigError(
-            f"{where}There is no preset {name!r} and no file of that name.{nearest(name, names)} "
+            f"{where}There is no preset {name!r} and no file of that name.{nearest(name, names) or _instead(name)} "
             f"Presets: {', '.join(names) or 'none'}."
         )
     return known[name]
+
+
+def _instead(name: str) -> str:
+    """What somebody may have meant by a name that is no preset."""
+    if Path(name, "config.toml").is_file():
+        return f" To repeat that run, train {Path(name, 'config.toml')}; to continue it, use --resume {name}."
+    if canonical(name) in {found.name for found in discover()}:
+        return f" It is a plugin: use --plugins {name}."
+    return ""
 
 
 def _main_document(config: str) -> tuple[Document | None, bool]:

@@ -49,6 +49,7 @@ def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[s
     import pydantic
 
     check_section(cls)
+    adapter = _adapter(cls)
     plain: dict[str, Any] = {}
     for key, value in values.items():
         read = read_text(cls, key, value.value) if value.text else value.value
@@ -58,7 +59,7 @@ def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[s
             return None
         _nest(plain, key, _absolute(cls, key, read, value.origin))
     try:
-        return pydantic.TypeAdapter(cls).validate_json(json.dumps(plain), strict=True)
+        return adapter.validate_json(json.dumps(plain), strict=True)
     except pydantic.ValidationError as error:
         seen: set[Key] = set()
         for problem in error.errors(include_url=False):
@@ -68,6 +69,18 @@ def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[s
             seen.add(key)
             mistakes.append(Mistake(_sentence(name, cls, key, problem, values), _dotted(name, key)))
     return None
+
+
+def _adapter(cls: type) -> Any:
+    import pydantic
+
+    try:
+        return pydantic.TypeAdapter(cls)
+    except pydantic.PydanticSchemaGenerationError as error:
+        raise PluginError(
+            f"class {cls.__qualname__} ({place(cls)}) has an option of a type that no TOML value has; use int, float, "
+            f"bool, str, Literal, tuples, dictionaries and sections"
+        ) from error
 
 
 def read_text(cls: type, key: Key, text: str) -> Any:

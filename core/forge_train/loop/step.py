@@ -50,6 +50,7 @@ class Stepper:
         self.executor: Executor = job.hooks.executor(model, self.task)
         self.loss_scale: LossScale | None = job.hooks.loss_scale()
         note_unused(job.hooks, job.config, "step")
+        _check_parameters(job, model, optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.accumulation = train.global_batch // (train.micro_batch * job.dist.data_ranks)
         self._prepare = job.hooks.prepare_batch()
@@ -136,3 +137,20 @@ class Stepper:
         with self._around_optimizer():
             self.optimizer.step()
         self.schedule.step()
+
+
+def _check_parameters(job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Whether the optimizer updates exactly what is to be trained."""
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {name: id(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if lost := [name for name, number in trained.items() if number not in given]:
+        few = f"{', '.join(lost[:3])}{', …' if len(lost) > 3 else ''}"
+        raise PluginError(
+            f"{job.hooks.whose('optimizer')}: {len(lost)} of {len(trained)} trainable parameters are in no group "
+            f"({few}). Add them, or freeze them with requires_grad_(False)."
+        )
+    if given - {id(parameter) for parameter in model.parameters()}:
+        raise PluginError(
+            f"{job.hooks.whose('optimizer')}: it holds parameters that are not the model's. "
+            "Take them from model.named_parameters()."
+        )

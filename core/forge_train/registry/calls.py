@@ -167,6 +167,17 @@ class Calls:
             )
             if isinstance(answer, Iterator) and KINDS[hook] in ("phases", "questions"):
                 answer = list(answer)
+        except SystemExit as error:
+            wrong = PluginError(f"{call.whose(hook)}: exits ({error}). To end the run, use job.control.stop.")
+            locate(wrong, plugin=call.owner.name, hook=hook)
+            raise wrong from error
+        except PluginError as error:
+            locate(error, plugin=call.owner.name, hook=hook)
+            if str(error).startswith("Plugin "):
+                raise
+            wrong = PluginError(f"{call.whose(hook)}: {error}")
+            locate(wrong, plugin=call.owner.name, hook=hook)
+            raise wrong from error
         except Exception as error:
             locate(error, plugin=call.owner.name, hook=hook)
             if not isinstance(error, ForgeError):

@@ -24,7 +24,7 @@ def check_hooks(enabled: Enabled, mistakes: list[str]) -> None:
     mistakes += forgotten
     if implemented(enabled.cls) or not forgotten:
         mistakes += unknown(enabled)
-    mistakes += [*misfits(enabled), *malformed(enabled), *halved(enabled)]
+    mistakes += [*misfits(enabled), *malformed(enabled), *halved(enabled), *_constructor(enabled)]
 
 
 def unknown(enabled: Enabled) -> list[str]:
@@ -64,6 +64,16 @@ def malformed(enabled: Enabled) -> list[str]:
     if not (isinstance(needs, Mapping) and all(isinstance(item, str) for pair in needs.items() for item in pair)):
         found.append(f"`needs` must say which command installs which module, found {needs!r}.")
     return [f"Plugin {enabled.found.label}: {text}" for text in found]
+
+
+def _constructor(enabled: Enabled) -> list[str]:
+    """Whether the class is made from its section alone."""
+    try:
+        inspect.signature(enabled.cls).bind("config")
+    except TypeError as error:
+        where = place(enabled.cls.__init__)
+        return [f"Plugin {enabled.found.label}: __init__ ({where}) must take `config` and nothing else: {error}."]
+    return []
 
 
 def halved(enabled: Enabled) -> list[str]:

@@ -94,7 +94,8 @@ class Resolution:
         name = canonical(spec)
         candidates = self.known.get(name, [])
         if not candidates:
-            self.mistakes.append(f"{where}: there is no plugin named {spec!r}.{nearest(name, self.known)}")
+            form = " A class that is not installed is named package.module:Class." if "." in spec else ""
+            self.mistakes.append(f"{where}: there is no plugin named {spec!r}.{nearest(name, self.known) or form}")
         elif len(candidates) > 1:
             owners = " and ".join(f"{found.distribution} {found.version}" for found in candidates)
             self.mistakes.append(f"{where}: the name {name!r} is used by {owners}; uninstall one.")

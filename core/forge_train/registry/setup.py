@@ -100,9 +100,9 @@ def _sections(tree: Tree, enabled: list[Enabled], resolution: Resolution) -> dic
             log.info("%s: section [%s] is left out, because its plugin is not enabled.", origin, name)
             tree.drop(name)
         elif name in resolution.displaced:
+            way_out = f"remove the section, or say --without {name}" if origin.kind == "file" else "leave it out"
             resolution.mistakes.append(
-                f"{origin}: section [{name}] belongs to a default that stepped aside for another plugin: "
-                f"remove the section, or say --without {name}."
+                f"{origin}: section [{name}] belongs to a default that stepped aside for another plugin: {way_out}."
             )
         elif name in resolution.known:
             resolution.mistakes.append(
