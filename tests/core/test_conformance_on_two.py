@@ -83,7 +83,9 @@ def test_an_axis_that_can_not_be_asked_about_is_skipped(tmp_path: Path) -> None:
 
     report = assert_conforms(Eager, folder=tmp_path)
     said = detail(report, "agrees with one process (tp = 2)")
-    assert said.startswith("`parallelize` does not say what it covers: PluginError: There is no mesh")
+    assert said.startswith("`parallelize` does not say what it covers: PluginError: Plugin 'eager' (")
+    assert "hook parallelize (" in said
+    assert "There is no mesh 'dense'" in said
 
 
 def test_a_transform_that_covers_no_axis_is_verified_beside_data_parallelism(tmp_path: Path, ranks: Pool) -> None:

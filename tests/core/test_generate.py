@@ -381,7 +381,7 @@ def test_what_is_no_checkpoint_is_said_so(run: Path, tmp_path: Path, capsys: pyt
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     for path, message in (
-        (started, "no whole checkpoint yet"),
+        (started, "no whole checkpoint"),
         (damaged, "has 100 bytes"),
         (tmp_path / "nothing", "there is no such run or checkpoint"),
         (tmp_path, "neither a run nor a checkpoint"),

@@ -54,6 +54,7 @@ class Stepper:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.accumulation = train.global_batch // (train.micro_batch * job.dist.data_ranks)
         self._prepare = job.hooks.prepare_batch()
+        self.tokenizer = tokenizer_digest(job)
         self._around_backward = job.hooks.span("forward_backward")
         self._around_optimizer = job.hooks.span("optimizer")
 
@@ -154,3 +155,8 @@ def _check_parameters(job: Job, model: Model, optimizer: torch.optim.Optimizer) 
             f"{job.hooks.whose('optimizer')}: it holds parameters that are not the model's. "
             "Take them from model.named_parameters()."
         )
+
+
+def tokenizer_digest(job: Job) -> str | None:
+    """What tells the run's tokenizer from others."""
+    return job.hooks.tokenizer().digest if job.hooks.provider("tokenizer") else None

@@ -193,7 +193,7 @@ def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list
         model_files.copy(found, scratch / model_files.FOLDER)
         beside.append(scratch / model_files.FOLDER)
     notes = comments_in(preset(PRESET)) | {("train", "init_from"): "the weights that were imported"}
-    text = f"# forge train {target / 'config.toml'} -s text.path=YOUR_TEXT\n\n"
+    text = f"# forge train {target.name}/{EDITABLE} -s text.path=YOUR_TEXT\n\n"
     beside[0].write_text(text + to_toml(config, setup.hooks, notes=notes), encoding="utf-8")
     write_json(beside[1], plugin_list(setup.hooks))
     return beside

@@ -14,7 +14,7 @@ from ..composition.model import Model
 from ..config import MAY_DIFFER, differences
 from ..errors import ConfigError
 from ..job import Job
-from ..loop.step import Progress, Stepper
+from ..loop.step import Progress, Stepper, tokenizer_digest
 from ..registry.discovery import canonical
 from . import checkpoint
 from .placement import check_alike, describe_odd, reduce_partial
@@ -58,7 +58,7 @@ def capture(stepper: Stepper, progress: Progress) -> dict[str, Any]:
         "config": job.config.values(volatile=False),
         "enabled": [entry for entry in plugin_list(job.hooks) if entry["name"] not in job.config.neutral],
         "providers": _providers(job),
-        "tokenizer": _tokenizer(job),
+        "tokenizer": stepper.tokenizer,
     }
 
 
@@ -143,11 +143,6 @@ def _providers(job: Job) -> dict[str, str | None]:
     return {slot: job.hooks.provider(slot) for slot in ("optimizer", "lr_schedule", "loss_scale", "build_data")}
 
 
-def _tokenizer(job: Job) -> str | None:
-    """What tells the run's tokenizer from others."""
-    return job.hooks.tokenizer().digest if job.hooks.provider("tokenizer") else None
-
-
 def _sharded(stepper: Stepper, path: Path) -> dict[str, Tensor]:
     """State of plugins and the optimizer that is there already, in shards on this topology: to be read in these shards.
     Their other tensors come whole, or as their parameter lies."""
@@ -196,7 +191,7 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
         note(name, f"{name}: plugin {'no longer enabled' if name in old else 'not enabled then'}")
     if not silent:
         _warn_of_changed_code(job, path)
-    if saved.get("tokenizer") != _tokenizer(job):
+    if saved.get("tokenizer") != tokenizer_digest(job):
         note("tokenizer", "tokenizer: another one, or with other special tokens")
     lone = old.keys() ^ new.keys()
     for key, before, after in differences(saved["config"], job.config.values(volatile=False)):
