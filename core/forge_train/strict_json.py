@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 NOT_FINITE = "not_finite"
+_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+"""One object each, so that records with the same nan compare equal."""
 
 
 def dumps(value: object, *, indent: int | None = None) -> str:
@@ -52,7 +54,7 @@ def _restored(table: dict[str, Any]) -> dict[str, Any]:
         holder: Any = table
         for step in above:
             holder = holder[step]
-        holder[last] = float(text)
+        holder[last] = _NUMBERS[text]
     return table
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 from forge_train import Plugin, Volatile, hookimpl, section
-from forge_train.storage import checkpoint
 from forge_train.processes.world import FORGE_LAUNCHED
+from forge_train.storage import checkpoint
 
 
 class Signals(Plugin):
@@ -28,14 +27,15 @@ class Signals(Plugin):
 
     @hookimpl
     def on_checkpoint(self, event: Any) -> None:
-        real = checkpoint._seal
+        real = checkpoint.seal
 
-        def seal(path: Path) -> int:
-            checkpoint._seal = real
+        def seal(*arguments: Any, **more: Any) -> int:
+            checkpoint.seal = real
             for number in self.config.numbers:
                 os.kill(int(os.environ.get(FORGE_LAUNCHED, os.getpid())), number)
                 time.sleep(0.3)
-            return real(path)
+            return real(*arguments, **more)
 
-        if event.kind == "saving" and event.step == self.config.at:
-            checkpoint._seal = seal
+        first = os.environ.get("RANK", "0") == "0"
+        if first and event.kind == "saving" and event.step == self.config.at:
+            checkpoint.seal = seal
