@@ -94,9 +94,13 @@ def test_a_rank_can_say_how_it_ended_on_a_disk_that_is_full(tmp_path: Path, monk
     task.write(2)
     real = launch.write_json
 
+    def used() -> int:
+        return sum(one.stat().st_size for one in task.folder.iterdir())
+
+    full = used()
+
     def write(file: Path, value: object) -> None:
-        room = sum(one.stat().st_size for one in task.folder.iterdir())
-        if room > launch.RESERVED + 2000:
+        if used() >= full:
             raise OSError(28, "No space left on device")
         real(file, value)
 
