@@ -87,7 +87,7 @@ def start(*arguments: object, **more: Any) -> subprocess.Popen[str]:
     )
 
 
-def forge_process(*arguments: object, timeout: float = 100, **more: Any) -> Ended:
+def forge_process(*arguments: object, timeout: float = 600, **more: Any) -> Ended:
     """Run a command in a process of its own."""
     process = start(*arguments, **more)
     out, err = process.communicate(timeout=timeout)

@@ -135,9 +135,9 @@ def test_the_average_of_sharded_weights_is_sharded_and_resumed(
     ranks: Pool, run_forge: RunForge, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "ranks")
-    whole, _ = ranks.run(ema_cases.sharded, 2, timeout=100, folder=folder, name="whole", stop_at=None)
-    ranks.run(ema_cases.sharded, 2, timeout=100, folder=folder, name="stopped", stop_at=2)
-    resumed, _ = ranks.run(ema_cases.sharded, 2, timeout=100, folder=folder, name="stopped", stop_at=None)
+    whole, _ = ranks.run(ema_cases.sharded, 2, folder=folder, name="whole", stop_at=None)
+    ranks.run(ema_cases.sharded, 2, folder=folder, name="stopped", stop_at=2)
+    resumed, _ = ranks.run(ema_cases.sharded, 2, folder=folder, name="stopped", stop_at=None)
     assert whole["types"] == ["DTensor"]
     assert resumed == whole
     alone = run_forge([EMA], ema_cases.CONFIG, steps=4)

@@ -30,8 +30,10 @@ def fail_on(rank: int) -> None:
 
 
 def hang_on(rank: int) -> int:
+    """One rank hangs, once both have come here."""
+    dist.barrier()
     if dist.get_rank() == rank:
-        time.sleep(60)
+        time.sleep(6000)
     return dist.get_rank()
 
 

@@ -14,7 +14,7 @@ from forge_train.testing import Pool, Report, RunForge, assert_conforms, check, 
 from forge_train.verification import Verdict
 from forge_train.verification.routing import Parting
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.dist]
 
 SHARDED, REPLICATED = "agrees with one process (dp_shard = 2)", "agrees with one process (dp_replicate = 2)"
 

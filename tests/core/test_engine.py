@@ -444,7 +444,7 @@ def test_deterministic_kernels_on_demand(tmp_path: Path) -> None:
 
 
 class Slow(Plugin):
-    """Takes its time in every step after the first, and shows where it is."""
+    """Ends no step before it may, and shows where it is."""
 
     api = (1, 0)
 
@@ -454,7 +454,8 @@ class Slow(Plugin):
         def slow() -> Iterator[None]:
             yield
             (job.run.dir / "alive").touch()
-            time.sleep(2)
+            while not (job.run.dir / "go").exists():
+                time.sleep(0.01)
 
         return slow if span == "step" else None
 
@@ -464,7 +465,7 @@ def started(folder: Path, *arguments: object) -> Any:
     file = toys.write_config(folder, "test_engine:Slow", **{"train.steps": 1000})
     env = environment(PYTHONPATH=f"{Path(toys.__file__).parent}:{Path(__file__).parent}")
     process = start("train", file, "--json", "--name", "a", "--run-dir", folder, *arguments, env=env)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 600
     while not (folder / "a" / "alive").exists():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -486,23 +487,35 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: signal.Sig
 def test_a_signal_from_outside_ends_with_75(tmp_path: Path) -> None:
     process = started(tmp_path)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=100)
+    heard = hears_the_first(process)
+    (tmp_path / "a" / "go").touch()
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 75, err
     result = json.loads(out)
     assert result["outcome"] == "interrupted"
     (saved,) = found(tmp_path / "a" / "checkpoints")
     assert saved.step == result["step"]
     assert check(saved.path, contents=True) == ""
-    assert "SIGTERM: finishing the step and saving; a second signal ends at once." in err
+    assert "SIGTERM: finishing the step and saving; a second signal ends at once." in heard
+
+
+def hears_the_first(process: Any) -> str:
+    """Waits until the run has said that it heard the first signal; what it said."""
+    said = ""
+    for line in process.stderr:
+        said += line
+        if "a second signal ends at once" in line:
+            break
+    return said
 
 
 @pytest.mark.e2e
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     process = started(tmp_path)
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.1)
+    assert hears_the_first(process)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=100)
+    process.communicate(timeout=600)
     assert process.returncode == -signal.SIGINT  # 128 + its number, as a shell shows it
     assert not (tmp_path / "a" / "outcome.json").exists()  # the step was not even finished
     assert not [path for path in (tmp_path / "a" / "checkpoints").glob("step-*") if check(path)]

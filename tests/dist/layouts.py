@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -62,7 +63,8 @@ class Trouble(Plugin):
         if self.config.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.config.what == "hang":
-            time.sleep(600)
+            Path("hangs").touch()
+            time.sleep(6000)
         elif self.config.what == "raise":
             raise ValueError("something of this rank's own")
 

@@ -17,7 +17,7 @@ from forge_train import ForgeError
 from forge_train.config import Request
 from forge_train.testing import Verifier
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.dist]
 
 Settings = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ import pytest
 
 from forge_train.testing import Pool, PoolError
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
 
 Settings = Mapping[str, Any]
 LAYOUT = ("parallel.", "fsdp2.", "ddp.", "train.micro_batch")
@@ -29,7 +29,7 @@ class Reference:
         folder = self.folder / str(next(self.numbers))
         folder.mkdir()
         return self.ranks.run(
-            "cases:train", world, folder=str(folder), plugins=plugins, config=dict(config), timeout=200, **more
+            "cases:train", world, folder=str(folder), plugins=plugins, config=dict(config), **more
         )
 
     def one(self, config: Settings) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from forge_train.planning import plan
 from forge_train.registry.setup import resolve
 from forge_train.testing import Verifier
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist]
 STEPS = 5
 EXPERTS = {"moe.experts": 8, "moe.hidden": 16, "moe.bias_speed": 0.01, "moe.z_loss": 0.001, "moe.shared": 1}
 BATCH = {"train.global_batch": 8, "train.micro_batch": 2}

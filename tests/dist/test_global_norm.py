@@ -6,7 +6,7 @@ import pytest
 
 from forge_train.testing import Pool
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -11,11 +11,11 @@ import pytest
 import law_cases
 from forge_train.testing import Pool
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
 
 
 def test_1_the_order_of_plugins_plays_no_part_on_four_ranks(ranks: Pool, tmp_path: Path) -> None:
-    first, *others = ranks.run(law_cases.orders, 4, timeout=200, folder=str(tmp_path))
+    first, *others = ranks.run(law_cases.orders, 4, folder=str(tmp_path))
     assert [line["plugin"] for line in json.loads(first[0])] == ["tp", "ac", "fsdp2"]
     assert len(first) == 6
     assert set(first) == {first[0]}
@@ -23,7 +23,7 @@ def test_1_the_order_of_plugins_plays_no_part_on_four_ranks(ranks: Pool, tmp_pat
 
 
 def test_4_nothing_is_ignored_on_two_ranks(ranks: Pool, tmp_path: Path) -> None:
-    first, second = ranks.run(law_cases.ignored, 2, timeout=100, folder=str(tmp_path))
+    first, second = ranks.run(law_cases.ignored, 2, folder=str(tmp_path))
     assert first == second
     assert "'claims' matched nothing in this model; leave claims out of --plugins" in first["nothing"]
     assert first["one rank"] == "['head']", "what one rank matches is enough"
@@ -31,7 +31,7 @@ def test_4_nothing_is_ignored_on_two_ranks(ranks: Pool, tmp_path: Path) -> None:
 
 
 def test_6_every_rank_hears_who_differs_in_what(ranks: Pool) -> None:
-    said = ranks.run(law_cases.disagreeing, 3, timeout=100)
+    said = ranks.run(law_cases.disagreeing, 3)
     message, *others = said
     assert message.splitlines() == [
         "The processes do not agree:",
@@ -55,7 +55,7 @@ def test_9_nothing_is_read_between_logged_steps_on_two_ranks(
     """But twice a step on the CPU: weight and tokens of all ranks' batches, and whether anybody asked for something, which is
     the answer of the step before."""
     for counts in ranks.run(
-        law_cases.reads, 2, timeout=200, folder=str(tmp_path), name=name, plugins=plugins, **config
+        law_cases.reads, 2, folder=str(tmp_path), name=name, plugins=plugins, **config
     ):
         assert counts == {
             "tolist step.py": 6,

@@ -16,7 +16,7 @@ from forge_train.config import Request
 from forge_train.testing import Pool, Verifier
 from forge_train.verification import Verdict, verify_against
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist]
 
 MODEL = {"decoder.hidden": 64, "train.global_batch": 8, "train.micro_batch": 8}
 FP8: tuple[str, ...] = ("fp8",)

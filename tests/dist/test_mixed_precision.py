@@ -13,7 +13,7 @@ from forge_train import ConfigError, DivergedError, Plugin, StepResult, hookimpl
 from forge_train.testing import Pool
 from forge_train.testing.runs import RunForge
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
 
 STEP = {"train.micro_batch": 1, "train.global_batch": 6}
 
@@ -23,7 +23,7 @@ def train(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     def call(world: int, precision: str, config: Mapping[str, Any], plugins: tuple[str, ...] = ()) -> Any:
         folder = tmp_path_factory.mktemp("precision")
         config = {**STEP, "train.precision": precision, **config}
-        replies = ranks.run("cases:train", world, folder=str(folder), plugins=plugins, config=config, timeout=200)
+        replies = ranks.run("cases:train", world, folder=str(folder), plugins=plugins, config=config)
         return replies[0]
 
     return call

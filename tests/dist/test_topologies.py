@@ -9,7 +9,7 @@ import pytest
 
 from forge_train.testing import Pool
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "one": (1, (), {}),
@@ -27,7 +27,7 @@ def train(ranks: Pool, folder: Path, layout: str, **more: Any) -> dict[str, Any]
     world, plugins, config = LAYOUTS[layout]
     folder.mkdir(exist_ok=True)
     arguments = {"folder": str(folder), "plugins": plugins, "config": config, "steps": 4, "name": "run", **more}
-    first: dict[str, Any] = ranks.run("cases:train", world, timeout=200, **arguments)[0]
+    first: dict[str, Any] = ranks.run("cases:train", world, **arguments)[0]
     return first
 
 

@@ -37,7 +37,6 @@ class Runs:
             folder=str(folder),
             plugins=plugins,
             config={"train.micro_batch": 6, **config},
-            timeout=100,
             **{"steps": 5, **more},
         )
 
@@ -170,7 +169,7 @@ def test_goes_on_on_another_layout(
         world, plugins, config = LAYOUTS[layout]
         config = {"train.micro_batch": 2, **model, **config}
         arguments = {"folder": str(tmp_path), "plugins": plugins, "config": config, "steps": 5, "name": "run", **more}
-        reply = ranks.run("cases:train", world, timeout=100, **arguments)[0]
+        reply = ranks.run("cases:train", world, **arguments)[0]
     assert len(reply["grad_norms"]) in (2, 3)  # several ranks agree to stop one step later
     assert reply["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert reply["norms"] == pytest.approx(whole["norms"], rel=1e-5)

@@ -26,7 +26,7 @@ def train(folder: Path, plugins: str, steps: int, *more: object) -> tuple[list[d
     name = plugins.replace(",", "-")
     ended = forge_process(
         "train", "--plugins", plugins, *settings, "--without", "sample,tensorboard", "--name", name, *more,
-        cwd=folder, timeout=240,
+        cwd=folder, timeout=600,
     )  # fmt: skip
     assert ended.code == 0, ended.out + ended.err
     run = folder / "runs" / name
@@ -34,7 +34,6 @@ def train(folder: Path, plugins: str, steps: int, *more: object) -> tuple[list[d
     return lines, json.loads((run / "composition.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.timeout(300)
 def test_experts_in_float8_learn_the_quickstart(tmp_path: Path) -> None:
     lines, composed = train(tmp_path, "fp8,moe", 40)
     losses = [line["loss"] for line in lines]
@@ -48,7 +47,6 @@ def test_experts_in_float8_learn_the_quickstart(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(600)
 def test_so_they_do_over_ep_fsdp2_and_tp_in_any_order(tmp_path: Path) -> None:
     alone, _ = train(tmp_path, "fp8,moe", 3)
     lines, composed = train(tmp_path, "fp8,moe,ep,fsdp2,tp", 3, *OVER_FOUR)

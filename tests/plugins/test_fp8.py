@@ -182,7 +182,6 @@ def test_bf16_and_recompute_go_with_it(run_forge: RunForge) -> None:
     assert again.losses == narrow.losses
 
 
-@pytest.mark.timeout(300)
 def test_compiles_to_one_graph_for_all_layers(run_forge: RunForge, caplog: pytest.LogCaptureFixture) -> None:
     compiled = {"compile.backend": "aot_eager", "compile.fullgraph": True}
     with caplog.at_level(logging.INFO, "forge_train"):

@@ -403,7 +403,7 @@ class TestCache:
         workers = [context.Process(target=_build, args=(store, data, results)) for _ in range(4)]
         for worker in workers:
             worker.start()
-        answers = [results.get(timeout=60) for _ in workers]
+        answers = [results.get(timeout=600) for _ in workers]
         for worker in workers:
             worker.join()
         assert len({total for total, _ in answers}) == 1

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 Case = str | Callable[..., Any]
-GRACE = 10.0
+GRACE = 120.0
 """Seconds that the other ranks have left to end once one of them has failed."""
 
 
@@ -48,7 +48,7 @@ class Pool:
         self._store: TCPStore | None = None
         self._numbers = itertools.count()
 
-    def run(self, case: Case, world: int = 2, *, timeout: float = 60.0, **arguments: Any) -> list[Any]:
+    def run(self, case: Case, world: int = 2, *, timeout: float = 600.0, **arguments: Any) -> list[Any]:
         """Call a function on `world` ranks; what each returned, in order of ranks.
 
         Args:
@@ -200,5 +200,13 @@ def _where_they_hang(workers: Sequence[_Worker]) -> dict[int, str]:
     for worker in workers:
         worker.began = worker.output.stat().st_size
         worker.process.send_signal(signal.SIGUSR2)
-    time.sleep(0.5)
+    deadline = time.monotonic() + GRACE
+    while not all(_LAST_FRAME in worker.said() for worker in workers) and time.monotonic() < deadline:
+        if all(worker.process.poll() is not None for worker in workers):
+            break
+        time.sleep(0.05)
     return {worker.rank: worker.said() for worker in workers}
+
+
+_LAST_FRAME = "_run_module_as_main"
+"""Ends the stack of the main thread, which faulthandler writes last."""

@@ -21,7 +21,7 @@ class Verifier:
         timeout: seconds until a layout counts as hanging.
     """
 
-    def __init__(self, pool: Pool, timeout: float = 120.0) -> None:
+    def __init__(self, pool: Pool, timeout: float = 600.0) -> None:
         self._pool, self._timeout = pool, timeout
         self._known: dict[str, Reference] = {}
 
