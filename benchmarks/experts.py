@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Job, Layer, Plugin, hookimpl
-from forge_train.protocols import Span, SpanName
+from forge_train.contract.protocols import Span, SpanName
 from forge_train.testing import run_forge
-from forge_train_plugins._alltoall.transport import Local
-from forge_train_plugins._moe.block import build
-from forge_train_plugins._moe.experts import Experts
-from forge_train_plugins.moe import MoE
-from forge_train_plugins.swiglu import SwiGLU
+from forge_train_plugins.experts._alltoall.transport import Local
+from forge_train_plugins.experts._moe.block import build
+from forge_train_plugins.experts._moe.experts import Experts
+from forge_train_plugins.experts.moe import MoE
+from forge_train_plugins.feed_forward.swiglu import SwiGLU
 
 DIM, EXPERTS, TOKENS = 256, 16, 2048
 
@@ -83,7 +83,7 @@ def product() -> tuple[float, float]:
 
 def layer(**values: Any) -> nn.Module:
     """A feed-forward block with experts."""
-    shape = Layer(index=0, count=1, dim=DIM, heads=4, kv_heads=4, head_dim=64, hidden=1024)
+    shape = Layer(index=0, num_layers=1, dim=DIM, heads=4, kv_heads=4, head_dim=64, ffn_dim=1024)
     one = SimpleNamespace(layout=SimpleNamespace(tp=1, etp=1, cp=1))
     job: Any = SimpleNamespace(hooks=SimpleNamespace(token_dispatch=Local), dist=one)
     made = build(MoE.Config(experts=EXPERTS, **values), shape, job, of=1)
@@ -93,7 +93,7 @@ def layer(**values: Any) -> nn.Module:
 
 
 def dense() -> nn.Module:
-    shape = Layer(index=0, count=1, dim=DIM, heads=4, kv_heads=4, head_dim=64, hidden=1024)
+    shape = Layer(index=0, num_layers=1, dim=DIM, heads=4, kv_heads=4, head_dim=64, ffn_dim=1024)
     made: Any = SwiGLU(SwiGLU.Config()).feed_forward(shape, None)  # type: ignore[arg-type]
     return made  # type: ignore[no-any-return]
 

@@ -23,8 +23,8 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from forge_train_plugins._low_precision import recipes
-from forge_train_plugins._low_precision.products import ALONE, GroupedProduct, LinearProduct, Recipe
+from forge_train_plugins.precision._low_precision import recipes
+from forge_train_plugins.precision._low_precision.products import ALONE, GroupedProduct, LinearProduct, Recipe
 
 RESULTS = Path(__file__).parent / "results" / "low-precision.md"
 TOKENS, INPUTS, OUTPUTS, EXPERTS, SEEDS = 1024, 512, 768, 4, 5

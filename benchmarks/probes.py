@@ -50,15 +50,15 @@ def skeleton() -> Any:
     """The benchmark's model, 6 M parameters, made of forge's own modules but without forge's run; on meta."""
     import torch
 
+    from forge_train.contract.protocols import Layer
     from forge_train.nn import Embedding, Linear, RMSNorm, RoPE
-    from forge_train.protocols import Layer
-    from forge_train_plugins._decoder.model import Block, Transformer
-    from forge_train_plugins._gqa import GroupedQueryAttention
-    from forge_train_plugins._sdpa import Kernel
-    from forge_train_plugins._swiglu import DenseFeedForward
+    from forge_train_plugins.attention._gqa import GroupedQueryAttention
+    from forge_train_plugins.attention._sdpa import Kernel
+    from forge_train_plugins.feed_forward._swiglu import DenseFeedForward
+    from forge_train_plugins.models._decoder.model import Block, Transformer
 
     rope = RoPE(16, length=4096)
-    layer = Layer(index=0, count=6, dim=256, heads=16, kv_heads=16, head_dim=16, hidden=768, rope=rope)
+    layer = Layer(index=0, num_layers=6, dim=256, heads=16, kv_heads=16, head_dim=16, ffn_dim=768, rope=rope)
     kernel = Kernel()
     with torch.device("meta"):
         blocks = [
@@ -112,7 +112,7 @@ def loss(chunk: int) -> None:
     import torch
 
     from forge_train.nn import Linear
-    from forge_train_plugins._cross_entropy import ChunkedCrossEntropy
+    from forge_train_plugins.tasks._cross_entropy import ChunkedCrossEntropy
 
     hidden = torch.randn(1, 2048, 256, requires_grad=True)
     head = Linear(256, 32768)

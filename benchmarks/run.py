@@ -124,7 +124,7 @@ def data() -> list[Row]:
 
     import torch
 
-    from forge_train_plugins.text import Text
+    from forge_train_plugins.data.text import Text
 
     torch.set_num_threads(1)
     job = SimpleNamespace(

@@ -28,7 +28,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "dist"))
 
 from compositions import LAYOUTS, SEED, STEPS, Composition, covering, product, write  # noqa: E402
 from forge_train.testing import Pool, Verifier  # noqa: E402
-from forge_train.verification import Verdict  # noqa: E402
+from forge_train_tools.verification import Verdict  # noqa: E402
 
 IN_FULL = 4
 """Processes up to which the product is taken in full."""

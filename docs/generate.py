@@ -21,11 +21,13 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from forge_train import ForgeError, Plugin, hookspecs
+from forge_train import ForgeError, Plugin
 from forge_train.config.sections import CORE_SECTIONS
-from forge_train.config.write import describe_type, field_docs
-from forge_train.plugin import PROJECT
-from forge_train.registry.discovery import DISTRIBUTION, Found, discover, load
+from forge_train.contract import hookspecs
+from forge_train.contract.plugin import PROJECT
+from forge_train.contract.reference import PluginRef
+from forge_train.registry.discovery import DISTRIBUTION, discover, load
+from forge_train.registry.write import describe_type, field_docs
 
 log = logging.getLogger("mkdocs.hooks.forge")
 
@@ -66,11 +68,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 # -- pages and lists --------------------------------------------------------------------------------------------------
 
 
-def builtin() -> list[Found]:
+def builtin() -> list[PluginRef]:
     return [found for found in discover() if found.distribution == DISTRIBUTION]
 
 
-def plugin_page(found: Found, plugin: type[Plugin]) -> str:
+def plugin_page(found: PluginRef, plugin: type[Plugin]) -> str:
     summary, _, rest = inspect.cleandoc(plugin.__doc__ or "").partition("\n")
     hooks = [name for name in hookspecs.KINDS if hasattr(getattr(plugin, name, None), f"{PROJECT}_impl")]
     facts = [

@@ -18,11 +18,11 @@ from rich.text import Text
 
 from forge_train import Evaluation, Job, LogRecord, Model, Plugin, hookimpl
 from forge_train.config.layers import Request
-from forge_train.loop.engine import train
-from forge_train.protocols import CheckpointEvent
+from forge_train.contract.protocols import CheckpointEvent
+from forge_train.engine import train
 from forge_train.registry.setup import resolve
-from forge_train_plugins._console.board import Board
-from forge_train_plugins._console.live import render
+from forge_train_plugins.observers._console.board import Board
+from forge_train_plugins.observers._console.live import render
 
 TARGET = Path(__file__).parent / "assets" / "screen.svg"
 COLUMNS = 92

@@ -36,3 +36,4 @@ def logger() -> Iterator[logging.Logger]:
     level, propagate, handlers = log.level, log.propagate, list(log.handlers)
     yield log
     log.level, log.propagate, log.handlers[:] = level, propagate, handlers
+    logging.getLogger("forge_train.progress").handlers.clear()

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source: cli → core, plugins → core, contrib → core, core → none of them.
+"""Who may import whom, read from the source: packages first, then the rooms of the kernel.
 
 Imports count wherever they stand, in functions and under `TYPE_CHECKING` too: a type is a dependency as well.
 """
@@ -6,15 +6,31 @@ Imports count wherever they stand, in functions and under `TYPE_CHECKING` too: a
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from forge_train.ground import axes
+
 ROOT = Path(__file__).parents[1]
-CORE, PLUGINS, CLI, CONTRIB = "forge_train", "forge_train_plugins", "forge_train_cli", "forge_train_contrib"
-FOLDERS = {CORE: "core", PLUGINS: "plugins", CLI: "cli", CONTRIB: "contrib"}
-MAY_IMPORT = {CORE: set[str](), PLUGINS: {CORE}, CLI: {CORE}, CONTRIB: {CORE}}
+KERNEL, TOOLS, PLUGINS = "forge_train", "forge_train_tools", "forge_train_plugins"
+CLI, CONTRIB, TESTING = "forge_train_cli", "forge_train_contrib", "forge_train.testing"
+FOLDERS = {KERNEL: "core", TOOLS: "core", PLUGINS: "plugins", CLI: "cli", CONTRIB: "contrib"}
+MAY_IMPORT = {
+    KERNEL: set[str](),
+    TESTING: {KERNEL, TOOLS},  # lies in the kernel's folder for its name, and is built on all of core
+    TOOLS: {KERNEL},
+    PLUGINS: {KERNEL, TOOLS},
+    CLI: {KERNEL, TOOLS, TESTING},
+    CONTRIB: {KERNEL, TOOLS},
+}
+ROOMS = ("ground", "config", "processes", "contract", "registry", "composition", "storage", "loop", "engine")
+"""The rooms of the kernel. Each imports only those before it."""
+BESIDE = {"nn": ("ground", "contract")}
+"""What stands beside the rooms, and what it may import of them."""
 
 
 def imports_of(source: str, package: str) -> Iterator[tuple[int, str]]:
@@ -43,9 +59,33 @@ def forge_imports() -> Iterator[tuple[str, str, str]]:
 IMPORTS = list(forge_imports())
 
 
-def unit(module: str) -> str:
-    """The file or folder directly in the package that a dotted name belongs to, or the empty string."""
+def package_of(module: str) -> str:
+    """The package that a module is judged as part of."""
+    return TESTING if module.startswith(TESTING) else module.split(".", maxsplit=1)[0]
+
+
+def room(module: str) -> str:
+    """The file or folder directly in its package that a dotted name belongs to, or the empty string."""
     return [*module.split("."), ""][1]
+
+
+def unit(module: str) -> str:
+    """The plugin, or the part of one, that a dotted name belongs to: below its room, if the package has rooms."""
+    first, *below = [*module.split(".")[1:], ""]
+    return below[0] if module.startswith(PLUGINS) and (ROOT / "plugins" / PLUGINS / first).is_dir() else first
+
+
+def room_faults(imports: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Imports of the kernel that lead to a later room, or out of the rooms."""
+    wrong = []
+    for where, module, name in imports:
+        here, there = room(module), room(name)
+        if not (module.startswith(f"{KERNEL}.") and name.startswith(f"{KERNEL}.")) or module.startswith(TESTING):
+            continue
+        allowed = BESIDE[here] if here in BESIDE else ROOMS[: ROOMS.index(here)]
+        if there not in (here, *allowed, "__version__"):
+            wrong.append(f"{where}: {module} imports {name}")
+    return wrong
 
 
 def test_reads_every_form_of_import() -> None:
@@ -53,15 +93,33 @@ def test_reads_every_form_of_import() -> None:
     assert [name for _, name in imports_of(source, "p.q")] == ["a.b", "c.d", "p.q.e", "p.f.g", "p.q.i.j"]
 
 
-@pytest.mark.parametrize("package", FOLDERS)
-def test_a_package_imports_only_what_lies_below_it(package: str) -> None:
-    allowed = MAY_IMPORT[package] | {package}
-    wrong = [
+def package_faults(imports: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Imports of a package that does not lie below."""
+    return [
         f"{where}: {module} imports {name}"
-        for where, module, name in IMPORTS
-        if module.split(".")[0] == package and name.split(".")[0] not in allowed
+        for where, module, name in imports
+        if package_of(name) not in MAY_IMPORT[package_of(module)] | {package_of(module)}
     ]
-    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.accept("house", 1)
+def test_a_package_imports_only_what_lies_below_it() -> None:
+    assert package_faults(IMPORTS) == []
+
+
+@pytest.mark.accept("house", 1)
+def test_sees_the_kernel_importing_tools() -> None:
+    fault = ("engine.py:1", f"{KERNEL}.engine", f"{TOOLS}.planning.plan")
+    tests = ("testing/agreement.py:1", f"{TESTING}.agreement", f"{TOOLS}.verification")
+    back = ("verification/record.py:1", f"{TOOLS}.verification.record", f"{KERNEL}.loop.step")
+    assert package_faults([fault, tests, back]) == [f"engine.py:1: {KERNEL}.engine imports {TOOLS}.planning.plan"]
+
+
+@pytest.mark.accept("house", 1)
+def test_no_file_of_the_core_is_longer_than_a_sitting() -> None:
+    files = sorted((ROOT / "core").rglob("*.py"))
+    sizes = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert {name: size for name, size in sizes.items() if size > 300} == {}
 
 
 def owners_of(edges: set[tuple[str, str]]) -> dict[str, set[str]]:
@@ -97,13 +155,32 @@ def test_tells_parts_from_plugins() -> None:
     }
 
 
+@pytest.mark.accept("house", 1)
+def test_the_rooms_of_the_kernel_form_no_circle() -> None:
+    assert room_faults(IMPORTS) == []
+
+
+def test_every_file_of_the_kernel_lies_in_a_room() -> None:
+    found = {path.stem for path in (ROOT / "core" / KERNEL).iterdir() if path.name != "__pycache__"}
+    assert found - {"__init__", "py", "testing"} == {*ROOMS, *BESIDE}
+
+
+@pytest.mark.accept("house", 1)
+def test_sees_a_circle() -> None:
+    fault = ("ground/errors.py:1", f"{KERNEL}.ground.errors", f"{KERNEL}.loop.step")
+    fine = ("engine.py:1", f"{KERNEL}.engine", f"{KERNEL}.loop.training.Training")
+    beside = ("nn/basic.py:1", f"{KERNEL}.nn.basic", f"{KERNEL}.composition.compose")
+    tests = ("loop/step.py:1", f"{KERNEL}.loop.step", f"{KERNEL}.testing.pool")
+    assert len(room_faults([fault, fine, beside, tests])) == 3
+
+
 @pytest.mark.parametrize("package", [PLUGINS, CONTRIB])
 def test_a_plugin_uses_of_the_core_what_anyone_may(package: str) -> None:
     """What begins with `_` is out of a third party's reach, so it is out of a built-in plugin's too."""
     wrong = [
         f"{where}: {module} imports {name}"
         for where, module, name in IMPORTS
-        if module.split(".")[0] == package and name.startswith(f"{CORE}.")
+        if module.split(".")[0] == package and name.startswith((f"{KERNEL}.", f"{TOOLS}."))
         if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
     ]
     assert not wrong, "\n".join(wrong)
@@ -118,6 +195,72 @@ def test_the_core_names_no_plugin_package() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(PLUGINS)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+AXES = {"tp", "ep"}
+"""Mesh axes are the kernel's; the plugins that cover two of them bear their names."""
+WORDS = {"compile", "console", "precision", "sample", "sequential", "tensorboard", "text", "tokenizer"}
+"""Names of plugins that are ordinary words, or libraries, too."""
+
+
+def plugin_names() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return set(project["project"]["entry-points"]["forge_train.plugins"])
+
+
+def named_in(source: str, names: set[str]) -> list[tuple[int, str]]:
+    """Line and name of every string (docstrings left out) and identifier that has a plugin's name as a word."""
+    tree = ast.parse(source)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        text = ""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            text = node.value
+        elif isinstance(node, (ast.Name, ast.Attribute, ast.FunctionDef, ast.ClassDef, ast.arg)):
+            text = next(str(getattr(node, key)) for key in ("id", "attr", "name", "arg") if hasattr(node, key))
+        found += [(getattr(node, "lineno", 0), word) for word in re.findall(r"\w+", text.lower()) if word in names]
+    return found
+
+
+@pytest.mark.accept("house", 1)
+def test_kernel_and_tools_name_no_technique() -> None:
+    """What they must know of one, its plugin declares (`Plugin.rounds`, `saves`), or a file of data holds."""
+    names = plugin_names() - AXES - WORDS
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in sorted((ROOT / "core").rglob("*.py"))
+        for line, name in named_in(path.read_text(encoding="utf-8"), names)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.accept("house", 1)
+def test_sees_a_technique() -> None:
+    source = 'def f(fp8):\n    """About moe."""\n    return f"try --plugins {fp8}, moe"'
+    assert {name for _, name in named_in(source, {"fp8", "moe"})} == {"fp8", "moe"}
+
+
+def axis_lists(source: str) -> list[int]:
+    """Lines of tuples, lists and sets that spell out three or more mesh axes."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set))
+        if sum(isinstance(one, ast.Constant) and one.value in axes.AXES for one in node.elts) > 2
+    ]
+
+
+@pytest.mark.accept("house", 1)
+def test_only_the_table_lists_the_mesh_axes() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for package, folder in FOLDERS.items()
+        for path in sorted((ROOT / folder / package).rglob("*.py"))
+        for line in axis_lists(path.read_text(encoding="utf-8"))
+    ]
+    assert wrong == []
+    assert axis_lists('A = ("tp", "cp", "pp")') == [1]
 
 
 def test_no_package_takes_a_general_name() -> None:

@@ -1,4 +1,4 @@
-"""What is installed: four packages and nothing else, with their types and presets, from tested versions."""
+"""What is installed: five packages and nothing else, with their types and presets, from tested versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"forge_train", "forge_train_plugins", "forge_train_cli", "forge_train_contrib"}
+PACKAGES = {
+    "forge_train": "core",
+    "forge_train_tools": "core",
+    "forge_train_plugins": "plugins",
+    "forge_train_cli": "cli",
+    "forge_train_contrib": "contrib",
+}
+"""Package → its folder."""
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +30,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(next(folder.glob("*.whl")))
 
 
-def test_the_wheel_holds_four_typed_packages(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_holds_five_typed_packages(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == PACKAGES
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
 
 
 def test_the_wheel_holds_everything_in_the_packages(wheel: zipfile.ZipFile) -> None:
-    for package, folder in zip(sorted(PACKAGES), ("core", "cli", "contrib", "plugins"), strict=True):
+    for package, folder in PACKAGES.items():
         files = [path for kind in ("*.py", "*.toml") for path in (ROOT / folder / package).rglob(kind)]
         assert {str(path.relative_to(ROOT / folder)) for path in files} <= set(wheel.namelist())
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import MASKED, Applied, Batch, Ge, Gt, Init, Model, Phase, Plugin, Transform, hookimpl, section
-from forge_train.config.rules import Layout
-from forge_train.job import Job
-from forge_train.loop.control import Control
+from forge_train.contract.control import Control
+from forge_train.contract.job import Job
+from forge_train.contract.run import Run
+from forge_train.ground.layout import Layout
 from forge_train.nn import Embedding, Linear, RMSNorm
 from forge_train.processes.distributed import DistributedContext
 from forge_train.registry.setup import Setup
-from forge_train.storage.run import Run
 from forge_train.testing import TinyRun, run_forge
 from forge_train.testing.runs import prepared
 
@@ -107,10 +107,10 @@ class ToyLoader:
         return Batch(tokens[:, :-1].clamp(min=0), tokens[:, 1:])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
+        return {"sequences": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
+        self.position = state["sequences"]
 
     def skip(self, sequences: int) -> None:
         self.position += sequences

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_train.config.layers import Request
-from forge_train.present import gib, short
-from forge_train.strict_json import dumps
+from forge_train.ground.present import gib, short
+from forge_train.ground.strict_json import dumps
 
 from . import screen
 from .options import json_option, run_options
 
 if TYPE_CHECKING:
-    from forge_train.bench import Measured
+    from forge_train_tools.bench import Measured
 
 COMMANDS = (("--version",), ("--help",), ("plugins", "list"))
 
@@ -34,7 +34,7 @@ COMMANDS = (("--version",), ("--help",), ("plugins", "list"))
 def bench(request: Request, turns: int, as_json: bool) -> None:
     """Train CONFIG for a few steps, and measure: throughput, what forge's loop costs beside one written by hand, data,
     checkpoints, start-up. Nothing is left behind."""
-    from forge_train.bench import measure, start_up
+    from forge_train_tools.bench import measure, start_up
 
     measured = measure(request, turns=turns)
     commands = [[sys.executable, "-m", "forge_train_cli", *arguments] for arguments in COMMANDS]

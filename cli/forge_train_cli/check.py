@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forge_train.errors import ConfigError
+from forge_train.ground.errors import ConfigError
+from forge_train.ground.strict_json import dumps
 from forge_train.registry.discovery import discover
-from forge_train.strict_json import dumps
 
 from .options import json_option
 
@@ -31,8 +31,8 @@ def check(names: tuple[str, ...], assignments: tuple[str, ...], as_json: bool) -
     """Hold plugins to the contract: import, hooks, slots on a tiny case, configuration, training, resume, and for
     transforms the same numbers on two processes as on one.
 
-    NAME is a plugin's name or a dotted package.module:Class; without one, every plugin is checked. What a plugin
-    requires is enabled with it. Exit code 1 if a check fails.
+    NAME is a plugin's name, a dotted package.module:Class or a file; without one, every plugin is checked. What a
+    plugin requires is enabled with it. Exit code 1 if a check fails.
     """
     if assignments and len(names) != 1:
         raise ConfigError("--set is for one plugin's section: name that plugin, and no other.")
@@ -45,7 +45,7 @@ def check(names: tuple[str, ...], assignments: tuple[str, ...], as_json: bool) -
     if as_json:
         click.echo(dumps({"passed": passed, "plugins": [report.plain() for report in reports]}, indent=1))
     elif len(reports) != 1:
-        failed = [report.found.name for report in reports if not report.passed]
+        failed = [report.ref.name for report in reports if not report.passed]
         click.echo(f"\n{len(failed)} of {len(reports)} fail: {', '.join(failed)}" if failed else "\nAll conform.")
     return 0 if passed else 1
 
@@ -69,7 +69,7 @@ def _reports(names: tuple[str, ...], assignments: tuple[str, ...]) -> Iterator[R
 
 def _show(report: Report, *, in_full: bool) -> None:
     """One plugin: every check, or only those that did not simply pass."""
-    found = report.found
+    found = report.ref
     owner = f"{found.distribution} {found.version}".strip()
     sign = click.style("✓", fg="green", bold=True) if report.passed else click.style("✗", fg="red", bold=True)
     count = f"{len(report.of('ok'))} of {len(report.checks)} checks"

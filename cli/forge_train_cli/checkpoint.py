@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from forge_train.errors import ConfigError
-from forge_train.present import gib
+from forge_train.ground.errors import ConfigError
+from forge_train.ground.present import gib
+from forge_train.ground.strict_json import dumps
 from forge_train.storage.run import is_run
-from forge_train.strict_json import dumps
 
 from . import screen
 from .options import json_option, plugin_options
@@ -70,7 +70,7 @@ def inspect(path: Path, as_json: bool) -> None:
     """What a checkpoint holds: its progress, plugins and tensors. --json has the configuration too."""
     from forge_train.storage import checkpoint as store
 
-    path = store.whole(path)
+    path = store.resolve(path)
     state = store.read_state(path)
     tensors: list[dict[str, Any]] = [
         {
@@ -133,7 +133,7 @@ def verify(path: Path, as_json: bool) -> int:
     elif (path / seal.MANIFEST).is_file() or (path / "state.json").is_file():
         paths = [path]
     else:
-        paths = [store.whole(path)]
+        paths = [store.resolve(path)]
     problems = {str(one): seal.check(one, contents=True) for one in paths}
     if as_json:
         click.echo(dumps([{"path": one, "problem": problem} for one, problem in problems.items()], indent=1))
@@ -155,7 +155,7 @@ def import_(hf_dir: Path, path: Path, plugins: tuple[str, ...], without: tuple[s
     forge checkpoint import Qwen3-0.6B qwen
     forge train qwen/config.toml -s text.path=my-texts
     """
-    from forge_train.offline.huggingface import import_checkpoint
+    from forge_train_tools.offline.huggingface import import_checkpoint
 
     done = import_checkpoint(hf_dir, path, plugins=plugins, without=without)
     _say(done, as_json, f"Train it further with: forge train {path / 'config.toml'} -s text.path=…")
@@ -172,14 +172,14 @@ def export(path: Path, hf_dir: Path, dtype: str, as_json: bool) -> None:
     """Write the model of PATH to HF_DIR: config.json, safetensors files, and the files of the run's tokenizer."""
     import torch
 
-    from forge_train.offline.huggingface import export_checkpoint
+    from forge_train_tools.offline.huggingface import export_checkpoint
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     _say(export_checkpoint(path, hf_dir, dtype=dtypes[dtype]), as_json)
 
 
 def _say(done: Any, as_json: bool, next_step: str = "") -> None:
-    """What was imported or exported; a `forge_train.offline.huggingface.Exchanged`."""
+    """What was imported or exported; a `forge_train_tools.offline.huggingface.Exchanged`."""
     if as_json:
         result = {"path": str(done.path), "parameters": done.parameters, "files": done.files, "notes": done.notes}
         click.echo(dumps(result))
@@ -194,7 +194,7 @@ def _say(done: Any, as_json: bool, next_step: str = "") -> None:
 
 def _latest(run: Path) -> str:
     file = run / "checkpoints" / "latest"
-    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+    return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
 
 
 def _elements(shape: Any) -> int:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_train.config.layers import DEFAULT, Request
-from forge_train.errors import ConfigError
-from forge_train.strict_json import dumps
+from forge_train.ground.errors import ConfigError
+from forge_train.ground.strict_json import dumps
 
 from . import screen
 from .lazy import LazyGroup
@@ -39,7 +39,7 @@ def show(request: Request, as_json: bool) -> None:
     """Resolve CONFIG as `forge train` would, and show every value with where it comes from."""
     from forge_train.registry.setup import resolve
 
-    resolved = resolve(request).config
+    resolved = resolve(request, data=False).config
     rows = list(_values(resolved))
     if as_json:
         click.echo(dumps({key: {"value": value, "origin": origin} for key, value, origin in rows}, indent=1))
@@ -67,13 +67,13 @@ def init(request: Request, output: str | None) -> None:
     forge config init -p lion -o my.toml
     forge train my.toml
     """
-    from forge_train.config.write import to_toml
     from forge_train.registry.setup import resolve
+    from forge_train.registry.write import to_toml
 
     path = Path(output) if output else None
     if path and path.exists():
         raise ConfigError(f"{path}: exists already; choose another name, or remove it.")
-    setup = resolve(request)
+    setup = resolve(request, data=False)
     text = f"# forge train {path or 'THIS_FILE'}\n\n" + to_toml(setup.config, setup.hooks, comments=True)
     if path is None:
         click.echo(text, nl=False)

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from forge_train.config.validate import check_section, plain
-from forge_train.config.write import describe_type, field_docs
-from forge_train.errors import ConfigError, PluginError
-from forge_train.hookspecs import KINDS
-from forge_train.registry.calls import implemented
+from forge_train.contract.calls import implemented
+from forge_train.contract.hookspecs import KINDS
+from forge_train.ground.errors import ConfigError, PluginError
 from forge_train.registry.discovery import find, load
+from forge_train.registry.write import describe_type, field_docs
 
 from . import screen
+from .roles import role
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -34,6 +35,7 @@ def describe(name: str) -> dict[str, Any]:
         "object": found.object,
         "file": str(found.file) if found.file else None,
         "summary": found.summary,
+        "role": role(found),
         "description": inspect.cleandoc(plugin.__doc__ or "").partition("\n")[2].strip(),
         "api": list(plugin.api),
         "hooks": {hook: KINDS.get(hook, "unknown") for hook in sorted(implemented(plugin))},
@@ -78,6 +80,7 @@ def show(description: dict[str, Any]) -> None:
     if description["description"]:
         screen.line(f"\n{description['description']}")
     facts = [
+        ("role", description["role"]),
         ("object", description["object"]),
         ("file", description["file"] or "–"),
         ("plugin API", ".".join(map(str, description["api"]))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from forge_train.errors import ForgeError, explain
+from forge_train.ground.errors import ForgeError, explain
 
 KILLED_BY_CTRL_C = 130
 
@@ -69,6 +70,27 @@ class _Screen(logging.Handler):
         if record.exc_info and record.exc_info[1]:
             text += "\n" + "".join(traceback.format_exception(record.exc_info[1])).rstrip()
         click.echo(text, file=sys.stderr)
+
+
+class _Progress(logging.Handler):
+    """How far something is: on a terminal one line that is written over, elsewhere what is said when it is done."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not sys.stdout.isatty():
+            if not getattr(record, "passing", False):
+                click.echo(record.getMessage())
+            return
+        width = shutil.get_terminal_size().columns - 1
+        text = click.style(record.getMessage()[:width].ljust(width), dim=True)
+        click.echo(f"\r{text}\r", nl=not getattr(record, "passing", False))
+
+
+def show_progress() -> None:
+    """Have the progress of what takes long before the first step on the screen."""
+    log = logging.getLogger("forge_train.progress")
+    log.propagate = False  # a run's log has the end of it only
+    if not log.handlers:
+        log.addHandler(_Progress(logging.INFO))
 
 
 def show_warnings() -> None:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forge_train.errors import ConfigError
-from forge_train.strict_json import dumps
+from forge_train.ground.errors import ConfigError
+from forge_train.ground.strict_json import dumps
 
 from .options import json_option
 
 if TYPE_CHECKING:
-    from forge_train.offline.generate import Completion
+    from forge_train_tools.offline.generate import Completion
 
 ENDED = {
     "tokens": "as many tokens as asked for",
@@ -56,8 +56,8 @@ def generate(
     forge generate runs/first --prompt "def "
     forge generate runs/first --prompt "import " --temperature 0 --stop $'\\n'
     """
-    from forge_train.offline.generate import Completion, Sampling
-    from forge_train.offline.opening import open_model
+    from forge_train_tools.offline.generate import Completion, Sampling
+    from forge_train_tools.offline.opening import open_model
 
     sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop)
     prompt = _stdin() if prompt == "-" else prompt

@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from forge_train.errors import ConfigError
-from forge_train.storage.records import read
+from forge_train.ground.errors import ConfigError
+from forge_train.ground.records import read
+from forge_train.ground.strict_json import loads
 from forge_train.storage.run import is_run
-from forge_train.strict_json import loads
 
 _NOTHING: dict[str, Any] = {}
 
@@ -47,6 +47,11 @@ class History:
     @cached_property
     def environment(self) -> dict[str, Any]:
         return dict(self._json("environment.json", {}))
+
+    @cached_property
+    def composition(self) -> list[dict[str, Any]]:
+        """What was done to the model, in order."""
+        return list(self._json("composition.json", []))
 
     @cached_property
     def _end(self) -> dict[str, Any]:

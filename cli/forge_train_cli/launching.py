@@ -14,14 +14,16 @@ from typing import Any
 import click
 
 from forge_train.config.layers import Request
-from forge_train.errors import ConfigError
-from forge_train.processes.launch import Ended, Outcome, Task, launch
+from forge_train.contract.run import Run
+from forge_train.ground import disk, records
+from forge_train.ground.errors import ConfigError
 from forge_train.registry.setup import Setup, resolve
-from forge_train.storage import disk, records
-from forge_train.storage.run import Run, is_run
+from forge_train.storage.run import is_kept, is_run
 from forge_train.storage.start import Start, claim, unclaim
+from forge_train_tools.launching.launch import Ended, WorkerCommand, WorkerResult, launch
 
-from .failures import show_warnings
+from .closing import next_commands
+from .failures import show_progress, show_warnings
 
 log = logging.getLogger("forge_train")
 
@@ -56,15 +58,15 @@ def train_several(
     """
     start, lock = claim(setup.config, run_dir, resume, tuple(notable))
     arguments = {"request": dataclasses.asdict(request), "start": _as_json(start), "quiet": quiet}
-    task = Task(f"{__name__}:worker", arguments, folder=start.dir / "log" / "launch", logs=start.dir / "log")
+    task = WorkerCommand(f"{__name__}:worker", arguments, folder=start.dir / "log" / "launch", logs=start.dir / "log")
     metrics = start.dir / "metrics.jsonl"
 
     def last_step() -> int:
-        return max((line["step"] for line in records.read(metrics)), default=0)
+        return max((line["step"] for line in records.read(metrics, strict=False)), default=0)
 
     began = time.time()
 
-    def on_restart(why: str, first: Outcome) -> None:
+    def on_restart(why: str, first: WorkerResult) -> None:
         nonlocal began
         _record(Run(start.dir, lock.file), first, last_step(), began)
         began = time.time()
@@ -75,7 +77,7 @@ def train_several(
         ended = launch(task, nproc, max_restarts=max_restarts, last_step=last_step, on_restart=on_restart)
         if not ended.signal and not ended.first.well:
             _record(Run(start.dir, lock.file), ended.first, last_step(), began)
-        if ended.code == ConfigError.code and start.new and not any((start.dir / "checkpoints").glob("step-*")):
+        if ended.code == ConfigError.code and start.new and not is_kept(start.dir):
             shutil.rmtree(start.dir, ignore_errors=True)
     except OSError as error:
         if error.errno in disk.FULL:
@@ -88,9 +90,9 @@ def train_several(
     return Launched(start.dir, ended)
 
 
-def _record(run: Run, first: Outcome, step: int, since: float) -> None:
+def _record(run: Run, first: WorkerResult, step: int, since: float) -> None:
     """Write how the rank failed that failed first, unless the run was refused before it began."""
-    if first.code == ConfigError.code or not is_run(run.dir):
+    if not is_run(run.dir) or (first.code == ConfigError.code and not is_kept(run.dir)):
         return
     try:
         run.fail_first(first.as_failure(), first.code, step, since=since)
@@ -100,14 +102,16 @@ def _record(run: Run, first: Outcome, step: int, since: float) -> None:
 
 def worker(request: dict[str, Any], start: dict[str, Any], quiet: bool) -> Mapping[str, Any]:
     """What each of the processes does."""
-    from forge_train.loop.engine import train
-    from forge_train.processes.world import World
+    from forge_train.engine import train
+    from forge_train.ground.world import World
 
     show_warnings()
     lists = {name: tuple(request[name]) for name in ("plugins", "without", "set")}
     setup = resolve(Request(**{**request, **lists}), world=World.here().size)
     if quiet:
         setup.hooks.mute("console")
+    elif World.here().rank == 0:
+        show_progress()
     finished = train(setup, start=_from_json(start))
     return {
         "code": finished.code,
@@ -115,7 +119,9 @@ def worker(request: dict[str, Any], start: dict[str, Any], quiet: bool) -> Mappi
         "step": finished.step,
         "loss": finished.loss,
         "reason": finished.reason,
+        "generates": finished.generates,
         "closing": finished.closing,
+        "next": next_commands(finished, setup) if World.here().rank == 0 else [],
     }
 
 

@@ -22,11 +22,11 @@ def _names(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 
 
 _CONFIG = click.argument("config", required=False)
-_PLUGINS = click.option(
+plugins_option = click.option(
     "--plugins", "-p", multiple=True, metavar="A,B", callback=_names, help="Enable these plugins too."
 )
 _WITHOUT = click.option("--without", multiple=True, metavar="A,B", callback=_names, help="Disable these plugins.")
-_SET = click.option(
+set_option = click.option(
     "--set",
     "-s",
     "assignments",
@@ -38,7 +38,7 @@ _SET = click.option(
 
 def plugin_options(function: _F) -> _F:
     """--plugins and --without, as `plugins` and `without`."""
-    return _PLUGINS(_WITHOUT(function))
+    return plugins_option(_WITHOUT(function))
 
 
 def run_options(default: str = PRESET) -> Callable[[_F], _F]:
@@ -69,7 +69,7 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
             )
             return function(*args, request=request, **options)
 
-        return _CONFIG(plugin_options(_SET(command)))  # type: ignore[return-value]  # click gives what it is given
+        return _CONFIG(plugin_options(set_option(command)))  # type: ignore[return-value]  # click gives what it is given
 
     return decorate
 
@@ -86,13 +86,30 @@ def run_dir_option(function: _F) -> _F:
     )(function)
 
 
-def nproc_option(default: int | None = None) -> Callable[[_F], _F]:
+def nproc_option() -> Callable[[_F], _F]:
     """--nproc."""
+    return click.option("--nproc", type=click.IntRange(min=1), metavar="N", help="Local processes to start.")
+
+
+AUTO = "auto"
+
+
+class Processes(click.IntRange):
+    """A number of processes, or `auto`."""
+
+    name = "processes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == AUTO else super().convert(value, param, ctx)
+
+
+def processes_option(function: _F) -> _F:
+    """--nproc, where `auto` is the default."""
     return click.option(
         "--nproc",
-        type=click.IntRange(min=1),
-        default=default,
-        show_default=default is not None,
-        metavar="N",
-        help="Local processes to start.",
-    )
+        type=Processes(min=1),
+        default=AUTO,
+        show_default=True,
+        metavar="N|auto",
+        help="Local processes to start; auto takes one for each CUDA device.",
+    )(function)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from forge_train.config.layers import Request
-from forge_train.planning import DEVICES, FLOPS_CONVENTION
-from forge_train.planning.meshes import grid, groups
-from forge_train.present import gib, short
-from forge_train.strict_json import dumps
+from forge_train.ground.present import column, counted, few, gib, short, time_span
+from forge_train.ground.strict_json import dumps
+from forge_train_tools.planning import DEVICES, FLOPS_CONVENTION
+from forge_train_tools.planning.meshes import grid, groups
 
 from . import screen
 from .options import json_option, run_options
 
 if TYPE_CHECKING:
-    from forge_train.planning import Plan
     from forge_train.registry.setup import Setup
+    from forge_train_tools.planning import Plan
 
 SHOWN = 3
 
@@ -37,10 +38,10 @@ def plan(request: Request, world: int, nodes: int | None, device: str | None, as
     forge plan --world 4                              the quickstart on 4 ranks
     forge plan big.toml --world 512 --device h100     does it fit, and what bounds it?
     """
-    from forge_train.planning import plan as make
     from forge_train.registry.setup import resolve
+    from forge_train_tools.planning import plan as make
 
-    setup = resolve(request, world=world)
+    setup = resolve(request, world=world, data=False)
     made = make(setup, world=world, nodes=nodes or 0, device=device)
     if as_json:
         click.echo(dumps(_as_json(made), indent=1))
@@ -62,7 +63,8 @@ def _show(made: Plan, setup: Setup, request: Request, world: int) -> None:
     passes = "" if made.accumulation == 1 else f", {made.accumulation} micro-batches"
     screen.line(f"{setup.config.source} on {ranks}{nodes}", "bold")
     screen.line(
-        f"{train.global_batch} sequences of {train.sequence} tokens a step, {train.micro_batch} at a time{passes}"
+        f"{train.global_batch:,} sequences of {train.sequence:,} tokens a step "
+        f"({short(train.global_batch * train.sequence)} tokens), {train.micro_batch} at a time{passes}"
     )
     _show_phases(made)
     _show_slots(made, setup, request)
@@ -82,7 +84,7 @@ def _show_phases(made: Plan) -> None:
     screen.heading("Phases")
     if made.phases:
         rows = [
-            (entry["phase"], entry["slot"], entry["plugin"], abbreviated(entry["matched"]), entry["note"])
+            (entry["phase"], _slot(entry), entry["plugin"], abbreviated(entry["matched"]), entry["note"])
             for entry in made.phases
         ]
         screen.table(("phase", "slot", "plugin", "matched", "note"), rows)
@@ -90,6 +92,11 @@ def _show_phases(made: Plan) -> None:
         screen.line("  no plugin changes the model")
     if made.idle:
         screen.line(f"  idle at this size: {', '.join(made.idle)}", "dim")
+
+
+def _slot(entry: Mapping[str, Any]) -> str:
+    """A transform's slot, and which model it is of if not the first."""
+    return f"{entry['model']}: {entry['slot']}" if "model" in entry else str(entry["slot"])
 
 
 def _show_slots(made: Plan, setup: Setup, request: Request) -> None:
@@ -125,6 +132,9 @@ def _show_parameters(made: Plan) -> None:
         screen.table(("", ""), [row[:2] for row in rows], right=(1,))
     else:
         screen.table(("", "all", "of a rank", "split"), rows, right=(1, 2))
+    if counts.total >= 1_000_000:
+        held = "" if counts.held == counts.total else f", {_billions(counts.held)} of a rank"
+        screen.line(f"  {_billions(counts.total)} parameters{held}")
     if counts.trainable != counts.total:
         screen.line(f"  {counts.trainable:,} of them are trained")
     for group in counts.tied:
@@ -134,38 +144,30 @@ def _show_parameters(made: Plan) -> None:
 def _show_memory(made: Plan) -> None:
     memory = made.memory
     screen.heading("Memory of a rank")
-
-    def size(value: int | None) -> str:
-        return "not known" if value is None else gib(value)
-
     rows = [
-        ("parameters", size(memory.parameters), "exact"),
-        ("buffers", size(memory.buffers), "exact"),
-        ("gradients", size(memory.gradients), "exact"),
-        ("optimizer", size(memory.optimizer), "exact, after its first step"),
-        ("activations", size(memory.activations), "estimate: the most at once of all else"),
-        ("  logits", size(memory.logits), "of these"),
-        ("peak", size(memory.peak), "estimate: what kernels and the allocator need for themselves comes on top"),
+        ("parameters", memory.parameters, "exact"),
+        ("buffers", memory.buffers, "exact"),
+        ("gradients", memory.gradients, "exact"),
+        ("optimizer", memory.optimizer, "exact, after its first step"),
+        ("activations", memory.activations, "estimate: the most at once of all else"),
+        ("  logits", memory.logits, "of these"),
+        ("peak", memory.peak, "estimate: what kernels and the allocator need for themselves comes on top"),
     ]
-    screen.table(("", "", ""), rows, right=(1,))
+    sizes = column([size for _, size, _ in rows])
+    screen.table(("", "", ""), [(row[0], size, row[2]) for row, size in zip(rows, sizes, strict=True)], right=(1,))
     for note in memory.notes:
         screen.line(f"  {note}", "yellow")
 
 
 def _show_communication(made: Plan) -> None:
     screen.heading("Sent by a rank in a step")
+    sizes = column([int(one.bytes) for one in made.communication])
     rows = [
-        (
-            one.kind,
-            f"{one.axis} ({one.ranks})",
-            str(one.count),
-            gib(one.bytes),
-            "across nodes" if one.crosses_nodes else "",
-        )
-        for one in made.communication
+        (one.kind, f"{one.axis} ({one.ranks})", f"{one.count:,}", size, "across nodes" if one.crosses_nodes else "")
+        for one, size in zip(made.communication, sizes, strict=True)
     ]
     screen.table(("", "along", "calls", "bytes", ""), rows, right=(2, 3))
-    for axis, least in made.textbook.items():
+    for axis, least in made.expected_bytes.items():
         sent = sum(one.bytes for one in made.communication if one.axis == axis)
         if least:
             screen.line(f"  along {axis}: {gib(sent)}, {sent / least:.3g} × the textbook's {gib(least)}")
@@ -176,9 +178,11 @@ def _show_work(made: Plan) -> None:
     if made.flops_per_token is None:
         screen.line("  the model does not declare its FLOPs")
     else:
-        screen.line(f"  {short(made.flops_per_token)} FLOPs per token, as MFU counts them: {FLOPS_CONVENTION}")
+        screen.line(f"  {counted(made.flops_per_token, 'FLOP')} per token, as MFU counts them: {FLOPS_CONVENTION}")
     if made.kernel_flops:
-        screen.line(f"  {short(made.kernel_flops)} FLOPs in a rank's kernels a step, what is computed again included")
+        screen.line(
+            f"  {counted(made.kernel_flops, 'FLOP')} in a rank's kernels a step, what is computed again included"
+        )
     roof = made.roofline
     if roof is None:
         return
@@ -186,12 +190,12 @@ def _show_work(made: Plan) -> None:
     screen.heading(f"At most, on {roof.device}")
     screen.line(f"  {short(roof.tokens_per_second)} tokens/s{mfu}, bound by {roof.bound}")
     rows = [
-        ("compute", f"{roof.compute * 1e3:.3g} ms", "matrix products and attention, at the peak"),
-        ("memory", f"{roof.memory * 1e3:.3g} ms", "products that wait for memory, and the optimizer"),
-        ("communication", f"{roof.communication * 1e3:.3g} ms", "if none of it is hidden"),
+        ("compute", time_span(roof.compute), "matrix products and attention, at the peak"),
+        ("memory", time_span(roof.memory), "products that wait for memory, and the optimizer"),
+        ("communication", time_span(roof.communication), "if none of it is hidden"),
         (
             "the rest",
-            f"{roof.fusible * 1e3:.3g} ms",
+            time_span(roof.fusible),
             f"unless fused; {short(roof.unfused_tokens_per_second)} tokens/s with it",
         ),
     ]
@@ -199,6 +203,11 @@ def _show_work(made: Plan) -> None:
     if roof.fits is not None and made.memory.peak is not None:
         verdict = "fits" if roof.fits else "does not fit"
         screen.line(f"  {gib(made.memory.peak)} at the peak {verdict} into {gib(roof.memory_bytes)}")
+
+
+def _billions(parameters: int) -> str:
+    """As models are called: `8.03B`."""
+    return short(parameters).replace("G", "B")
 
 
 def abbreviated(names: list[str]) -> str:
@@ -210,8 +219,7 @@ def abbreviated(names: list[str]) -> str:
         key = (name, "") if at is None else (".".join(parts[:at]), ".".join(parts[at + 1 :]))
         runs.setdefault(key, []).append(-1 if at is None else int(parts[at]))
     texts = [_run(before, after, numbers) for (before, after), numbers in runs.items()]
-    more = f", … {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return f"{len(names)}: {', '.join(texts[:SHOWN])}{more}"
+    return f"{len(names)}: {few(texts, SHOWN)}"
 
 
 def _by_number(name: str) -> list[tuple[bool, int, str]]:

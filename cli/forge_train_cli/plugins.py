@@ -7,12 +7,13 @@ import sys
 
 import click
 
-from forge_train.errors import ConfigError
-from forge_train.registry.discovery import discover
-from forge_train.strict_json import dumps
+from forge_train.ground.errors import ConfigError
+from forge_train.ground.strict_json import dumps
+from forge_train.registry.discovery import DISTRIBUTION, discover
 
 from .lazy import LazyGroup
 from .options import json_option
+from .roles import ROLES, defaults, role
 
 COMMANDS = {
     "list": (".plugins:list_plugins", "What is installed, without importing it."),
@@ -34,21 +35,30 @@ def plugins() -> None:
 @click.command("list", short_help="What is installed, without importing it.")
 @json_option
 def list_plugins(as_json: bool) -> None:
-    """List every plugin that could be enabled. None is imported."""
-    found = discover()
+    """List every plugin that could be enabled, by what it does. None is imported."""
+    found, brought = discover(), defaults()
     if as_json:
         keys = ("name", "distribution", "version", "object", "summary")
-        click.echo(dumps([{key: getattr(one, key) for key in keys} for one in found], indent=1))
+        plain = [{key: getattr(one, key) for key in keys} for one in found]
+        more = [{"role": role(one), "default": brought.get(one.name, [])} for one in found]
+        click.echo(dumps([{**one, **added} for one, added in zip(plain, more, strict=True)], indent=1))
         return
-    owners = {one.object: f"{one.distribution} {one.version}".strip() for one in found}
     wide = max((len(one.name) for one in found), default=0)
-    group = ""
-    for one in sorted(found, key=lambda one: (one.distribution != "forge-train", owners[one.object], one.name)):
-        if owners[one.object] != group:
-            click.echo(("\n" if group else "") + click.style(owners[one.object], dim=True))
-            group = owners[one.object]
-        click.echo(f"  {click.style(one.name.ljust(wide), bold=True)}  {one.summary}")
-    click.echo(click.style("\nforge plugins info NAME says more; forge train --plugins NAME enables one.", dim=True))
+    roles = {one: role(one) for one in found}
+    grouped = {name: [one for one in found if roles[one] == name] for name in ROLES}
+    for name, ones in grouped.items():
+        if ones:
+            click.echo(click.style(name, dim=True))
+        for one in sorted(ones, key=lambda one: (one.distribution != DISTRIBUTION, one.name)):
+            mark = "*" if one.name in brought else " "
+            owner = "" if one.distribution == DISTRIBUTION else f"  ({one.distribution} {one.version})"
+            text = f"{click.style(one.name.ljust(wide), bold=True)}  {one.summary}{click.style(owner, dim=True)}"
+            click.echo(f"{mark} {text}")
+    notes = (
+        "* a default: it is enabled where its slot is needed and no other plugin fills it.",
+        "forge plugins info NAME says more; forge train --plugins NAME enables one; forge plugins install adds others.",
+    )
+    click.echo(click.style("\n" + "\n".join(notes), dim=True))
 
 
 @click.command(short_help="What a plugin is, does and can be told.")
@@ -57,7 +67,7 @@ def list_plugins(as_json: bool) -> None:
 def info(name: str, as_json: bool) -> None:
     """Describe a plugin: where it comes from, its hooks, its options with their ranges and defaults.
 
-    NAME is a plugin's name or a dotted package.module:Class. It is imported.
+    NAME is a plugin's name, a dotted package.module:Class or a file. It is imported.
     """
     from .describe import describe, show
 

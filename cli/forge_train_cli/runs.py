@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from forge_train.errors import ConfigError, nearest
-from forge_train.present import gib, quantity, sparkline
-from forge_train.strict_json import dumps
+from forge_train.ground.errors import ConfigError, nearest
+from forge_train.ground.present import gib, quantity, sparkline
+from forge_train.ground.strict_json import dumps
 
 from . import screen
 from .history import History, differences, runs_in
@@ -22,6 +22,7 @@ COMMANDS = {
     "list": (".runs:list_runs", "The runs of a folder, newest first."),
     "show": (".runs:show", "One run: how it went, and what it was."),
     "compare": (".runs:compare", "Several runs side by side."),
+    "report": (".report:report", "Runs as one page of HTML."),
 }
 CURVE = 60
 """Columns of a loss curve."""
@@ -37,7 +38,7 @@ def runs() -> None:
 @json_option
 def list_runs(run_dir: str, as_json: bool) -> None:
     """List the runs of a folder, newest first."""
-    found = runs_in(Path(run_dir))
+    found = [history for history in runs_in(Path(run_dir)) if _readable(history)]
     if as_json:
         click.echo(dumps([history.summary() for history in found], indent=1))
         return
@@ -63,13 +64,23 @@ def list_runs(run_dir: str, as_json: bool) -> None:
     screen.table(headers[:shown], [row[:shown] for row in rows], right=(2,), indent=0)
 
 
+def _readable(history: History) -> bool:
+    """Whether a run can be listed; one that is damaged is named, and hides no other."""
+    try:
+        history.summary()
+    except ConfigError as error:
+        click.echo(f"{click.style('Warning:', fg='yellow')} {error}", err=True)
+        return False
+    return True
+
+
 @click.command(short_help="One run: how it went, and what it was.")
 @click.argument("run", required=False)
 @run_dir_option
 @json_option
 def show(run: str | None, run_dir: str, as_json: bool) -> None:
     """Show RUN: a path, or a name in the folder of runs; the newest one if none is given."""
-    history = _open(run, Path(run_dir))
+    history = open_run(run, Path(run_dir))
     if as_json:
         click.echo(dumps(history.details(), indent=1))
         return
@@ -104,7 +115,7 @@ def compare(names: tuple[str, ...], run_dir: str, as_json: bool) -> None:
     """Show where runs differ, in what they were told and in what came of it."""
     if len(names) < 2:
         raise ConfigError("Name at least two runs; `forge runs list` shows them.")
-    histories = [_open(name, Path(run_dir)) for name in names]
+    histories = [open_run(name, Path(run_dir)) for name in names]
     differing = differences([history.config for history in histories])
     results = _results(histories)
     if as_json:
@@ -135,7 +146,7 @@ def compare(names: tuple[str, ...], run_dir: str, as_json: bool) -> None:
     screen.table(headers, rows)
 
 
-def _open(name: str | None, folder: Path) -> History:
+def open_run(name: str | None, folder: Path) -> History:
     """A run by its path or name, or the newest.
 
     Raises:

@@ -137,8 +137,8 @@ SNIPPETS = {
         skip: Annotated[int, Ge(0)] = 4
         """Tokens at the beginning of each sequence that are read, and not trained on."""
 ''',
-        imports=("MASKED", "Ge"),
-        types=("Batch", "Job", "PrepareBatch"),
+        imports=("MASKED", "BatchPhase", "Ge", "PrepareBatch"),
+        types=("Batch", "Job"),
         body="""\
     @hookimpl
     def prepare_batch(self, job: Job) -> PrepareBatch:
@@ -147,7 +147,7 @@ SNIPPETS = {
             labels[:, : self.config.skip] = MASKED
             return replace(batch, labels=labels)
 
-        return mask
+        return PrepareBatch(BatchPhase.MASK, mask)
 """,
     ),
     "parallelize": Snippet(
@@ -171,9 +171,12 @@ SNIPPETS = {
 """,
     ),
     "attention_kernel": Snippet(
+        imports=("KernelCapabilities",),
         types=("AttentionKernel", "Job"),
         torch=True,
         body="""\
+    kernel_capabilities = KernelCapabilities(documents=True)
+
     @hookimpl
     def attention_kernel(self, job: Job) -> AttentionKernel:
         import torch
@@ -183,15 +186,15 @@ SNIPPETS = {
             key: torch.Tensor,
             value: torch.Tensor,
             *,
-            documents: torch.Tensor | None = None,
+            document_ids: torch.Tensor | None = None,
             scale: float | None = None,
         ) -> torch.Tensor:
             group = query.shape[2] // key.shape[2]
             key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
             logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (scale or query.shape[-1] ** -0.5)
             seen = logits.new_ones(logits.shape[-2:], dtype=torch.bool).tril(key.shape[1] - query.shape[1])
-            if documents is not None:
-                seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+            if document_ids is not None:
+                seen = seen & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
             weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
             return torch.einsum("bhqk,bkhd->bqhd", weights, value)
 
@@ -208,9 +211,9 @@ SNIPPETS = {
         from forge_train.nn import Linear
 
         return nn.Sequential(
-            Linear(layer.dim, layer.hidden, bias=layer.bias, std=layer.std),
+            Linear(layer.dim, layer.ffn_dim, bias=layer.bias, std=layer.std),
             nn.GELU(),
-            Linear(layer.hidden, layer.dim, bias=layer.bias, std=layer.output_std),
+            Linear(layer.ffn_dim, layer.dim, bias=layer.bias, std=layer.output_std),
         )
 """,
     ),

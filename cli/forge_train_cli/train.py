@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from forge_train.config.layers import Request
-from forge_train.errors import ConfigError, DivergedError, ForgeError
-from forge_train.events import Finished
-from forge_train.failure import Failure
-from forge_train.loop.control import INTERRUPTED
-from forge_train.registry.discovery import canonical, dotted
-from forge_train.storage.disk import DiskError
-from forge_train.storage.run import Run, is_checkpoint, is_run
-from forge_train.strict_json import dumps
+from forge_train.contract.events import Finished
+from forge_train.contract.run import Run
+from forge_train.ground.disk import DiskError
+from forge_train.ground.errors import INTERRUPTED, ConfigError, DivergedError, ForgeError
+from forge_train.ground.failure import Failure
+from forge_train.ground.strict_json import dumps
+from forge_train.registry.discovery import plugin_name
+from forge_train.storage.run import is_checkpoint, is_run
 
-from .failures import complain, report
-from .options import PRESET, nproc_option, run_dir_option, run_options
+from .closing import next_commands
+from .devices import how_many
+from .failures import complain, report, show_progress
+from .options import AUTO, PRESET, processes_option, run_dir_option, run_options
 
 if TYPE_CHECKING:
     from forge_train.registry.setup import Setup
@@ -41,7 +45,7 @@ if TYPE_CHECKING:
     metavar="auto|never|PATH",
     help="PATH of a run continues it; PATH of a checkpoint starts a new run there; never starts over.",
 )
-@nproc_option()
+@processes_option
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
@@ -56,7 +60,7 @@ def train(
     run_dir: str,
     name: str | None,
     resume: str,
-    nproc: int | None,
+    nproc: int | Literal["auto"],
     max_restarts: int,
     quiet: bool,
     as_json: bool,
@@ -76,16 +80,24 @@ def train(
     if not (quiet or as_json) and sys.stdout.isatty():
         click.echo(click.style("starting …", dim=True) + "\r", nl=False)  # whatever comes next is written over it
     try:
-        from forge_train.config.rules import world_size
-        from forge_train.processes.launch import check_alone
+        from forge_train.ground.world import world_size
         from forge_train.registry.setup import resolve
+        from forge_train_tools.launching.launch import check_alone
 
-        if nproc is not None or max_restarts:
-            check_alone(f"--nproc {nproc}" if nproc is not None else f"--max-restarts {max_restarts}")
-        setup = resolve(request, world=nproc or world_size())
+        if isinstance(nproc, int) or max_restarts:
+            check_alone(f"--nproc {nproc}" if isinstance(nproc, int) else f"--max-restarts {max_restarts}")
+        count = nproc if isinstance(nproc, int) else how_many(request)
+        try:
+            setup = resolve(request, world=count if count > 1 else world_size())
+        except ConfigError as error:
+            if nproc == AUTO and count > 1:
+                error.args = (f"{error}\n(--nproc auto takes {count} processes here; --nproc 1 takes one.)",)
+            raise
         if quiet or as_json:
             setup.hooks.mute("console")
-        if (nproc or 1) > 1 or max_restarts:
+        else:
+            show_progress()
+        if count > 1 or max_restarts:
             from .launching import train_several
 
             launched = train_several(
@@ -94,12 +106,12 @@ def train(
                 run_dir=Path(run_dir),
                 resume=resume,
                 notable=_notable(request),
-                nproc=nproc or 1,
+                nproc=count,
                 max_restarts=max_restarts,
                 quiet=quiet or as_json,
             )
-            return _told(launched, setup, quiet=quiet, as_json=as_json)
-        from forge_train.loop.engine import train as train_run
+            return _told(launched, quiet=quiet, as_json=as_json)
+        from forge_train.engine import train as train_run
 
         finished = train_run(setup, run_dir=Path(run_dir), resume=resume, notable=_notable(request))
     except Exception as error:
@@ -107,7 +119,7 @@ def train(
     if as_json:
         _print_result(finished.run, finished.step, finished.loss, finished.outcome)
     elif not quiet and _first_process():
-        _close(finished, setup)
+        _close(finished, next_commands(finished, setup))
     return finished.code
 
 
@@ -126,7 +138,7 @@ def _configuration_of(resume: str) -> str:
 
 
 def _notable(request: Request) -> tuple[str, ...]:
-    return tuple(sorted(dotted(spec).name if ":" in spec else canonical(spec) for spec in request.plugins))
+    return tuple(sorted(plugin_name(spec) for spec in request.plugins))
 
 
 def _rank() -> str:
@@ -137,7 +149,7 @@ def _first_process() -> bool:
     return _rank() == "0"
 
 
-def _told(launched: Launched, setup: Setup, *, quiet: bool, as_json: bool) -> int:
+def _told(launched: Launched, *, quiet: bool, as_json: bool) -> int:
     """Say how a run of several processes ended; its exit code."""
     ended, run = launched.ended, launched.run
     if ended.signal:
@@ -157,11 +169,9 @@ def _told(launched: Launched, setup: Setup, *, quiet: bool, as_json: bool) -> in
     if as_json:
         _print_result(run, result["step"], result["loss"], result["outcome"])
     elif not quiet:
-        closing = [(title, text) for title, text in result["closing"]]
-        _close(
-            Finished(result["outcome"], result["step"], result["loss"], ended.code, run, result["reason"], closing),
-            setup,
-        )
+        commands = [(label, command) for label, command in result.pop("next")]
+        closing = [(title, text) for title, text in result.pop("closing")]
+        _close(Finished(**{**result, "code": ended.code}, run=run, closing=closing), commands)
     return ended.code
 
 
@@ -194,7 +204,7 @@ def _print_result(
         click.echo(dumps({**result, "error": failure.as_json() if failure else None}))
 
 
-def _close(finished: Finished, setup: Setup) -> None:
+def _close(finished: Finished, commands: Sequence[tuple[str, str]]) -> None:
     """What plugins have to say at the end, and what to type next."""
     if finished.reason and finished.outcome == "done":
         click.echo(f"{finished.run}: {finished.reason}: {finished.step} steps. Train longer with -s train.steps=…")
@@ -202,15 +212,8 @@ def _close(finished: Finished, setup: Setup) -> None:
         click.echo(f"\n{click.style(title, bold=True)}\n{text}")
     if finished.outcome == "interrupted":
         click.echo(f"\nStopped ({finished.reason}) at step {finished.step}, which is saved. Go on with:")
-        click.echo(f"  forge train --resume {finished.run}")
+        click.echo(f"  forge train --resume {shlex.quote(str(finished.run))}")
         return
     click.echo(click.style("\nNext", bold=True))
-    rows = [
-        ("write with it", f'forge generate {finished.run} --prompt "def "'),
-        ("its numbers", f"forge runs show {finished.run}"),
-        ("another plugin", "forge train --plugins lion"),
-    ]
-    if not setup.hooks.provider("tokenizer"):
-        del rows[0]
-    for label, command in rows:
+    for label, command in commands:
         click.echo(f"  {click.style(label.ljust(14), dim=True)}  {command}")

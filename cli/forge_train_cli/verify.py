@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from forge_train.config.layers import Request, lay
-from forge_train.errors import ConfigError, ForgeError
-from forge_train.present import sparkline
-from forge_train.strict_json import dumps
+from forge_train.ground.errors import ConfigError, ForgeError
+from forge_train.ground.present import sparkline
+from forge_train.ground.strict_json import dumps
 
 from . import screen
 from .options import json_option, nproc_option, run_options
@@ -19,7 +19,7 @@ from .options import json_option, nproc_option, run_options
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from forge_train.verification import Check, Offender, Verdict
+    from forge_train_tools.verification import Check, Offender, Verdict
 
 SHOWN = 8
 
@@ -43,9 +43,9 @@ def verify(request: Request, nproc: int | None, steps: int, against: str | None,
     forge verify --nproc 4 -p tp -s parallel.tp=2
     forge verify --against precision=bf16        another precision instead of another layout
     """
-    from forge_train.processes.launch import check_alone
-    from forge_train.verification import verify as compare
-    from forge_train.verification import verify_against
+    from forge_train_tools.launching.launch import check_alone
+    from forge_train_tools.verification import verify as compare
+    from forge_train_tools.verification import verify_against
 
     check_alone("forge verify")
     if against is not None and nproc is not None:

@@ -9,70 +9,84 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .auxiliary import attach_loss as attach_loss
-    from .choices import record_choices as record_choices
-    from .composition.model import Model as Model
-    from .errors import CommunicationError as CommunicationError
-    from .errors import ConfigError as ConfigError
-    from .errors import DivergedError as DivergedError
-    from .errors import ForgeError as ForgeError
-    from .errors import PluginError as PluginError
-    from .events import CheckpointEvent as CheckpointEvent
-    from .events import Evaluation as Evaluation
-    from .events import Finished as Finished
-    from .events import LogRecord as LogRecord
-    from .events import StepResult as StepResult
-    from .events import Update as Update
-    from .failure import Failure as Failure
-    from .job import Job as Job
-    from .plugin import FilePath as FilePath
-    from .plugin import Ge as Ge
-    from .plugin import Gt as Gt
-    from .plugin import Le as Le
-    from .plugin import Lt as Lt
-    from .plugin import Plugin as Plugin
-    from .plugin import Volatile as Volatile
-    from .plugin import hookimpl as hookimpl
-    from .plugin import section as section
-    from .protocols import MASKED as MASKED
-    from .protocols import Attention as Attention
-    from .protocols import AttentionKernel as AttentionKernel
-    from .protocols import Batch as Batch
-    from .protocols import Executor as Executor
-    from .protocols import FeedForward as FeedForward
-    from .protocols import HFModel as HFModel
-    from .protocols import Init as Init
-    from .protocols import Layer as Layer
-    from .protocols import Loader as Loader
-    from .protocols import LossFunction as LossFunction
-    from .protocols import LossScale as LossScale
-    from .protocols import PrepareBatch as PrepareBatch
-    from .protocols import Problem as Problem
-    from .protocols import Schedule as Schedule
-    from .protocols import Span as Span
-    from .protocols import SpanName as SpanName
-    from .protocols import Task as Task
-    from .protocols import TokenDispatch as TokenDispatch
-    from .protocols import Tokenizer as Tokenizer
-    from .transform import Applied as Applied
-    from .transform import Phase as Phase
-    from .transform import Transform as Transform
-    from .transform import swap as swap
+    from .config.schema import FilePath as FilePath
+    from .config.schema import Ge as Ge
+    from .config.schema import Gt as Gt
+    from .config.schema import Le as Le
+    from .config.schema import Lt as Lt
+    from .config.schema import Volatile as Volatile
+    from .config.schema import section as section
+    from .contract.attention import Attention as Attention
+    from .contract.attention import AttentionKernel as AttentionKernel
+    from .contract.attention import KernelCapabilities as KernelCapabilities
+    from .contract.auxiliary import attach_loss as attach_loss
+    from .contract.batch import MASKED as MASKED
+    from .contract.batch import Axes as Axes
+    from .contract.batch import Batch as Batch
+    from .contract.batch import BatchPhase as BatchPhase
+    from .contract.batch import PrepareBatch as PrepareBatch
+    from .contract.choices import record_choices as record_choices
+    from .contract.events import CheckpointEvent as CheckpointEvent
+    from .contract.events import Evaluation as Evaluation
+    from .contract.events import Finished as Finished
+    from .contract.events import LogRecord as LogRecord
+    from .contract.events import StepResult as StepResult
+    from .contract.events import Update as Update
+    from .contract.extra import ExtraModel as ExtraModel
+    from .contract.job import Job as Job
+    from .contract.model import Model as Model
+    from .contract.plugin import Plugin as Plugin
+    from .contract.plugin import hookimpl as hookimpl
+    from .contract.protocols import Evaluator as Evaluator
+    from .contract.protocols import Executor as Executor
+    from .contract.protocols import FeedForward as FeedForward
+    from .contract.protocols import Head as Head
+    from .contract.protocols import HeadSpec as HeadSpec
+    from .contract.protocols import HFModel as HFModel
+    from .contract.protocols import Init as Init
+    from .contract.protocols import Layer as Layer
+    from .contract.protocols import Loader as Loader
+    from .contract.protocols import LossFunction as LossFunction
+    from .contract.protocols import LossScale as LossScale
+    from .contract.protocols import RolloutLoader as RolloutLoader
+    from .contract.protocols import Schedule as Schedule
+    from .contract.protocols import Span as Span
+    from .contract.protocols import SpanName as SpanName
+    from .contract.protocols import Task as Task
+    from .contract.protocols import TokenDispatch as TokenDispatch
+    from .contract.protocols import Tokenizer as Tokenizer
+    from .contract.transform import Applied as Applied
+    from .contract.transform import MicroBatch as MicroBatch
+    from .contract.transform import Phase as Phase
+    from .contract.transform import Specialisation as Specialisation
+    from .contract.transform import Transform as Transform
+    from .contract.transform import swap as swap
+    from .ground.errors import CommunicationError as CommunicationError
+    from .ground.errors import ConfigError as ConfigError
+    from .ground.errors import DivergedError as DivergedError
+    from .ground.errors import ForgeError as ForgeError
+    from .ground.errors import PluginError as PluginError
+    from .ground.errors import Problem as Problem
+    from .ground.failure import Failure as Failure
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "auxiliary": "attach_loss",
-    "choices": "record_choices",
-    "errors": "CommunicationError ConfigError DivergedError ForgeError PluginError",
-    "failure": "Failure",
-    "job": "Job",
-    "composition.model": "Model",
-    "plugin": "FilePath Ge Gt Le Lt Plugin Volatile hookimpl section",
-    "events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
-    "protocols": "MASKED Attention AttentionKernel Batch Executor FeedForward HFModel Init Layer Loader LossFunction"
-    " LossScale PrepareBatch Problem Schedule Span SpanName Task TokenDispatch Tokenizer",
-    "transform": "Applied Phase Transform swap",
+    "config.schema": "FilePath Ge Gt Le Lt Volatile section",
+    "contract.attention": "Attention AttentionKernel KernelCapabilities",
+    "contract.auxiliary": "attach_loss",
+    "contract.batch": "Axes Batch BatchPhase MASKED PrepareBatch",
+    "contract.choices": "record_choices",
+    "contract.events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
+    "contract.extra": "ExtraModel",
+    "contract.job": "Job",
+    "contract.model": "Model",
+    "contract.plugin": "Plugin hookimpl",
+    "contract.protocols": "Evaluator Executor FeedForward HFModel Head HeadSpec Init Layer"
+    " Loader LossFunction LossScale RolloutLoader Schedule Span SpanName Task TokenDispatch Tokenizer",
+    "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
+    "ground.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",
+    "ground.failure": "Failure",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge_command import Forge
-from forge_train.bench import cpu_seconds
+from forge_train_tools.bench import cpu_seconds
 
 
 @pytest.mark.slow

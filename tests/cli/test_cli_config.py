@@ -29,6 +29,15 @@ def test_show_as_a_table(forge: Forge) -> None:
     assert line.split() == ["train.steps", "6", "tiny.toml:2"]
 
 
+@pytest.mark.parametrize("missing", ["text.path=", "text.path=nowhere"])
+def test_only_training_needs_the_data(forge: Forge, missing: str) -> None:
+    asked = ("tiny.toml", "-s", missing, "-s", "train.init_from=base")
+    assert forge("config", "show", *asked, "--json").json["text.path"]["value"] == missing.removeprefix("text.path=")
+    assert "init_from" in forge("config", "init", *asked).out
+    assert forge("plan", *asked, "--json").json["parameters"]
+    assert "text.path" in forge("train", *asked, fails=2).err
+
+
 def test_show_without_a_name_is_the_preset(forge: Forge) -> None:
     assert forge("config", "show", "--json").json["train.steps"]["origin"].startswith("quickstart.toml:")
 

@@ -51,7 +51,7 @@ class Documents(Rows):
         from forge_train import Batch
         train = job.config.train
         ids = torch.zeros(train.micro_batch, train.sequence, dtype=torch.int64)
-        return Batch(ids, ids, documents=ids)
+        return Batch(ids, ids, document_ids=ids)
 
 class Refusing(Plugin):
     """An executor that can't run this model."""
@@ -121,7 +121,7 @@ def test_the_parameters_are_those_of_the_run(forge: Forge, folder: Path) -> None
 
     counts = planned(forge)["parameters"]
     forge("train", "tiny.toml", "--name", "mine", "-q")
-    saved = checkpoint.shapes(checkpoint.whole(folder / "runs" / "mine"))
+    saved = checkpoint.shapes(checkpoint.resolve(folder / "runs" / "mine"))
     names = [name for name in saved if name.startswith("model.")]
     assert counts["total"] == counts["trainable"] == sum(torch.Size(saved[name][0]).numel() for name in names)
     assert sum(counts["by_module"].values()) == counts["total"]
@@ -263,8 +263,8 @@ def test_each_parameter_is_where_its_placement_says(forge: Forge) -> None:
 
 def test_the_textbook_beside_what_is_counted(forge: Forge) -> None:
     plan = planned(forge, *SPLIT)
-    assert plan["textbook"].keys() == {"tp", "dp_shard"}
-    for axis, least in plan["textbook"].items():
+    assert plan["expected_bytes"].keys() == {"tp", "dp_shard"}
+    for axis, least in plan["expected_bytes"].items():
         sent = sum(one["bytes"] for one in plan["communication"] if one["axis"] == axis)
         assert 0.8 * least < sent <= 1.05 * least
     assert "× the textbook's" in forge("plan", "tiny.toml", *SPLIT).out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,17 +13,23 @@ from typing import Any
 import pytest
 
 from forge_command import Forge
+from forge_train.registry.discovery import in_file
 from forge_train_cli.app import COMMANDS
 from forge_train_cli.app import forge as app
+from forge_train_cli.roles import OTHER, role
 
 Distribution = Callable[..., Path]
 
 PLUGIN = '''
-from forge_train import Plugin
+from forge_train import Plugin, hookimpl
 
 class Theirs(Plugin):
     """What theirs does (a paper)."""
     api = (1, 0)
+
+    @hookimpl
+    def on_step(self, step):
+        pass
 '''
 COMMAND = """
 import click
@@ -61,12 +68,41 @@ def test_list(forge: Forge, distribution: Distribution) -> None:
         "version": "1.5",
         "object": "theirs_module:Theirs",
         "summary": "What theirs does (a paper).",
+        "role": "observer",
+        "default": [],
     }
     assert found["lion"]["distribution"] == "forge-train"
     assert "theirs_module" not in sys.modules
     text = forge("plugins", "list").out
-    assert "their-plugins 1.5\n  the_irs" in text
-    assert "What theirs does (a paper)." in text
+    assert "What theirs does (a paper).  (their-plugins 1.5)" in text
+    groups = re.split(r"^(?=[a-z])", text, flags=re.MULTILINE)
+    (observers,) = (group.partition("\n\n")[0] for group in groups if group.startswith("observer\n"))
+    assert re.findall(r"^([* ]) (\w+)", observers, re.MULTILINE) == [
+        ("*", "console"), (" ", "ema"), (" ", "sample"), ("*", "tensorboard"), (" ", "the_irs"),
+    ]  # fmt: skip
+
+
+def test_every_built_in_plugin_has_the_role_of_its_room(forge: Forge) -> None:
+    found = {one["name"]: one for one in forge("plugins", "list", "--json").json}
+    assert {name for name, one in found.items() if one["role"] == OTHER} == set()
+    assert found["moe"]["role"] == "experts"
+    assert found["fsdp2"]["default"] == ["distributed.data_parallel"]
+    assert found["console"]["default"] == ["plugins"]
+    assert forge("plugins", "info", "zero1", "--json").json["role"] == "parallelism"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("    @hookimpl\n    def optimizer(self, model, job): ...", "optimizer"),
+        ("    @hookimpl(trylast=True)\n    def on_log(self, record): ...", "observer"),
+        ("    @hookimpl\n    def parallelize(self, job): return Transform(Phase.RECOMPUTE, 'x', f)", "memory"),
+        ("    def helper(self): ...", "other"),
+    ],
+)
+def test_the_role_of_a_plugin_that_lies_anywhere(tmp_path: Path, body: str, says: str) -> None:
+    (tmp_path / "any.py").write_text(f"class Any(Plugin):\n    api = (1, 0)\n{body}\n", encoding="utf-8")
+    assert role(in_file(str(tmp_path / "any.py"))) == says
 
 
 def test_info(forge: Forge) -> None:

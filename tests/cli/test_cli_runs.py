@@ -91,3 +91,8 @@ def test_a_damaged_file_is_named(forge: Forge, two: Path) -> None:
     assert "plugins.json: can't be read" in forge("runs", "show", "first", fails=2).err
     (two / "second" / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0}) + "\nnonsense\n")
     assert "metrics.jsonl: can't be read" in forge("runs", "show", "second", fails=2).err
+    listed = forge("runs", "list", "--json")
+    assert listed.json == []
+    assert listed.err.count("Warning: ") == 2
+    (two / "second" / "metrics.jsonl").write_text("")
+    assert [Path(run["run"]).name for run in forge("runs", "list", "--json").json] == ["second"]

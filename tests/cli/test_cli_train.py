@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -37,13 +39,43 @@ def enabled(run: Path) -> set[str]:
     return {one["name"] for one in json.loads((run / "plugins.json").read_text())}
 
 
-def test_trains_and_says_what_to_type_next(forge: Forge, folder: Path) -> None:
+def test_trains_and_shows_it(forge: Forge) -> None:
     done = forge("train", "tiny.toml")
-    run = only_run(folder)
     assert "step 6/6 · loss " in done.out
     assert "held out: loss " in done.out
-    assert f'forge generate runs/{run.name} --prompt "def "' in done.out
     assert done.err == ""
+    assert re.search(r"^text: tokenised 1 documents, 0\.0 MB, .* MB/s, in \d+:\d\d$", done.out, re.MULTILINE)
+    assert done.out.count("tokenis") == 1
+
+
+@pytest.mark.accept("house", 4)
+def test_what_it_says_to_type_next_can_be_typed(forge: Forge, folder: Path) -> None:
+    done = forge("train", "tiny.toml", "--run-dir", "my runs")
+    (run,) = (folder / "my runs").iterdir()
+    commands = [shlex.split(line.partition("  forge ")[2]) for line in done.out.partition("\nNext\n")[2].splitlines()]
+    assert [words[0] for words in commands] == ["generate", "runs", "train", "checkpoint"]
+    assert all(f"my runs/{run.name}" in words for words in commands)
+    prompt = commands[0][commands[0].index("--prompt") + 1]
+    assert prompt
+    assert prompt in (folder / "corpus.txt").read_text(encoding="utf-8")
+    assert commands[2][-1] == "train.steps=12"
+    for words in commands:
+        forge(*words)
+
+
+@pytest.mark.accept("house", 4)
+def test_an_export_that_would_be_refused_is_not_suggested(forge: Forge, folder: Path) -> None:
+    said = forge("train", "tiny.toml", "-s", "decoder.norm=layer", "--name", "normed").out.partition("\nNext\n")[2]
+    assert "forge generate runs/normed --prompt" in said
+    assert "forge checkpoint export" not in said
+    assert "know only RMSNorm" in forge("checkpoint", "export", "runs/normed", "there", fails=2).err
+
+
+def test_a_model_that_looks_ahead_is_not_offered_to_write(forge: Forge) -> None:
+    """`forge generate` would refuse it."""
+    done = forge("train", "tiny.toml", "-p", "moe", "-s", "moe.router=expert_choice", "-s", "moe.balance=0")
+    assert "forge runs show" in done.out
+    assert "forge generate" not in done.out
 
 
 def test_json_is_one_object_on_stdout(forge: Forge, folder: Path) -> None:

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from forge_command import Forge
-from forge_train import verification
-from forge_train.storage.records import read
-from forge_train.verification import Check, Verdict
-from forge_train.verification.routing import Parting
+from forge_train.ground.records import read
 from forge_train_cli.app import run
+from forge_train_tools import verification
+from forge_train_tools.verification import Check, Verdict
+from forge_train_tools.verification.routing import RoutingDifference
 
 LOSS = Check("loss", 2e-5, 1e-5, "relative")
 DATA = Check("data", 0, 0, "steps whose sequences are others")
-TIE = Parting(1, "experts of layers.0.router", moved=2, near=3, precision="fp32")
+TIE = RoutingDifference(1, "experts of layers.0.router", moved=2, near=3, allowed=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("checks", "parting", "code", "says"),
+    ("checks", "routing_difference", "code", "says"),
     [
         ((DATA,), None, 0, "They agree."),
         ((DATA,), TIE, 1, "Undecided: they agree in what could be compared."),
@@ -32,11 +32,13 @@ def test_how_it_ends(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     checks: tuple[Check, ...],
-    parting: Parting | None,
+    routing_difference: RoutingDifference | None,
     code: int,
     says: str,
 ) -> None:
-    verdict = Verdict("two against one", ("1", "2"), checks, ((1.0, 1.0),), advice=("why",), parting=parting)
+    verdict = Verdict(
+        "two against one", ("1", "2"), checks, ((1.0, 1.0),), advice=("why",), routing_difference=routing_difference
+    )
     monkeypatch.setattr(verification, "verify", lambda *args, **more: verdict)
     assert run(["verify", "tiny.toml", "--nproc", "2"]) == code
     shown = capsys.readouterr().out

@@ -69,7 +69,7 @@ def test_json_is_one_object_with_every_check(plugins: Installed, capsys: pytest.
 def test_a_name_used_twice_is_marked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from forge_train.registry import discovery
 
-    twice = [discovery.Found("same", owner, "1", "no_such_module:Thing") for owner in ("ours", "theirs")]
+    twice = [discovery.PluginRef("same", owner, "1", "no_such_module:Thing") for owner in ("ours", "theirs")]
     monkeypatch.setattr(discovery, "SOURCES", [lambda: twice])
     assert run(["plugins", "check"]) == 1
     assert "the name 'same' is used by ours 1 and theirs 1" in capsys.readouterr().out.lower()

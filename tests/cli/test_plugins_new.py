@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import forge_train_cli.new
-from forge_train.registry.calls import implemented
+from forge_train.contract.calls import implemented
 from forge_train.testing import assert_conforms
 from forge_train_cli.app import run
 from forge_train_cli.new import source

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from forge_train.bench import start_up
+from forge_train_tools.bench import start_up
 
 COMMANDS = {"--version": 5.0, "--help": 12.0, "plugins list": 12.0}
 """Command → the most CPU time, as a multiple of that of `python -c pass`."""

@@ -55,10 +55,10 @@ class OutsideLoader:
         return Batch(tokens[:, :-1], tokens[:, 1:])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
+        return {"sequences": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
+        self.position = state["sequences"]
 
     def skip(self, sequences: int) -> None:
         self.position += sequences

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_train import Init, Job, Layer, hookimpl
+from forge_train import HeadSpec, Init, Job, KernelCapabilities, Layer, hookimpl
 from forge_train.nn import Embedding, Linear
 from outside import VOCABULARY, Outside
 
@@ -18,9 +18,10 @@ class OutsideModel(Outside):
 
     @hookimpl
     def build_model(self, job: Job) -> nn.Module:
-        layer = Layer(index=0, count=1, dim=16, heads=2, kv_heads=2, head_dim=8, hidden=24)
+        layer = Layer(index=0, num_layers=1, dim=16, heads=2, kv_heads=2, head_dim=8, ffn_dim=24)
         vocabulary = job.hooks.tokenizer().vocabulary if job.hooks.provider("tokenizer") else VOCABULARY
-        return OutsideDecoder(vocabulary, job.hooks.attention(layer), job.hooks.feed_forward(layer), self)
+        head = job.hooks.head(HeadSpec(16, vocabulary))
+        return OutsideDecoder(vocabulary, head, job.hooks.attention(layer), job.hooks.feed_forward(layer), self)
 
 
 class OutsideDecoder(nn.Module):
@@ -28,17 +29,27 @@ class OutsideDecoder(nn.Module):
     stages = (("embedding", "attention", "feed_forward", "head"),)
     roles: Mapping[str, str] = {"embedding.weight": "embedding", "head.weight": "head"}
 
-    def __init__(self, vocabulary: int, attention: Any, feed_forward: Any, owner: OutsideModel) -> None:
+    def __init__(self, vocabulary: int, head: Any, attention: Any, feed_forward: Any, owner: OutsideModel) -> None:
         super().__init__()
-        self.embedding, self.head = Embedding(vocabulary, 16), Linear(16, vocabulary)
+        self.embedding, self.head = Embedding(vocabulary, 16), head
         self.attention, self.feed_forward = attention, feed_forward
         self.note = owner.use
 
-    def forward(self, x: Tensor, *, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, position_ids: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         self.note()
         x = self.embedding(x)
-        x = x + self.attention(x, positions=positions, documents=documents)
+        x = x + self.attention(x, position_ids=position_ids, document_ids=document_ids)
         return x + self.feed_forward(x)
+
+
+class OutsideHead(Outside):
+    """A linear layer."""
+
+    @hookimpl
+    def head(self, spec: HeadSpec, job: Job) -> Any:
+        head = Linear(spec.dim, spec.vocabulary, std=spec.std)
+        head.register_forward_hook(lambda *_: self.use())
+        return head
 
 
 class OutsideAttention(Outside):
@@ -57,29 +68,39 @@ class OutsideMixer(nn.Module):
         self.kernel, self.note = kernel, owner.use
 
     def forward(
-        self, x: Tensor, *, positions: Tensor | None = None, documents: Tensor | None = None, cache: Any = None
+        self, x: Tensor, *, position_ids: Tensor | None = None, document_ids: Tensor | None = None, cache: Any = None
     ) -> Tensor:
         self.note()
         heads = self.into(x).unflatten(-1, self.shape)
-        out: Tensor = self.out(self.kernel(heads, heads, heads, documents=documents).flatten(2))
+        out: Tensor = self.out(self.kernel(heads, heads, heads, document_ids=document_ids).flatten(2))
         return out
 
 
 class OutsideKernel(Outside):
     """The plain formula of attention."""
 
+    kernel_capabilities = KernelCapabilities(documents=True, offsets=True)
+
     @hookimpl
     def attention_kernel(self, job: Job) -> Any:
         def attend(
-            query: Tensor, key: Tensor, value: Tensor, *, documents: Tensor | None = None, scale: float | None = None
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *,
+            document_ids: Tensor | None = None,
+            offset: int | None = None,
+            scale: float | None = None,
         ) -> Tensor:
             self.use()
-            groups = query.shape[2] // key.shape[2]
+            groups, queries = query.shape[2] // key.shape[2], query.shape[1]
+            first = key.shape[1] - queries if offset is None else offset
             key, value = key.repeat_interleave(groups, 2), value.repeat_interleave(groups, 2)
             logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (scale or query.shape[-1] ** -0.5)
-            seen = torch.ones(logits.shape[-2:], dtype=torch.bool).tril(key.shape[1] - query.shape[1])
-            if documents is not None:
-                seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+            seen = torch.ones(logits.shape[-2:], dtype=torch.bool).tril(first)
+            if document_ids is not None:
+                own = document_ids[:, first : first + queries]
+                seen = seen & (own[:, None, :, None] == document_ids[:, None, None, :])
             return torch.einsum("bhqk,bkhd->bqhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), value)
 
         return attend

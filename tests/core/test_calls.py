@@ -12,6 +12,7 @@ from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -20,21 +21,23 @@ import toys
 from forge_train import (
     Applied,
     Batch,
+    BatchPhase,
     ConfigError,
     HFModel,
     LogRecord,
     Phase,
     Plugin,
     PluginError,
+    PrepareBatch,
     Transform,
     hookimpl,
 )
-from forge_train.events import StepResult
-from forge_train.hookspecs import KINDS, OBSERVERS, OPTIONAL
-from forge_train.protocols import Layer
-from forge_train.registry.calls import Calls, Enabled, accuse, implemented
-from forge_train.registry.discovery import Found
-from forge_train.registry.hooks import Hooks
+from forge_train.contract.calls import Calls, EnabledPlugin, implemented, note_plugin
+from forge_train.contract.events import Evaluation, StepResult
+from forge_train.contract.hooks import Hooks
+from forge_train.contract.hookspecs import KINDS, OBSERVERS, OPTIONAL
+from forge_train.contract.protocols import Layer
+from forge_train.contract.reference import PluginRef
 
 pytestmark = pytest.mark.unit
 
@@ -42,7 +45,12 @@ pytestmark = pytest.mark.unit
 def hooks(*plugins: Plugin, defaults: dict[str, str] | None = None) -> Hooks:
     """Instances behind the facade; each is named after its class."""
     pairs = [
-        (Enabled(Found(type(plugin).__name__.lower(), "dist", "1", f"m:{type(plugin).__name__}"), type(plugin)), plugin)
+        (
+            EnabledPlugin(
+                PluginRef(type(plugin).__name__.lower(), "dist", "1", f"m:{type(plugin).__name__}"), type(plugin)
+            ),
+            plugin,
+        )
         for plugin in plugins
     ]
     made = Hooks(pairs, defaults or {})
@@ -146,6 +154,24 @@ def test_a_metric_is_put_under_the_name_of_the_plugin_that_is_told() -> None:
     assert step.timings == {"two.slow"}
 
 
+def test_a_metric_may_be_a_number_of_numpy_or_a_tensor(tmp_path: Path) -> None:
+    class Odd(Plugin):
+        @hookimpl
+        def on_step(self, step: StepResult) -> None:
+            step.add("numpy", numpy.float32(0.5))
+            step.add("tensor", torch.tensor(2))
+
+        @hookimpl
+        def on_evaluate(self, evaluation: Evaluation) -> None:
+            evaluation.add("numpy", numpy.int64(3))
+            evaluation.add("tensor", torch.tensor(0.25))
+
+    run = toys.run(tmp_path, Odd, steps=1, config={"train.evaluate_every": 1, "train.evaluate_batches": 1})
+    assert [(line["odd.numpy"], line["odd.tensor"]) for line in run.metrics] == [(0.5, 2)]
+    (found,) = [event["metrics"] for event in run.events if event["event"] == "evaluation"]
+    assert (found["odd.numpy"], found["odd.tensor"]) == (3, 0.25)
+
+
 # -- blame ----------------------------------------------------------------------------------------
 
 
@@ -165,8 +191,8 @@ def test_a_failure_names_plugin_distribution_and_hook_and_keeps_its_traceback() 
 
 
 def test_what_a_slot_gave_is_blamed_by_where_its_code_lies() -> None:
-    def enabled(name: str, module: str) -> Enabled:
-        return Enabled(Found(name, "dist", "1", f"{module}:X"), Plugin)
+    def enabled(name: str, module: str) -> EnabledPlugin:
+        return EnabledPlugin(PluginRef(name, "dist", "1", f"{module}:X"), Plugin)
 
     def failure(module: str, *inside: str) -> Exception:
         """An error that passed through functions of these modules, the innermost first."""
@@ -192,11 +218,11 @@ def test_what_a_slot_gave_is_blamed_by_where_its_code_lies() -> None:
         ("pkg.abc", None),
     ):
         error = failure(module, "somewhere.else")
-        accuse(error, plugins)
+        note_plugin(error, plugins)
         assert getattr(error, "__notes__", [None]) == [expected]
     error = failure("pkg.a", "pkg.b")
-    accuse(error, plugins)
-    accuse(error, plugins)
+    note_plugin(error, plugins)
+    note_plugin(error, plugins)
     assert error.__notes__ == ["in plugin 'a' (dist 1)"]
 
 
@@ -292,9 +318,9 @@ def test_a_signal_and_the_end_of_the_interpreter_are_no_failures_of_an_observer(
 
 
 def test_who_is_an_observer() -> None:
-    found = Found("x", "", "", "")
-    assert Enabled(found, Watch).observer
-    assert not Enabled(found, Act).observer
+    found = PluginRef("x", "", "", "")
+    assert EnabledPlugin(found, Watch).observer
+    assert not EnabledPlugin(found, Act).observer
     for hook in OBSERVERS:
         assert KINDS[hook] == "event"
 
@@ -346,7 +372,7 @@ class Mixer(nn.Module):
         super().__init__()
         self.name = name
 
-    def forward(self, x: Any, *, positions: Any = None, documents: Any = None, cache: Any = None) -> Any:
+    def forward(self, x: Any, *, position_ids: Any = None, document_ids: Any = None, cache: Any = None) -> Any:
         return x
 
 
@@ -381,7 +407,7 @@ def test_optional_slots_may_stay_empty() -> None:
 
 
 def layer(index: int = 0) -> Layer:
-    return Layer(index=index, count=2, dim=8, heads=2, kv_heads=2, head_dim=4, hidden=16)
+    return Layer(index=index, num_layers=2, dim=8, heads=2, kv_heads=2, head_dim=4, ffn_dim=16)
 
 
 def test_a_chain_takes_the_one_claim_else_the_default() -> None:
@@ -421,21 +447,23 @@ def test_parallelize_takes_one_several_or_none() -> None:
         hooks(plugin("A", ["x"])).parallelize()
 
 
-def test_batches_are_prepared_by_one_plugin_after_the_other() -> None:
-    def plugin(name: str, step: Any) -> Plugin:
-        return make(type(name, (Plugin,), {"prepare_batch": hookimpl(lambda self, job: step)}))
+def test_batches_are_prepared_phase_by_phase_and_in_a_phase_by_one_plugin_after_the_other() -> None:
+    def plugin(name: str, *steps: PrepareBatch) -> Plugin:
+        return make(type(name, (Plugin,), {"prepare_batch": hookimpl(lambda self, job: steps or None)}))
 
-    def times(k: int) -> Callable[[Batch], Batch]:
-        return lambda batch: Batch(batch.inputs * k + 1, batch.labels)
+    def times(k: int, phase: BatchPhase = BatchPhase.MASK) -> PrepareBatch:
+        return PrepareBatch(phase, lambda batch: Batch(batch.inputs * k + 1, batch.labels))
 
-    made = hooks(plugin("B", times(10)), plugin("A", times(2)), plugin("C", None))
+    made = hooks(plugin("B", times(10)), plugin("A", times(2)), plugin("C"))
     ones = torch.ones(1, 1, dtype=torch.int64)
     assert made.prepare_batch()(Batch(ones, ones)).inputs.item() == (1 * 2 + 1) * 10 + 1
+    made = hooks(plugin("A", times(10, BatchPhase.SLICE), times(3)), plugin("B", times(2, BatchPhase.MAKE)))
+    assert made.prepare_batch()(Batch(ones, ones)).inputs.item() == ((1 * 2 + 1) * 3 + 1) * 10 + 1
     assert hooks().prepare_batch()(Batch(ones, ones)).inputs is ones
     with pytest.raises(
         PluginError, match=r"hook prepare_batch \(.*\): the function \(.*\) must return a Batch, found None\."
     ):
-        hooks(plugin("A", lambda batch: None)).prepare_batch()(Batch(ones, ones))
+        hooks(plugin("A", PrepareBatch(BatchPhase.MAKE, lambda batch: None))).prepare_batch()(Batch(ones, ones))
 
 
 def test_spans_nest_in_the_order_of_names() -> None:
@@ -486,7 +514,7 @@ def test_a_shuffled_set_of_many_plugins_is_the_same_facade() -> None:
         shuffled = classes[:]
         random.Random(seed).shuffle(shuffled)
         calls = Calls.of(
-            [(Enabled(Found(c.__name__.lower(), "d", "1", "m:c"), c), c(None, [])) for c in shuffled]  # type: ignore[call-arg]
+            [(EnabledPlugin(PluginRef(c.__name__.lower(), "d", "1", "m:c"), c), c(None, [])) for c in shuffled]  # type: ignore[call-arg]
         )
         orders.append([owner.name for owner in calls.owners("on_step")])
     assert orders == [[f"p{i}" for i in range(6)]] * 5
@@ -496,7 +524,7 @@ def test_a_failure_inside_a_run_is_named_in_the_log_and_kept(tmp_path: Path) -> 
     class Bad(Plugin):
         @hookimpl
         def prepare_batch(self, job: Any) -> Any:
-            return self.fail
+            return PrepareBatch(BatchPhase.MAKE, self.fail)
 
         def fail(self, batch: Batch) -> Batch:
             raise LookupError("no batch like this")

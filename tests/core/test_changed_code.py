@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import toys
-from forge_train.registry.discovery import Found
-from forge_train.registry.fingerprint import fingerprint
+from forge_train.contract.fingerprint import fingerprint
+from forge_train.contract.reference import PluginRef
+from forge_train.ground.names import locate
 from tiny_models import reseal
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 14)]
@@ -84,11 +85,11 @@ def test_a_change_in_any_of_its_files_is_told_once(
     package: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
     assert warnings(tmp_path, caplog, 1) == []
-    then = Found("mine", "", "", "changing.thin:Mine").hash()
+    then = PluginRef("mine", "", "", "changing.thin:Mine").hash()
     with (package / "changing" / file).open("a", encoding="utf-8") as out:
         out.write("# another thought\n")
     (told,) = warnings(tmp_path, caplog, 2)
-    now = Found("mine", "", "", "changing.thin:Mine").hash()
+    now = PluginRef("mine", "", "", "changing.thin:Mine").hash()
     assert told == (
         f"Plugin 'mine': code changed, same version (none): its files are {now[:8]} now, "
         f"and were {then[:8]} in the checkpoint."
@@ -135,9 +136,9 @@ def test_a_file_that_is_not_python_yet_is_counted_as_it_is(package: Path) -> Non
 
 def test_forge_s_own_plugins_count_what_computes() -> None:
     """A built-in plugin's thin file only names what lies beside it."""
-    from forge_train.registry import fingerprint as module
+    from forge_train.contract import fingerprint as module
 
-    assert "forge_train_plugins._lion" in module._files("forge_train_plugins.lion")
-    assert not {"forge_train_plugins.adamw", "forge_train_plugins._text"} & set(
-        module._files("forge_train_plugins.lion")
-    )
+    name = "forge_train_plugins.optimizers.lion"
+    assert "forge_train_plugins.optimizers._lion" in module._files(name, locate(name))
+    others = {"forge_train_plugins.optimizers.adamw", "forge_train_plugins.data._text"}
+    assert not others & set(module._files(name, locate(name)))

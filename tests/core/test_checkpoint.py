@@ -16,10 +16,21 @@ import pytest
 import torch
 
 from forge_train import ConfigError, ForgeError
-from forge_train.config.rules import Layout
+from forge_train.ground.layout import Layout
 from forge_train.processes.distributed import DistributedContext
 from forge_train.storage import checkpoint
-from forge_train.storage.checkpoint import MANIFEST, check, found, load, newest, prune, read_state, save, shapes, whole
+from forge_train.storage.checkpoint import (
+    MANIFEST,
+    check,
+    found,
+    load,
+    newest,
+    prune,
+    read_state,
+    resolve,
+    save,
+    shapes,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -111,6 +122,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty manifest": (lambda path: (path / MANIFEST).write_text(""), "manifest.json can't be read"),
     "no manifest": (lambda path: (path / MANIFEST).unlink(), "manifest.json is missing"),
     "half a manifest": (lambda path: (path / MANIFEST).write_text('{"files": {"a"'), "manifest.json can't be read"),
+    "another step": (
+        lambda path: (path / MANIFEST).write_text((path / MANIFEST).read_text().replace('"step": ', '"step": 1')),
+        "it is of step 1",
+    ),
     "another manifest": (lambda path: (path / MANIFEST).write_text('{"files": ["a"]}'), "manifest.json can't be read"),
     "an empty list": (
         lambda path: (path / MANIFEST).write_text('{"files": {}}'),
@@ -138,7 +153,7 @@ def test_a_damaged_newest_falls_back_to_the_one_before(
     (record,) = [record for record in caplog.records if record.name == "forge_train"]
     assert f"{path} is not whole ({DAMAGE[damage][1]}" in record.getMessage()
     with pytest.raises(ConfigError, match="not a whole checkpoint|neither a run nor a checkpoint"):
-        whole(path)
+        resolve(path)
     write(tmp_path, 2, 5.0)  # and it is replaced when that step is saved again
     assert newest(tmp_path).step == 2  # type: ignore[union-attr]
     assert load(path, {}, ALONE)["model"]["scalar"] == 5
@@ -156,12 +171,12 @@ def test_what_a_path_means(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="has no whole checkpoint"):
-        whole(run)
+        resolve(run)
     path = write(run / "checkpoints", 4)
-    assert whole(run) == path
-    assert whole(path) == path
+    assert resolve(run) == path
+    assert resolve(path) == path
     with pytest.raises(ConfigError, match="there is no such run or checkpoint"):
-        whole(tmp_path / "absent")
+        resolve(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "5", '{"format": 2}', '{"step": 1}', "{"])

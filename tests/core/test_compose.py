@@ -14,9 +14,21 @@ import torch
 from torch import nn
 
 import toys
-from forge_train import Applied, ConfigError, Init, Phase, Plugin, PluginError, Transform, hookimpl, swap
+from forge_train import (
+    Applied,
+    ConfigError,
+    Init,
+    Phase,
+    Plugin,
+    PluginError,
+    Specialisation,
+    Transform,
+    hookimpl,
+    swap,
+)
 from forge_train.composition.compose import Composition, compose, needed, order
-from forge_train.config.rules import Layout
+from forge_train.ground.axes import CONFIGURED
+from forge_train.ground.layout import Layout
 from forge_train.registry.discovery import discover
 from forge_train.testing.environment import installed
 
@@ -336,7 +348,7 @@ def test_a_transform_that_fails_is_named(tmp_path: Path) -> None:
 # -- coverage -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis", ["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp"])
+@pytest.mark.parametrize("axis", CONFIGURED)
 def test_every_axis_larger_than_one_is_covered_by_somebody(tmp_path: Path, axis: str) -> None:
     layout = Layout(**{axis: 2})
     message = complaint(tmp_path, ConfigError, world=layout)
@@ -458,9 +470,9 @@ def test_the_engine_calls_what_transforms_asked_for(tmp_path: Path) -> None:
         return Applied(
             part,
             ("head",),
-            on_micro_batch=calls.append,
+            on_micro_batch=lambda micro: calls.append(micro.last),
             after_backward=lambda: calls.append("after"),
-            release=lambda: calls.append("release"),
+            free_gathered=lambda: calls.append("release"),
         )
 
     config = {"train.micro_batch": 1, "train.evaluate_every": 2}
@@ -532,3 +544,37 @@ def test_buffers_are_filled_after_they_were_built_on_the_meta_device(tmp_path: P
     with toys.job(building(False), folder=tmp_path, without=["toy_model"]) as job, pytest.raises(PluginError) as caught:
         compose(job)
     assert "Module 'extra' (Buffered) has buffers but no `reset_buffers()`" in str(caught.value)
+
+
+# -- classes --------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.accept("house", 1)
+def test_modules_of_one_class_get_one_new_class_and_stay_themselves() -> None:
+    modules, asked = [nn.Linear(2, 2) for _ in range(3)], []
+
+    def change(own: type, factor: float) -> Any:
+        asked.append(factor)
+        return Doubled if factor == 2 else {"forward": lambda self, x: factor * own.forward(self, x)}
+
+    x, before = torch.ones(2), [module(torch.ones(2)) for module in modules]
+    special = Specialisation(change)
+    for module, factor in zip(modules, (2, 2, 3), strict=True):
+        special(module, factor)
+    assert asked == [2, 3]
+    assert type(modules[0]) is type(modules[1]) is not type(modules[2])
+    assert all(isinstance(module, nn.Linear) and type(module).__name__ == "Linear" for module in modules)
+    for module, factor, plain in zip(modules, (2, 2, 3), before, strict=True):
+        assert torch.equal(module(x), factor * plain)
+
+
+def test_a_forward_that_would_hide_the_class_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    module.forward = module.forward  # type: ignore[method-assign]
+    with pytest.raises(PluginError, match="replaced the forward of one Linear"):
+        Specialisation(lambda own: Doubled)(module)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from forge_train.config import Request
-from forge_train.config.write import to_toml
-from forge_train.errors import ConfigError
+from forge_train.ground.errors import ConfigError
 from forge_train.registry.setup import Setup, resolve
+from forge_train.registry.write import to_toml
 
 pytestmark = pytest.mark.unit
 

@@ -11,11 +11,12 @@ import pytest
 import toys
 from forge_train import ConfigError, Ge, Gt, Lt, Plugin, PluginError, Volatile, section
 from forge_train.config import Config, differences
-from forge_train.config.layers import Origin, Request, Tree, Value, lay, presets
+from forge_train.config.layers import Origin, Request, Tree, Value, lay
 from forge_train.config.toml import read
 from forge_train.config.validate import read_text, validate
-from forge_train.config.write import to_toml
+from forge_train.ground.presets import presets
 from forge_train.registry.setup import resolve
+from forge_train.registry.write import to_toml
 from forge_train.testing import Installed, installed
 
 pytestmark = pytest.mark.unit

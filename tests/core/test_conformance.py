@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 
-from forge_train import (
-    ConfigError,
-    Job,
-    LogRecord,
-    Plugin,
-    StepResult,
-    hookimpl,
-)
+from forge_train import ConfigError, Job, LogRecord, Plugin, StepResult, hookimpl
 from forge_train.registry.discovery import DISTRIBUTION, discover
 from forge_train.testing import Installed, Pool, Report, assert_conforms, check
 

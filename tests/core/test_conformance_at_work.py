@@ -17,6 +17,7 @@ from forge_train import (
     Batch,
     Gt,
     Job,
+    KernelCapabilities,
     LogRecord,
     Model,
     Phase,
@@ -221,6 +222,7 @@ class Leaky(Plugin):
     """Attention that sees the future."""
 
     api = (1, 0)
+    kernel_capabilities = KernelCapabilities(documents=True)
 
     @hookimpl
     def attention_kernel(self) -> Any:

@@ -11,8 +11,8 @@ import forge_cli
 import two_ranks
 from forge_train import ConfigError, Job, Phase, Plugin, Transform, hookimpl
 from forge_train.testing import Pool, Report, RunForge, assert_conforms, check, verifying
-from forge_train.verification import Verdict
-from forge_train.verification.routing import Parting
+from forge_train_tools.verification import Verdict
+from forge_train_tools.verification.routing import RoutingDifference
 
 pytestmark = [pytest.mark.dist]
 
@@ -46,8 +46,8 @@ def test_a_transform_that_is_wrong_on_two_ranks_fails(
 
 
 def test_what_a_tie_leaves_open_is_skipped(tmp_path: Path, ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    tie = Parting(1, "experts of router", moved=1, near=1, precision="fp32")
-    verdict = Verdict("two against one", ("1", "2"), (), (), advice=("it is a tie",), parting=tie)
+    tie = RoutingDifference(1, "experts of router", moved=1, near=1, allowed=1e-5)
+    verdict = Verdict("two against one", ("1", "2"), (), (), advice=("it is a tie",), routing_difference=tie)
     monkeypatch.setattr(verifying, "verify", lambda *args, **more: verdict)
     report = check(two_ranks.Averaging, folder=tmp_path, ranks=ranks)
     assert {SHARDED, REPLICATED} <= {one.name for one in report.of("skip")}

@@ -53,6 +53,20 @@ def test_a_stopped_run_that_goes_on_is_the_uninterrupted_one(tmp_path: Path, sto
 
 
 @pytest.mark.unit
+def test_damaged_records_do_not_keep_a_run_from_going_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A power cut may leave anything in a file that was not flushed to disk; the checkpoint was."""
+    config = {**EVERYTHING, "checkpoint.every": 2}
+    run = toys.run(tmp_path, *ALL, name="run", steps=6, config=config, stop_at=4).run
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join([lines[0], b"\xff" + lines[1], b"\0" * 40 + b"\n", *lines[2:]]))
+    (run / "outcome.json").write_bytes(b"\0" * 10)
+    resumed = toys.run(tmp_path, *ALL, name="run", steps=6, config=config)
+    assert [line["step"] for line in resumed.metrics] == [1, 3, 4, 5, 6]
+    for said in ("metrics.jsonl:2 is damaged, and is left out", "metrics.jsonl:3 is", "outcome.json is damaged"):
+        assert said in caplog.text
+
+
+@pytest.mark.unit
 def test_metrics_past_the_checkpoint_are_dropped_and_written_again(tmp_path: Path) -> None:
     class Dies(Plugin):
         @hookimpl
@@ -537,3 +551,21 @@ def test_a_state_that_can_not_be_saved_is_told_after_the_first_step(tmp_path: Pa
     with pytest.raises(PluginError, match=r"state 'optimizer\.state\..*\.seen' holds a set; only tensors and JSON"):
         toys.run(tmp_path, Sets, name="run", steps=4)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_mistake_found_in_training_removes_nothing_that_was_trained(tmp_path: Path, step: int) -> None:
+    class Refuses(Plugin):
+        @hookimpl
+        def on_gradients(self, update: Any) -> None:
+            if update.step > step:
+                raise ConfigError("this batch is nothing for me.")
+
+    with pytest.raises(ConfigError, match="nothing for me"):
+        toys.run(tmp_path, Refuses, name="run", steps=4, config={"log.every": 1})
+    run = tmp_path / "run"
+    assert run.exists() == (step > 0)
+    if step:
+        assert len((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == step
+        assert json.loads((run / "outcome.json").read_text(encoding="utf-8"))["outcome"] == "failed"

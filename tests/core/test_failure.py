@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ import torch
 
 import toys
 from forge_cli import forge
-from forge_train import ConfigError, DivergedError, Failure, ForgeError, Plugin, hookimpl
-from forge_train.errors import Where, locate
-from forge_train.processes.launch import Outcome
-from forge_train.storage import checkpoint, dcp, records
-from forge_train.storage.run import Run
+from forge_train import BatchPhase, ConfigError, DivergedError, Failure, ForgeError, Plugin, PrepareBatch, hookimpl
+from forge_train.contract.run import Run
+from forge_train.ground import records
+from forge_train.ground.errors import Where, locate
+from forge_train.storage import checkpoint, dcp
+from forge_train_tools.launching.launch import WorkerResult
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", "23b")]
 
@@ -43,11 +43,11 @@ def failing(error: Exception, hook: str) -> type[Plugin]:
         if step.step == 2:
             raise error
 
-    def prepare_batch(self: Any, job: Any) -> Callable[[Any], Any]:
+    def prepare_batch(self: Any, job: Any) -> PrepareBatch:
         def prepare(batch: Any) -> Any:
             raise error
 
-        return prepare
+        return PrepareBatch(BatchPhase.MASK, prepare)
 
     def optimizer(self: Any, model: Any, job: Any) -> Any:
         raise error
@@ -143,15 +143,15 @@ def test_fields_survive_the_way_between_processes() -> None:
 @pytest.mark.parametrize(
     ("outcome", "expected"),
     [
-        (Outcome(1, 1, "killed", "was killed by SIGKILL."), ("internal", "Rank 1 was killed by SIGKILL.", 1)),
-        (Outcome(2, 1, "hung", "hangs."), ("communication", "Rank 2 hangs.", 2)),
+        (WorkerResult(1, 1, "killed", "was killed by SIGKILL."), ("internal", "Rank 1 was killed by SIGKILL.", 1)),
+        (WorkerResult(2, 1, "hung", "hangs."), ("communication", "Rank 2 hangs.", 2)),
         (
-            Outcome(3, 1, failure=json.loads(json.dumps(Failure("data", "x", 3).as_json()))),
+            WorkerResult(3, 1, failure=json.loads(json.dumps(Failure("data", "x", 3).as_json()))),
             ("data", "x", 3),
         ),
     ],
 )
-def test_what_the_launcher_knows_of_a_rank(outcome: Outcome, expected: tuple[str, str, int]) -> None:
+def test_what_the_launcher_knows_of_a_rank(outcome: WorkerResult, expected: tuple[str, str, int]) -> None:
     failure = outcome.as_failure()
     assert (failure.type, failure.message, failure.rank) == expected
 

@@ -12,7 +12,7 @@ import torch
 import toys
 from forge_cli import forge, one_message
 from forge_train import ConfigError, ForgeError, Plugin, PluginError, Transform, hookimpl, section
-from forge_train.errors import explain
+from forge_train.ground.errors import explain
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 23)]
 
@@ -102,9 +102,12 @@ def test_an_option_of_a_type_that_toml_lacks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("train", "lion"), "no file of that name. It is a plugin: use --plugins lion."),
+        (("train", "lion"), "It is a plugin: use --plugins lion."),
         (("train", "{run}"), "To repeat that run, train {run}/config.toml; to continue it, use --resume {run}."),
-        (("train", "-p", "package.module"), "A class that is not installed is named package.module:Class."),
+        (
+            ("train", "-p", "package.module"),
+            "A class that is not installed is named package.module:Class, or by its file: ./file.py.",
+        ),
         (("train", "-p", "lion", "-s", "adamw.lr=1"), "a default that stepped aside for another plugin: leave it out."),
         (("train", "-p", "lion,adamw"), "both fill the slot 'optimizer'; leave adamw or lion out of --plugins."),
     ],

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import toys
-from forge_train.loop.engine import train
-from forge_train.processes import launch
-from forge_train.processes.launch import Outcome, Task, leave, left
+from forge_train.engine import train
+from forge_train.ground.disk import DiskError, LogFile
 from forge_train.storage.checkpoint import check, found
-from forge_train.storage.disk import DiskError, LogFile
+from forge_train_tools.launching import launch
+from forge_train_tools.launching.launch import WorkerCommand, WorkerResult, leave, left
 from full_disk import full_for
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 16)]
@@ -90,7 +90,7 @@ def test_a_log_without_room_says_nothing_and_closes(capfd: pytest.CaptureFixture
 
 def test_a_rank_can_say_how_it_ended_on_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the room that was reserved for that."""
-    task = Task("module:function", {}, folder=tmp_path / "launch", logs=tmp_path)
+    task = WorkerCommand("module:function", {}, folder=tmp_path / "launch", logs=tmp_path)
     task.write(2)
     real = launch.write_json
 
@@ -105,7 +105,7 @@ def test_a_rank_can_say_how_it_ended_on_a_disk_that_is_full(tmp_path: Path, monk
         real(file, value)
 
     monkeypatch.setattr(launch, "write_json", write)
-    leave(task.folder, 0, Outcome(1, 1, message="the disk is full"))
+    leave(task.folder, 0, WorkerResult(1, 1, message="the disk is full"))
     outcome = left(task.folder, 0, 1)
     assert outcome is not None
     assert outcome.message == "the disk is full"

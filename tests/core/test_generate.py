@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import tiny_models
 from forge_train import ConfigError, ForgeError
-from forge_train.offline.generate import Completion, Sampling, _Stops, _Stream, choose
 from forge_train_cli.app import run as forge
-from forge_train_plugins._tokenizer.byte import ByteTokenizer
+from forge_train_plugins.data._tokenizer.byte import ByteTokenizer
+from forge_train_tools.offline.generate import Completion, Sampling, _Stops, _Stream, choose
 
 GREEDY = Sampling(tokens=20, temperature=0)
 
@@ -194,10 +194,11 @@ class Scripted(nn.Module):
 def scripted(script: Sequence[int], tokenizer: Any = None, prompt: str = "", **values: Any) -> Completion:
     tokenizer = tokenizer or ByteTokenizer()
     task = SimpleNamespace(outputs=lambda part, hidden, batch: hidden)
-    hooks = SimpleNamespace(provider=lambda slot: "text", tokenizer=lambda: tokenizer, task=lambda: task)
+    hooks = SimpleNamespace(provider={"tokenizer": "text"}.get, tokenizer=lambda: tokenizer, task=lambda: task)
+    hooks.gives = lambda slot: "token_logits"
     dist = SimpleNamespace(layout=SimpleNamespace(cp=1), on_main=lambda function: function())
     job = SimpleNamespace(hooks=hooks, dist=dist, device=torch.device("cpu"))
-    model = SimpleNamespace(parts=(Scripted(script),), release=lambda: None)
+    model = SimpleNamespace(parts=(Scripted(script),), free_gathered=lambda: None, looks_ahead="")
     return Completion(job, model, prompt, Sampling(**({"tokens": len(script), "temperature": 0} | values)))  # type: ignore[arg-type]
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 import tiny_models
 from forge_train import ConfigError, HFModel, Plugin, PluginError, hookimpl
 from forge_train.config import Request
-from forge_train.loop.engine import train
-from forge_train.offline.huggingface import export_checkpoint, import_checkpoint
-from forge_train.offline.opening import open_model
+from forge_train.engine import train
 from forge_train.registry.setup import resolve
 from forge_train.storage.checkpoint import check, shapes
 from forge_train_cli.app import run as forge
+from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
+from forge_train_tools.offline.opening import open_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -132,7 +132,7 @@ def test_import_train_export_keep_to_transformers(
 
 def named_gradients(reference: Any, part: Any) -> list[tuple[str, Tensor]]:
     """Forge's name and the gradient of every parameter of transformers' model."""
-    from forge_train_plugins._decoder.huggingface import names
+    from forge_train_plugins.models._decoder.huggingface import names
 
     layout = names(name for name, _ in part.named_parameters())
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}

@@ -15,11 +15,12 @@ import pytest
 import toys
 from forge_cli import forge, one_message
 from forge_train import ConfigError, Plugin, PluginError, hookimpl
-from forge_train.hookspecs import KINDS
-from forge_train.registry.calls import Enabled
-from forge_train.registry.discovery import DISTRIBUTION, Found, discover, load
+from forge_train.contract.calls import EnabledPlugin
+from forge_train.contract.hookspecs import KINDS
+from forge_train.contract.reference import PluginRef
+from forge_train.ground.places import place
+from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from forge_train.registry.inspection import check_hooks
-from forge_train.registry.places import place
 from forge_train.testing import Installed, installed
 
 pytestmark = pytest.mark.unit
@@ -28,7 +29,7 @@ HERE = Path(__file__).name
 
 def told(cls: type[Plugin]) -> list[str]:
     mistakes: list[str] = []
-    check_hooks(Enabled(Found("x", "dist", "1", "m:X"), cls), mistakes)
+    check_hooks(EnabledPlugin(PluginRef("x", "dist", "1", "m:X"), cls), mistakes)
     return mistakes
 
 
@@ -137,7 +138,7 @@ def test_the_decorator_with_parentheses() -> None:
 def test_every_plugin_of_forge_is_without_a_mistake() -> None:
     for found in (one for one in discover() if one.distribution == DISTRIBUTION and one.file):
         mistakes: list[str] = []
-        check_hooks(Enabled(found, load(found)), mistakes)
+        check_hooks(EnabledPlugin(found, load(found)), mistakes)
         assert not mistakes
 
 
@@ -189,7 +190,7 @@ def test_a_place_is_that_of_the_function_inside() -> None:
     line = function.__code__.co_firstlineno
     for member in (function, wrapper, staticmethod(function), property(function), functools.partial(function)):
         assert place(member).endswith(f"{HERE}:{line}")
-    assert place(Found("x", "", "", "")).endswith("discovery.py:" + place(Found).rpartition(":")[2])
+    assert place(PluginRef("x", "", "", "")).endswith("reference.py:" + place(PluginRef).rpartition(":")[2])
     assert place(3) == "builtins.int"
 
 
@@ -255,5 +256,5 @@ def test_a_failing_import_names_its_line_and_advises_what_helps(
     assert "`forge plugins check parenthesised:A`" in dotted
     (tmp_path / "wrong_syntax.py").write_text("def f(:\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"SyntaxError: .* \(.*wrong_syntax.py:1\)"):
-        load(Found("x", "", "", "wrong_syntax:A"))
+        load(PluginRef("x", "", "", "wrong_syntax:A"))
     sys.modules.pop("parenthesised", None)

@@ -270,6 +270,22 @@ def test_an_index_that_is_none_changes_nothing(tmp_path: Path, pickled: bytes) -
 
 
 @pytest.mark.accept("trial", 11)
+def test_a_checkpoint_that_has_another_step_s_name_is_not_whole(run: Path, tmp_path: Path) -> None:
+    """Else an older state would be resumed as the newest, or steps be counted twice."""
+    latest = run / "checkpoints" / STEP
+    renamed = shutil.copytree(latest, run / "checkpoints" / "step-00000099")
+    for reader in READERS:
+        ended = readers(renamed, tmp_path / reader)[reader]()
+        assert "it is of step 3, whatever its name says" in ended.out + ended.err
+    assert checkpoint.newest(run / "checkpoints").path == latest  # type: ignore[union-attr]
+    assert not seal.check(latest.rename(run / "kept"))  # a name that says nothing is anybody's choice
+
+
+def test_the_list_of_checkpoints_survives_a_damaged_latest(run: Path) -> None:
+    (run / "checkpoints" / "latest").write_bytes(b"\xff\xfe")
+    assert STEP in forge("checkpoint", "list", run).out
+
+
 def test_a_manifest_names_only_files_of_its_folder(run: Path, tmp_path: Path) -> None:
     path = run / "checkpoints" / STEP
     manifest = json.loads((path / "manifest.json").read_text())
@@ -279,4 +295,4 @@ def test_a_manifest_names_only_files_of_its_folder(run: Path, tmp_path: Path) ->
     with pytest.raises(
         ConfigError, match=r"manifest\.json names '\.\./\.\./\.\./elsewhere', which is not in this folder"
     ):
-        checkpoint.whole(path)
+        checkpoint.resolve(path)

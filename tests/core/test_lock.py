@@ -20,9 +20,9 @@ import pytest
 import toys
 from forge_cli import forge, one_message, start
 from forge_train import ConfigError, ForgeError, Plugin, hookimpl
-from forge_train.storage import lock
-from forge_train.storage.lock import Owner, take
-from forge_train.storage.run import Run
+from forge_train.contract.run import Run
+from forge_train.ground import lock
+from forge_train.ground.lock import Owner, take
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", "10")]
 
@@ -138,7 +138,7 @@ def test_an_owner_gives_signs_of_life(tmp_path: Path) -> None:
 RACE = """
 import os, pathlib, sys, time
 from forge_train import ConfigError
-from forge_train.storage.lock import take
+from forge_train.ground.lock import take
 
 def outcome(folder):
     try:
@@ -167,6 +167,12 @@ def test_of_several_at_the_same_instant_exactly_one_wins(tmp_path: Path) -> None
     """Eight processes, six times; from the second round on they find the lock of one that is dead."""
     done = subprocess.run([sys.executable, "-c", RACE, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["1 7"] * 6
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_lock_that_is_no_text_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / ".lock.1").write_bytes(b"\xff\xfe")
+    take(tmp_path).release()
 
 
 # -- runs -----------------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ import tiny_models
 import toys
 from forge_train import ConfigError, Plugin, hookimpl
 from forge_train.config import Request
-from forge_train.loop.engine import train
-from forge_train.offline.huggingface import export_checkpoint, import_checkpoint
-from forge_train.offline.opening import open_model
+from forge_train.engine import train
 from forge_train.registry.setup import resolve
 from forge_train.storage.checkpoint import check
 from forge_train_cli.app import run as forge
+from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
+from forge_train_tools.offline.opening import open_model
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit
@@ -141,6 +141,11 @@ def test_a_checkpoints_tokenizer_is_sealed(model: Path, tmp_path: Path) -> None:
     import_checkpoint(model, tmp_path / "base")
     assert check(tmp_path / "base", contents=True) == ""
     file = tmp_path / "base" / "tokenizer" / "tokenizer.json"
+    (file.parent / ".DS_Store").touch()
+    added = file.with_name("added.json")
+    added.write_text('{"eos_token": "<|im_start|>"}', encoding="utf-8")
+    assert check(tmp_path / "base") == "tokenizer/added.json was added to it"
+    added.unlink()
     file.write_bytes(file.read_bytes().replace(b"im_end", b"im_eND"))
     assert check(tmp_path / "base", contents=True) == "tokenizer/tokenizer.json has other contents than were saved"
 

@@ -12,9 +12,9 @@ import torch
 import tiny_models
 from forge_train import ConfigError, ForgeError
 from forge_train.config import Request
-from forge_train.loop.engine import train
-from forge_train.offline.opening import open_model
+from forge_train.engine import train
 from forge_train.registry.setup import resolve
+from forge_train_tools.offline.opening import open_model
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,20 @@ import torch
 from torch import Tensor, nn
 
 import toys
-from forge_train import MASKED, Batch, DivergedError, Init, Plugin, StepResult, Update, attach_loss, hookimpl, section
+from forge_train import (
+    MASKED,
+    Batch,
+    BatchPhase,
+    DivergedError,
+    Init,
+    Plugin,
+    PrepareBatch,
+    StepResult,
+    Update,
+    attach_loss,
+    hookimpl,
+    section,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -98,7 +111,9 @@ def test_a_batch_without_any_label_is_no_division_by_zero(tmp_path: Path) -> Non
     class MaskAll(Plugin):
         @hookimpl
         def prepare_batch(self, job: Any) -> Any:
-            return lambda batch: Batch(batch.inputs, torch.full_like(batch.labels, MASKED))
+            return PrepareBatch(
+                BatchPhase.MASK, lambda batch: Batch(batch.inputs, torch.full_like(batch.labels, MASKED))
+            )
 
     found = gradients(tmp_path, MaskAll, steps=1)
     assert float(found.steps[0].loss) == 0.0
@@ -110,7 +125,7 @@ class Weighted(Plugin):
 
     @hookimpl
     def task(self, job: Any) -> Any:
-        from forge_train_plugins.next_token import NextTokenTask
+        from forge_train_plugins.tasks.next_token import NextTokenTask
 
         class Thousandth(NextTokenTask):
             def weight(self, batch: Batch) -> float:
@@ -210,7 +225,7 @@ class Mask(Plugin):
             labels = [label if next(seen) < keep else MASKED for label in batch.labels.flatten().tolist()]
             return Batch(batch.inputs, torch.tensor(labels).view_as(batch.labels))
 
-        return mask
+        return PrepareBatch(BatchPhase.MASK, mask)
 
 
 @pytest.mark.accept("trial", 1)
@@ -229,7 +244,7 @@ def test_an_attached_loss_weighs_the_same_however_many_labels_are_masked(tmp_pat
 
 
 def test_an_attached_loss_has_the_gradient_of_a_term_of_the_loss() -> None:
-    from forge_train.auxiliary import loss_scaling
+    from forge_train.contract.auxiliary import loss_scaling
 
     x = torch.randn(3, requires_grad=True)
     with loss_scaling(torch.tensor(0.5)):
@@ -421,7 +436,7 @@ def test_batches_are_prepared_before_they_are_weighed(tmp_path: Path) -> None:
                 labels[:, 3:] = MASKED
                 return Batch(batch.inputs, labels)
 
-            return prepare
+            return PrepareBatch(BatchPhase.MASK, prepare)
 
     run = toys.run(tmp_path, Shorter, Gradients, steps=2, config={"toy_data.mask": False, "train.evaluate_every": 2})
     assert run.plugin("shorter").calls == 2 * 2 + 2 * 2
@@ -433,7 +448,10 @@ def test_extras_reach_the_model(tmp_path: Path) -> None:
     class Extra(Plugin):
         @hookimpl
         def prepare_batch(self, job: Any) -> Any:
-            return lambda batch: Batch(batch.inputs, batch.labels, extras={"bonus": torch.ones(len(batch.inputs))})
+            def make(batch: Batch) -> Batch:
+                return Batch(batch.inputs, batch.labels, extras={"bonus": torch.ones(len(batch.inputs))})
+
+            return PrepareBatch(BatchPhase.MAKE, make)
 
     class Looks(Plugin):
         @hookimpl

@@ -14,15 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from forge_train import ForgeError
-from forge_train.config.rules import Layout
-from forge_train.planning import meshes
-from forge_train.planning.communication import Collective, Collectives, Names
-from forge_train.planning.imagined import ImaginedContext, imagined
-from forge_train.planning.ledger import Ledger
-from forge_train.planning.roofline import DEVICES, Kernel, roofline
-from forge_train.planning.watch import AnyDtype
-from forge_train.planning.work import Work
-from forge_train.processes.world import World
+from forge_train.ground.layout import Layout
+from forge_train.ground.world import World
+from forge_train_tools.planning import meshes
+from forge_train_tools.planning.communication import Collective, Collectives, Names
+from forge_train_tools.planning.imagined import ImaginedContext, imagined
+from forge_train_tools.planning.ledger import Ledger
+from forge_train_tools.planning.roofline import DEVICES, Kernel, roofline
+from forge_train_tools.planning.watch import AnyDtype
+from forge_train_tools.planning.work import Work
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("dist", 5)]
 
@@ -67,9 +67,9 @@ def context() -> Iterator[ImaginedContext]:
 def test_one_rank_speaks_for_all(context: ImaginedContext) -> None:
     assert context.gather_objects("x") == ["x"] * 8
     assert len(context.gather_tensors(torch.ones(2))) == 8
+    assert len(context.gather_tensors(torch.ones(2), "dp")) == 4
     assert context.on_main(lambda: 5) == 5
-    with context.main_first():
-        context.barrier()
+    context.barrier()
     context.agree({"x": 1})
     assert context.mesh("dense", "tp").shape == (2,)
 

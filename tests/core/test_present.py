@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from forge_train.present import duration, gib, quantity, short, sparkline
+from forge_train.ground.present import column, counted, duration, few, gib, quantity, short, sparkline, time_span
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,31 @@ def test_sparkline() -> None:
     assert sparkline([0, 0, 7, 7, 0, 0], 3) == "▁█▁"
     assert sparkline([math.nan], 3) == "×"
     assert len(sparkline(list(range(1000)), 40)) == 40
+
+
+@pytest.mark.accept("house", 1)
+def test_the_first_of_a_list() -> None:
+    assert few("abc") == "a, b, c"
+    assert few("abcde") == "a, b, c, … 2 more"
+    assert few(range(3), 2, "\n  ") == "0\n  1\n  … 1 more"
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [(4.62e6, "4.62 MFLOP"), (12, "12 FLOP"), (1.2e15, "1200 TFLOP"), (999.9e9, "1.00 TFLOP")]
+)
+def test_a_count_with_its_unit(value: float, says: str) -> None:
+    assert counted(value, "FLOP") == says
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [(1.234, "1.23 s"), (0.0123, "12.3 ms"), (3.6e-5, "36.0 µs"), (2e-9, "2 ns"), (5000, "1:23:20")],
+)
+def test_a_time_in_the_unit_that_fits(seconds: float, says: str) -> None:
+    assert time_span(seconds) == says
+
+
+def test_sizes_below_each_other_share_a_unit() -> None:
+    assert column([3 << 30, 5 << 20, 100, None, 0]) == ["3.00 GiB", "<0.01 GiB", "<0.01 GiB", "not known", "0.00 GiB"]
+    assert column([36, 4]) == ["36 B", "4 B"]
+    assert column([2000 << 40]) == ["2,000.00 TiB"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +16,10 @@ import torch
 import forge_train
 import toys
 from forge_train import Batch, ConfigError, DivergedError, ForgeError, PluginError
-from forge_train.config.rules import Layout
 from forge_train.config.sections import ParallelSection
-from forge_train.errors import describe, nearest
+from forge_train.ground.axes import CONFIGURED
+from forge_train.ground.errors import describe, nearest
+from forge_train.ground.layout import Layout
 
 pytestmark = pytest.mark.unit
 
@@ -76,14 +79,14 @@ def test_words_for_errors() -> None:
 
 def test_a_batch_moves_whole_and_gives_the_model_what_is_there() -> None:
     ids = torch.ones(2, 3, dtype=torch.int64)
-    batch = Batch(ids, ids, documents=ids, extras={"image": torch.ones(2, 5)})
-    assert batch.model_inputs().keys() == {"documents", "image"}
+    batch = Batch(ids, ids, document_ids=ids, extras={"image": torch.ones(2, 5)})
+    assert batch.model_inputs().keys() == {"document_ids", "image"}
     moved = batch.to(torch.device("meta"))
     assert moved.inputs.is_meta
     assert moved.labels.is_meta
-    assert moved.documents is not None
-    assert moved.documents.is_meta
-    assert moved.positions is None
+    assert moved.document_ids is not None
+    assert moved.document_ids.is_meta
+    assert moved.position_ids is None
     assert moved.extras["image"].is_meta
     assert not batch.inputs.is_meta
 
@@ -124,10 +127,20 @@ def test_axes_that_do_not(parallel: dict[str, int], world: int, says: str) -> No
     assert says in str(caught.value)
 
 
+@pytest.mark.accept("house", 1)
+def test_configuration_layout_and_meshes_have_the_axes_of_the_table() -> None:
+    fields = {field.name for field in dataclasses.fields(ParallelSection)}
+    assert fields == set(CONFIGURED) == {field.name for field in dataclasses.fields(Layout)}
+    layout = Layout(pp=2, dp_replicate=3, dp_shard=5, cp=7, tp=2, ep=5, etp=2)
+    for domain in ("dense", "expert", "batch", "flat"):
+        assert math.prod(layout.domain(domain).values()) == 2 * 3 * 5 * 7 * 2, domain
+    assert layout.efsdp == Layout(dp_shard=5, cp=7, ep=5).efsdp == 7
+
+
 def test_who_works_on_other_data_and_who_averages() -> None:
     layout = Layout(dp_replicate=2, dp_shard=3, cp=5, tp=7)
-    assert layout.data_ranks == 6
-    assert layout.averaged == 30
+    assert layout.dp == 6
+    assert layout.grad_average_size == 30
 
 
 # -- the meter ------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_train import PluginError
-from forge_train.storage.records import EVENTS, EventSchema, Records, read
+from forge_train import ConfigError, PluginError
+from forge_train.ground.records import EVENTS, METRICS_VERSION, EventSchema, Records, read
 
 pytestmark = pytest.mark.unit
 
@@ -107,3 +107,20 @@ def test_every_event_of_a_run_is_in_the_schemas(tmp_path: Path) -> None:
     for event in run.events:
         fields = EVENTS[str(event["event"])].fields
         assert event.keys() == {"event", "version", "time", "step", *fields}
+
+
+@pytest.mark.accept("house", 1)
+def test_every_line_has_the_version_of_its_schema_and_newer_ones_are_refused(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    records.metrics({"step": 1, "loss": 1.0})
+    assert lines(records.metrics_file) == [{"version": METRICS_VERSION, "step": 1, "loss": 1.0}]
+    newer = {
+        records.metrics_file: {"version": METRICS_VERSION + 1, "step": 2},
+        records.events_file: {"event": "anomaly", "version": EVENTS["anomaly"].version + 1, "step": 2},
+    }
+    for file, line in newer.items():
+        file.write_text(json.dumps(line) + "\n", encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"jsonl: was written by a newer forge: (metrics|anomaly) of version 2"):
+            lines(file)
+    records.events_file.write_text(json.dumps({"event": "a plugin's", "version": 9}) + "\n", encoding="utf-8")
+    assert len(lines(records.events_file)) == 1

@@ -17,18 +17,20 @@ import toys
 from forge_train import (
     Applied,
     Batch,
+    BatchPhase,
     ConfigError,
     HFModel,
     Phase,
     Plugin,
     PluginError,
+    PrepareBatch,
     Problem,
     Transform,
     hookimpl,
-    protocols,
 )
-from forge_train.hookspecs import KINDS
-from forge_train.registry.returns import kind_of, results, returned
+from forge_train.contract import protocols
+from forge_train.contract.hookspecs import KINDS
+from forge_train.contract.returns import kind_of, results, returned
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 22)]
 HERE = Path(__file__).name
@@ -111,6 +113,12 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         (nn.Linear, "the class Linear itself"),
         (torch.tanh, "function tanh"),
     ],
+    "evaluators": [
+        ("accuracy", "expected an Evaluator, a list of Evaluator or None, found 'accuracy'"),
+        ([3], "found a list, and in it 3"),
+    ],
+    "kernel_needs": [({"documents": True}, "expected a KernelCapabilities or None, found a dict")],
+    "head": [(None, "found None"), (nn.Linear, "the class Linear itself"), (torch.tanh, "function tanh")],
     "attention_kernel": [(None, "found None"), (lambda query: query, "can't be called with (query, key, value")],
     "token_dispatch": [(Bare(), "found a Bare, which lacks dispatch, combine"), (lambda x: x, "which lacks dispatch")],
     "parallelize": [
@@ -119,9 +127,16 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         (apply, "found the function apply"),
     ],
     "build_data": [(NoState(), "which lacks state_dict, load_state_dict"), (iter([]), "which lacks state_dict")],
+    "extra_models": [
+        ("teacher", "expected a list of ExtraModel or None, found 'teacher'"),
+        (["teacher"], "found a list, and in it 'teacher'"),
+    ],
     "example_batch": [(torch.zeros(1), "found a Tensor of shape [1]"), (Batch(1, 2), "whose `inputs` is not a torch")],  # type: ignore[arg-type]
     "tokenizer": [(Encodes(), "which lacks encode"), (Encodes, "the class Encodes itself")],
-    "prepare_batch": [("mask", "expected a function or None, found 'mask'")],
+    "prepare_batch": [
+        ("mask", "expected a PrepareBatch, a list of PrepareBatch or None, found 'mask'"),
+        (PrepareBatch(BatchPhase.MASK, 3), "found one whose `apply` is not a function: found 3"),
+    ],
     "task": [(NoLoss(), "found a NoLoss, which lacks loss"), (NoLoss, "the class NoLoss itself")],
     "loss": [(lambda logits, labels: 0, "can't be called with (hidden, head, labels): too many positional")],
     "executor": [(Bare(), "which lacks train, evaluate")],
@@ -163,8 +178,7 @@ def test_every_hook_refuses_wrong_values(hook: str) -> None:
     for value, says in WRONG[hook]:
         assert says in f"expected {kind.words}, {kind.problem(value)}."
     accepted = [value for value in ANYWHERE if not kind.problem(value)]
-    functions = {"attention_kernel": [], "loss": [], "prepare_batch": [Bare, generator, object]}
-    functions["around"] = functions["prepare_batch"]
+    functions = {"attention_kernel": [], "loss": [], "around": [Bare, generator, object]}
     assert accepted == functions.get(hook, [])
 
 
@@ -202,10 +216,15 @@ def blamed(folder: Path, plugin: type[Plugin], **more: Any) -> str:
     return message
 
 
-SETTINGS = {"on_evaluate": {"train.evaluate_every": 1}, "on_checkpoint": {"checkpoint.every": 1}}
+SETTINGS = {
+    "on_evaluate": {"train.evaluate_every": 1},
+    "evaluators": {"train.evaluate_every": 1},
+    "on_checkpoint": {"checkpoint.every": 1},
+}
 NOT_ASKED = {
     "attention",
     "feed_forward",
+    "head",
     "attention_kernel",
     "token_dispatch",
     "example_batch",
@@ -259,7 +278,7 @@ def stop() -> Any:
         ({"gives": lambda self: Batch(torch.zeros(1), [1])}, "found one whose `labels` is not a torch.Tensor"),  # type: ignore[arg-type]
         ({"gives": lambda self: stop()}, "the loader ended. A loader never ends."),
         ({"state": [1]}, "must return a dictionary, found a list."),
-        ({"state": {"at": 1}}, "state_dict must have the integer 'position', found {'at': 1}."),
+        ({"state": {"at": 1}}, "state_dict must have the integer 'sequences', found {'at': 1}."),
     ],
 )
 def test_a_loader(tmp_path: Path, attributes: dict[str, Any], says: str) -> None:
@@ -275,8 +294,8 @@ def test_a_loader(tmp_path: Path, attributes: dict[str, Any], says: str) -> None
     ("value", "found"), [(None, "None"), ({}, "a dict"), (torch.zeros(2), "a Tensor of shape [2]"), ("x", "'x'")]
 )
 def test_a_function_that_prepares_batches(tmp_path: Path, value: Any, found: str) -> None:
-    wrong = answering("Wrong", "prepare_batch", lambda batch: value)
-    fine = answering("After", "prepare_batch", lambda batch: batch)
+    wrong = answering("Wrong", "prepare_batch", PrepareBatch(BatchPhase.MAKE, lambda batch: value))
+    fine = answering("After", "prepare_batch", PrepareBatch(BatchPhase.MAKE, lambda batch: batch))
     with pytest.raises(PluginError) as caught:
         toys.run(tmp_path, wrong, fine)
     assert "Plugin 'wrong' (under-test 0), hook prepare_batch" in str(caught.value)
@@ -401,7 +420,7 @@ def test_a_function_around_a_span(tmp_path: Path, value: Any) -> None:
         (lambda part: part, "must return an Applied, found a Tower."),
         (lambda part: Applied(part, "head"), "whose `matched` is not a tuple of string: found 'head'"),  # type: ignore[arg-type]
         (lambda part: Applied(None, ("head",)), "whose `model` is not a torch.nn.Module or a list"),  # type: ignore[arg-type]
-        (lambda part: Applied(part, ("head",), release=3), "whose `release` is not a function or None"),  # type: ignore[arg-type]
+        (lambda part: Applied(part, ("head",), free_gathered=3), "whose `free_gathered` is not a function or None"),  # type: ignore[arg-type]
     ],
 )
 def test_what_a_transform_gives(tmp_path: Path, applied: Any, says: str) -> None:

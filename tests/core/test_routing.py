@@ -11,17 +11,27 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from forge_train import record_choices
-from forge_train.choices import heard_by
-from forge_train.config.rules import Layout
-from forge_train.verification import Verdict
-from forge_train.verification.against import compare_settings
-from forge_train.verification.compare import Exact, compare
-from forge_train.verification.follow import Followed
-from forge_train.verification.recording import Record, Recording
-from forge_train.verification.routing import TIES, Counter, Step, Tally, near, parting
+from forge_train.contract.choices import heard_by
+from forge_train.ground.layout import Layout
+from forge_train_tools.verification import Verdict
+from forge_train_tools.verification.against import compare_settings
+from forge_train_tools.verification.compare import Exact, compare
+from forge_train_tools.verification.follow import Followed
+from forge_train_tools.verification.recording import Record, Recording
+from forge_train_tools.verification.routing import (
+    TIE,
+    TIES,
+    Counter,
+    RoutingCounts,
+    Step,
+    near,
+    routing_difference,
+    tie_of,
+)
 
 pytestmark = pytest.mark.unit
-LEVELS = list(TIES)
+LEVELS = (*TIES, 2**-4)
+"""The last as of a plugin that rounds."""
 
 
 class Best(nn.Module):
@@ -67,19 +77,19 @@ def told(rows: list[str], *calls: Tensor, micro_batch: int = 1, module: nn.Modul
 )
 def test_a_tie_is_what_rounding_may_turn(row: list[float], expected: list[int]) -> None:
     one = torch.tensor([row])
-    assert near(one, best(one), "alternatives") == expected
+    assert list(near(one, best(one), "alternatives", ties=LEVELS).values()) == expected
 
 
 def test_choices_among_tokens_and_of_everything() -> None:
     column = torch.tensor([[0.9], [0.5], [0.5], [0.1]])
     taken = torch.tensor([[True], [True], [False], [False]])
-    assert near(column, taken, "tokens") == [1, 1, 1, 1]
-    assert near(column, torch.ones_like(taken), "tokens") == [0, 0, 0, 0]
+    assert near(column, taken, "tokens") == dict.fromkeys(TIES, 1)
+    assert near(column, torch.ones_like(taken), "tokens") == dict.fromkeys(TIES, 0)
 
 
 def test_at_later_steps_more_is_a_tie() -> None:
     one = torch.tensor([[0.5, 0.3, 0.3 - 0.5 * 2.5e-5, 0.1]])
-    assert [near(one, best(one), "alternatives", step)[0] for step in (1, 2, 3)] == [0, 0, 1]
+    assert [near(one, best(one), "alternatives", step)[TIE] for step in (1, 2, 3)] == [0, 0, 1]
 
 
 # -- counting -------------------------------------------------------------------------------------
@@ -139,8 +149,8 @@ def test_a_compiled_module_is_counted() -> None:
 # -- comparing ------------------------------------------------------------------------------------
 
 
-def parted(one: list[list[Step]], other: list[list[Step]], precision: str = "fp32") -> Any:
-    return parting(one, other, precision)
+def parted(one: list[list[Step]], other: list[list[Step]], allowed: float = TIE) -> Any:
+    return routing_difference(one, other, allowed)
 
 
 def test_slices_and_copies_count_once() -> None:
@@ -160,7 +170,7 @@ def moved(by: float) -> tuple[Tensor, Tensor]:
 
 def test_the_first_of_a_step_is_named() -> None:
     """In the order of the forward pass, whatever the order of names."""
-    one, other = (Tally({"a": [count, 4 - count, 4]}, [4.0] * 4) for count in (1.0, 3.0))
+    one, other = (RoutingCounts({"a": [count, 4 - count, 4]}, dict.fromkeys(TIES, 4.0)) for count in (1.0, 3.0))
     ours: list[Step] = [{"z": one, "a": one}, {"z": one, "a": one}]
     assert parted([ours], [[ours[0], {"a": other, "z": one}]]).where == "a"
     found = parted([ours], [[ours[0], {"a": other, "z": other}]])
@@ -177,8 +187,8 @@ def test_a_tie_is_one_on_both_sides(by: float, tie: bool) -> None:
 
 
 def test_copies_of_a_tie_are_not_more_ties() -> None:
-    one = {"x": Tally({"a": [1, 3, 4]}, [4.0] * 4)}
-    twice = {"x": Tally({"a": [6, 2, 8]}, [6.0] * 4)}
+    one = {"x": RoutingCounts({"a": [1, 3, 4]}, dict.fromkeys(TIES, 4.0))}
+    twice = {"x": RoutingCounts({"a": [6, 2, 8]}, dict.fromkeys(TIES, 6.0))}
     assert parted([[one]], [[twice]]).near == 3
 
 
@@ -261,12 +271,12 @@ def test_other_data_is_told_before_other_choices() -> None:
     one.first.batches, other.first.batches = [["a"]], [["b"]]
     verdict = compare(one, other, Followed())
     assert {"data", "loss"} <= verdict.failed
-    assert verdict.parting is None
+    assert verdict.routing_difference is None
 
 
 def test_narrow_precisions_have_wider_ties() -> None:
     ours, theirs = steps(1e-3)
-    one, other = (recording(side, [loss], precision="bf16") for side, loss in ((ours, 3.0), (theirs, 3.5)))
+    one, other = (recording(side, [loss], tie=tie_of("bf16")) for side, loss in ((ours, 3.0), (theirs, 3.5)))
     verdict = compare(one, other, Followed(), exact=Exact(recording(ours, [3.0]), Record(0, 0)))
     assert verdict.undecided
     assert verdict.advice[0].endswith("try another run.seed or train.precision=fp32.")
@@ -276,7 +286,7 @@ def test_narrow_precisions_have_wider_ties() -> None:
 
 def test_another_setting_is_excused_by_ties_too() -> None:
     ours, theirs = steps(1e-3)
-    verdict = compare_settings(recording(ours, [3.0]), recording(theirs, [3.5], precision="bf16"), "precision=bf16")
+    verdict = compare_settings(recording(ours, [3.0]), recording(theirs, [3.5], tie=tie_of("bf16")), "precision=bf16")
     assert verdict.undecided
     assert names(verdict) == {"initial weights", "data"}
     far = compare_settings(recording(ours, [3.0]), recording(theirs, [3.5]), "adamw.lr=1")

@@ -14,8 +14,10 @@ import toys
 from forge_train import ConfigError, Plugin, hookimpl
 from forge_train.config import Config, Request
 from forge_train.config.sections import RunSection
+from forge_train.contract.run import Run
+from forge_train.ground.files import write_whole
 from forge_train.registry.setup import resolve
-from forge_train.storage.run import Run, is_checkpoint, is_run, write_whole
+from forge_train.storage.run import is_checkpoint, is_run
 from forge_train.storage.start import Start, begin
 from forge_train.testing import installed
 
@@ -141,7 +143,7 @@ def test_a_run_folder_holds_all_that_is_needed_to_repeat_it(tmp_path: Path) -> N
     assert environment.keys() >= {"forge", "python", "torch", "git", "devices", "launcher"}
     with installed([toys.ToyModel, toys.ToyData, toys.Noise, Draws]):
         setup = resolve(Request(config=str(first.run / "config.toml")))
-        from forge_train.loop.engine import train
+        from forge_train.engine import train
 
         again = train(setup, run_dir=tmp_path)
     assert again.run != first.run

@@ -12,9 +12,12 @@ import pytest
 
 import toys
 from forge_train import ConfigError, Plugin, PluginError, hookimpl, section
-from forge_train.config.layers import Request, presets
-from forge_train.protocols import Problem
-from forge_train.registry.discovery import Found, canonical, discover, dotted, load, snake
+from forge_train.config.layers import Request
+from forge_train.contract.reference import PluginRef
+from forge_train.ground.errors import Problem
+from forge_train.ground.names import canonical, snake
+from forge_train.ground.presets import presets
+from forge_train.registry.discovery import discover, dotted, load
 from forge_train.registry.setup import Setup, resolve
 from forge_train.testing import Installed
 
@@ -67,6 +70,7 @@ def test_defaults_fill_the_slots_that_nobody_else_fills() -> None:
         "attention_kernel": "sdpa",
         "executor": "sequential",
         "feed_forward": "swiglu",
+        "head": "lm_head",
         "loss": "cross_entropy",
         "lr_schedule": "cosine",
         "optimizer": "adamw",
@@ -155,7 +159,10 @@ def test_the_section_of_a_displaced_default(tmp_path: Path, monkeypatch: pytest.
 def test_unknown_plugins_are_told_all_at_once_with_the_nearest() -> None:
     assert refused("loin", "xyzzy", set=["defaults.loss=cross_entropi"]).splitlines() == [
         "--plugins: there is no plugin named 'loin'. Did you mean 'lion'?",
-        "--plugins: there is no plugin named 'xyzzy'.",
+        (
+            "--plugins: there is no plugin named 'xyzzy'. `forge plugins list` shows those that are installed; "
+            "`forge plugins install PACKAGE` adds others."
+        ),
         "defaults.loss: there is no plugin named 'cross_entropi'. Did you mean 'cross_entropy'?",
     ]
 
@@ -181,9 +188,9 @@ def test_hyphens_and_underscores_are_equal(here: Installed) -> None:
 def test_a_name_that_two_distributions_use(here: Installed) -> None:
     from forge_train.registry import discovery
 
-    def two() -> Iterator[Found]:
+    def two() -> Iterator[PluginRef]:
         for distribution in ("forge-b", "forge-a"):
-            yield Found("mine", distribution, "1", "test_setup:Optimizer")
+            yield PluginRef("mine", distribution, "1", "test_setup:Optimizer")
 
     discovery.SOURCES[:] = [here, two]  # `forge_plugins` puts back what was there
     assert refused("mine") == "--plugins: the name 'mine' is used by forge-a 1 and forge-b 1; uninstall one."
@@ -247,7 +254,7 @@ def test_a_class_is_named_in_snake_case(name: str, expected: str) -> None:
 
 
 def test_the_label_of_a_plugin() -> None:
-    assert Found("fp8", "forge-train", "0.1", "a:B").label == "'fp8' (forge-train 0.1)"
+    assert PluginRef("fp8", "forge-train", "0.1", "a:B").label == "'fp8' (forge-train 0.1)"
     assert dotted("toys:ToyModel").label == "'toy_model' (no distribution)"
     assert canonical(" a-b ") == "a_b"
 

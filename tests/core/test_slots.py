@@ -10,7 +10,7 @@ import pytest
 import outside
 import outside_layers
 from forge_train import Plugin
-from forge_train.hookspecs import KINDS
+from forge_train.contract.hookspecs import KINDS
 from forge_train.testing import Installed, RunForge
 from forge_train.testing.bench import Bench
 from forge_train.testing.conformance import attempt
@@ -25,6 +25,7 @@ CASES: dict[str, tuple[type[outside.Outside], ...]] = {
     "build_model": (outside_layers.OutsideModel,),
     "attention": (outside_layers.OutsideAttention,),
     "feed_forward": (outside_layers.OutsideFeedForward,),
+    "head": (outside_layers.OutsideHead,),
     "attention_kernel": (outside_layers.OutsideKernel,),
     "token_dispatch": (outside_layers.OutsideDispatch, outside_layers.OutsideFeedForward),
     "build_data": (outside.OutsideData,),
@@ -40,6 +41,7 @@ CASES: dict[str, tuple[type[outside.Outside], ...]] = {
 
 DEFAULTS = {
     "build_model": "decoder",
+    "head": "lm_head",
     "attention_kernel": "sdpa",
     "build_data": "text",
     "task": "next_token",

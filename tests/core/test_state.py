@@ -14,15 +14,14 @@ from torch import nn
 
 from forge_train import Model, PluginError
 from forge_train.storage.state import (
-    join,
     keep_rates,
     load_optimizer_state,
     optimizer_state,
     random_state,
     seed_everything,
     set_random_state,
-    split,
 )
+from forge_train.storage.tree import join, split
 
 pytestmark = pytest.mark.unit
 

@@ -15,7 +15,7 @@ from forge_train import ConfigError, Job, LogRecord, Plugin, StepResult, hookimp
 from forge_train.registry import discovery
 from forge_train.registry.discovery import discover
 from forge_train.testing import Installed, RunForge, installed, run_forge
-from forge_train_plugins.lion import Lion
+from forge_train_plugins.optimizers.lion import Lion
 
 
 class Noting(Plugin):

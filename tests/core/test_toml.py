@@ -120,3 +120,9 @@ def test_files_that_can_not_be_read(tmp_path: Path) -> None:
         read(tmp_path / "binary.toml")
     with pytest.raises(ConfigError):
         read(Path("a\0b.toml"))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "windows.toml"
+    file.write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 2\r\n")
+    assert read(file).data == {"train": {"steps": 2}}

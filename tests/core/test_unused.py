@@ -12,12 +12,12 @@ import pytest
 from torch import nn
 
 import toys
-from forge_train import ConfigError, Layer, Plugin, hookimpl, section
-from forge_train.hookspecs import ASKED, KINDS
+from forge_train import ConfigError, KernelCapabilities, Layer, Plugin, hookimpl, section
+from forge_train.contract.hookspecs import ASKED, KINDS
 from forge_train.nn import Linear
-from forge_train.planning import plan
 from forge_train.testing import RunForge, installed
 from forge_train.testing.runs import prepared
+from forge_train_tools.planning import plan
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 21)]
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 21)]
 class Squared(nn.Module):
     def __init__(self, layer: Layer) -> None:
         super().__init__()
-        self.up, self.down = Linear(layer.dim, layer.hidden), Linear(layer.hidden, layer.dim)
+        self.up, self.down = Linear(layer.dim, layer.ffn_dim), Linear(layer.ffn_dim, layer.dim)
 
     def forward(self, x: Any) -> Any:
         return self.down(self.up(x).relu().square())
@@ -44,7 +44,7 @@ class Mine(Plugin):
 
 
 class Still(nn.Module):
-    def forward(self, x: Any, *, positions: Any = None, documents: Any = None, cache: Any = None) -> Any:
+    def forward(self, x: Any, *, position_ids: Any = None, document_ids: Any = None, cache: Any = None) -> Any:
         return x
 
 
@@ -65,9 +65,11 @@ class Never(Plugin):
 
 
 class Kernel(Plugin):
+    kernel_capabilities = KernelCapabilities(documents=True)
+
     @hookimpl
     def attention_kernel(self, job: Any) -> Any:
-        return lambda query, key, value, *, documents=None, scale=None: query
+        return lambda query, key, value, *, document_ids=None, scale=None: query
 
 
 class OwnTask(Plugin):
@@ -157,7 +159,7 @@ def test_a_plugin_that_was_asked_for_and_builds_no_layer(run_forge: RunForge) ->
 def test_a_model_that_asks_for_no_layer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'mine' .* has nothing to do: nothing in this run asks for feed_forward"):
         toys.run(tmp_path, Mine)
-    assert toys.run(tmp_path, without=["gqa"]).job.hooks.unused == {"swiglu", "sdpa"}
+    assert toys.run(tmp_path, without=["gqa"]).job.hooks.unused == {"lm_head", "swiglu", "sdpa"}
 
 
 def test_a_kernel_that_nobody_asks_for_is_told(run_forge: RunForge, caplog: pytest.LogCaptureFixture) -> None:

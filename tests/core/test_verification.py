@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
-from forge_train.verification.explain import Explanation, _fit
-from forge_train.verification.peak import PATIENCE, to_peak
-from forge_train.verification.recording import Record
-from forge_train.verification.updates import UPDATE, WEIGHT, moves, settings
+from forge_train_tools.verification.explain import Explanation, _fit
+from forge_train_tools.verification.peak import PATIENCE, to_peak
+from forge_train_tools.verification.recording import Record
+from forge_train_tools.verification.updates import UPDATE, WEIGHT, moves, settings
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 17)]
 

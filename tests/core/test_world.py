@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import pytest
 
 from forge_train import ConfigError, ForgeError
-from forge_train.config.rules import Layout
+from forge_train.ground.layout import Layout
+from forge_train.ground.world import Topology, World, first_host
 from forge_train.processes.distributed import DistributedContext
-from forge_train.processes.launch import Ended, Outcome, check_alone
-from forge_train.processes.launched import kind
-from forge_train.processes.world import Topology, World, first_host
+from forge_train_tools.launching.launch import Ended, WorkerResult, check_alone
+from forge_train_tools.launching.launched import kind
 
 pytestmark = pytest.mark.unit
 TORCHRUN = {
@@ -147,18 +147,18 @@ def _environment(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
 
 
 def test_what_is_said_of_several_failures() -> None:
-    own = Outcome(2, 1, "own", "ValueError: no\n  at x.py:1, in f")
-    lost = [Outcome(rank, 1, "lost", "Connection closed by peer") for rank in (0, 1)]
+    own = WorkerResult(2, 1, "own", "ValueError: no\n  at x.py:1, in f")
+    lost = [WorkerResult(rank, 1, "lost", "Connection closed by peer") for rank in (0, 1)]
     assert (
         Ended([own, *lost]).complaint() == "Rank 2: ValueError: no\n  at x.py:1, in f\nRanks 0, 1 ended because of it."
     )
-    mistake = [Outcome(rank, 2, "own", "no such plugin") for rank in (0, 1)]
+    mistake = [WorkerResult(rank, 2, "own", "no such plugin") for rank in (0, 1)]
     assert Ended(mistake).complaint() == "no such plugin"
     assert Ended(mistake).code == 2
-    killed = Outcome(1, 1, "killed", "was killed by SIGKILL.")
+    killed = WorkerResult(1, 1, "killed", "was killed by SIGKILL.")
     assert Ended([killed, lost[0]]).complaint() == "Rank 1 was killed by SIGKILL.\nRank 0 ended because of it."
-    assert Ended([Outcome(0, 75), Outcome(1, 75)]).complaint() == ""
-    assert Ended([Outcome(0, 75)]).code == 75
+    assert Ended([WorkerResult(0, 75), WorkerResult(1, 75)]).complaint() == ""
+    assert Ended([WorkerResult(0, 75)]).code == 75
 
 
 def test_errors_that_only_follow_from_another_rank() -> None:

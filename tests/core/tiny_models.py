@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.composition.compose import compose
-from forge_train.composition.model import Model
 from forge_train.config import Request
-from forge_train.job import Job
-from forge_train.loop.engine import train
-from forge_train.offline.opening import lone_job
+from forge_train.contract.job import Job
+from forge_train.contract.model import Model
+from forge_train.engine import train
 from forge_train.registry.setup import resolve
+from forge_train_tools.offline.opening import lone_job
 
 DECODER = (
     *("decoder.dim=32", "decoder.layers=2", "decoder.heads=4", "decoder.kv_heads=2", "decoder.hidden=48"),

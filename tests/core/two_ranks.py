@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from forge_train import Phase, Plugin, Transform, hookimpl
+from forge_train import KernelCapabilities, Phase, Plugin, Transform, hookimpl
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +32,7 @@ class Averaging(Plugin):
                 for parameter in part.parameters():
                     if parameter.grad is not None:
                         job.dist.all_reduce(parameter.grad, axis="data")
-                        parameter.grad.mul_(self.factor / job.dist.layout.averaged)
+                        parameter.grad.mul_(self.factor / job.dist.layout.grad_average_size)
 
             names = tuple(name for name, _ in part.named_parameters())
             return Applied(part, names, after_backward=average)
@@ -62,6 +62,7 @@ class OnlyCUDA(Plugin):
 
     api = (1, 0)
     devices = ("cuda",)
+    kernel_capabilities = KernelCapabilities(documents=True)
 
     @hookimpl
     def attention_kernel(self, job: Job) -> Any:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from forge_train import Batch, Job, Model, Plugin, Update, hookimpl, section
-from forge_train.planning.communication import Collective, Collectives
-from forge_train.protocols import PrepareBatch, Span, SpanName
+from forge_train import Batch, Job, Model, Plugin, Update, hookimpl, section, BatchPhase, PrepareBatch
+from forge_train_tools.planning.communication import Collective, Collectives
+from forge_train.contract.protocols import Span, SpanName
 from forge_train.testing.runs import TinyRun, run_forge
 
 
@@ -54,7 +54,7 @@ class Probe(Plugin):
                 batch.labels.fill_(-100)
             return batch
 
-        return prepare
+        return PrepareBatch(BatchPhase.MASK, prepare)
 
     @hookimpl
     def around(self, span: SpanName, job: Job) -> Span | None:
@@ -171,7 +171,7 @@ def global_norm() -> dict[str, float]:
 
     from forge_train.processes.distributed import DistributedContext
     from forge_train.loop.gradients import clip, total_norm
-    from forge_train.config.rules import Layout
+    from forge_train.ground.layout import Layout
 
     world = torch.distributed.get_world_size()
     root = init_device_mesh("cpu", (world,), mesh_dim_names=("world",))
@@ -195,3 +195,16 @@ def global_norm() -> dict[str, float]:
         after = total_norm(gradients, context)
     worst = max(float((whole(g) * norm - w).abs().max()) for g, w in zip(gradients, originals, strict=True))
     return {"norm": float(norm), "expected": float(expected), "clipped": float(after), "worst": worst}
+
+
+def along_axes() -> dict[str, Any]:
+    """What a rank of dp 2 × tp 2 gathers along each axis, of tensors of its own shape, and where its data is."""
+    from forge_train.ground.layout import Layout
+    from forge_train.processes.distributed import DistributedContext
+
+    with DistributedContext.join(Layout(dp_shard=2, tp=2), "cpu") as context:
+        mine = torch.full((context.rank + 1,), context.rank)
+        axes = ("", "tp", "dp_shard", "data", "dp", "efsdp")
+        found = {axis: [one.tolist() for one in context.gather_tensors(mine, axis)] for axis in axes}
+        summed = int(context.all_reduce(torch.tensor(context.rank), axis="dp"))
+        return {"found": found, "data": (context.data_rank, context.data_ranks), "summed": summed}

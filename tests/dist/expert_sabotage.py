@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Applied, Transform, hookimpl, record_choices
-from forge_train_plugins._moe.block import Routed
-from forge_train_plugins._moe.router import Router, kept
-from forge_train_plugins._moe.watch import Watch
-from forge_train_plugins.ep import ExpertParallel
-from forge_train_plugins.moe import MoE
+from forge_train_plugins.experts._moe.block import Routed
+from forge_train_plugins.experts._moe.router import Router, kept
+from forge_train_plugins.experts._moe.watch import Watch
+from forge_train_plugins.parallel.ep import ExpertParallel
+from forge_train_plugins.experts.moe import MoE
 
 
 class Unscaled(ExpertParallel):

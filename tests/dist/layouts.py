@@ -36,7 +36,7 @@ class Replicas(Plugin):
         for name, parameter in part.named_parameters():
             if parameter.grad is not None and not self.left_out(name):
                 job.dist.all_reduce(parameter.grad, axis="data")
-                parameter.grad.mul_(self.factor / job.dist.layout.averaged)
+                parameter.grad.mul_(self.factor / job.dist.layout.grad_average_size)
 
     def left_out(self, name: str) -> bool:
         return False

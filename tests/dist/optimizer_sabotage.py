@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from forge_train import hookimpl
-from forge_train_plugins.adamw import AdamW
+from forge_train_plugins.optimizers.adamw import AdamW
 
 
 class Deviant(AdamW):

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.profiler import profile
 
 from forge_train import Job, Model, Plugin, Update, hookimpl
-from forge_train.planning.communication import Collective, Collectives, Names
-from forge_train.protocols import Span, SpanName
+from forge_train_tools.planning.communication import Collective, Collectives, Names
+from forge_train.contract.protocols import Span, SpanName
 from forge_train.testing.runs import run_forge
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -13,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import Applied, Phase, Plugin, Transform, hookimpl, section
-from forge_train_plugins.decoder import Decoder
-from forge_train_plugins.fsdp2 import FSDP2
-from forge_train_plugins.sequential import Sequential
-from forge_train_plugins.swiglu import SwiGLU
-from forge_train_plugins.text import Text
-from forge_train_plugins.tp import TensorParallel
+from forge_train_plugins.models.decoder import Decoder
+from forge_train_plugins.parallel.fsdp2 import FSDP2
+from forge_train_plugins.parallel.sequential import Sequential
+from forge_train_plugins.feed_forward.swiglu import SwiGLU
+from forge_train_plugins.data.text import Text
+from forge_train_plugins.parallel.tp import TensorParallel
 
 
 class LateTP(TensorParallel):
@@ -34,7 +36,7 @@ class ForgetfulTP(TensorParallel):
     """Leaves the gradients of norms, which every rank has from its part of the sequence, unsummed."""
 
     def _apply(self, part: nn.Module, job: Any) -> Applied:
-        from forge_train_plugins._tp import apply as tp
+        from forge_train_plugins.parallel._tp import apply as tp
 
         found = tp.whole_parameters
 
@@ -129,6 +131,42 @@ class AfterNorm(Plugin):
         if dist.is_initialized():
             for parameter in update.parameters:
                 parameter.grad.mul_(2)
+
+
+class Halved(Plugin):
+    """Halves gradients and their norm, which clipping hides from the optimizer."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def on_gradients(self, update: Any) -> None:
+        if dist.is_initialized():
+            update.scale(0.5)
+
+
+class SavedTwice(Plugin):
+    """Has other weights while a checkpoint is saved."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def on_start(self, job: Any, model: Any) -> None:
+        self._model = model
+
+    @hookimpl
+    def around(self, span: str, job: Any) -> Any:
+        return self._twice if span == "save" and job.dist.world > 1 else None
+
+    @contextmanager
+    def _twice(self) -> Iterator[None]:
+        self._scale(2)
+        yield
+        self._scale(0.5)
+
+    def _scale(self, factor: float) -> None:
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.mul_(factor)
 
 
 class LostMicroBatch(Sequential):

@@ -7,7 +7,7 @@ import time
 from typing import Annotated, Any
 
 from forge_train import Plugin, Volatile, hookimpl, section
-from forge_train.processes.world import FORGE_LAUNCHED
+from forge_train.ground.world import FORGE_LAUNCHED
 from forge_train.storage import checkpoint
 
 

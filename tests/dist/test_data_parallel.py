@@ -58,6 +58,20 @@ def test_is_the_default_of_several_processes_and_not_looked_at_in_one(runs: Refe
     assert asked["weights"] == one["weights"]
 
 
+@pytest.mark.accept("trial", 19)
+def test_gradients_are_sent_and_weights_dropped_while_the_backward_pass_runs(ranks: Pool, tmp_path: Path) -> None:
+    """Not after it: numbers would be the same, time and memory would not."""
+    step = {"train.micro_batch": 1, "cross_entropy.chunk": 4}
+    for reply in ranks.run(
+        "shard_cases:while_backward", 2, folder=str(tmp_path / "a"), plugins=["ddp"], config={**step, "ddp.bucket_mb": 0.01}
+    ):
+        assert reply["sent"] > 1
+    for reply in ranks.run("shard_cases:while_backward", 2, folder=str(tmp_path / "b"), plugins=[], config=step):
+        assert reply["sent"] > 1
+        assert len(reply["sharded"]) > 1
+        assert all(reply["sharded"]), "after the last chunk's backward, in each micro-batch"
+
+
 @pytest.mark.parametrize(("world", "plugins"), [(2, ()), (4, ()), (2, ("zero1",))])
 def test_memory_falls_with_the_number_of_ranks(runs: Reference, world: int, plugins: tuple[str, ...]) -> None:
     one = runs.one({"decoder.dim": 64})
@@ -143,3 +157,15 @@ def test_refuses_in_one_message(
     assert f"rank {world - 1} failed" in str(error.value)
     assert "ConfigError" in str(error.value)
     assert says in str(error.value)
+
+
+@pytest.mark.accept("house", 1)
+def test_tensors_are_gathered_along_any_axis_and_data_ranks_come_from_the_mesh(ranks: Pool) -> None:
+    replies = ranks.run("cases:along_axes", 4)
+    pieces = [[rank] * (rank + 1) for rank in range(4)]
+    for rank, reply in enumerate(replies):
+        beside, across = [rank - rank % 2, rank - rank % 2 + 1], [rank % 2, rank % 2 + 2]
+        expected = {"": range(4), "tp": beside, "dp_shard": across, "data": across, "dp": across, "efsdp": range(4)}
+        assert reply["found"] == {axis: [pieces[one] for one in found] for axis, found in expected.items()}
+        assert tuple(reply["data"]) == (rank // 2, 2)
+        assert reply["summed"] == sum(across)

@@ -12,7 +12,7 @@ import torch
 
 from forge_train import ConfigError
 from forge_train.config import Request
-from forge_train.planning import plan
+from forge_train_tools.planning import plan
 from forge_train.registry.setup import resolve
 from forge_train.testing import Verifier
 
@@ -127,11 +127,11 @@ def test_a_tie_is_reported_and_not_compared(verify: Verifier, composition_file: 
     verdict = verify(sabotaged(composition_file, "Tied", "moe"), 2, steps=3)
     assert verdict.undecided, verdict
     assert not verdict.agree
-    parting = verdict.parting
-    assert parting is not None
-    assert (parting.step, parting.where) == (1, "experts of layers.0.feed_forward.routed.router")
-    assert 0 < parting.moved <= parting.near
-    assert f"{parting.moved} choices of {parting.where} fell otherwise: ties" in verdict.advice[0]
+    routing_difference = verdict.routing_difference
+    assert routing_difference is not None
+    assert (routing_difference.step, routing_difference.where) == (1, "experts of layers.0.feed_forward.routed.router")
+    assert 0 < routing_difference.moved <= routing_difference.near
+    assert f"{routing_difference.moved} choices of {routing_difference.where} fell otherwise: ties" in verdict.advice[0]
     names = {check.name for check in verdict.checks}
     assert not names & {"loss", "grad_norm", "gradients", "buffers"}
     assert {"initial weights", "data", "routing", "replicas", "checkpoint"} <= names

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import toys
-from forge_train.storage import records
+from forge_train.ground import records
 from forge_train.storage.checkpoint import check, found
 
 pytestmark = [pytest.mark.dist, pytest.mark.e2e]

@@ -58,7 +58,7 @@ def test_9_nothing_is_read_between_logged_steps_on_two_ranks(
         law_cases.reads, 2, folder=str(tmp_path), name=name, plugins=plugins, **config
     ):
         assert counts == {
-            "tolist step.py": 6,
+            "tolist forward.py": 6,
             "__bool__ distributed.py": 5,
         }  # nobody was asked before the first step
 

@@ -46,7 +46,7 @@ def test_one_process_keeps_fp32_weights_and_names(run_forge: RunForge, precision
     hidden = narrow.model(torch.zeros(1, 4, dtype=torch.int64))
     assert hidden.dtype is (torch.bfloat16 if precision == "bf16" else torch.float16)
     assert narrow.model.parts[0].head.weight.dtype is hidden.dtype
-    assert type(narrow.model.parts[0].head).__name__ == "Linear"
+    assert type(narrow.model.parts[0].head).__name__ == "LMHead"
 
 
 class Skips(Plugin):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import plan_cases
-from forge_train.planning import Plan, plan
+from forge_train_tools.planning import Plan, plan
 from forge_train.testing import Pool
 from forge_train.testing.runs import prepared
 

@@ -211,6 +211,21 @@ def test_other_settings_of_the_optimizer_are_read_out(verify: Verifier, composit
     assert verdict.advice[0] == "The optimizer's setting betas is (0.9, 0.95) on one process and (0.9, 0.999) on the layout."
 
 
+def test_a_norm_that_a_plugin_changes_is_found_where_clipping_hides_it(
+    verify: Verifier, composition_file: Path
+) -> None:
+    fault = Fault("sabotage:Halved", set(), "", settings={"train.clip_norm": 0.01})
+    verdict = verify(fault.request(composition_file), 2, steps=2)
+    assert verdict.failed == {"grad_norm"}
+    assert "changes the gradients' global norm in on_gradients, to " in verdict.advice[0]
+
+
+def test_a_plugin_that_spoils_checkpoints_is_found(verify: Verifier, composition_file: Path) -> None:
+    verdict = verify(Fault("sabotage:SavedTwice", set(), "").request(composition_file), 2, steps=1)
+    assert verdict.failed == {"checkpoint"}
+    assert "One process does not load what the layout saved" in verdict.advice[0]
+
+
 RIGHT: dict[str, tuple[tuple[str, ...], int, Mapping[str, Any]]] = {
     "a key bias, whose gradient is rounding alone": (FSDP, 3, {"decoder.qkv_bias": True, "adamw.lr": 0.01}),
     "signs of gradients": (("tp", "lion"), 2, {**TP2, "decoder.qkv_bias": True, "lion.lr": 0.003}),

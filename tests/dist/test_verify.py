@@ -16,7 +16,7 @@ import toys
 from forge_train import ConfigError
 from forge_train.config import Request
 from forge_train.testing import Verifier
-from forge_train.verification import Verdict, verify_against
+from forge_train_tools.verification import Verdict, verify_against
 
 pytestmark = [pytest.mark.dist]
 STEPS = 4
@@ -91,7 +91,7 @@ def test_other_data_than_one_process(judge: Judge) -> None:
     verdict = judge("Replicas", "RankData")
     assert "data" in failed(verdict)
     assert "peers" not in failed(verdict)
-    assert "global micro-batch" in verdict.advice[0]
+    assert "of the global stream" in verdict.advice[0]
 
 
 def test_weights_that_drift_apart(judge: Judge) -> None:

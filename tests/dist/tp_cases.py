@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from forge_train import Init, Plugin, hookimpl
 from forge_train.nn import Embedding, Linear, RMSNorm, TensorStyle
-from forge_train_plugins._tp.replicas import Replicas, Whole
+from forge_train_plugins.parallel._tp.replicas import Replicas, Whole
 
 WIDTH = 16
 
@@ -101,12 +101,12 @@ class Unplanned(Plugin):
         return model
 
 
-def judge(partial: bool, same: bool) -> str:
+def judge(partial: bool, same: bool, added: bool = False) -> str:
     """What is said of a parameter that no plan names, and whose gradient is (or is not) the same on all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     part = nn.Linear(2, 2, bias=False)
     part.weight.grad = torch.ones(2, 2) * (1 if same else 1 + dist.get_rank())
-    replicas = Replicas(part, [Whole("weight", partial, planned=False)], mesh)
+    replicas = Replicas(part, [Whole("weight", partial, planned=False, added=added)], mesh)
     try:
         replicas.reduce()
     except Exception as error:

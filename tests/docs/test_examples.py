@@ -62,15 +62,15 @@ class TestTheModelOfModelDesign:
         (part,) = run.model.parts
         part.eval()
         ids = torch.randint(0, 256, (1, 16))
-        documents = torch.tensor([[0] * 8 + [1] * 8])
+        document_ids = torch.tensor([[0] * 8 + [1] * 8])
         last, first = ids.clone(), ids.clone()
         last[0, -1] += 1
         first[0, 0] += 1
         with torch.no_grad():
-            hidden = part(ids, documents=documents)
-            assert torch.equal(part(last, documents=documents)[:, :-1], hidden[:, :-1])
-            assert torch.equal(part(first, documents=documents)[:, 8:], hidden[:, 8:])
-            assert not torch.equal(part(first, documents=documents)[:, :8], hidden[:, :8])
+            hidden = part(ids, document_ids=document_ids)
+            assert torch.equal(part(last, document_ids=document_ids)[:, :-1], hidden[:, :-1])
+            assert torch.equal(part(first, document_ids=document_ids)[:, 8:], hidden[:, 8:])
+            assert not torch.equal(part(first, document_ids=document_ids)[:, :8], hidden[:, :8])
 
     def test_generates_with_its_cache_what_it_gives_at_once(self, run: TinyRun) -> None:
         import torch

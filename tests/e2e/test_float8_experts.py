@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forge_cli import forge_process
-from forge_train.storage.records import TIMINGS, read
+from forge_train.ground.records import TIMINGS, read
 
 pytestmark = [pytest.mark.e2e, pytest.mark.accept("moe", 1)]
 

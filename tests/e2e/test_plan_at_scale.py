@@ -57,7 +57,7 @@ def test_eight_billion_parameters_on_512_ranks(tmp_path: Path) -> None:
     # and two gathered inputs, which are kept here; SwiGLU keeps more than GELU does, and norms keep fp32.
     assert 1 < memory["activations"] / ((34 / 8 + 2 * 2) * 8192 * 4096 * 32) < 2
     assert (plan["nodes"], plan["crossing"], plan["warnings"]) == (64, ["dp_shard"], [])
-    for axis, least in plan["textbook"].items():
+    for axis, least in plan["expected_bytes"].items():
         assert sum(one["bytes"] for one in plan["communication"] if one["axis"] == axis) <= 1.05 * least
     assert plan["flops_per_token"] == pytest.approx(6 * (WEIGHTS - 128256 * 4096) + 6 * 32 * 4096 * 8192, rel=0.01)
     assert plan["roofline"]["fits"] is True

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 
 from forge_cli import Ended, forge
 from forge_train.config import Request
-from forge_train.config.layers import presets
 from forge_train.config.sections import CORE_SECTIONS
 from forge_train.config.toml import index_lines, read
-from forge_train.errors import ConfigError
-from forge_train.registry.discovery import canonical, discover
+from forge_train.ground.errors import ConfigError
+from forge_train.ground.names import canonical
+from forge_train.ground.presets import presets
+from forge_train.registry.discovery import discover
 from forge_train.registry.setup import resolve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.accept("core", 6), pytest.mark.timeout(3600)]
@@ -296,7 +297,7 @@ def _number(text: str) -> Any:
 @settings(usual, max_examples=max(EXAMPLES // 10, 10))
 @given(table=configurations())
 def test_what_resolves_is_written_and_read_as_the_same(folder: Path, table: dict[str, Any]) -> None:
-    from forge_train.config.write import to_toml
+    from forge_train.registry.write import to_toml
 
     file, again = folder / "my.toml", folder / "again.toml"
     file.write_text(tomlkit.dumps(table), encoding="utf-8")

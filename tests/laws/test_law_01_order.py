@@ -14,15 +14,15 @@ import toys
 from forge_train import Applied, Phase, Plugin, StepResult, Transform, hookimpl
 from forge_train.composition.compose import compose
 from forge_train.config import Request
-from forge_train.config.rules import Layout
-from forge_train.job import Job
-from forge_train.loop.control import Control
+from forge_train.contract.calls import Calls
+from forge_train.contract.control import Control
+from forge_train.contract.job import Job
+from forge_train.contract.reference import PluginRef
+from forge_train.contract.run import Run
+from forge_train.ground.layout import Layout
 from forge_train.processes.distributed import DistributedContext
 from forge_train.registry import discovery
-from forge_train.registry.calls import Calls
-from forge_train.registry.discovery import Found
 from forge_train.registry.setup import Setup, resolve
-from forge_train.storage.run import Run
 from forge_train.testing import Installed, installed
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("core", 3)]
@@ -130,10 +130,10 @@ def test_nor_does_the_order_of_installation(tmp_path: Path, found: Installed) ->
             random.Random(seed).shuffle(shuffled)
             cut = seed % len(shuffled)
 
-            def one(part: list[Found] = shuffled[:cut]) -> list[Found]:
+            def one(part: list[PluginRef] = shuffled[:cut]) -> list[PluginRef]:
                 return part
 
-            def two(part: list[Found] = shuffled[cut:]) -> list[Found]:
+            def two(part: list[PluginRef] = shuffled[cut:]) -> list[PluginRef]:
                 return part
 
             discovery.SOURCES[:] = [one, two]  # `found` puts back what was there

@@ -12,7 +12,8 @@ import toys
 from forge_train import Applied, ConfigError, Phase, Plugin, PluginError, Transform, hookimpl
 from forge_train.composition.compose import compose
 from forge_train.config import Request
-from forge_train.config.rules import Layout
+from forge_train.ground.axes import CONFIGURED
+from forge_train.ground.layout import Layout
 from forge_train.registry.setup import resolve
 from forge_train.testing import installed
 
@@ -104,7 +105,7 @@ def test_a_transform_that_matches_nothing(tmp_path: Path) -> None:
     assert "'mine' matched nothing in this model; leave mine out of --plugins, or mend its filter." in message
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp", "pp", "ep", "dp_shard", "dp_replicate"])
+@pytest.mark.parametrize("axis", CONFIGURED)
 def test_an_axis_that_nobody_covers(tmp_path: Path, axis: str) -> None:
     message = composing(tmp_path, Phase.SHARD, matching, world=Layout(**{axis: 2}), covers=("precision",))
     assert message.startswith(f"parallel.{axis} is 2, but no enabled plugin covers the axis {axis!r}.")

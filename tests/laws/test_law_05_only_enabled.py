@@ -35,9 +35,9 @@ def imported(*arguments: object) -> set[str]:
 
 def test_a_run_imports_the_plugins_it_enables_and_no_other(tmp_path: Path) -> None:
     file = toys.write_config(tmp_path, "toys:ToyRest")
-    aside = "gqa,sdpa,swiglu,tensorboard,tokenizer"
+    aside = "gqa,lm_head,sdpa,swiglu,tensorboard,tokenizer"
     modules = imported("train", file, "--quiet", "--run-dir", tmp_path / "runs", "-p", "ema", "--without", aside)
-    enabled = {"forge_train_plugins.console", "forge_train_contrib.ema"}
+    enabled = {"forge_train_plugins.observers.console", "forge_train_contrib.ema"}
     plugins = {found.module: found.name for found in discover()}
     assert {module for module in plugins if module in modules} == enabled
     private = {module for module in modules if module.startswith("forge_train_plugins._")}
@@ -70,6 +70,6 @@ def test_a_plugin_that_is_not_enabled_is_not_even_looked_at(tmp_path: Path, monk
 
 def test_a_default_that_steps_aside_is_not_imported(tmp_path: Path) -> None:
     modules = imported("config", "show", toys.write_config(tmp_path), "-p", "lion")
-    assert "forge_train_plugins.lion" in modules
+    assert "forge_train_plugins.optimizers.lion" in modules
     assert not modules & {f"forge_train_plugins.{name}" for name in ("adamw", "decoder", "text", "sample")}
     assert "torch" not in modules

@@ -15,7 +15,7 @@ import pytest
 
 import toys
 from forge_cli import forge, one_message
-from forge_train import Applied, DivergedError, Phase, Plugin, Transform, hookimpl
+from forge_train import Applied, BatchPhase, DivergedError, Phase, Plugin, PrepareBatch, Transform, hookimpl
 from forge_train.testing import installed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.accept("core", 3)]
@@ -48,7 +48,7 @@ FAILURES = {
     "on_gradients": ({"on_gradients": fail}, "hook on_gradients"),
     "on_step": ({"on_step": fail}, "hook on_step"),
     "on_checkpoint": ({"on_checkpoint": fail, "on_step": lambda self, step: None}, "hook on_checkpoint"),
-    "prepare_batch": ({"prepare_batch": lambda self, job: fail}, ""),
+    "prepare_batch": ({"prepare_batch": lambda self, job: PrepareBatch(BatchPhase.MASK, fail)}, ""),
     "a span": ({"around": lambda self, span, job: failing_span if span == "optimizer" else None}, ""),
     "check_config": ({"check_config": fail}, "hook check_config"),
 }

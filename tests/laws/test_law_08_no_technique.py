@@ -18,12 +18,13 @@ from forge_train.registry.discovery import discover
 pytestmark = [pytest.mark.e2e, pytest.mark.accept("core", 3)]
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {
-    "core": "forge_train",
-    "plugins": "forge_train_plugins",
-    "cli": "forge_train_cli",
-    "contrib": "forge_train_contrib",
-}
+PACKAGES = (
+    "core/forge_train",
+    "core/forge_train_tools",
+    "plugins/forge_train_plugins",
+    "cli/forge_train_cli",
+    "contrib/forge_train_contrib",
+)
 OWN: dict[str, str] = {}
 """Module → the name of a plugin that lies in it."""
 for found in discover():
@@ -38,11 +39,12 @@ import torch
 
 root, toys, results = pathlib.Path(sys.argv[1]), sys.argv[2], {}
 for module, plugin in json.loads(sys.argv[3]).items():
-    package, _, stem = module.partition(".")
+    *folders, stem = module.split(".")
+    home = root.joinpath(*folders)
     aside = pathlib.Path(root, "aside")
     aside.mkdir()
     for name in (f"{stem}.py", stem, f"_{stem}.py", f"_{stem}"):
-        if (path := root / package / name).exists():
+        if (path := home / name).exists():
             shutil.move(path, aside / name)
     for name in [name for name in sys.modules if name.startswith(("forge_train", "toys"))]:
         del sys.modules[name]
@@ -64,7 +66,7 @@ for module, plugin in json.loads(sys.argv[3]).items():
     plugins = ("forge_train_plugins.", "forge_train_contrib.")
     result["imported"] = [name for name in sys.modules if name.startswith(plugins)]
     for path in aside.iterdir():
-        shutil.move(path, root / package / path.name)
+        shutil.move(path, home / path.name)
     aside.rmdir()
 print(json.dumps(results))
 '''
@@ -74,12 +76,13 @@ print(json.dumps(results))
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, object]]]:
     """What happened without each of the plugins."""
     root = tmp_path_factory.mktemp("copies")
-    for folder, package in PACKAGES.items():
-        shutil.copytree(ROOT / folder / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, root / Path(package).name, ignore=shutil.ignore_patterns("__pycache__"))
     config = toys.write_config(root)
     text = config.read_text(encoding="utf-8")
     config.write_text(
-        f'without = ["console", "tensorboard", "gqa", "sdpa", "swiglu", "tokenizer"]\n{text}', encoding="utf-8"
+        f'without = ["console", "tensorboard", "gqa", "lm_head", "sdpa", "swiglu", "tokenizer"]\n{text}',
+        encoding="utf-8",
     )
     env = environment()
     env["PYTHONPATH"] = f"{root}:{env['PYTHONPATH']}"

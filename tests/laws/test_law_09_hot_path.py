@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import toys
-from forge_train import Batch, Plugin, StepResult, hookimpl
-from forge_train.registry.calls import Calls
+from forge_train import Batch, BatchPhase, Plugin, PrepareBatch, StepResult, hookimpl
+from forge_train.contract.calls import Calls
 from forge_train.testing import run_forge
 from hot_path import Watch, counting, waits
 
@@ -73,7 +73,7 @@ def test_hooks_are_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
         @hookimpl
         def prepare_batch(self, job: Any) -> Any:
-            return lambda batch: Batch(batch.inputs, batch.labels)
+            return PrepareBatch(BatchPhase.MAKE, lambda batch: Batch(batch.inputs, batch.labels))
 
         @hookimpl
         def on_step(self, step: StepResult) -> None:
@@ -112,7 +112,7 @@ def test_events_of_a_step_cost_one_call_for_each_who_listens(tmp_path: Path, mon
 
 def test_the_norm_and_the_clipping_stay_on_the_device(tmp_path: Path) -> None:
     """On the meta device no value exists: whoever reads one fails."""
-    from forge_train.config.rules import Layout
+    from forge_train.ground.layout import Layout
     from forge_train.loop.gradients import clip, total_norm
     from forge_train.processes.distributed import DistributedContext
 

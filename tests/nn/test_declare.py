@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge_train.nn import decay_groups, depth_scaled, flops_per_token, whole
+from forge_train.nn import decay_groups, depth_scaled, flops_per_token, full_tensor
 
 pytestmark = pytest.mark.unit
 
@@ -57,4 +57,4 @@ def test_operations_of_a_matrix_and_of_attention() -> None:
 
 def test_a_plain_tensor_is_whole() -> None:
     x = torch.ones(2)
-    assert whole(x) is x
+    assert full_tensor(x) is x

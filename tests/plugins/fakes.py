@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_train import Attention, AttentionKernel, FeedForward, Layer, LossFunction, Plugin
-from forge_train_plugins.cross_entropy import CrossEntropy
-from forge_train_plugins.decoder import Decoder
-from forge_train_plugins.gqa import GQA
-from forge_train_plugins.sdpa import SDPA
-from forge_train_plugins.swiglu import SwiGLU
+from forge_train import Attention, AttentionKernel, FeedForward, Head, HeadSpec, Layer, LossFunction, Plugin
+from forge_train_plugins.attention.gqa import GQA
+from forge_train_plugins.attention.sdpa import SDPA
+from forge_train_plugins.feed_forward.swiglu import SwiGLU
+from forge_train_plugins.models.decoder import Decoder
+from forge_train_plugins.models.lm_head import LanguageModelHead
+from forge_train_plugins.tasks.cross_entropy import CrossEntropy
 
 TINY = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 48, "vocabulary": 61, "max_sequence": 64}
 
@@ -30,10 +31,16 @@ class Hooks:
     def __init__(self, job: Any, activation: str = "swiglu", tokenizer: Any = None) -> None:
         self._job, self._tokenizer = job, tokenizer
         self.gqa, self.sdpa, self.swiglu = make(GQA), make(SDPA), make(SwiGLU, activation=activation)
-        self.cross_entropy = make(CrossEntropy)
+        self.cross_entropy, self.lm_head = make(CrossEntropy), make(LanguageModelHead)
 
     def provider(self, slot: str) -> str | None:
         return "text" if slot == "tokenizer" and self._tokenizer is not None else None
+
+    def gives(self, slot: str) -> str:
+        return {"head": "token_logits"}[slot]
+
+    def head(self, spec: HeadSpec) -> Head:
+        return self.lm_head.head(spec, self._job)  # type: ignore[no-any-return]
 
     def tokenizer(self) -> Any:
         return self._tokenizer
@@ -41,7 +48,7 @@ class Hooks:
     def attention(self, layer: Layer) -> Attention:
         return self.gqa.attention(layer, self._job)  # type: ignore[no-any-return]
 
-    def attention_kernel(self) -> AttentionKernel:
+    def attention_kernel(self, needs: object = None) -> AttentionKernel:
         return self.sdpa.attention_kernel(self._job)  # type: ignore[no-any-return]
 
     def feed_forward(self, layer: Layer) -> FeedForward:

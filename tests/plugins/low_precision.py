@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train_plugins._low_precision.products import ALONE, GroupedProduct, LinearProduct, Recipe
+from forge_train_plugins.precision._low_precision.products import ALONE, GroupedProduct, LinearProduct, Recipe
 
 Layer = Callable[[Tensor, Tensor], Tensor]
 

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fakes
 from forge_train import ConfigError, PluginError, attach_loss
-from forge_train.auxiliary import loss_scaling
+from forge_train.contract.auxiliary import loss_scaling
 from forge_train.testing import RunForge
-from forge_train_plugins._ac import Policy, recompute
-from forge_train_plugins.ac import ActivationCheckpointing
+from forge_train_plugins.memory._ac import Policy, recompute
+from forge_train_plugins.memory.ac import ActivationCheckpointing
 
 pytestmark = pytest.mark.unit
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge_train_plugins._alltoall.order import Order
-from forge_train_plugins._alltoall.payload import BLOCK, LARGEST, pack, rounded, unpack
-from forge_train_plugins._alltoall.transport import Local
+from forge_train_plugins.experts._alltoall.order import Order
+from forge_train_plugins.experts._alltoall.payload import BLOCK, LARGEST, pack, rounded, unpack
+from forge_train_plugins.experts._alltoall.transport import Local
 
 pytestmark = pytest.mark.unit
 COUNT, DIM = 5, 6

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import fakes
 from forge_train import Layer
 from forge_train.nn import RoPE
-from forge_train_plugins._gqa import GroupedQueryAttention
-from forge_train_plugins._sdpa import Kernel
+from forge_train_plugins.attention._gqa import GroupedQueryAttention
+from forge_train_plugins.attention._sdpa import Kernel
 from peak_memory import peak_memory
 
 pytestmark = pytest.mark.unit
@@ -22,12 +22,12 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
+def written_out(query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None = None) -> Tensor:
     """Equation 1 of “Attention is all you need” for each sequence, head and query."""
     out, groups = torch.zeros_like(query), query.shape[2] // key.shape[2]
     offset = key.shape[1] - query.shape[1]
     for b, t, h in torch.cartesian_prod(*(torch.arange(n) for n in query.shape[:3])).tolist():
-        seen = [s for s in range(t + offset + 1) if documents is None or documents[b, s] == documents[b, t]]
+        seen = [s for s in range(t + offset + 1) if document_ids is None or document_ids[b, s] == document_ids[b, t]]
         logits = key[b, seen, h // groups] @ query[b, t, h] / math.sqrt(query.shape[3])
         out[b, t, h] = logits.softmax(0) @ value[b, seen, h // groups]
     return out
@@ -38,13 +38,13 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("queries", "documents"), [(6, None), (6, DOCUMENTS), (1, None), (4, None)], ids=["all", "packed", "one", "last"]
+    ("queries", "document_ids"), [(6, None), (6, DOCUMENTS), (1, None), (4, None)], ids=["all", "packed", "one", "last"]
 )
-def test_kernel_is_attention_written_out(kv_heads: int, queries: int, documents: Tensor | None) -> None:
+def test_kernel_is_attention_written_out(kv_heads: int, queries: int, document_ids: Tensor | None) -> None:
     query = random(2, queries, 4, 8)
     key, value = random(2, 6, kv_heads, 8, seed=1), random(2, 6, kv_heads, 8, seed=2)
-    found = Kernel()(query, key, value, documents=documents)
-    torch.testing.assert_close(found, written_out(query, key, value, documents))
+    found = Kernel()(query, key, value, document_ids=document_ids)
+    torch.testing.assert_close(found, written_out(query, key, value, document_ids))
 
 
 def test_kernel_takes_a_scale() -> None:
@@ -52,33 +52,35 @@ def test_kernel_takes_a_scale() -> None:
     torch.testing.assert_close(Kernel()(query, key, key, scale=0.25), Kernel()(query * 0.5, key, key))
 
 
-@pytest.mark.parametrize("documents", [None, torch.zeros(1, 256, dtype=torch.int64)], ids=["causal", "packed"])
-def test_keys_and_values_are_not_repeated_for_their_groups(documents: Tensor | None) -> None:
+@pytest.mark.parametrize("document_ids", [None, torch.zeros(1, 256, dtype=torch.int64)], ids=["causal", "packed"])
+def test_keys_and_values_are_not_repeated_for_their_groups(document_ids: Tensor | None) -> None:
     """Sixteen query heads share one key head: repeated, keys and values would take twice the query's memory."""
     query, key = random(1, 256, 16, 64).float().requires_grad_(), random(1, 256, 1, 64).float().requires_grad_()
-    masks = 0 if documents is None else 256 * 256 * (4 + 4 * 1)
+    masks = 0 if document_ids is None else 256 * 256 * (4 + 4 * 1)
     size = query.numel() * 4
-    assert peak_memory(lambda: Kernel()(query, key, key, documents=documents)) <= 1.5 * size + masks
+    assert peak_memory(lambda: Kernel()(query, key, key, document_ids=document_ids)) <= 1.5 * size + masks
 
 
 def test_layers_share_the_mask_of_a_batch() -> None:
-    query, documents = random(1, 256, 1, 8).float().requires_grad_(), torch.zeros(1, 256, dtype=torch.int64)
+    query, document_ids = random(1, 256, 1, 8).float().requires_grad_(), torch.zeros(1, 256, dtype=torch.int64)
     kernel, one_mask = Kernel(), 256 * 256 * 4
-    assert peak_memory(lambda: [kernel(query, query, query, documents=documents) for _ in range(8)]) <= 3 * one_mask
+    assert (
+        peak_memory(lambda: [kernel(query, query, query, document_ids=document_ids) for _ in range(8)]) <= 3 * one_mask
+    )
 
 
 def test_a_mask_is_made_anew_when_the_documents_change_in_place() -> None:
     kernel, query = Kernel(), random(2, 6, 1, 4)
-    documents = torch.zeros_like(DOCUMENTS)
-    kernel(query, query, query, documents=documents)
-    documents.copy_(DOCUMENTS)
+    document_ids = torch.zeros_like(DOCUMENTS)
+    kernel(query, query, query, document_ids=document_ids)
+    document_ids.copy_(DOCUMENTS)
     torch.testing.assert_close(
-        kernel(query, query, query, documents=documents), written_out(query, query, query, DOCUMENTS)
+        kernel(query, query, query, document_ids=document_ids), written_out(query, query, query, DOCUMENTS)
     )
 
 
 def layer(**values: object) -> Layer:
-    shape = {"index": 0, "count": 1, "dim": 12, "heads": 4, "kv_heads": 2, "head_dim": 6, "hidden": 16}
+    shape = {"index": 0, "num_layers": 1, "dim": 12, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn_dim": 16}
     return Layer(**(shape | values))  # type: ignore[arg-type]
 
 

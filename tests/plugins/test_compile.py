@@ -15,10 +15,10 @@ import torch.utils.checkpoint
 from torch._dynamo.utils import counters
 
 import fakes
-from forge_train import Batch, ConfigError, Plugin, StepResult, hookimpl
+from forge_train import Batch, BatchPhase, ConfigError, Plugin, PrepareBatch, StepResult, hookimpl
 from forge_train.testing import RunForge
-from forge_train_plugins._compile import Summary, compile_unit, eager_where_new
-from forge_train_plugins.compile import Compile
+from forge_train_plugins.memory._compile import Summary, compile_unit, eager_where_new
+from forge_train_plugins.memory.compile import Compile
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
@@ -76,7 +76,7 @@ class Lengths(Plugin):
             length = next(lengths)
             return Batch(batch.inputs[:, :length].contiguous(), batch.labels[:, :length].contiguous())
 
-        return shorten
+        return PrepareBatch(BatchPhase.MAKE, shorten)
 
 
 @pytest.mark.accept("trial", "other")

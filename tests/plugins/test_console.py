@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console as Terminal
 
 from forge_train import CheckpointEvent, Evaluation, Finished, LogRecord
-from forge_train_plugins._console.board import KEPT, Board
-from forge_train_plugins._console.lines import Lines
-from forge_train_plugins._console.live import PAUSE, LiveView, render
-from forge_train_plugins.console import Console
+from forge_train_plugins.observers._console.board import KEPT, Board
+from forge_train_plugins.observers._console.lines import Lines
+from forge_train_plugins.observers._console.live import PAUSE, LiveView, render
+from forge_train_plugins.observers.console import Console
 
 STEPS = 100
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import fakes
 from forge_train import MASKED
 from forge_train.nn import Linear
-from forge_train_plugins._cross_entropy import CHUNKS, LOGITS, ChunkedCrossEntropy
-from forge_train_plugins.cross_entropy import CrossEntropy
+from forge_train_plugins.tasks._cross_entropy import CHUNKS, LOGITS, ChunkedCrossEntropy
+from forge_train_plugins.tasks.cross_entropy import CrossEntropy
 from peak_memory import peak_memory
 
 pytestmark = pytest.mark.unit

@@ -12,7 +12,7 @@ from torch import nn
 
 import fakes
 from forge_train import ConfigError
-from forge_train_plugins.decoder import Decoder, Rope
+from forge_train_plugins.models.decoder import Decoder, Rope
 
 pytestmark = pytest.mark.unit
 
@@ -53,9 +53,9 @@ def test_generating_with_a_cache_gives_the_full_forward(model: Any) -> None:
 
 
 def test_documents_in_a_row_are_documents_on_their_own(model: Any) -> None:
-    documents = torch.tensor([[0] * 5 + [1] * 7]).expand(2, -1)
-    positions = torch.tensor([[*range(5), *range(7)]]).expand(2, -1)
-    packed = model(TOKENS, positions=positions, documents=documents)
+    document_ids = torch.tensor([[0] * 5 + [1] * 7]).expand(2, -1)
+    position_ids = torch.tensor([[*range(5), *range(7)]]).expand(2, -1)
+    packed = model(TOKENS, position_ids=position_ids, document_ids=document_ids)
     alone = torch.cat((model(TOKENS[:, :5]), model(TOKENS[:, 5:])), 1)
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
 

@@ -13,7 +13,8 @@ from torch import nn
 
 import fakes
 from forge_train import ConfigError
-from forge_train_plugins.decoder import Decoder, Rope
+from forge_train.registry.discovery import find
+from forge_train_plugins.models.decoder import Decoder, Rope
 
 pytestmark = pytest.mark.unit
 
@@ -153,9 +154,10 @@ def test_defaults_that_follow_from_others_are_written_out() -> None:
 
 def test_enabling_the_model_and_reading_a_config_import_no_torch() -> None:
     names = ("adamw", "cosine", "cross_entropy", "decoder", "gqa", "lion", "next_token", "sdpa", "sequential", "swiglu")
+    modules = tuple(find(name).module for name in names)
     code = (
-        f"import importlib, sys\nfor name in {names}: importlib.import_module('forge_train_plugins.' + name)\n"
-        "from forge_train_plugins.decoder import Decoder\n"
+        f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
+        "from forge_train_plugins.models.decoder import Decoder\n"
         f"assert Decoder(Decoder.Config()).import_hf({LLAMA})\n"
         "assert 'torch' not in sys.modules"
     )

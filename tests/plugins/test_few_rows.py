@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import low_precision as low
-from forge_train_plugins._low_precision import recipes
-from forge_train_plugins._low_precision.products import Recipe
-from forge_train_plugins._moe.experts import Experts
+from forge_train_plugins.experts._moe.experts import Experts
+from forge_train_plugins.precision._low_precision import recipes
+from forge_train_plugins.precision._low_precision.products import Recipe
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 2)]
 

@@ -13,10 +13,10 @@ import torch
 import low_precision as low
 from forge_train import ConfigError, DivergedError
 from forge_train.testing import RunForge
-from forge_train_plugins._low_precision import kernels, recipes
-from forge_train_plugins._low_precision.formats import Scaled
-from forge_train_plugins._low_precision.minifloat import E4M3, E5M2, Minifloat, nearest, power_of_two
-from forge_train_plugins._low_precision.products import Recipe
+from forge_train_plugins.precision._low_precision import kernels, recipes
+from forge_train_plugins.precision._low_precision.formats import Scaled
+from forge_train_plugins.precision._low_precision.minifloat import E4M3, E5M2, Minifloat, nearest, power_of_two
+from forge_train_plugins.precision._low_precision.products import Recipe
 
 pytestmark = pytest.mark.unit
 
@@ -205,7 +205,7 @@ def test_odd_dimensions_are_named(run_forge: RunForge, caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING, "forge_train"):
         run = run_forge(["fp8"], {**FAST, "decoder.hidden": 40})
     assert "layers.0.feed_forward.gate: 32 → 40 are not both multiples of 16" in caplog.text
-    assert composed(run)["note"].endswith("and 4 more (6 for their shape)")
+    assert composed(run)["note"].endswith(", … 4 more (6 for their shape)")
     with pytest.raises(ConfigError, match=r"no module can .*\n  layers.0.feed_forward.gate: 32 → 40 are not"):
         run_forge(["fp8"], {"decoder.hidden": 40, "fp8.include": ["*.feed_forward.*"]})
 
@@ -219,7 +219,7 @@ def test_auto_declines_where_it_does_not_pay(run_forge: RunForge) -> None:
 
 
 def test_auto_takes_what_is_faster(run_forge: RunForge, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forge_train_plugins._low_precision import trial
+    from forge_train_plugins.precision._low_precision import trial
 
     monkeypatch.setattr(trial, "_speed", lambda job, shape, recipe: 1.2 if shape == (32, 32) else 0.9)
     note = composed(run_forge(["fp8"], {**FAST, "fp8.mode": "auto"}))["note"]

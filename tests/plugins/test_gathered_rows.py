@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forge_train_plugins._low_precision import recipes
-from forge_train_plugins._low_precision.formats import Scaled, rounded
-from forge_train_plugins._low_precision.gather import packed, unpack
+from forge_train_plugins.precision._low_precision import recipes
+from forge_train_plugins.precision._low_precision.formats import Scaled, rounded
+from forge_train_plugins.precision._low_precision.gather import packed, unpack
 
 pytestmark = pytest.mark.unit
 

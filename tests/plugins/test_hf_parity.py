@@ -14,8 +14,8 @@ from torch import nn
 import fakes
 from forge_train import ConfigError, HFModel
 from forge_train.nn import RoPE
-from forge_train_plugins._decoder.build import scaling
-from forge_train_plugins.decoder import Decoder, Rope
+from forge_train_plugins.models._decoder.build import scaling
+from forge_train_plugins.models.decoder import Decoder, Rope
 
 transformers = pytest.importorskip("transformers")
 
@@ -169,16 +169,16 @@ def test_rotations_are_those_of_transformers_to_the_bit(kind: str, head_dim: int
     shape = {"head_dim": head_dim, "max_position_embeddings": length, "rope_parameters": ROTATIONS[kind]}
     config = transformers.LlamaConfig(**{**SHAPE, **shape})
     near, far = torch.arange(64), torch.arange(100_000, 100_064)
-    positions = torch.cat([near, far, torch.tensor([length - 1])])
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    position_ids = torch.cat([near, far, torch.tensor([length - 1])])
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), position_ids[None])
 
     found = fakes.make(Decoder).import_hf(config.to_diff_dict() | {"architectures": ["LlamaForCausalLM"]})
     assert found is not None
     read = Rope(**found.sections["decoder"]["rope"])
     rope = RoPE(head_dim, length=length, theta=read.theta, scaling=scaling(read))
     half = head_dim // 2
-    assert torch.equal(rope.cos[positions], cos[0, :, :half])
-    assert torch.equal(rope.sin[positions], sin[0, :, :half])
+    assert torch.equal(rope.cos[position_ids], cos[0, :, :half])
+    assert torch.equal(rope.sin[position_ids], sin[0, :, :half])
 
 
 @pytest.mark.unit

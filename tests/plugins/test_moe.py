@@ -15,20 +15,20 @@ from torch.utils.checkpoint import checkpoint
 
 import fakes
 from forge_train import ConfigError, DivergedError, Layer, Plugin, hookimpl
-from forge_train.auxiliary import loss_scaling
-from forge_train.choices import heard_by
 from forge_train.config import Request
+from forge_train.contract.auxiliary import loss_scaling
+from forge_train.contract.choices import heard_by
 from forge_train.registry.setup import resolve
 from forge_train.testing import RunForge
-from forge_train.verification.routing import Counter
-from forge_train_plugins._alltoall.transport import Local
-from forge_train_plugins._moe.block import MEASURES, MoEFeedForward, build
-from forge_train_plugins._moe.experts import Experts, grouped, looped
-from forge_train_plugins._moe.losses import balance
-from forge_train_plugins._moe.router import Choice, Router, kept, loads
-from forge_train_plugins._moe.slices import Slices
-from forge_train_plugins._moe.watch import Watch
-from forge_train_plugins.moe import MoE
+from forge_train_plugins.experts._alltoall.transport import Local
+from forge_train_plugins.experts._moe.block import MEASURES, MoEFeedForward, build
+from forge_train_plugins.experts._moe.experts import Experts, grouped, looped
+from forge_train_plugins.experts._moe.losses import balance
+from forge_train_plugins.experts._moe.router import Choice, Router, kept, loads
+from forge_train_plugins.experts._moe.slices import Slices
+from forge_train_plugins.experts._moe.watch import Watch
+from forge_train_plugins.experts.moe import MoE
+from forge_train_tools.verification.routing import TIE, Counter
 
 pytestmark = pytest.mark.unit
 DIM, HIDDEN, EXPERTS = 32, 16, 8
@@ -37,7 +37,7 @@ DIM, HIDDEN, EXPERTS = 32, 16, 8
 def block(*, transport: Any = None, layout: Any = None, **values: Any) -> MoEFeedForward:
     """A layer with experts and random weights, in one process."""
     layer = Layer(
-        index=0, count=1, dim=DIM, heads=4, kv_heads=4, head_dim=8, hidden=2 * HIDDEN, std=0.3, output_std=0.3
+        index=0, num_layers=1, dim=DIM, heads=4, kv_heads=4, head_dim=8, ffn_dim=2 * HIDDEN, std=0.3, output_std=0.3
     )
     sizes = layout or SimpleNamespace(tp=1, etp=1, cp=1)
     hooks = SimpleNamespace(token_dispatch=lambda: transport or Local())
@@ -263,7 +263,7 @@ def test_balance_is_one_where_the_load_is_even() -> None:
 
 
 def test_layers_share_the_weight_of_the_losses() -> None:
-    layer = Layer(index=0, count=4, dim=DIM, heads=4, kv_heads=4, head_dim=8, hidden=64)
+    layer = Layer(index=0, num_layers=4, dim=DIM, heads=4, kv_heads=4, head_dim=8, ffn_dim=64)
     plugin = fakes.make(MoE, balance=0.4, z_loss=0.2, dense_first=1, every=3)
     hooks = SimpleNamespace(token_dispatch=Local)
     job = SimpleNamespace(hooks=hooks, dist=SimpleNamespace(layout=SimpleNamespace(tp=1, etp=1, cp=1)))
@@ -276,7 +276,7 @@ def test_layers_share_the_weight_of_the_losses() -> None:
 
 @pytest.mark.parametrize("values", [{"dense_first": 2}, {"every": 3}])
 def test_no_layer_with_experts_is_a_mistake(values: dict[str, Any]) -> None:
-    layer = Layer(index=0, count=2, dim=DIM, heads=4, kv_heads=4, head_dim=8, hidden=64)
+    layer = Layer(index=0, num_layers=2, dim=DIM, heads=4, kv_heads=4, head_dim=8, ffn_dim=64)
     with pytest.raises(ConfigError, match="none of the 2 layers has experts"):
         fakes.make(MoE, **values).feed_forward(layer, SimpleNamespace())
 
@@ -321,10 +321,10 @@ def test_every_choice_is_told_with_its_ties(values: dict[str, Any], decisions: l
     assert list(found) == decisions
     for tally in found.values():
         assert [tally.rows[name][-1] for name in ("a", "b")] == [12, 12]
-        assert tally.near[0] == 0
+        assert tally.near[TIE] == 0
     with torch.no_grad():
         made.routed.router.weight.zero_()
-    assert all(tally.near[0] > 0 for tally in told(made, x).values()), "all scores are equal"
+    assert all(tally.near[TIE] > 0 for tally in told(made, x).values()), "all scores are equal"
 
 
 def test_what_is_told_is_what_was_taken() -> None:

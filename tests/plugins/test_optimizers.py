@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import fakes
-from forge_train_plugins._lion import SignMomentum
-from forge_train_plugins.adamw import AdamW
-from forge_train_plugins.cosine import Cosine
-from forge_train_plugins.lion import Lion
+from forge_train_plugins.optimizers._lion import SignMomentum
+from forge_train_plugins.optimizers.adamw import AdamW
+from forge_train_plugins.optimizers.lion import Lion
+from forge_train_plugins.schedules.cosine import Cosine
 
 pytestmark = pytest.mark.unit
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fakes
 from forge_train import MASKED, Batch, ConfigError
-from forge_train_plugins.next_token import NextToken
-from forge_train_plugins.sequential import Sequential
+from forge_train_plugins.parallel.sequential import Sequential
+from forge_train_plugins.tasks.next_token import NextToken
 
 pytestmark = pytest.mark.unit
 
@@ -86,12 +86,14 @@ def test_evaluation_leaves_no_gradient_and_the_mode_as_it_was() -> None:
 
 
 def test_what_a_batch_carries_reaches_the_model() -> None:
-    micro = dataclasses.replace(batch(1), documents=torch.tensor([[0] * 4 + [1] * 5]), extras={"images": torch.ones(1)})
+    micro = dataclasses.replace(
+        batch(1), document_ids=torch.tensor([[0] * 4 + [1] * 5]), extras={"images": torch.ones(1)}
+    )
     with pytest.raises(TypeError, match="images"):
         executor(fakes.decoder()).evaluate(micro)
     packed = dataclasses.replace(micro, extras={})
     run = executor(fakes.decoder())
-    assert not torch.equal(run.evaluate(packed), run.evaluate(dataclasses.replace(packed, documents=None)))
+    assert not torch.equal(run.evaluate(packed), run.evaluate(dataclasses.replace(packed, document_ids=None)))
 
 
 def test_a_model_in_several_parts_needs_another_executor() -> None:

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 
 import fakes
 from forge_train import Layer
-from forge_train_plugins._swiglu import GATED, PLAIN
-from forge_train_plugins.swiglu import SwiGLU
+from forge_train_plugins.feed_forward._swiglu import GATED, PLAIN
+from forge_train_plugins.feed_forward.swiglu import SwiGLU
 
 pytestmark = pytest.mark.unit
 
-LAYER = Layer(index=0, count=1, dim=6, heads=1, kv_heads=1, head_dim=6, hidden=10, bias=True, output_std=0.001)
+LAYER = Layer(index=0, num_layers=1, dim=6, heads=1, kv_heads=1, head_dim=6, ffn_dim=10, bias=True, output_std=0.001)
 
 
 def test_swiglu_is_as_the_paper_writes_it() -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,11 +16,11 @@ import pytest
 import tokenizers
 
 from forge_train import ConfigError
-from forge_train_plugins._text import cache, documents
-from forge_train_plugins._text.corpus import Corpus, Split
-from forge_train_plugins._tokenizer.byte import ByteTokenizer
-from forge_train_plugins._tokenizer.pretrained import PretrainedTokenizer
-from forge_train_plugins.text import Text
+from forge_train_plugins.data._text import cache, documents, progress
+from forge_train_plugins.data._text.corpus import Corpus, Split
+from forge_train_plugins.data._tokenizer.byte import ByteTokenizer
+from forge_train_plugins.data._tokenizer.pretrained import PretrainedTokenizer
+from forge_train_plugins.data.text import Text
 from text_fakes import job, plugin, prose, write
 
 pytestmark = pytest.mark.unit
@@ -96,7 +97,7 @@ class TestReading:
         assert [record.getMessage().split(" that")[0] for record in caplog.records] == ["text: left out 2 of 8 files"]
 
     def test_the_default_is_pythons_library(self) -> None:
-        from forge_train_plugins._text.sources import find
+        from forge_train_plugins.data._text.sources import find
 
         paths = [source.path for source in find("")]
         assert any(path.name == "argparse.py" for path in paths)
@@ -114,7 +115,14 @@ class TestBadInput:
             ("x.jsonl", b"\n\n", r"x\.jsonl' is empty"),
             ("x.jsonl", b'{"text": "a"}\n{"text": \n', r"x\.jsonl:2: not JSON"),
             ("x.jsonl", b'{"text": "a"}\n\n{"txt": "b"}\n', r"x\.jsonl:3: no string under 'text'.*has 'txt'"),
-            ("x.jsonl", b'{"text": 5}\n', r"x\.jsonl:1: no string under 'text'"),
+            ("x.jsonl", b'{"text": 5}\n', r"x\.jsonl:1: no string under 'text'.*has 5 there"),
+            ("x.jsonl", b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", r"x\.jsonl:1: not JSON"),
+            (
+                "x.txt",
+                b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+                r"x\.txt only points .*git lfs pull",
+            ),
+            ("x.jsonl", b"version https://git-lfs.github.com/spec/v1\n", r"x\.jsonl only points .*git lfs pull"),
             ("x.jsonl", b"[1]\n", r"x\.jsonl:1: no string under 'text'.*is a list"),
             ("x.jsonl", b'{"text": "\xff"}\n', r"x\.jsonl:1: not UTF-8"),
             ("x.jsonl", b'{"text": "\\ud800"}\n', r"x\.jsonl:1: 'text' has half a surrogate pair"),
@@ -306,7 +314,7 @@ class TestCache:
     ) -> None:
         first = corpus(store, old)
         done = len(calls)
-        monkeypatch.setattr("forge_train_plugins._text.corpus.survey", None)
+        monkeypatch.setattr("forge_train_plugins.data._text.corpus.survey", None)
         again = corpus(store, old)
         assert len(calls) == done
         assert again.key == first.key
@@ -479,7 +487,7 @@ class TestTokenizers:
 
     def test_long_documents_are_encoded_in_pieces(self, bpe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text = prose(7, 500)
-        monkeypatch.setattr("forge_train_plugins._tokenizer.pretrained._PIECE", 200)
+        monkeypatch.setattr("forge_train_plugins.data._tokenizer.pretrained._PIECE", 200)
         vocabulary = PretrainedTokenizer(bpe)
         (ids,) = vocabulary.encode_documents([text.encode()])
         assert vocabulary.decode(ids.tolist()) == text
@@ -502,3 +510,44 @@ class TestTokenizers:
             PretrainedTokenizer(tmp_path / "t.json")
         with pytest.raises(ConfigError, match=r"none\.json can't be read"):
             PretrainedTokenizer(tmp_path / "none.json")
+
+
+# -- progress -------------------------------------------------------------------------------------
+
+
+class Shown(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[tuple[bool, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((getattr(record, "passing", False), record.getMessage()))
+
+
+@pytest.mark.accept("house", 4)
+@pytest.mark.parametrize("lines", [False, True])
+def test_tokenising_tells_how_far_it_is(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lines: bool
+) -> None:
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    written = (
+        {"a.jsonl": "".join(json.dumps({"text": "x" * 1000}) + "\n" for _ in range(4))}
+        if lines
+        else {f"{n}.txt": "x" * 1000 for n in range(4)}
+    )
+    folder = write(tmp_path / "data", written)
+    shown, log = Shown(), logging.getLogger(progress.LOGGER)
+    monkeypatch.setattr(log, "handlers", [shown])
+    monkeypatch.setattr(log, "propagate", False)
+    with caplog.at_level(logging.INFO):
+        log.setLevel(logging.INFO)
+        corpus(store, folder)
+    *passing, (last_passes, last) = shown.lines
+    assert [re.findall(r"[\d,]+ documents", text) for _, text in passing] == [[f"{n} documents"] for n in (1, 2, 3, 4)]
+    assert all(is_passing and re.search(r"MB/s, (\d+:\d\d) left$", text) for is_passing, text in passing)
+    assert not last_passes
+    assert last.startswith("text: tokenised 4 documents, 0.0 MB, ")
+    assert [one.getMessage() for one in caplog.records if "tokenised" in one.getMessage()] == [last]
+    shown.lines.clear()
+    corpus(store, folder)
+    assert shown.lines == [], "it is taken from the cache"

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_train import Evaluation
-from forge_train_plugins._text import baseline
-from forge_train_plugins._text.baseline import trigram_bits_per_byte
-from forge_train_plugins._text.documents import Side
-from forge_train_plugins._tokenizer.pretrained import PretrainedTokenizer
+from forge_train_plugins.data._text import baseline
+from forge_train_plugins.data._text.baseline import trigram_bits_per_byte
+from forge_train_plugins.data._text.documents import Side
+from forge_train_plugins.data._tokenizer.pretrained import PretrainedTokenizer
 from text_fakes import job, plugin, prose, write
 
 pytestmark = pytest.mark.unit
@@ -101,7 +101,7 @@ class TestEvaluation:
         first = plugin(tmp_path / "cache", data)
         first.build_data(job(), "validation")
         expected = self.evaluate(first, 1.0)
-        monkeypatch.setattr("forge_train_plugins._text.corpus.trigram_bits_per_byte", None)
+        monkeypatch.setattr("forge_train_plugins.data._text.corpus.trigram_bits_per_byte", None)
         second = plugin(tmp_path / "cache", data)
         second.build_data(job(), "validation")
         assert self.evaluate(second, 1.0) == expected
@@ -131,7 +131,7 @@ def test_a_million_tokens_take_little(tmp_path: Path) -> None:
 
 def test_importing_and_checking_load_nothing_slow() -> None:
     code = (
-        "import sys; from forge_train_plugins.text import Text;"
+        "import sys; from forge_train_plugins.data.text import Text;"
         "list(Text(Text.Config(path='gone')).check_config(None));"
         "sys.exit(str({'torch', 'numpy', 'tokenizers'} & set(sys.modules)) if {'torch', 'numpy', 'tokenizers'}"
         " & set(sys.modules) else 0)"

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_train import MASKED, Batch, ConfigError, Loader
-from forge_train_plugins._text.loader import TextLoader, make_loader
-from forge_train_plugins._text.permutation import permute
-from forge_train_plugins.text import Text
+from forge_train_plugins.data._text.loader import TextLoader, make_loader
+from forge_train_plugins.data._text.permutation import permute
+from forge_train_plugins.data.text import Text
 from text_fakes import job, stream
 
 pytestmark = pytest.mark.unit
@@ -118,8 +118,8 @@ class TestOrder:
             assert all(other == states[0] for other in states)
             return rows, states[0]
 
-        first, state = union(ranks, micro_batch, {"position": start}, 3)
-        assert state["position"] == start + 3 * ranks * micro_batch
+        first, state = union(ranks, micro_batch, {"sequences": start}, 3)
+        assert state["sequences"] == start + 3 * ranks * micro_batch
         second, _ = union(new_ranks, new_micro_batch, state, 3)
         rows = torch.cat([first, second])
         assert torch.equal(rows, single[start : start + len(rows)])
@@ -131,7 +131,7 @@ class TestOrder:
         resumed = loader()
         resumed.load_state_dict(state)
         for left, right in zip(itertools.islice(source, 20), itertools.islice(resumed, 20), strict=True):
-            assert all(torch.equal(getattr(left, f), getattr(right, f)) for f in ("inputs", "labels", "documents"))
+            assert all(torch.equal(getattr(left, f), getattr(right, f)) for f in ("inputs", "labels", "document_ids"))
 
     def test_skip_moves_the_global_stream(self) -> None:
         single = take(loader(micro_batch=1), 50)
@@ -140,33 +140,33 @@ class TestOrder:
         source.skip(5)
         assert torch.equal(next(source).inputs, single[11:13])
         source.skip(-13)
-        assert source.state_dict()["position"] == 0
+        assert source.state_dict()["sequences"] == 0
         with pytest.raises(ValueError, match="no position -1"):
             source.skip(-1)
 
     def test_a_plan_boundary_is_no_boundary_of_the_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = take(loader(micro_batch=3), 30)
-        monkeypatch.setattr("forge_train_plugins._text.loader._AHEAD", 7)
+        monkeypatch.setattr("forge_train_plugins.data._text.loader._AHEAD", 7)
         assert torch.equal(take(loader(micro_batch=3), 30), expected)
 
     def test_a_state_of_another_corpus_is_refused(self) -> None:
         source = TextLoader(stream(LENGTHS), job(), seed=0, corpus="a")
         with pytest.raises(ConfigError, match="the corpus is not the one"):
-            source.load_state_dict({"position": 4, "corpus": "b"})
+            source.load_state_dict({"sequences": 4, "corpus": "b"})
 
 
 def oracle(lengths: tuple[int, ...], sequence: int, row: int, isolate: bool) -> tuple[list[int], ...]:
     """Inputs, labels, positions and documents of a row, token by token."""
     owner = [number for number, length in enumerate(lengths) for _ in range(length)]
-    labels, positions, documents = [], [], []
+    labels, position_ids, document_ids = [], [], []
     places = range(row * sequence, (row + 1) * sequence)
     for place in places:
         last = place + 1 == len(owner)
         labels.append(MASKED if last or (isolate and owner[place + 1] != owner[place]) else place + 1)
         begin = max(places[0], owner.index(owner[place]))
-        positions.append(place - begin)
-        documents.append(owner[place] - owner[places[0]])
-    return list(places), labels, positions, documents
+        position_ids.append(place - begin)
+        document_ids.append(owner[place] - owner[places[0]])
+    return list(places), labels, position_ids, document_ids
 
 
 class TestRows:
@@ -180,18 +180,18 @@ class TestRows:
             rows = itertools.cycle(range(source.sequences))
             for batch in itertools.islice(source, 8):
                 for r in range(3):
-                    inputs, labels, positions, documents = oracle(lengths, sequence, next(rows), isolate)
+                    inputs, labels, position_ids, document_ids = oracle(lengths, sequence, next(rows), isolate)
                     assert batch.inputs[r].tolist() == inputs
                     assert batch.labels[r].tolist() == labels
                     if isolate:
-                        assert batch.positions is not None
-                        assert batch.documents is not None
-                        assert batch.positions[r].tolist() == positions
-                        assert batch.documents[r].tolist() == documents
+                        assert batch.position_ids is not None
+                        assert batch.document_ids is not None
+                        assert batch.position_ids[r].tolist() == position_ids
+                        assert batch.document_ids[r].tolist() == document_ids
 
     def test_shapes_and_types(self) -> None:
         batch = next(loader(sequence=8, micro_batch=5))
-        for tensor in (batch.inputs, batch.labels, batch.positions, batch.documents):
+        for tensor in (batch.inputs, batch.labels, batch.position_ids, batch.document_ids):
             assert tensor is not None
             assert tensor.shape == (5, 8)
             assert tensor.dtype == torch.int64
@@ -199,17 +199,17 @@ class TestRows:
 
     def test_without_isolation_documents_run_on(self) -> None:
         batch: Batch = next(loader(None, isolate=False))
-        assert batch.documents is None
-        assert batch.positions is None
+        assert batch.document_ids is None
+        assert batch.position_ids is None
         assert (batch.labels == batch.inputs + 1).all()
 
     def test_batches_share_no_memory(self) -> None:
         source = loader(None, (100,), micro_batch=1)
         first, second = next(source), next(source)
-        assert first.positions is not None
-        first.positions.fill_(-1)
-        assert second.positions is not None
-        assert second.positions.tolist() == [list(range(8))]
+        assert first.position_ids is not None
+        first.position_ids.fill_(-1)
+        assert second.position_ids is not None
+        assert second.position_ids.tolist() == [list(range(8))]
 
     def test_too_little_text_is_said_with_both_numbers(self) -> None:
         for side, word in (("train", "training"), ("validation", "held-out")):
@@ -236,7 +236,7 @@ class TestRows:
 @pytest.mark.parametrize("isolate", [True, False])
 def test_the_example_looks_like_what_the_loader_gives(isolate: bool) -> None:
     def look(batch: Batch) -> dict[str, Any]:
-        tensors = {name: getattr(batch, name) for name in ("inputs", "labels", "positions", "documents")}
+        tensors = {name: getattr(batch, name) for name in ("inputs", "labels", "position_ids", "document_ids")}
         return {name: None if tensor is None else (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
     example = Text(Text.Config(isolate=isolate)).example_batch(job(micro_batch=3))

@@ -12,8 +12,8 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from forge_train import ConfigError
-from forge_train_plugins._tokenizer.pretrained import PretrainedTokenizer
-from forge_train_plugins.tokenizer import Tokenizer
+from forge_train_plugins.data._tokenizer.pretrained import PretrainedTokenizer
+from forge_train_plugins.data.tokenizer import Tokenizer
 from text_fakes import job, plugin, write
 
 transformers = pytest.importorskip("transformers")

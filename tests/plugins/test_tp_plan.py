@@ -9,9 +9,9 @@ from torch import nn
 
 import fakes
 from forge_train import ConfigError
-from forge_train_plugins._tp.plan import read
-from forge_train_plugins._tp.replicas import whole_parameters
-from forge_train_plugins.tp import TensorParallel
+from forge_train_plugins.parallel._tp.plan import read
+from forge_train_plugins.parallel._tp.replicas import whole_parameters
+from forge_train_plugins.parallel.tp import TensorParallel
 
 pytestmark = pytest.mark.unit
 
@@ -86,6 +86,14 @@ def test_a_block_without_a_plan_is_named() -> None:
     part = fakes.decoder()
     part.layers["1"].feed_forward = nn.Linear(32, 32)
     with pytest.raises(ConfigError, match="Linear does not say how tensor parallelism splits it"):
+        read(part, 2)
+
+
+@pytest.mark.accept("trial", 19)
+def test_a_plan_without_entries_is_refused() -> None:
+    part = fakes.decoder()
+    part.tensor_plan = dict
+    with pytest.raises(ConfigError, match=r"the tensor_plan\(\) of \w+ names no module"):
         read(part, 2)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from forge_train_plugins._text.corpus import Split
-from forge_train_plugins._tokenizer.byte import ByteTokenizer
-from forge_train_plugins.text import Text
+from forge_train_plugins.data._text.corpus import Split
+from forge_train_plugins.data._tokenizer.byte import ByteTokenizer
+from forge_train_plugins.data.text import Text
 
 
 def job(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -11,20 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError, ForgeError, PluginError, locate
-from ..job import Job
-from ..protocols import Init
-from ..registry.calls import Enabled, blame, without
-from ..registry.discovery import discover
-from ..registry.places import place
-from ..registry.returns import kind_of
+from ..contract.calls import EnabledPlugin, plugin_note, without
+from ..contract.extra import Extra, ExtraModel
+from ..contract.job import Job
+from ..contract.model import Model
+from ..contract.protocols import Init
+from ..contract.returns import kind_of
+from ..contract.transform import HOOK_TABLES, Applied, Phase, Transform
+from ..ground.errors import ConfigError, ForgeError, PluginError, locate
+from ..ground.failure import during
+from ..ground.places import place
+from ..ground.present import few
 from ..registry.unused import note_unused
-from ..transform import HOOK_TABLES, Applied, Phase, Transform
+from .coverage import check_coverage, check_kernel
+from .extra import extra_jobs
 from .initialise import declared, materialise, retie, tied_groups
-from .model import Model
 
-Named = tuple[str, Transform]
-"""A transform with the name of its plugin."""
+Named = tuple[str, Transform]  # with the name of its plugin
 
 
 @dataclass
@@ -38,35 +41,78 @@ class Composition:
     """Plugins that could transform, and have nothing to do at this size."""
     starts: Mapping[str, Init] = field(default_factory=dict)
     """How every parameter starts."""
-    textbook: Mapping[str, float] = field(default_factory=dict)
+    expected_bytes: Mapping[str, float] = field(default_factory=dict)
     """Mesh axis → bytes that a rank has to send along it in a step, by the transforms' own count."""
+    extra: Sequence[tuple[Job, Composition]] = ()
+    """The extra models, each with its own job."""
 
+    @during("build")
     def allocate(self, job: Job) -> None:
-        """Give the model memory and its initial weights."""
+        """Give the model, and the extra ones, memory and initial weights."""
         for part in self.model.parts:
             materialise(part, job.device, job.seed, self.starts)
+        for own, composition in self.extra:
+            composition.allocate(own)
 
 
-def compose(job: Job, *, allocate: bool = True) -> Composition:
+@during("build")
+def compose(
+    job: Job, *, allocate: bool = True, extra: bool = True, change: Callable[[nn.Module], None] | None = None
+) -> Composition:
     """Build the model, apply every transform to every part, give it memory and initial weights.
+
+    Args:
+        job: whose hooks build and transform.
+        allocate: whether to give memory and weights at once.
+        extra: whether plugins' extra models are composed too.
+        change: is called with the model as it was built, before any transform.
 
     Raises:
         ConfigError: for a composition that can't be.
         PluginError: for a transform that broke an invariant.
     """
+    composition = _composed(job, change=change)
+    if extra:
+        composition.extra = [_extra(job, spec, own, composition) for spec, own in extra_jobs(job)]
+    if allocate:
+        composition.allocate(job)
+    return composition
+
+
+def _extra(job: Job, spec: ExtraModel, own: Job, composition: Composition) -> tuple[Job, Composition]:
+    """Compose an extra model, and have it take part in the first one's steps."""
+    if any(spec.name in dict(part.named_children()) for part in composition.model.parts):
+        raise ConfigError(f"The extra model {spec.name!r} has the name of a module of the first; choose another.")
+    made = _composed(own, frozen=not spec.trained)
+    job.extra[spec.name] = Extra(spec, made.model)
+    composition.model.join(spec.name, made.model, trained=spec.trained)
+    composition.report += [{**row, "model": spec.name} for row in made.report]
+    return own, made
+
+
+def _composed(job: Job, *, frozen: bool = False, change: Callable[[nn.Module], None] | None = None) -> Composition:
+    """One model, on the meta device."""
     with torch.device("meta"):
         parts = [job.hooks.build_model()]
+    if change is not None:
+        change(parts[0])
+    if frozen:
+        parts[0].requires_grad_(False)
+    check_kernel(job)
     starts = declared(parts[0])
     transforms = order(needed(job.hooks.parallelize()), job.hooks.enabled)
-    applied: list[Applied] = []
+    applied: list[tuple[int | None, Applied]] = []
     report: list[dict[str, Any]] = []
     for plugin, transform in transforms:
         before = _Snapshot.of(parts)
         done = [_apply(job, plugin, transform, part) for part in parts]
         parts = [part for one in done for part in _parts(one)]
         matched = [name for one in done for name in one.matched]
-        _check(job, plugin, transform, before, parts, done)
-        applied += done
+        if frozen:
+            for part in parts:
+                part.requires_grad_(False)
+        _check(job, plugin, transform, before, parts, done, frozen=frozen)
+        applied += [(None if transform.phase is Phase.PIPELINE else index, one) for index, one in enumerate(done)]
         note = "; ".join(dict.fromkeys(one.note for one in done if one.note))
         report.append(
             {
@@ -77,17 +123,14 @@ def compose(job: Job, *, allocate: bool = True) -> Composition:
                 "note": note,
             }
         )
-    _check_coverage(job, transforms)
+    check_coverage(job, (transform for _, transform in transforms))
     note_unused(job.hooks, job.config, "composition")
     acting = {plugin for plugin, _ in transforms}
     idle = tuple(name for name in job.hooks.implementers("parallelize") if name not in acting)
-    textbook: Counter[str] = Counter()
-    for one in applied:
-        textbook.update(one.textbook)
-    composition = Composition(Model(parts, applied), report, idle, starts, textbook)
-    if allocate:
-        composition.allocate(job)
-    return composition
+    expected_bytes: Counter[str] = Counter()
+    for _, one in applied:
+        expected_bytes.update(one.expected_bytes)
+    return Composition(Model(parts, applied), report, idle, starts, expected_bytes)
 
 
 def needed(transforms: Sequence[Named]) -> list[Named]:
@@ -96,7 +139,7 @@ def needed(transforms: Sequence[Named]) -> list[Named]:
     return [named for named in transforms if not (named[1].fallback and covered.issuperset(named[1].covers))]
 
 
-def order(transforms: Iterable[Named], enabled: Mapping[str, Enabled] = MappingProxyType({})) -> list[Named]:
+def order(transforms: Iterable[Named], enabled: Mapping[str, EnabledPlugin] = MappingProxyType({})) -> list[Named]:
     """Sort by phase, then `after` within the phase, then slot; nothing else plays a part.
 
     Args:
@@ -140,13 +183,13 @@ def order(transforms: Iterable[Named], enabled: Mapping[str, Enabled] = MappingP
 
 
 def _apply(job: Job, plugin: str, transform: Transform, part: nn.Module) -> Applied:
-    found = job.hooks.enabled[plugin].found
+    found = job.hooks.enabled[plugin].ref
     try:
         done = transform.apply(part)
     except Exception as error:
         locate(error, plugin=plugin, hook="parallelize")
         if not isinstance(error, ForgeError):
-            error.add_note(blame(found, f"parallelize ({transform.slot})"))
+            error.add_note(plugin_note(found, f"parallelize ({transform.slot})"))
         raise
     whose = f"{job.hooks.whose('parallelize', plugin)}: {transform.slot!r} ({place(transform.apply)})"
     kind = kind_of(Applied)
@@ -187,37 +230,44 @@ class _Snapshot:
 
 
 def _check(
-    job: Job, plugin: str, transform: Transform, before: _Snapshot, parts: list[nn.Module], done: list[Applied]
+    job: Job,
+    plugin: str,
+    transform: Transform,
+    before: _Snapshot,
+    parts: list[nn.Module],
+    done: list[Applied],
+    *,
+    frozen: bool,
 ) -> None:
     """Each of these was seen to go wrong without a sound."""
-    who = f"Plugin {job.hooks.enabled[plugin].found.label}, {transform.slot!r}"
+    who = f"Plugin {job.hooks.enabled[plugin].ref.label}, {transform.slot!r}"
     counts = job.dist.gather_objects(sum(len(one.matched) for one in done))
-    if not any(counts):
+    if not any(counts) and not frozen:  # where nothing is trained, `ddp` has no gradients to average
         raise ConfigError(
             f"{who} matched nothing in this model; {without([job.hooks.enabled[plugin]])}, or mend its filter."
         )
     after = _Snapshot.of(parts)
     if twice := _in_several(parts):
-        raise PluginError(f"{who} left parameters in several parts{_few('twice', twice)}; each part has its own.")
-    names = {name for some in job.dist.gather_objects(after.names) for name in some}
-    wanted = {name for some in job.dist.gather_objects(before.names) for name in some}
-    wanted |= {name for one in done for name in one.added}
+        raise PluginError(f"{who} left parameters in several parts{_some('twice', twice)}; each part has its own.")
+    added = {name for one in done for name in one.added}
+    everybody = job.dist.gather_objects((before.names | added, after.names))
+    wanted, names = (set().union(*some) for some in zip(*everybody, strict=True))
     if names != wanted:
         lost, new = sorted(wanted - names), sorted(names - wanted)
         raise PluginError(
-            f"{who} changed parameter names{_few('lost', lost)}{_few('new', new)}. Act on the module itself instead of "
-            "wrapping it, and name new parameters in Applied.added."
+            f"{who} changed parameter names{_some('lost', lost)}{_some('new', new)}. Act on the module itself instead "
+            "of wrapping it, and name new parameters in Applied.added."
         )
     kept = {(path, table, id(hook)) for path, table, hook in after.hooks}
     for path, table, hook in before.hooks:
-        if (path, table, id(hook)) not in kept and _is_here(path, parts):
+        if (path, table, id(hook)) not in kept and _is_here(path, parts, job.dist.layout.pp):
             raise PluginError(f"{who} lost a hook of module {path!r} ({table}); replace modules with forge_train.swap.")
     _check_ties(who, before.ties, parts)
 
 
-def _is_here(path: str, parts: list[nn.Module]) -> bool:
+def _is_here(path: str, parts: list[nn.Module], stages: int) -> bool:
     """Whether a module lies on this rank; a pipeline moves others elsewhere."""
-    return len(parts) == 1 or any(path in dict(part.named_modules()) for part in parts)
+    return len(parts) == stages == 1 or any(path in dict(part.named_modules()) for part in parts)
 
 
 def _check_ties(who: str, ties: list[tuple[str, ...]], parts: list[nn.Module]) -> None:
@@ -246,26 +296,5 @@ def _in_several(parts: Sequence[nn.Module]) -> list[str]:
     return sorted(name for name, parameters in homes.items() if len(parameters) > 1)
 
 
-def _few(label: str, names: list[str]) -> str:
-    more = f", … {len(names) - 3} more" if len(names) > 3 else ""
-    return f"; {label}: {', '.join(names[:3])}{more}" if names else ""
-
-
-def _check_coverage(job: Job, transforms: list[Named]) -> None:
-    covered = {axis for _, transform in transforms for axis in transform.covers}
-    for axis, size in job.dist.layout.axes().items():
-        if size > 1 and axis not in covered:
-            raise ConfigError(
-                f"parallel.{axis} is {size}, but no enabled plugin covers the axis {axis!r}.{_covering(job, axis)}"
-            )
-    precision = job.config.train.precision
-    if precision != "fp32" and "precision" not in covered:
-        raise ConfigError(
-            f"train.precision is {precision!r}, but no enabled plugin covers 'precision'.{_covering(job, 'precision')}"
-        )
-
-
-def _covering(job: Job, axis: str) -> str:
-    """The installed plugins that would cover it."""
-    names = sorted(found.name for found in discover() if axis in found.covers and found.name not in job.hooks.enabled)
-    return f" Installed plugins that do: {', '.join(names)}; enable one with --plugins." if names else ""
+def _some(label: str, names: list[str]) -> str:
+    return f"; {label}: {few(names)}" if names else ""

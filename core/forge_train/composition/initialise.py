@@ -10,8 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..errors import PluginError
-from ..protocols import Init
+from ..contract.protocols import Init
+from ..ground.errors import PluginError
+from ..ground.tensors import local
 
 ROWS = 64
 """Rows per seeded block: few enough that an uneven shard wastes little, enough that seeding costs nothing."""
@@ -93,18 +94,18 @@ def declared_init(part: nn.Module, name: str) -> Init:
 
 def fill(tensor: Tensor, name: str, init: Init, seed: int) -> None:
     """Fill a parameter, or this rank's shard of it, in place."""
-    local, window = local_window(tensor)
+    piece, window = local_window(tensor)
     if init.kind in ("ones", "zeros"):
-        local.fill_(1.0 if init.kind == "ones" else 0.0)
+        piece.fill_(1.0 if init.kind == "ones" else 0.0)
         return
-    if local.numel() == 0:
+    if piece.numel() == 0:
         return
     shape = tuple(tensor.shape) if tensor.dim() > 1 else (1, *tensor.shape) if tensor.dim() else (1, 1)
     if tensor.dim() <= 1:
-        local, window = local.reshape(1, -1), [(0, 1), *window] if tensor.dim() else [(0, 1), (0, 1)]
+        piece, window = piece.reshape(1, -1), [(0, 1), *window] if tensor.dim() else [(0, 1), (0, 1)]
     leading, (row_from, row_to), columns = window[:-2], window[-2], slice(*window[-1])
     for index in itertools.product(*(range(*bounds) for bounds in leading)):
-        target = local[tuple(i - bounds[0] for i, bounds in zip(index, leading, strict=True))]
+        target = piece[tuple(i - bounds[0] for i, bounds in zip(index, leading, strict=True))]
         for start in range(row_from - row_from % ROWS, row_to, ROWS):
             rows = min(ROWS, shape[-2] - start)
             block = torch.empty(rows, shape[-1])
@@ -137,7 +138,7 @@ def local_window(tensor: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
     if not isinstance(tensor, DTensor):
         return tensor, [(0, size) for size in tensor.shape]
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
+    return local(tensor), [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
 
 
 def tied_groups(*parts: nn.Module) -> list[tuple[str, ...]]:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..plugin import Volatile
 from .layers import DEFAULT, Origin, Request
-from .sections import (
-    CORE_SECTIONS,
-    CheckpointSection,
-    LogSection,
-    ParallelSection,
-    RunSection,
-    TrainSection,
-)
+from .schema import Volatile
+from .sections import CORE_SECTIONS, CheckpointSection, LogSection, ParallelSection, RunSection, TrainSection
 from .toml import Key
 from .validate import mark, plain
 
@@ -91,7 +83,3 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tupl
     for key in sorted({*old, *new}):
         if old.get(key) != new.get(key):
             yield key, old.get(key), new.get(key)
-
-
-def field_names(section: type) -> list[str]:
-    return [f.name for f in dataclasses.fields(section)]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ConfigError, nearest
-from ..registry.discovery import canonical, discover, folder
+from ..ground.errors import ConfigError, nearest
+from ..ground.names import canonical
+from ..ground.presets import presets
 from .toml import Document, Key, read
 
 OriginKind = Literal["default", "preset", "file", "FORGE_SET", "--set"]
-PRESETS = "forge_train.presets"
 TOP_KEYS: dict[str, tuple[type, str]] = {
     "plugins": (list, "a list of names"),
     "without": (list, "a list of names"),
@@ -147,6 +146,14 @@ def _strength(origin: Origin) -> int:
     return ("default", "preset", "file", "FORGE_SET", "--set").index(origin.kind)
 
 
+class UnknownPresetError(ConfigError):
+    """There is no preset, and no file, of this name."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 @dataclass(frozen=True)
 class Request:
     """What the user asked for, before anything is read."""
@@ -205,28 +212,15 @@ def lay(request: Request) -> Layered:
     return Layered(tree, document.path.stem if document else "base")
 
 
-def presets() -> dict[str, Path]:
-    """Preset name → file, from every installed folder of presets; `base` only from forge's own."""
-    found: dict[str, Path] = {}
-    points = sorted(
-        importlib.metadata.entry_points(group=PRESETS), key=lambda point: (point.name != "forge", point.name)
-    )
-    for point in points:
-        root = folder(point.value)
-        for file in sorted(root.glob("*.toml")) if root else ():
-            if file.stem != "base" or point.name == "forge":
-                found.setdefault(file.stem, file)
-    return found
-
-
 def preset(name: str, where: str = "") -> Path:
     """The file of a preset; `where` it is named, for the message that there is none."""
     known = presets()
     if name not in known or name == "base":
         names = sorted(set(known) - {"base"})
-        raise ConfigError(
+        raise UnknownPresetError(
+            name,
             f"{where}There is no preset {name!r} and no file of that name.{nearest(name, names) or _instead(name)} "
-            f"Presets: {', '.join(names) or 'none'}."
+            f"Presets: {', '.join(names) or 'none'}.",
         )
     return known[name]
 
@@ -235,8 +229,6 @@ def _instead(name: str) -> str:
     """What somebody may have meant by a name that is no preset."""
     if Path(name, "config.toml").is_file():
         return f" To repeat that run, train {Path(name, 'config.toml')}; to continue it, use --resume {name}."
-    if canonical(name) in {found.name for found in discover()}:
-        return f" It is a plugin: use --plugins {name}."
     return ""
 
 
@@ -258,14 +250,6 @@ def _check_top(document: Document, origin: Origin) -> None:
             raise ConfigError(f"{at}: {key}: expected {words}, found {value!r}.")
         if value is not None and key == "preset" and origin.kind == "preset":
             raise ConfigError(f"{at}: {key}: a preset can't build on another one.")
-
-
-def _beside(file: Path, value: Any) -> Any:
-    """A value of a file; a text `./name` is the path of what lies beside the file, if there is something of that name,
-    so that a folder can be moved together with the configuration inside it."""
-    if isinstance(value, str) and value.startswith("./") and (path := file.parent / value).exists():
-        return str(path.absolute())
-    return value
 
 
 _TABLE = object()

@@ -4,111 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from ..errors import ConfigError
-from ..processes.world import World
-from ..protocols import Problem
+from ..ground.errors import Problem
+from ..ground.layout import Layout, LayoutError
 from . import Config
-from .sections import ParallelSection
 
 LONGEST_NAME = 200
 """Bytes of a run's name. File systems allow 255, and `--resume never` adds a number."""
-
-
-class LayoutError(ConfigError):
-    """Axes that do not tile the world."""
-
-    def __init__(self, axis: str, message: str) -> None:
-        self.problem = Problem(f"parallel.{axis}", message)
-        # The arguments as they are: errors are pickled between processes.
-        super().__init__(axis, message, key=self.problem.key)
-
-    def __str__(self) -> str:
-        return f"{self.problem.key}: {self.problem.message}"
-
-
-def world_size() -> int:
-    """The number of processes a launcher started, 1 without a launcher.
-
-    Raises:
-        ConfigError: for an environment that contradicts itself.
-    """
-    return World.here().size
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of the mesh axes over a world of processes."""
-
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    etp: int = 1
-
-    @classmethod
-    def of(cls, parallel: ParallelSection, world: int) -> Layout:
-        """Fill in `dp_shard = -1` and check that the axes tile the world.
-
-        Raises:
-            LayoutError: stating the rule and the numbers.
-        """
-        others = parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
-        shard = parallel.dp_shard
-        if shard == 0:
-            raise LayoutError("dp_shard", "must be at least 1, or -1 for what is left over; it is 0.")
-        if shard == -1:
-            if world > others and world % others:
-                raise LayoutError(
-                    "dp_shard",
-                    f"-1 takes what is left over, but pp × dp_replicate × cp × tp = {parallel.pp} × "
-                    f"{parallel.dp_replicate} × {parallel.cp} × {parallel.tp} = {others} does not divide the {world} "
-                    "processes.",
-                )
-            shard = max(world // others, 1)
-        if others * shard != world:
-            raise LayoutError(
-                "dp_shard",
-                f"pp × dp_replicate × dp_shard × cp × tp = {parallel.pp} × {parallel.dp_replicate} × {shard} × "
-                f"{parallel.cp} × {parallel.tp} = {others * shard}, but there {_are(world)}.",
-            )
-        inner = shard * parallel.cp * parallel.tp
-        if parallel.etp not in (1, parallel.tp):
-            raise LayoutError("etp", f"must be 1 or tp ({parallel.tp}); it is {parallel.etp}.")
-        tiled = inner if parallel.etp == 1 else shard * parallel.cp
-        if tiled % parallel.ep:
-            axes = "dp_shard × cp × tp" if parallel.etp == 1 else "dp_shard × cp"
-            raise LayoutError("ep", f"must divide {axes} ({tiled}); it is {parallel.ep}.")
-        return cls(parallel.pp, parallel.dp_replicate, shard, parallel.cp, parallel.tp, parallel.ep, parallel.etp)
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that work on different data."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def averaged(self) -> int:
-        """R: the ranks that SHARD transforms average gradients over."""
-        return self.data_ranks * self.cp
-
-    def axes(self) -> dict[str, int]:
-        """Axis → size, the sharding and replicating ones."""
-        return {
-            "pp": self.pp,
-            "dp_replicate": self.dp_replicate,
-            "dp_shard": self.dp_shard,
-            "cp": self.cp,
-            "tp": self.tp,
-            "ep": self.ep,
-            "etp": self.etp,
-        }
-
-
-def _are(world: int) -> str:
-    return "is 1 process" if world == 1 else f"are {world} processes"
 
 
 def check(config: Config, world: int) -> Iterator[Problem]:
@@ -119,17 +21,26 @@ def check(config: Config, world: int) -> Iterator[Problem]:
     if bool(train.steps) == bool(train.tokens):
         found = "both" if train.steps else "neither"
         yield Problem("train.steps", f"say how long to train, either in steps or in tokens; found {found}.")
+    if not train.init_from:
+        needs = {
+            "train.init_missing": train.init_missing,
+            "train.init_unexpected": train.init_unexpected,
+            "checkpoint.only": config.checkpoint.only,
+        }
+        for key, patterns in needs.items():
+            if patterns:
+                yield Problem(key, "needs a checkpoint that gives the other weights; set train.init_from.")
     try:
         layout = Layout.of(config.parallel, world)
     except LayoutError as error:
         yield error.problem
         return
-    per_pass = (train.micro_batch or 1) * layout.data_ranks
+    per_pass = (train.micro_batch or 1) * layout.dp
     if train.global_batch % per_pass:
         yield Problem(
             "train.global_batch",
             f"{train.global_batch} is not a multiple of micro_batch × data-parallel ranks "
-            f"= {train.micro_batch or 1} × {layout.data_ranks} = {per_pass}.",
+            f"= {train.micro_batch or 1} × {layout.dp} = {per_pass}.",
         )
 
 
@@ -151,7 +62,7 @@ def fill_in(config: Config, world: int) -> Config:
     train = config.train
     if train.micro_batch:
         return config
-    share = train.global_batch // Layout.of(config.parallel, world).data_ranks
+    share = train.global_batch // Layout.of(config.parallel, world).dp
     filled = dataclasses.replace(train, micro_batch=share)
     return dataclasses.replace(config, train=filled, as_written={"train": {"micro_batch": 0}})
 

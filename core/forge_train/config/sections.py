@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from ..plugin import FilePath, Ge, Gt, Lt, Volatile, section
+from ..ground.layout import Device
+from .schema import FilePath, Ge, Gt, Lt, Volatile, section
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Device = Literal["auto", "cpu", "cuda", "mps"]
 
 
 @section
@@ -53,6 +53,10 @@ class TrainSection:
     """dtype of the forward and backward pass; weights and optimizer state stay fp32."""
     init_from: Annotated[str, FilePath()] = ""
     """A checkpoint, or a run, whose weights to start from."""
+    init_missing: Annotated[tuple[str, ...], Volatile()] = ()
+    """Patterns (`*.lora_*`) of names that it may lack; these tensors keep their initial values."""
+    init_unexpected: Annotated[tuple[str, ...], Volatile()] = ()
+    """Patterns of names that it may hold beside the model's; they are left out."""
 
 
 @section
@@ -85,6 +89,9 @@ class CheckpointSection:
     """The newest checkpoints to keep."""
     keep_every: Annotated[int, Ge(0), Volatile()] = 0
     """Keep, beside those, every checkpoint whose step is a multiple of this; 0 keeps no others."""
+    only: Annotated[tuple[str, ...], Volatile()] = ()
+    """Patterns of parameters to save, among them every trained one; at resume `train.init_from` gives the others again.
+    Empty saves all."""
     allow_changes: Annotated[tuple[str, ...], Volatile()] = ()
     """Keys or sections (`adamw.lr`, `text`) and plugins that may differ from the checkpoint's at resume."""
 
@@ -96,7 +103,8 @@ class LogSection:
     every: Annotated[int, Gt(0), Volatile()] = 10
     """Steps between lines of metrics.jsonl; only there is the device waited for."""
     peak_tflops: Annotated[float, Ge(0), Volatile()] = 0.0
-    """Peak of one device in TFLOP/s, for `mfu` (causal attention, input embedding not counted); 0 gives null."""
+    """Peak of one device in TFLOP/s, for `mfu` (causal attention, input embedding not counted); 0 takes that of the
+    device's name, and gives null where it is not known."""
 
 
 CORE_SECTIONS: dict[str, type] = {

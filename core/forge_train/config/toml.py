@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..errors import ConfigError, describe
+from ..ground.errors import ConfigError, describe
 
 Key = tuple[str, ...]
 
@@ -43,7 +43,7 @@ def read(path: Path) -> Document:
         ConfigError: if it can't be read, with the line if it is not TOML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows begin files with a mark
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
         raise ConfigError(f"{path}: can't read the configuration: {reason}.") from error

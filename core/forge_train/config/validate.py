@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import PluginError, nearest
-from ..plugin import FilePath
-from ..registry.places import place
+from ..ground.errors import PluginError, nearest
+from ..ground.places import place
 from .layers import Origin, Value
+from .schema import FilePath
 from .toml import Key
 
 _M = TypeVar("_M")

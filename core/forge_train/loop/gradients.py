@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ground.tensors import full_tensor, local, scale
 from ..processes.distributed import DistributedContext
-
-
-def present(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that are there."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def total_norm(gradients: Sequence[Tensor], context: DistributedContext) -> Tensor:
@@ -31,7 +27,7 @@ def total_norm(gradients: Sequence[Tensor], context: DistributedContext) -> Tens
             groups.setdefault((None, ()), []).append(gradient)
             continue
         if any(isinstance(placement, Partial) for placement in gradient.placements):
-            gradient = full(gradient)
+            gradient = full_tensor(gradient)
             groups.setdefault((None, ()), []).append(gradient)
             continue
         split = tuple(
@@ -39,7 +35,7 @@ def total_norm(gradients: Sequence[Tensor], context: DistributedContext) -> Tens
             for axis, placement in enumerate(gradient.placements)
             if not placement.is_replicate() and gradient.device_mesh.size(axis) > 1
         )
-        groups.setdefault((gradient.device_mesh if split else None, split), []).append(gradient.to_local())
+        groups.setdefault((gradient.device_mesh if split else None, split), []).append(local(gradient))
     total = torch.zeros((), device=context.device)
     for (mesh, split), tensors in groups.items():
         square = torch.nn.utils.get_total_norm(tensors).to(context.device, torch.float32) ** 2
@@ -51,22 +47,6 @@ def total_norm(gradients: Sequence[Tensor], context: DistributedContext) -> Tens
     return total.sqrt()
 
 
-def scale(gradients: Sequence[Tensor], factor: Tensor | float) -> None:
-    """Multiply gradients in place: plain tensors and DTensors of any mesh together, on one device or several."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        held: Tensor = getattr(gradient, "_local_tensor", gradient)
-        by_device.setdefault(held.device, []).append(held)
-    for device, tensors in by_device.items():
-        torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
-
-
 def clip(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
     """Scale gradients in place so that their norm is at most `limit`."""
     scale(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
-
-
-def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be a DTensor (a norm, or a loss under loss parallelism)."""
-    whole = getattr(tensor, "full_tensor", None)
-    return whole() if whole is not None else tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 import time
@@ -10,11 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..composition.model import Model
-from ..events import StepResult
-from ..job import Job
+from ..contract.events import StepResult, plain
+from ..contract.job import Job
+from ..contract.model import Model
+from ..ground.peaks import peak_flops
+
+log = logging.getLogger("forge_train")
 
 
 class Meter:
@@ -22,8 +25,9 @@ class Meter:
 
     def __init__(self, job: Job, model: Model) -> None:
         self._job = job
-        flops = model.flops_per_token(job.config.train.sequence)
-        peak = job.config.log.peak_tflops * 1e12 * job.dist.world
+        stages = job.dist.gather_stages(model.flops_per_token(job.config.train.sequence))
+        flops = sum(stages) if all(stages) else None  # type: ignore[arg-type]
+        peak = _peak(job) * job.dist.world if flops else 0.0
         self._flops_share = flops / peak if flops and peak else None
         self._since = 0.0
         self._tokens = 0
@@ -61,10 +65,23 @@ class Meter:
             "memory_gib": memory_gib(self._job.device),
         }
         for key, value in result.metrics.items():
-            line[key] = value.item() if isinstance(value, Tensor) else value
+            line[key] = plain(value)
         if result.timings:
             line["timing"] = sorted(result.timings)
         return line
+
+
+def _peak(job: Job) -> float:
+    """FLOP/s of this device at its peak: as configured, else by its name; 0 where neither says."""
+    if configured := job.config.log.peak_tflops:
+        return configured * 1e12
+    if job.device.type != "cuda":
+        return 0.0
+    name = torch.cuda.get_device_name(job.device)
+    peak = peak_flops(name, job.config.train.precision, tf32=torch.get_float32_matmul_precision() != "highest")
+    if not peak and job.dist.main:
+        log.warning("No mfu: the peak of %r is not known. Say it in TFLOP/s with -s log.peak_tflops=…", name)
+    return peak
 
 
 def memory_gib(device: torch.device) -> float:

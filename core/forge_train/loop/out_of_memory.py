@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from ..composition.model import Model
-from ..errors import ForgeError
-from ..failure import phase_of
-from ..job import Job
-from ..present import gib
+from ..contract.job import Job
+from ..contract.model import Model
+from ..ground.errors import ForgeError
+from ..ground.failure import phase_of
+from ..ground.present import gib
+from ..ground.tensors import held_bytes, state_of
 from ..registry.discovery import discover
 from .meter import memory_gib
 
@@ -77,8 +77,8 @@ class Memory:
         """From here on there is a model, and then an optimizer."""
         self._model, self._optimizer = model, optimizer
         if optimizer is not None:
-            held = (*model.parameters(), *_tensors(optimizer))
-            self._besides = max(resident(self._job.device) - local_bytes(held), 0)
+            held = (*model.parameters(), *state_of(optimizer))
+            self._besides = max(resident(self._job.device) - held_bytes(held), 0)
 
     def explain(self, error: BaseException, step: int, log: Path) -> OutOfMemoryError | None:
         """What a user is told of an error, if that is that memory ran out.
@@ -107,8 +107,8 @@ class Memory:
         """By part; a run that has `stepped` held all gradients once, also if they are gone."""
         parameters = list(self._model.parameters()) if self._model else []
         gradients = [p for p in parameters if p.requires_grad] if stepped else [p.grad for p in parameters]
-        tensors = _tensors(self._optimizer) if self._optimizer else []
-        known = Held(local_bytes(parameters), local_bytes(gradients), local_bytes(tensors), 0)
+        tensors = state_of(self._optimizer) if self._optimizer else []
+        known = Held(held_bytes(parameters), held_bytes(gradients), held_bytes(tensors), 0)
         if self._optimizer is None:
             return known
         most = resident(self._job.device, peak=True) - self._besides
@@ -155,17 +155,6 @@ def requested(error: BaseException) -> int | None:
         return requested(error.__cause__) if error.__cause__ else None
     found = _ASKED.search(str(error))
     return int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
-
-
-def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """An optimizer's state."""
-    return [value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
-
-
-def local_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """What this rank holds of tensors."""
-    held = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors if tensor is not None)
-    return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
 def resident(device: torch.device, *, peak: bool = False) -> int:

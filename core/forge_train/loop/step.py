@@ -5,28 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..auxiliary import loss_scaling
-from ..composition.model import Model
-from ..errors import PluginError
-from ..events import StepResult, Update
-from ..job import Job
-from ..protocols import Batch, Executor, Loader, LossScale, Schedule, Task
+from ..contract.auxiliary import loss_scaling
+from ..contract.batch import Batch
+from ..contract.events import StepResult, Update
+from ..contract.job import Job
+from ..contract.model import Model
+from ..contract.protocols import Loader, LossScale, Schedule
+from ..contract.transform import MicroBatch
+from ..ground.errors import PluginError
+from ..ground.failure import during
+from ..ground.present import few
+from ..ground.tensors import full_tensor, present, scale
 from ..registry.unused import note_unused
-from .gradients import clip, full, present, scale, total_norm
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What losses are divided by: sums over the micro-batches of all ranks."""
-
-    weight: float
-    """What the task counts, such as unmasked labels: for the task's loss."""
-    tokens: float
-    """Positions that the model computes, whatever is masked: for attached losses, which are sums over them."""
+from .forward import Counts, Forward
+from .gradients import clip, total_norm
 
 
 @dataclass
@@ -38,53 +35,66 @@ class Progress:
     last_saved: int = -1
 
 
-class Stepper:
+class Watcher:
+    """Looks at a run from inside; every method may be overridden. Plugins are not told that there is one."""
+
+    def data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
+        """The loader of a split."""
+        return job.hooks.build_data(split)
+
+    def on_assembled(self, stepper: Stepper) -> None:
+        """The run is put together; nothing was started or loaded."""
+
+    def on_micro_batch(self, micro: MicroBatch) -> None:
+        """A micro-batch begins."""
+
+    def on_backward(self, update: Update) -> Update:
+        """All gradients are there, and their norm; plugins are told next. The step goes on with what this returns."""
+        return update
+
+    def on_update(self, update: Update) -> None:
+        """Gradients are about to be clipped and to become an update; no plugin has vetoed it."""
+
+
+class Stepper(Forward):
     """Everything a step needs, resolved once."""
 
     def __init__(
-        self, job: Job, model: Model, optimizer: torch.optim.Optimizer, schedule: Schedule, loader: Loader
+        self,
+        job: Job,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        loader: Loader,
+        watcher: Watcher,
     ) -> None:
-        train = job.config.train
-        self.job, self.model, self.optimizer, self.schedule, self.loader = job, model, optimizer, schedule, loader
-        self.task: Task = job.hooks.task()
-        self.executor: Executor = job.hooks.executor(model, self.task)
+        super().__init__(job, model)
+        self.optimizer, self.schedule, self.loader = optimizer, schedule, loader
+        self.held_out: Loader | None = None
+        self.held_out_start: dict[str, Any] = {}
+        self._watcher = watcher
+        model.watch(watcher.on_micro_batch)
         self.loss_scale: LossScale | None = job.hooks.loss_scale()
         note_unused(job.hooks, job.config, "step")
         _check_parameters(job, model, optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.accumulation = train.global_batch // (train.micro_batch * job.dist.data_ranks)
-        self._prepare = job.hooks.prepare_batch()
         self.tokenizer = tokenizer_digest(job)
         self._around_backward = job.hooks.span("forward_backward")
         self._around_optimizer = job.hooks.span("optimizer")
 
-    def fetch(self, loader: Loader, count: int) -> tuple[list[Batch], Counts]:
-        """Micro-batches on the device, and what all ranks' together count."""
-        try:
-            batches = [self._prepare(next(loader)) for _ in range(count)]
-        except StopIteration as error:
-            raise PluginError(
-                f"{self.job.hooks.whose('build_data')}: the loader ended. A loader never ends."
-            ) from error
-        counts = [sum(self.task.weight(batch) for batch in batches), sum(batch.inputs.numel() for batch in batches)]
-        if self.job.dist.world > 1:  # on the CPU, so that nothing waits for the device
-            mine = torch.tensor(counts, dtype=torch.float64)
-            counts = self.job.dist.all_reduce(mine, axis="data").tolist()
-        return [batch.to(self.job.device) for batch in batches], Counts(*map(float, counts))
+    def hold_out(self, loader: Loader) -> None:
+        """Evaluate on these batches, from where the loader is now."""
+        self.held_out, self.held_out_start = loader, loader.state_dict()
 
+    @during("step")
     def run(self, progress: Progress) -> StepResult:
         """Take one step from where the run is."""
         started = time.perf_counter()
-        first = int(self.loader.state_dict()["position"])
+        self.show_model(self.loader)
+        first = int(self.loader.state_dict()["sequences"])
         batches, counts = self.fetch(self.loader, self.accumulation)
-        update = self._backward(progress.step + 1, batches, counts)
-        self.job.hooks.on_gradients(update)
-        lr = float(self.optimizer.param_groups[0]["lr"])
-        if not update.vetoed:
-            self._apply(update)
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.loss_scale is not None:
-            self.loss_scale.update(bool(update.vetoed))
+        update = self._watcher.on_backward(self.gradients(progress.step + 1, batches, counts))
+        lr = self.finish(update)
         progress.step += 1
         progress.tokens += self.job.config.train.global_batch * self.job.config.train.sequence
         return StepResult(
@@ -95,27 +105,34 @@ class Stepper:
             lr=lr,
             seconds=time.perf_counter() - started,
             skipped=bool(update.vetoed),
-            data_range=(first, int(self.loader.state_dict()["position"])),
+            data_range=(first, int(self.loader.state_dict()["sequences"])),
         )
 
-    def evaluate(self, held_out: Loader, count: int) -> tuple[float, float]:
-        """The mean loss over some micro-batches of each rank, and the weight of all of them."""
-        self.model.train(False)
-        total, weight = torch.zeros((), dtype=torch.float64, device=self.job.device), 0.0
-        for _ in range(count):
-            batches, counts = self.fetch(held_out, 1)
-            total += self.executor.evaluate(batches[0])
-            weight += counts.weight
-        self.model.release()
-        self.model.train()
-        return float(self.job.dist.all_reduce(total, axis="loss")) / (weight or 1.0), weight
+    def finish(self, update: Update) -> float:
+        """Show a step's gradients to the plugins, and update the weights; the learning rate of that."""
+        self.job.hooks.on_gradients(update)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        if not update.vetoed:
+            self._watcher.on_update(update)
+            self.apply(update)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.loss_scale is not None:
+            self.loss_scale.update(bool(update.vetoed))
+        return lr
 
-    def _backward(self, step: int, batches: Sequence[Batch], counts: Counts) -> Update:
+    def evaluate(self, count: int) -> tuple[float, float]:
+        """The mean loss over some held-out micro-batches of each rank, the same ones every time, and their weight."""
+        assert self.held_out is not None
+        self.held_out.load_state_dict(self.held_out_start)
+        return self.mean_loss(self.held_out, count)
+
+    @during("forward")
+    def gradients(self, step: int, batches: Sequence[Batch], counts: Counts) -> Update:
         """Accumulate the gradients of the mean loss over the global batch."""
         factor: Tensor | float = self.loss_scale.scale() if self.loss_scale else 1.0
         # SHARD transforms average over R ranks, so R / count times the summed losses is the mean over all of them. The
         # backward pass gets the next power of two for R: a factor of 3 would round differently from one process.
-        ranks = self.job.dist.layout.averaged
+        ranks = self.job.dist.layout.grad_average_size
         power = 1 << (ranks - 1).bit_length()
         with self._around_backward(), loss_scaling(factor * (power / (counts.tokens or 1.0))):
             total = self.executor.train(batches, factor * (power / (counts.weight or 1.0)))
@@ -128,10 +145,12 @@ class Stepper:
 
     def _mean(self, total: Tensor, weight: float) -> Tensor:
         """The mean over the global batch from this rank's sum."""
-        total = self.job.dist.all_reduce(full(total).detach().float().clone(), axis="loss")
+        total = self.job.dist.all_reduce(full_tensor(total).detach().float().clone(), axis="loss")
         return total / (weight or 1.0)
 
-    def _apply(self, update: Update) -> None:
+    @during("optimizer")
+    def apply(self, update: Update) -> None:
+        """Clip the gradients, and take the optimizer's step."""
         limit = self.job.config.train.clip_norm
         if limit and (gradients := present(self.parameters)):
             clip(gradients, update.grad_norm, limit)
@@ -145,10 +164,9 @@ def _check_parameters(job: Job, model: Model, optimizer: torch.optim.Optimizer) 
     given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = {name: id(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
     if lost := [name for name, number in trained.items() if number not in given]:
-        few = f"{', '.join(lost[:3])}{', …' if len(lost) > 3 else ''}"
         raise PluginError(
             f"{job.hooks.whose('optimizer')}: {len(lost)} of {len(trained)} trainable parameters are in no group "
-            f"({few}). Add them, or freeze them with requires_grad_(False)."
+            f"({few(lost)}). Add them, or freeze them with requires_grad_(False)."
         )
     if given - {id(parameter) for parameter in model.parameters()}:
         raise PluginError(

@@ -6,28 +6,27 @@ import math
 import time
 from pathlib import Path
 
-from ..composition.compose import Composition
-from ..errors import ConfigError, DivergedError
-from ..events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult
-from ..job import Job
+from ..contract.control import Requests
+from ..contract.events import CheckpointEvent, Finished, LogRecord, StepResult
+from ..ground.errors import ConfigError, DivergedError
+from ..ground.failure import during
 from ..storage import checkpoint, model_files
-from ..storage.resume import capture, load_initial, optimizer_to_save, restore
-from .control import Requests
+from .evaluation import Evaluations
 from .meter import Meter
+from .resume import capture, optimizer_to_save, restore
 from .step import Progress, Stepper
+from .weights import Base, base_of, check_kept, load_extra, load_initial
 
 
 class Training:
-    """A composed run: steps, and what happens between them."""
+    """An assembled run: steps, and what happens between them."""
 
-    def __init__(self, job: Job, composition: Composition) -> None:
-        self.job, self.composition, self.model = job, composition, composition.model
-        self.progress = Progress()
-        optimizer = job.hooks.optimizer(self.model)
-        schedule = job.hooks.lr_schedule(optimizer)
-        self.stepper = Stepper(job, self.model, optimizer, schedule, job.hooks.build_data("train"))
-        self.held_out = job.hooks.build_data("validation") if job.config.train.evaluate_every else None
-        self._held_out_start = self.held_out.state_dict() if self.held_out else {}
+    @during("build")
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper, self.job, self.model = stepper, stepper.job, stepper.model
+        self.progress, job = Progress(), stepper.job
+        self._base: Base | None = None
+        self.evaluations = Evaluations(stepper, stepper.held_out) if stepper.held_out else None
         self._around_step = job.hooks.span("step")
         self._around_evaluate = job.hooks.span("evaluate")
         self._around_save = job.hooks.span("save")
@@ -37,6 +36,7 @@ class Training:
     def start(self, found: Path | None) -> None:
         """Tell the plugins, then resume, or take the weights the configuration names."""
         self.job.hooks.on_start(self.model, self.stepper.optimizer)
+        load_extra(self.job, found)
         if found is not None:
             self._load(found)
             if self.progress.step >= self.job.steps and found.parent != self.job.run.checkpoints:
@@ -44,12 +44,16 @@ class Training:
                     f"{found}: is at step {self.progress.step}, and this run ends at {self.job.steps}; "
                     "raise train.steps."
                 )
-        else:
-            load_initial(self.model, self.job)
+        elif taken := load_initial(self.model, self.job):
+            self._base, fit = taken
+            missing, unexpected = list(fit.missing), list(fit.unexpected)
+            self._event("initialised", checkpoint=self._base.path, missing=missing, unexpected=unexpected)
+        check_kept(self.model, self.job, self._base)
         hooks = self.job.hooks
         active = [name for name in hooks.enabled if name not in hooks.unused]
         self._event("run_started", run=self.job.run.id, plugins=active, world=self.job.dist.world)
 
+    @during("loop")
     def run(self) -> Finished:
         """Step until done, or told to stop."""
         config = self.job.config
@@ -67,8 +71,8 @@ class Training:
             last = result.step == self.job.steps
             if last or result.step % config.log.every == 0:
                 self._log(result)
-            if self.held_out and (last or result.step % config.train.evaluate_every == 0):
-                self._evaluate()
+            if self.evaluations and (last or result.step % config.train.evaluate_every == 0):
+                self._evaluate(self.evaluations)
             if asked := self._requests(result):
                 return asked
             if last or (config.checkpoint.every and result.step % config.checkpoint.every == 0):
@@ -99,17 +103,12 @@ class Training:
             f"Training diverged: {reason}. {kept}; try a lower learning rate, more warm-up, or train.clip_norm."
         )
 
-    def _evaluate(self) -> None:
-        """The mean loss over held-out batches, the same ones every time."""
-        held_out = self.held_out
-        assert held_out is not None
-        count = self.job.config.train.evaluate_batches * self.stepper.accumulation
+    @during("evaluate")
+    def _evaluate(self, evaluations: Evaluations) -> None:
         with self._meter.paused(), self._around_evaluate():
-            held_out.load_state_dict(self._held_out_start)
-            loss, weight = self.stepper.evaluate(held_out, count)
-        evaluation = Evaluation(self.progress.step, loss, int(weight))
-        self.job.hooks.on_evaluate(evaluation)
-        self._event("evaluation", loss=evaluation.loss, tokens=evaluation.tokens, metrics=evaluation.metrics)
+            found = evaluations.run(self.progress.step)
+        self.job.hooks.on_evaluate(found)
+        self._event("evaluation", loss=found.loss, tokens=found.tokens, metrics=found.metrics)
 
     def _requests(self, result: StepResult) -> Finished | None:
         """Act on what was asked of `job.control` during the step."""
@@ -134,8 +133,10 @@ class Training:
         self.stepper.loader.skip(skip * self.job.config.train.global_batch)
         self._meter.start(self.progress.tokens, self.progress.step)
 
+    @during("load")
     def _load(self, path: Path) -> None:
         changes = restore(self.stepper, self.progress, path)
+        self._base = base_of(checkpoint.read_state(path))
         if self.job.dist.main:
             self.job.run.cut_metrics(self.progress.step)
             self.loss = self.job.run.last_loss()
@@ -144,6 +145,7 @@ class Training:
         self._event("resumed", checkpoint=str(path), changes=changes)
         self.job.hooks.on_checkpoint(CheckpointEvent("loaded", self.progress.step, path))
 
+    @during("save")
     def _save(self, result: StepResult) -> None:
         if self.progress.last_saved == self.progress.step:
             return
@@ -155,9 +157,8 @@ class Training:
             self.job.hooks.on_checkpoint(CheckpointEvent("saving", step, run.checkpoints / f"step-{step:08d}"))
             names = ("config.toml", "plugins.json", model_files.FOLDER)
             beside = [path for name in names if (path := run.dir / name).exists()]
-            saved = checkpoint.save(
-                run.checkpoints, step, capture(self.stepper, self.progress), self.job.dist, beside=beside
-            )
+            state = capture(self.stepper, self.progress, self._base if config.only else None)
+            saved = checkpoint.save(run.checkpoints, step, state, self.job.dist, beside=beside)
             self.progress.last_saved = step
             self._event(
                 "checkpoint_saved", path=saved.path.name, seconds=time.perf_counter() - started, bytes=saved.bytes
@@ -168,7 +169,8 @@ class Training:
                 self.job.hooks.on_checkpoint(CheckpointEvent("pruned", gone.step, gone.path))
 
     def _finish(self, outcome: str, code: int, reason: str = "") -> Finished:
-        finished = Finished(outcome, self.progress.step, self.loss, code, self.job.run.dir, reason)  # type: ignore[arg-type]
+        generates = bool(self.job.hooks.provider("tokenizer")) and not self.model.looks_ahead
+        finished = Finished(outcome, self.progress.step, self.loss, code, self.job.run.dir, reason, generates)  # type: ignore[arg-type]
         self._event("run_finished", outcome=outcome, loss=self.loss, reason=reason, error=None)
         self.job.hooks.on_finish(finished)
         if self.job.dist.main:

@@ -9,11 +9,11 @@ Techniques stay out of this package. Importing it imports torch.
 
 from __future__ import annotations
 
+from ..ground.tensors import full_tensor
 from .basic import Embedding, LayerNorm, Linear, RMSNorm
 from .cache import KVCache
 from .declare import TensorStyle, decay_groups, depth_scaled, flops_per_token
 from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
-from .sharded import whole
 
 __all__ = [
     "Embedding",
@@ -30,5 +30,5 @@ __all__ = [
     "decay_groups",
     "depth_scaled",
     "flops_per_token",
-    "whole",
+    "full_tensor",
 ]

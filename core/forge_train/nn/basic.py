@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..protocols import Init
+from ..contract.protocols import Init
 
 
 class Linear(nn.Linear):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..composition.model import Model
+    from ..contract.model import Model
 
 TensorStyle = Literal["vocabulary", "colwise", "rowwise", "sequence", "gather", "tokens", "summed", "heads", "logits"]
 """How tensor parallelism treats a module; a model's `tensor_plan()` maps module names to these.

@@ -68,18 +68,18 @@ class RoPE(nn.Module):
         angles = torch.arange(self.length, dtype=torch.float32, device=device)[:, None] * frequencies.to(device)
         self.cos, self.sin = angles.cos() * factor, angles.sin() * factor
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Rotate `x [batch, sequence, heads, head_dim]`; `positions [batch, sequence]` int64, 0, 1, … by default.
 
         Raises:
             ValueError: if the sequence is longer than the tables.
         """
-        if positions is None:
+        if position_ids is None:
             if x.shape[1] > self.length:
                 raise ValueError(f"RoPE was made for {self.length} positions; the sequence has {x.shape[1]}.")
             cos, sin = self.cos[: x.shape[1], None], self.sin[: x.shape[1], None]
         else:
-            cos, sin = self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
+            cos, sin = self.cos[position_ids].unsqueeze(-2), self.sin[position_ids].unsqueeze(-2)
         first, second = x.float().chunk(2, dim=-1)
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return rotated.to(x.dtype)

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ..config.rules import Layout
-from ..config.sections import Device
-from ..errors import ConfigError, ForgeError, PluginError
+from ..ground.axes import AXES, FLATTENED, Domain
+from ..ground.errors import ConfigError, ForgeError, PluginError
+from ..ground.layout import Device, Layout
+from ..ground.world import Topology, World
 from .meshes import build_meshes
 from .process_group import join, leave
-from .world import Topology, World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +33,6 @@ log = logging.getLogger("forge_train")
 # It warns of every tensor over two mesh axes that is gathered whole, which only checks and checkpoints do.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-Domain = Literal["dense", "expert", "batch", "flat"]
 _T = TypeVar("_T")
 
 START_TIMEOUT = 120.0
@@ -69,12 +68,8 @@ def choose_device(wanted: Device, world: World = ALONE) -> torch.device:
 class DistributedContext:
     """Rank, world, device, layout, and the meshes of the four domains.
 
-    * `dense`: `pp, dp_replicate, dp_shard, cp, tp`, and flattened `fsdp` (dp_shard × cp, also in two axes with
-      dp_replicate), `data` (dp_replicate × dp_shard × cp) and `loss` (pp × data);
-    * `expert`: `pp, dp_replicate, efsdp, ep, etp`, with dp_shard · cp · tp = efsdp · ep · etp (etp = tp), or
-      = efsdp · ep (etp = 1);
-    * `batch`: `pp, dp, cp, tp`;
-    * `flat`: `world`.
+    `ground.axes` lists the axes of each domain, and those of the dense one that can be had flattened; `dp_replicate`
+    and `fsdp` can be had together, too.
     """
 
     layout: Layout
@@ -138,13 +133,12 @@ class DistributedContext:
     @property
     def data_rank(self) -> int:
         """The index of the data this process works on; processes that share it see the same batches."""
-        inner = self.layout.cp * self.layout.tp
-        return (self.rank // inner) % self.layout.data_ranks
+        return self.mesh("batch", "dp").get_local_rank() if self.world > 1 else 0
 
     @property
     def data_ranks(self) -> int:
         """How many different data indices there are."""
-        return self.layout.data_ranks
+        return self.layout.dp
 
     def mesh(self, domain: Domain, *axes: str) -> DeviceMesh:
         """The mesh of a domain, or of some of its axes, in the domain's order.
@@ -167,32 +161,43 @@ class DistributedContext:
         if self.world > 1:
             dist.barrier()
 
+    def _group(self, axis: str) -> Any:
+        """The processes along an axis of any domain; all of them where none is named."""
+        if not axis:
+            return None
+        return self.mesh("dense" if axis in FLATTENED else AXES[axis].domains[0], axis).get_group()
+
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum", axis: str = "") -> Tensor:
-        """Reduce in place over all processes, or over a (flattened) axis of the dense domain."""
+        """Reduce in place over all processes, or over those along a (flattened) axis."""
         if self.world > 1:
-            group = self.mesh("dense", axis).get_group() if axis else None
-            dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=group)
+            kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+            dist.all_reduce(tensor, kind, group=self._group(axis))
         return tensor
 
-    def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
-        """Everybody's tensor, in order of ranks, on every process; shapes may differ, dtypes and axes may not."""
+    def gather_tensors(self, tensor: Tensor, axis: str = "") -> list[Tensor]:
+        """Everybody's tensor, in order of ranks, on every process: of all, or of those along a (flattened) axis. Shapes
+        may differ, dtypes and numbers of axes may not."""
         if self.world == 1:
             return [tensor]
-        shapes = [tuple(shape) for shape in self.gather_objects(tuple(tensor.shape))]
-        longest = max(torch.Size(shape).numel() for shape in shapes)
-        padded = tensor.new_zeros(longest)
+        shapes = [torch.Size(shape) for shape in self.gather_objects(tuple(tensor.shape), axis)]
+        padded = tensor.new_zeros(max(shape.numel() for shape in shapes))
         padded[: tensor.numel()] = tensor.reshape(-1)
         gathered = [torch.empty_like(padded) for _ in shapes]
-        dist.all_gather(gathered, padded)
-        return [flat[: torch.Size(s).numel()].view(s) for flat, s in zip(gathered, shapes, strict=True)]
+        dist.all_gather(gathered, padded, group=self._group(axis))
+        return [flat[: shape.numel()].view(shape) for flat, shape in zip(gathered, shapes, strict=True)]
 
-    def gather_objects(self, value: _T) -> list[_T]:
-        """Everybody's value, in order of ranks, on every process."""
+    def gather_objects(self, value: _T, axis: str = "") -> list[_T]:
+        """Everybody's value, in order of ranks, on every process: of all, or of those along a (flattened) axis."""
         if self.world == 1:
             return [value]
-        gathered: list[Any] = [None] * self.world
-        dist.all_gather_object(gathered, value)
+        group = self._group(axis)
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, value, group=group)
         return gathered
+
+    def gather_stages(self, value: _T) -> list[_T]:
+        """A value of each pipeline stage (its first process's), in order of stages, on every process."""
+        return self.gather_objects(value)[:: self.world // self.layout.pp] if self.layout.pp > 1 else [value]
 
     def on_main(self, function: Callable[[], _T]) -> _T:
         """Call a function on rank 0, and give its result to, or raise its error on, every process."""
@@ -212,20 +217,6 @@ class DistributedContext:
             raise box[1]
         value: _T = box[0]
         return value
-
-    @contextmanager
-    def main_first(self) -> Iterator[None]:
-        """Rank 0 goes through the block before the others do (to fill a cache, say).
-
-        The others are let in also when the block raises on rank 0.
-        """
-        if not self.main:
-            self.barrier()
-        try:
-            yield
-        finally:
-            if self.main:
-                self.barrier()
 
     def poll(self) -> Callable[[bool], bool]:
         """A function that asks every process one yes-or-no question at each call, and answers the call before:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CommunicationError
-from .world import World
+from ..ground.errors import CommunicationError
+from ..ground.world import World
 
 
 def join(place: World, device: torch.device, timeout: timedelta) -> None:

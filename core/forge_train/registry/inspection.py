@@ -8,17 +8,18 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .. import hookspecs
-from ..errors import nearest
-from ..hookspecs import KINDS
-from ..plugin import Plugin
-from .calls import MARK, Enabled, implemented
-from .places import place
+from ..contract import hookspecs
+from ..contract.attention import KernelCapabilities
+from ..contract.calls import MARK, EnabledPlugin, implemented
+from ..contract.hookspecs import KINDS
+from ..contract.plugin import Plugin
+from ..ground.errors import nearest
+from ..ground.places import place
 
 _NO_METHODS = (property, functools.cached_property, functools.partial)
 
 
-def check_hooks(enabled: Enabled, mistakes: list[str]) -> None:
+def check_hooks(enabled: EnabledPlugin, mistakes: list[str]) -> None:
     """Add what is wrong with a plugin's hooks, and with what its class says of itself."""
     forgotten = undecorated(enabled)
     mistakes += forgotten
@@ -27,9 +28,9 @@ def check_hooks(enabled: Enabled, mistakes: list[str]) -> None:
     mistakes += [*misfits(enabled), *malformed(enabled), *halved(enabled), *_constructor(enabled)]
 
 
-def unknown(enabled: Enabled) -> list[str]:
+def unknown(enabled: EnabledPlugin) -> list[str]:
     """Decorated methods that are no hooks; a class without any hook."""
-    cls, label = enabled.cls, enabled.found.label
+    cls, label = enabled.cls, enabled.ref.label
     if not implemented(cls):
         where = f"class {cls.__qualname__} ({place(cls)})"
         return [f"Plugin {label} implements no hook: {where} has no method marked with @hookimpl.{_alike(cls)}"]
@@ -39,47 +40,62 @@ def unknown(enabled: Enabled) -> list[str]:
     ]
 
 
-def undecorated(enabled: Enabled) -> list[str]:
+def undecorated(enabled: EnabledPlugin) -> list[str]:
     """Members that have a hook's name and would never be called."""
-    return [f"Plugin {enabled.found.label}: {text}" for name in KINDS if (text := _undecorated(enabled.cls, name))]
+    return [f"Plugin {enabled.ref.label}: {text}" for name in KINDS if (text := _undecorated(enabled.cls, name))]
 
 
-def misfits(enabled: Enabled) -> list[str]:
+def misfits(enabled: EnabledPlugin) -> list[str]:
     """Hooks whose arguments are not those that the hook is called with."""
     return [
-        f"Plugin {enabled.found.label} does not fit the hooks: {text}"
+        f"Plugin {enabled.ref.label} does not fit the hooks: {text}"
         for name in sorted(implemented(enabled.cls) & KINDS.keys())
         for text in _misfits(enabled.cls, name)
     ]
 
 
-def malformed(enabled: Enabled) -> list[str]:
+def malformed(enabled: EnabledPlugin) -> list[str]:
     """What the class says of itself in another form than core reads it in."""
     cls, found = enabled.cls, []
     for name in ("requires", "conflicts", "provides", "devices", "saves", "architectures", "example"):
         value: Any = getattr(cls, name)
         if not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
             found.append(f'`{name}` must be a tuple of strings, like ("a",), found {value!r}.')
+    for name, fits, like in (
+        ("gives", lambda value: isinstance(value, str), '{"head": "class_logits"}'),
+        ("takes", lambda value: isinstance(value, tuple), '{"head": ("class_logits",)}'),
+    ):
+        value = getattr(cls, name)
+        if not (isinstance(value, Mapping) and all(map(fits, value.values()))):
+            found.append(f"`{name}` must map slots, like {like}, found {value!r}.")
+            continue
+        if strange := sorted(set(value) - KINDS.keys()):
+            found.append(f"`{name}` names {strange[0]!r}, which is no slot.{nearest(strange[0], KINDS)}")
+        if name == "gives" and (absent := sorted(set(value) - enabled.provides)):
+            found.append(f"`gives` names {absent[0]!r}, a slot that it neither fills nor has in `provides`.")
+    able: Any = cls.kernel_capabilities
+    if not isinstance(able, KernelCapabilities):
+        found.append(f"`kernel_capabilities` must be KernelCapabilities(…), found {able!r}.")
     needs: Any = cls.needs
     if not (isinstance(needs, Mapping) and all(isinstance(item, str) for pair in needs.items() for item in pair)):
         found.append(f"`needs` must say which command installs which module, found {needs!r}.")
-    return [f"Plugin {enabled.found.label}: {text}" for text in found]
+    return [f"Plugin {enabled.ref.label}: {text}" for text in found]
 
 
-def _constructor(enabled: Enabled) -> list[str]:
+def _constructor(enabled: EnabledPlugin) -> list[str]:
     """Whether the class is made from its section alone."""
     try:
         inspect.signature(enabled.cls).bind("config")
     except TypeError as error:
         where = place(enabled.cls.__init__)
-        return [f"Plugin {enabled.found.label}: __init__ ({where}) must take `config` and nothing else: {error}."]
+        return [f"Plugin {enabled.ref.label}: __init__ ({where}) must take `config` and nothing else: {error}."]
     return []
 
 
-def halved(enabled: Enabled) -> list[str]:
+def halved(enabled: EnabledPlugin) -> list[str]:
     """State that would be saved and never loaded, or the other way round."""
     pair = [name for name in ("state_dict", "load_state_dict") if hasattr(enabled.cls, name)]
-    text = f"Plugin {enabled.found.label} has {''.join(pair)} alone; without its counterpart nothing is saved."
+    text = f"Plugin {enabled.ref.label} has {''.join(pair)} alone; without its counterpart nothing is saved."
     return [text] if len(pair) == 1 else []
 
 

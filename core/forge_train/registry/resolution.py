@@ -9,10 +9,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from ..config.layers import CONDITIONAL, Origin, Request, Tree
-from ..errors import ConfigError, nearest
-from ..hookspecs import KINDS
-from .calls import Enabled
-from .discovery import RESERVED, Found, canonical, discover, dotted, load, plugin_name
+from ..contract.calls import EnabledPlugin
+from ..contract.hookspecs import KINDS
+from ..contract.reference import PluginRef
+from ..ground.errors import ConfigError, nearest
+from ..ground.names import canonical, is_file
+from .discovery import RESERVED, discover, dotted, in_file, instead, is_name, load, plugin_name
 from .inspection import check_hooks
 
 
@@ -25,7 +27,7 @@ class Resolution:
     training: bool = True
     world: int = 1
     mistakes: list[str] = field(default_factory=list)
-    known: dict[str, list[Found]] = field(default_factory=dict)
+    known: dict[str, list[PluginRef]] = field(default_factory=dict)
     specs: list[str] = field(default_factory=list)
     """Plugins that were asked for, as they were written."""
     removed: set[str] = field(default_factory=set)
@@ -38,34 +40,32 @@ class Resolution:
     """Plugin that was asked for and has nothing to do → the slot that nobody requires. No mistake: it may be tried
     alone."""
 
-    def enable(self) -> list[Enabled]:
+    def enable(self) -> list[EnabledPlugin]:
         for found in discover():
             self.known.setdefault(found.name, []).append(found)
-        asked = [(name, str(o)) for name, o in self._listed("plugins")] + [
-            (n, "--plugins") for n in self.request.plugins
-        ]
+        asked = [*self._listed("plugins"), *((n, Origin("--set", "--plugins")) for n in self.request.plugins)]
         again = {plugin_name(spec) for spec in self.request.plugins}  # the command line is stronger than the file
         unwanted = [(name, str(o)) for name, o in self._listed("without") if canonical(name) not in again] + [
             (n, "--without") for n in self.request.without
         ]
         wanted, on_demand = self._wanted_defaults()
         removed = {canonical(name) for name, _ in unwanted}
-        founds: dict[str, Found] = {}
+        founds: dict[str, PluginRef] = {}
         for spec, where in asked:
             asked_for = self._find(spec, where) if plugin_name(spec) not in removed else None
             if asked_for is not None:
                 if founds.setdefault(asked_for.name, asked_for) != asked_for:
                     other = founds[asked_for.name].object
                     self.mistakes.append(f"{where}: {asked_for.object} and {other} are both {asked_for.name!r}.")
-                self.specs.append(spec if ":" in spec else asked_for.name)
+                self.specs.append(asked_for.name if is_name(spec) else asked_for.object)
         self.specs = list(dict.fromkeys(self.specs))
         effective = {plugin_name(spec) for spec, _ in asked} | set(wanted.values())
         named = {canonical(v.value) for v in self.tree.below(("defaults",)).values() if isinstance(v.value, str)}
         self.sometimes = named - set(wanted.values()) - (set() if removed else set(on_demand.values()))
-        for name, where in unwanted:
+        for name, said in unwanted:
             if canonical(name) not in effective | self.sometimes and self.training:
                 hint = nearest(canonical(name), effective)
-                self.mistakes.append(f"{where}: {name!r} would not be enabled anyway.{hint}")
+                self.mistakes.append(f"{said}: {name!r} would not be enabled anyway.{hint}")
         self.removed = removed & (effective | self.sometimes)
         explicit = self._load(founds.values(), default=False)
         brought = self._defaults(wanted, explicit)
@@ -88,14 +88,13 @@ class Resolution:
             return []
         return [(item, value.origin) for item in value.value]
 
-    def _find(self, spec: str, where: str) -> Found | None:
-        if ":" in spec:
-            return self._dotted(spec, where)
+    def _find(self, spec: str, where: Origin) -> PluginRef | None:
+        if not is_name(spec):
+            return self._uninstalled(spec, where)
         name = canonical(spec)
         candidates = self.known.get(name, [])
         if not candidates:
-            form = " A class that is not installed is named package.module:Class." if "." in spec else ""
-            self.mistakes.append(f"{where}: there is no plugin named {spec!r}.{nearest(name, self.known) or form}")
+            self.mistakes.append(f"{where}: there is no plugin named {spec!r}.{instead(spec, self.known)}")
         elif len(candidates) > 1:
             owners = " and ".join(f"{found.distribution} {found.version}" for found in candidates)
             self.mistakes.append(f"{where}: the name {name!r} is used by {owners}; uninstall one.")
@@ -105,13 +104,16 @@ class Resolution:
             return candidates[0]
         return None
 
-    def _dotted(self, spec: str, where: str) -> Found | None:
-        if not re.fullmatch(r"\w+(\.\w+)*:\w+", spec):
+    def _uninstalled(self, spec: str, where: Origin) -> PluginRef | None:
+        if not is_file(spec) and not re.fullmatch(r"\w+(\.\w+)*:\w+", spec):
             self.mistakes.append(f"{where}: {spec!r}: expected a plugin's name, or package.module:Class.")
         elif plugin_name(spec) in RESERVED:
             self.mistakes.append(f"{where}: {spec!r} would be named {plugin_name(spec)!r}, which is reserved.")
         else:
-            return dotted(spec)
+            try:
+                return in_file(spec, where.folder) if is_file(spec) else dotted(spec)
+            except ConfigError as error:
+                self.mistakes.append(f"{where}: {error}")
         return None
 
     def _wanted_defaults(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -138,12 +140,12 @@ class Resolution:
                 wanted[slot] = canonical(value.value)
         return wanted, on_demand
 
-    def _load(self, founds: Iterable[Found], *, default: bool) -> list[Enabled]:
+    def _load(self, founds: Iterable[PluginRef], *, default: bool) -> list[EnabledPlugin]:
         loaded = []
         for found in founds:
             named = found.name in map(plugin_name, self.request.plugins)
             try:
-                enabled = Enabled(found, load(found), default, named)
+                enabled = EnabledPlugin(found, load(found), default, named)
             except ConfigError as error:
                 way_out = "" if named or not self.training else f" Leave it out with `--without {found.name}`."
                 self.mistakes.append(f"{error}{way_out}")
@@ -155,24 +157,24 @@ class Resolution:
             loaded.append(enabled)
         return loaded
 
-    def _defaults(self, wanted: Mapping[str, str], explicit: list[Enabled]) -> list[Enabled]:
+    def _defaults(self, wanted: Mapping[str, str], explicit: list[EnabledPlugin]) -> list[EnabledPlugin]:
         """Defaults of slots that nobody else fills. One that is displaced in one slot steps aside from all."""
         filled = {slot for plugin in explicit for slot in plugin.provides if KINDS.get(slot, "slot") == "slot"}
         names = {plugin.name for plugin in explicit}
         self.displaced |= {name for slot, name in wanted.items() if slot in filled and name not in names}
-        founds: dict[str, Found] = {}
+        founds: dict[str, PluginRef] = {}
         for slot, name in wanted.items():
             if name in self.removed or name in self.displaced or (slot in filled and name not in names):
                 continue
             if name not in names:
-                found = self._find(name, f"defaults.{slot}")
+                found = self._find(name, Origin("preset", f"defaults.{slot}"))
                 if found is None:
                     continue
                 founds[name] = found
             self.defaults[slot] = name
         return self._load(founds.values(), default=True)
 
-    def _check_defaults(self, enabled: list[Enabled]) -> None:
+    def _check_defaults(self, enabled: list[EnabledPlugin]) -> None:
         provided = {plugin.name: plugin.provides for plugin in enabled}
         for slot, name in self.defaults.items():
             if slot not in provided.get(name, {slot}):
@@ -180,7 +182,7 @@ class Resolution:
                 at = next(value.origin for key, value in found.items() if key[-1] == slot)
                 self.mistakes.append(f"{at}: defaults.{slot}: plugin {name!r} does not fill the slot {slot!r}.")
 
-    def _check_relations(self, enabled: list[Enabled]) -> None:
+    def _check_relations(self, enabled: list[EnabledPlugin]) -> None:
         provided = {plugin.name: {plugin.name, *plugin.provides} for plugin in enabled}
         for plugin in enabled:
             others = {thing: name for name, things in provided.items() if name != plugin.name for thing in things}
@@ -189,13 +191,13 @@ class Resolution:
                     default = next((v.value for k, v in self.tree.below(("defaults",)).items() if k[-1] == needed), "")
                     like = f", like {default!r}," if default else ""
                     what = f"enable a plugin that fills it{like}" if needed in KINDS else "enable it"
-                    self.mistakes.append(f"Plugin {plugin.found.label} requires {needed!r}; {what} with --plugins.")
+                    self.mistakes.append(f"Plugin {plugin.ref.label} requires {needed!r}; {what} with --plugins.")
             for unwanted in plugin.cls.conflicts:
                 if other := others.get(canonical(unwanted)):
                     self.mistakes.append(f"Plugins {plugin.name!r} and {other!r} can't be enabled together.")
 
 
-def _idle(explicit: Iterable[Enabled], unneeded: AbstractSet[str]) -> dict[str, str]:
+def _idle(explicit: Iterable[EnabledPlugin], unneeded: AbstractSet[str]) -> dict[str, str]:
     """Plugins that fill nothing but slots that no enabled plugin asks for, each with one of them."""
     does = {plugin.name: plugin.provides - {"check_config"} for plugin in explicit}
     return {name: min(slots) for name, slots in does.items() if slots and slots <= unneeded}

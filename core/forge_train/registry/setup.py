@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import Config, rules
-from ..config.layers import DEFAULT, Request, Tree, lay
+from ..config.layers import DEFAULT, Layered, Request, Tree, UnknownPresetError, lay
 from ..config.sections import CORE_SECTIONS
 from ..config.validate import Mistake, validate
-from ..errors import ConfigError, ForgeError, describe, locate, nearest
-from ..plugin import PROJECT, Plugin
-from ..protocols import Problem
-from .calls import Enabled, blame
-from .hooks import Hooks
+from ..contract.calls import EnabledPlugin, plugin_note
+from ..contract.hooks import Hooks
+from ..contract.plugin import PROJECT, Plugin
+from ..ground.errors import ConfigError, ForgeError, Problem, describe, locate, nearest
+from ..ground.failure import during
+from ..ground.names import canonical
+from . import kernels
+from .discovery import discover
 from .resolution import Resolution
 
 log = logging.getLogger(PROJECT)
@@ -29,7 +32,8 @@ class Setup:
     hooks: Hooks
 
 
-def resolve(request: Request, *, world: int = 1, training: bool = True) -> Setup:
+@during("configure")
+def resolve(request: Request, *, world: int = 1, training: bool = True, data: bool = True) -> Setup:
     """Read, check and freeze everything that can be known without torch.
 
     Args:
@@ -37,11 +41,12 @@ def resolve(request: Request, *, world: int = 1, training: bool = True) -> Setup
         world: number of processes the run will have.
         training: whether the run is to train. One whose weights are only looked at needs no text, and its values were
             checked against each other when it began.
+        data: whether it is to train here and now. A run that is planned or shown may lack its data.
 
     Raises:
         ConfigError: with every mistake that could be found, one a line.
     """
-    layered = lay(request)
+    layered = _lay(request)
     resolution = Resolution(layered.tree, request, training, world, layered.tree.mistakes)
     enabled = resolution.enable()
     _raise(resolution.mistakes)
@@ -62,19 +67,20 @@ def resolve(request: Request, *, world: int = 1, training: bool = True) -> Setup
         origins={key: value.origin for key, value in layered.tree.values.items()},
     )
     problems = [*rules.check(config, world), *hooks.check_config(config)] if training else []
-    _raise(_located(config, problem) for problem in problems)
+    _raise(_located(config, problem) for problem in problems if data or not problem.data)
+    _raise(kernels.misfits(hooks, hooks.kernel_needs(config)) if training else [])
     for name, slot in resolution.idle.items():
         log.warning("Plugin %r has nothing to do: nothing requires %r, which it fills.", name, slot)
     return Setup(rules.fill_in(config, world) if training else config, hooks)
 
 
-def _made(plugin: Enabled, section: Any) -> Plugin:
+def _made(plugin: EnabledPlugin, section: Any) -> Plugin:
     try:
         return plugin.cls(section)
     except Exception as error:
         locate(error, plugin=plugin.name, hook="__init__")
         if not isinstance(error, ForgeError):
-            error.add_note(blame(plugin.found, "__init__"))
+            error.add_note(plugin_note(plugin.ref, "__init__"))
         raise
 
 
@@ -84,12 +90,21 @@ def _located(config: Config, problem: Problem) -> str:
     return Mistake(f"{where}{problem.key}: {problem.message}", problem.key)
 
 
+def _lay(request: Request) -> Layered:
+    try:
+        return lay(request)
+    except UnknownPresetError as error:
+        if canonical(error.name) not in {found.name for found in discover()}:
+            raise
+        raise ConfigError(f"{error} It is a plugin: use --plugins {error.name}.") from None
+
+
 def _raise(mistakes: Iterable[str]) -> None:
     if lines := list(dict.fromkeys(mistakes)):
         raise ConfigError("\n".join(lines), key=getattr(lines[0], "key", ""))
 
 
-def _sections(tree: Tree, enabled: list[Enabled], resolution: Resolution) -> dict[str, Any]:
+def _sections(tree: Tree, enabled: list[EnabledPlugin], resolution: Resolution) -> dict[str, Any]:
     """The section of every enabled plugin; sections that nobody reads are mistakes."""
     names = {plugin.name for plugin in enabled}
     for name, origin in tree.sections().items():
@@ -118,5 +133,5 @@ def _sections(tree: Tree, enabled: list[Enabled], resolution: Resolution) -> dic
             sections[plugin.name] = validate(plugin.name, plugin.cls.Config, own, resolution.mistakes)
         except Exception as error:  # whatever a stranger's class does to its validation
             reason = str(error) if isinstance(error, ForgeError) else describe(error)
-            resolution.mistakes.append(f"Plugin {plugin.found.label}: its Config is not a section: {reason}.")
+            resolution.mistakes.append(f"Plugin {plugin.ref.label}: its Config is not a section: {reason}.")
     return sections

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.layers import Origin
-from ..errors import ConfigError
-from ..hookspecs import ASKED, KINDS, Stage
-from ..plugin import PROJECT
-from .calls import Enabled, implemented
-from .hooks import Hooks
+from ..contract.calls import EnabledPlugin, implemented
+from ..contract.hooks import Hooks
+from ..contract.hookspecs import ASKED, KINDS, Stage
+from ..contract.plugin import PROJECT
+from ..ground.errors import ConfigError
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -38,7 +38,7 @@ def note_unused(hooks: Hooks, config: Config, stage: Stage) -> None:
         if one.default:
             mistakes += [f"{where}: has no effect: {reasons}. Remove it." for where in _options(one, config)]
         elif any(KINDS[hook] == "chain" for hook in does):
-            mistakes.append(f"Plugin {one.found.label} has nothing to do: {reasons}. Leave it out.")
+            mistakes.append(f"Plugin {one.ref.label} has nothing to do: {reasons}. Leave it out.")
         else:
             log.warning("Plugin %r has nothing to do: %s.", one.name, reasons)
     if mistakes:
@@ -51,7 +51,7 @@ def _reason(hooks: Hooks, hook: str) -> str:
     return f"nothing in this run asks for {hook}"
 
 
-def _options(one: Enabled, config: Config) -> Iterator[str]:
+def _options(one: EnabledPlugin, config: Config) -> Iterator[str]:
     """`where: section.key` of what the user set. A complete file, which forge wrote, sets everything to what it was."""
     section = config.sections[one.name]
     fields = {field.name: field for field in dataclasses.fields(section)}

@@ -1,16 +1,15 @@
 """Checkpoints: one fresh folder per step, whole or invisible, verified before it replaces anything.
 
-A checkpoint holds tensors (torch.distributed.checkpoint), `state.json` (everything else), the run's `config.toml` and
-`plugins.json`, and `manifest.json` with the size and sha256 of every file.
+It holds tensors (torch.distributed.checkpoint), `state.json` with everything else, the run's `config.toml` and
+`plugins.json`, and `manifest.json` with the size and sha256 of each.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,21 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, ForgeError
+from ..ground import disk
+from ..ground.errors import ConfigError, ForgeError
+from ..ground.files import write_json, write_whole
+from ..ground.strict_json import loads
 from ..processes.distributed import DistributedContext
-from ..strict_json import loads
-from . import dcp, disk
+from . import dcp
 from .metadata import FILE, read_index
 from .placement import place
-from .run import write_json, write_whole
-from .seal import ALONE, MANIFEST, moved, seal, sync, verify
+from .seal import ALONE, MANIFEST, NAME, moved, seal, sync, verify
 from .seal import check as check  # noqa: PLC0414  # what this module offers too
-from .state import join, split
+from .tree import join, merged, named, split, without
 
 log = logging.getLogger("forge_train")
 
 FORMAT = 1
-_NAME = re.compile(r"step-(\d{8,})$")
 
 
 @dataclass(frozen=True)
@@ -92,10 +91,11 @@ def write(
     tensors: dict[str, Tensor] = {}
     rest = {key: split(value, key, tensors) for key, value in state.items()}
     try:
+        rest = merged(dist.gather_stages(rest))
         dist.on_main(lambda: _make_anew(part))
         dcp.write(part, tensors, alone=dist.world == 1, contents=contents)
         dist.on_main(lambda: _describe(part, {"format": FORMAT, "step": step, **rest}, beside))
-        size = seal(part, dist, editable=editable)
+        size = seal(part, step, dist, editable=editable)
         if problem := verify(part, dist):
             raise ForgeError(f"{target}: what was saved can't be read back: {problem}.")
         dist.on_main(lambda: _commit(part, target, latest))
@@ -167,7 +167,7 @@ def _whole(folder: Path, dist: DistributedContext, *, warn: bool = False) -> Ite
 
 def found(folder: Path) -> list[Saved]:
     """Checkpoints of a run, newest first, whole or damaged; what was never finished has another name."""
-    paths = [(path, match) for path in folder.glob("step-*") if (match := _NAME.match(path.name))]
+    paths = [(path, match) for path in folder.glob("step-*") if (match := NAME.match(path.name))]
     return [
         Saved(path, int(match.group(1)), sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
         for path, match in sorted(paths, key=lambda pair: int(pair[1].group(1)), reverse=True)
@@ -195,7 +195,7 @@ def prune(folder: Path, keep: int, keep_every: int, dist: DistributedContext = A
         yield saved
 
 
-def whole(path: Path, dist: DistributedContext = ALONE) -> Path:
+def resolve(path: Path, dist: DistributedContext = ALONE) -> Path:
     """The checkpoint that a path means: itself, or a run's newest whole one. Every file of it was read.
 
     Args:
@@ -258,13 +258,6 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def read_plugins(path: Path) -> list[dict[str, str]]:
-    """The plugins of a checkpoint's run; empty where they were not kept."""
-    file = path / "plugins.json"
-    found: list[dict[str, str]] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-    return found
-
-
 def shapes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name → global shape and dtype of every tensor in a checkpoint."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -277,7 +270,14 @@ def shapes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     }
 
 
-def load(path: Path, like: Mapping[str, Tensor], dist: DistributedContext, *, only: str = "") -> dict[str, Any]:
+def load(
+    path: Path,
+    like: Mapping[str, Tensor],
+    dist: DistributedContext,
+    *,
+    only: str = "",
+    elsewhere: Set[str] = frozenset(),
+) -> dict[str, Any]:
     """Read a checkpoint's state.
 
     Args:
@@ -286,14 +286,15 @@ def load(path: Path, like: Mapping[str, Tensor], dist: DistributedContext, *, on
             optimizer are spread as the parameter they belong to.
         dist: who reads.
         only: read tensors whose name begins with this.
+        elsewhere: parameters and buffers on other stages of a pipeline; what is under their names is left out.
     """
-    state = read_state(path)
+    here = set(named(state := without(read_state(path), elsewhere)))
     parameters = {name.removeprefix("model."): tensor for name, tensor in like.items() if name.startswith("model.")}
     odd = state.get("odd", {"plain": [], "spread": []})
     targets = {
         name: like[name] if name in like else place(name, shape, dtype, parameters, odd)
         for name, (shape, dtype) in shapes(path).items()
-        if name.startswith(only)
+        if name in here and name.startswith(only)
     }
     dcp.read(path, targets, alone=dist.world == 1)
     return {key: join(value, targets) for key, value in state.items()} if not only else {"tensors": targets}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ConfigError, describe
+from ..ground.errors import ConfigError, describe
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -77,7 +77,7 @@ def read_index(folder: Path) -> Metadata:
     return _read(folder / FILE, found.st_mtime_ns, found.st_size, found.st_ino)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _read(file: Path, *changed: int) -> Metadata:
     try:
         with file.open("rb") as data:

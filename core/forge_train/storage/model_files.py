@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import Config
+from ..config.schema import FilePath
 from ..config.validate import mark
-from ..plugin import FilePath
 
 if TYPE_CHECKING:
-    from ..registry.hooks import Hooks
+    from ..contract.hooks import Hooks
 
 FOLDER = "tokenizer"
 """Where they lie, beside `config.toml`."""

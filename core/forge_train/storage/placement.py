@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..composition.model import Model
-from ..errors import PluginError
+from ..contract.model import Model
+from ..ground.errors import PluginError
 from ..processes.distributed import DistributedContext
 
 STATE = "optimizer.state."
@@ -26,7 +26,7 @@ def reduce_partial(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_alike(state: Mapping[str, Any], model: Model, dist: DistributedContext) -> None:
-    """Whether every rank has the same state, but for what is sharded: of the rest, rank 0's is saved.
+    """Whether every rank of a stage has the same state, but for what is sharded: of the rest, the first's is saved.
 
     Args:
         state: as `optimizer_state` gives it.
@@ -41,11 +41,13 @@ def check_alike(state: Mapping[str, Any], model: Model, dist: DistributedContext
     parameters = dict(model.named_parameters())
     lines = {name: _words(name, leaf, parameters) for name, leaf in _leaves(state, "optimizer")}
     together = hashlib.sha256(repr(sorted(lines.items())).encode()).hexdigest()
-    if len(set(dist.gather_objects(together))) == 1:
+    size = dist.world // dist.layout.pp
+    first = dist.gather_objects(together)
+    if all(mark == first[rank - rank % size] for rank, mark in enumerate(first)):
         return
     everybody = dist.gather_objects(lines)
-    names = sorted({name for one in everybody for name in one})
-    name = next(name for name in names if len({one.get(name) for one in everybody}) > 1)
+    stages = [everybody[start : start + size] for start in range(0, dist.world, size)]
+    name = min(name for ranks in stages for one in ranks for name in one if len({o.get(name) for o in ranks}) > 1)
     raise PluginError(
         f"The optimizer's state {name!r} can't be saved: it differs from rank to rank, and is no shard of a DTensor. "
         "Make it of the parameter (torch.zeros_like), or the same on every rank."

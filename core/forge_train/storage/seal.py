@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from pathlib import Path
 
 import torch
 
-from ..config.rules import Layout
+from ..ground.errors import ConfigError
+from ..ground.files import write_json
+from ..ground.layout import Layout
 from ..processes.distributed import DistributedContext
-from .run import write_json
 
 MANIFEST = "manifest.json"
+NAME = re.compile(r"step-(\d{8,})$")
+"""How a checkpoint in a run's folder is called."""
 NEEDED = ("state.json", ".metadata")
 """Files without which nothing is a checkpoint."""
 ALONE = DistributedContext(Layout(), torch.device("cpu"))
@@ -51,11 +55,12 @@ def verify(path: Path, dist: DistributedContext = ALONE) -> str:
     return problem
 
 
-def seal(path: Path, dist: DistributedContext, *, editable: Sequence[str] = ()) -> int:
+def seal(path: Path, step: int, dist: DistributedContext, *, editable: Sequence[str] = ()) -> int:
     """Flush every file to disk and write the manifest; the bytes of all files.
 
     Args:
         path: the checkpoint.
+        step: the optimizer step it is of.
         dist: each process reads a share of the files.
         editable: files that are meant to be edited: they have to be there, and are not sealed.
 
@@ -69,12 +74,22 @@ def seal(path: Path, dist: DistributedContext, *, editable: Sequence[str] = ()) 
     entries = {name: {"bytes": sizes[name], "sha256": found[name]} for name in sorted(sizes) if name not in editable}
 
     def write() -> None:
-        write_json(path / MANIFEST, {"files": entries, **({"editable": list(editable)} if editable else {})})
+        listed = {"step": step, "files": entries, **({"editable": list(editable)} if editable else {})}
+        write_json(path / MANIFEST, listed)
         for folder in {file.parent for file in _files(path)}:
             sync(folder)
 
     dist.on_main(write)
     return sum(sizes.values())
+
+
+def weights_digest(path: Path) -> str:
+    """A hash of a checkpoint's tensors, from its manifest: copies have the same."""
+    sealed = _inspect(path)
+    if isinstance(sealed, str):
+        raise ConfigError(f"{path}: not a whole checkpoint: {sealed}.")
+    files = sorted((n, e.sha256) for n, e in sealed.items() if n == ".metadata" or n.endswith(".distcp"))
+    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 def sync(folder: Path) -> None:
@@ -110,11 +125,13 @@ def _inspect(path: Path) -> dict[str, _Entry] | str:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         sealed = {name: _Entry(entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-        editable = list(manifest.get("editable", ()))
+        editable, step = list(manifest.get("editable", ())), manifest.get("step")
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} can't be read"
+    if (named := NAME.match(path.name)) and step not in (int(named[1]), None):  # None: sealed before steps were
+        return f"it is of step {step}, whatever its name says"
     if lacking := [name for name in NEEDED if name not in sealed]:
         return f"{MANIFEST} does not list {lacking[0]}"
     for name in [*sealed, *editable]:
@@ -122,10 +139,17 @@ def _inspect(path: Path) -> dict[str, _Entry] | str:
             return f"{MANIFEST} names {name!r}, which is not in this folder"
         if not (path / name).is_file():
             return f"{name} is missing"
-    for name, entry in sealed.items():
-        if (size := (path / name).stat().st_size) != entry.bytes:
-            return f"{name} has {size} bytes, not {entry.bytes}"
-    return sealed
+    sizes = ((name, (path / name).stat().st_size, entry.bytes) for name, entry in sealed.items())
+    other = next((f"{name} has {size} bytes, not {saved}" for name, size, saved in sizes if size != saved), "")
+    return other or _added(path, sealed) or sealed
+
+
+def _added(path: Path, sealed: Mapping[str, _Entry]) -> str:
+    """Whether a file was put into a sealed folder, as beside a tokenizer, which would read it."""
+    folders = {Path(name).parent for name in sealed} - {Path()}
+    beside = (file for folder in sorted(folders) for file in sorted((path / folder).iterdir()))
+    names = (str(file.relative_to(path)) for file in beside if file.is_file() and not file.name.startswith("."))
+    return next((f"{name} was added to it" for name in names if name not in sealed), "")
 
 
 def _compare(sealed: Mapping[str, _Entry], found: Mapping[str, str | OSError]) -> str:

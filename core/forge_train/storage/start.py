@@ -14,10 +14,11 @@ from typing import Any
 from ..config import Config, differences
 from ..config.rules import LONGEST_NAME
 from ..config.toml import read
-from ..errors import ConfigError
+from ..contract.run import writing
+from ..ground.errors import ConfigError
+from ..ground.lock import Lock, take
 from . import model_files
-from .lock import Lock, take
-from .run import is_checkpoint, is_run, writing
+from .run import is_checkpoint, is_run
 
 log = logging.getLogger("forge_train")
 

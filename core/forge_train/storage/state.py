@@ -1,4 +1,4 @@
-"""What a checkpoint holds: a tree of plain JSON, in which tensors are named and stored apart."""
+"""The state of optimizers, schedules and random number generators, as a checkpoint holds it."""
 
 from __future__ import annotations
 
@@ -7,57 +7,35 @@ import hashlib
 import json
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..composition.model import Model
-from ..errors import PluginError
+from ..contract.model import Model
+from ..ground.errors import PluginError
+from .tree import TENSOR
 
 if TYPE_CHECKING:
     from ..processes.distributed import DistributedContext
 
-_TENSOR, _TUPLE = "$tensor", "$tuple"
 
-
-def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The JSON of a state; its tensors go into `tensors` under dotted names that begin with `name`.
+def merged_groups(stages: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The optimizer's groups over the stages of a pipeline: the same everywhere, but for their parameters.
 
     Raises:
-        PluginError: for a value that is neither a tensor nor JSON.
+        PluginError: for stages whose groups do not fit each other.
     """
-    if isinstance(tree, Tensor):
-        if name in tensors:
-            raise PluginError(f"The state {name!r} holds two tensors of that name; keys with dots must not clash.")
-        tensors[name] = tree.detach()
-        return {_TENSOR: name}
-    if isinstance(tree, Mapping):
-        if bad := [key for key in tree if not isinstance(key, str) or key in (_TENSOR, _TUPLE)]:
-            raise PluginError(
-                f"The state {name!r} has the key {bad[0]!r}; keys must be strings, and not those of core."
-            )
-        return {key: split(value, f"{name}.{key}", tensors) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        items = [split(value, f"{name}.{index}", tensors) for index, value in enumerate(tree)]
-        return {_TUPLE: items} if isinstance(tree, tuple) else items
-    if tree is None or isinstance(tree, (str, int, float, bool)):
-        return tree
-    raise PluginError(f"The state {name!r} holds a {type(tree).__name__}; only tensors and JSON can be saved.")
-
-
-def join(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `split` took apart."""
-    if isinstance(tree, dict):
-        if tree.keys() == {_TENSOR}:
-            return tensors[tree[_TENSOR]]
-        if tree.keys() == {_TUPLE}:
-            return tuple(join(item, tensors) for item in tree[_TUPLE])
-        return {key: join(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [join(item, tensors) for item in tree]
-    return tree
+    if len({len(groups) for groups in stages}) > 1:
+        raise PluginError(
+            f"The optimizer has {', '.join(str(len(groups)) for groups in stages)} parameter groups on the stages of "
+            "the pipeline. Give every stage the same groups; one without parameters may be empty."
+        )
+    return [
+        {**same[0], "params": [name for group in same for name in group["params"]]}
+        for same in zip(*stages, strict=True)
+    ]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: Model) -> dict[str, Any]:
@@ -234,13 +212,13 @@ def _rows(row: Tensor, dist: DistributedContext) -> Tensor:
 
 def _packed(value: object) -> dict[str, str]:
     assert isinstance(value, Tensor)
-    return {_TENSOR: base64.b64encode(value.cpu().numpy().tobytes()).decode()}
+    return {TENSOR: base64.b64encode(value.cpu().numpy().tobytes()).decode()}
 
 
 def _unpacked(value: dict[str, Any]) -> Any:
-    if value.keys() != {_TENSOR}:
+    if value.keys() != {TENSOR}:
         return value
-    return torch.frombuffer(bytearray(base64.b64decode(value[_TENSOR])), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(base64.b64decode(value[TENSOR])), dtype=torch.uint8)
 
 
 def seed_everything(seed: int, rank: int) -> None:

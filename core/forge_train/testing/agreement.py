@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from forge_train_tools.verification import Verdict
+
 from ..config import Request
-from ..config.rules import Layout
-from ..config.write import to_toml
-from ..errors import describe
-from ..registry.calls import Enabled
+from ..contract.calls import EnabledPlugin
+from ..contract.transform import Phase
+from ..ground.errors import describe
+from ..ground.layout import Layout
 from ..registry.discovery import plugin_name
-from ..transform import Phase
-from ..verification import Verdict
+from ..registry.write import to_toml
 from .bench import Bench
 from .conformance import BrokenError, Check, SkippedError, attempt
 from .environment import LOCAL, really_installed
@@ -51,14 +52,13 @@ def _name(axis: str) -> str:
 
 
 def _agrees(bench: Bench, axis: str, folder: Path, verify: Verifier) -> str:
-    strangers = [one for one in bench.setup.hooks.enabled.values() if one.found.module.startswith(LOCAL)]
+    strangers = [one for one in bench.setup.hooks.enabled.values() if one.ref.module.startswith(LOCAL)]
     if strangers:
-        raise SkippedError(f"{strangers[0].found.name} is defined in a test, out of reach for other processes")
+        raise SkippedError(f"{strangers[0].ref.name} is defined in a test, out of reach for other processes")
     _check_devices(bench.enabled)
     file = folder / f"{axis}.toml"
     file.write_text(_for_others(bench), encoding="utf-8")
-    layout = [f"parallel.{name}={size}" for name, size in AXES[axis][1].axes().items()]
-    verdict = verify(Request(str(file), set=("train.micro_batch=1", *layout)), RANKS, steps=STEPS)
+    verdict = verify(Request(str(file), set=("train.micro_batch=1", *AXES[axis][1].settings())), RANKS, steps=STEPS)
     if verdict.undecided:
         raise SkippedError(" ".join(verdict.advice))
     if not verdict.agree:
@@ -66,7 +66,7 @@ def _agrees(bench: Bench, axis: str, folder: Path, verify: Verifier) -> str:
     return ", ".join(f"{check.name} {check.worst:.1e}" for check in verdict.checks if check.tolerance)
 
 
-def _check_devices(enabled: Enabled) -> None:
+def _check_devices(enabled: EnabledPlugin) -> None:
     """Whether each of the processes can have a device of its own."""
     if not enabled.cls.devices or "cpu" in enabled.cls.devices:
         return
@@ -83,7 +83,7 @@ def _for_others(bench: Bench) -> str:
     config, hooks = bench.setup.config, bench.setup.hooks
     document = tomlkit.parse(to_toml(config, hooks))
     real = really_installed()
-    found = [(name, hooks.enabled[plugin_name(name)].found) for name in config.plugins]
+    found = [(name, hooks.enabled[plugin_name(name)].ref) for name in config.plugins]
     document["plugins"] = [name if one in real else one.object for name, one in found]
     return tomlkit.dumps(document)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -12,26 +11,30 @@ import torch
 from torch import Tensor, nn
 
 from ..composition.compose import compose
-from ..composition.model import Model
-from ..config.rules import Layout
-from ..job import Job
-from ..loop.control import Control
+from ..contract.batch import Batch
+from ..contract.calls import EnabledPlugin
+from ..contract.control import Control
+from ..contract.hookspecs import GIVES
+from ..contract.job import Job
+from ..contract.model import Model
+from ..contract.protocols import Layer, Loader
+from ..contract.run import Run
+from ..contract.transform import Transform
+from ..ground.layout import Layout
+from ..ground.world import World
 from ..processes.distributed import DistributedContext
-from ..processes.world import World
-from ..protocols import Batch, Layer, Loader
-from ..registry.calls import Enabled
 from ..registry.setup import Setup
-from ..storage.run import Run
-from ..transform import Transform
-from .conformance import require
+from .conformance import SkippedError, require
 
 _T = TypeVar("_T")
+TOKENS, LABELS = GIVES["head"], GIVES["task"]
+"""What heads and tasks give where nothing else is said."""
 
 
 class Bench:
     """The tiny job of a plugin under test. Whatever it gives is made anew, and is the same every time."""
 
-    def __init__(self, setup: Setup, enabled: Enabled, folder: Path) -> None:
+    def __init__(self, setup: Setup, enabled: EnabledPlugin, folder: Path) -> None:
         self.setup, self.enabled = setup, enabled
         self.job = self._job(folder, rank=0, ranks=1)
         setup.hooks.bind(self.job)
@@ -54,26 +57,38 @@ class Bench:
     def batches(self, count: int) -> list[Batch]:
         """The first micro-batches of the training data, as the engine hands them on."""
         loader, prepare = self.job.hooks.build_data("train"), self.job.hooks.prepare_batch()
+        if (on_model := getattr(loader, "on_model", None)) is not None:
+            with torch.no_grad():
+                on_model(self.model())
         return [prepare(next(loader)) for _ in range(count)]
 
     def loader(self, split: Literal["train", "validation"], rank: int = 0, ranks: int = 1) -> Loader:
-        """The data of one of several data-parallel ranks, which this process only pretends to be."""
+        """The data of one of several data-parallel ranks, which this process only pretends to be.
+
+        Raises:
+            SkippedError: for batches that are made with the model: ranks that are not there can't share theirs.
+        """
         self.job.hooks.bind(self._job(self.job.run.dir.parent, rank, ranks))
         try:
-            return self.job.hooks.build_data(split)
+            loader = self.job.hooks.build_data(split)
         finally:
             self.job.hooks.bind(self.job)
+        if hasattr(loader, "on_model"):
+            raise SkippedError("its batches are made with the model; compare runs of one and of two ranks instead")
+        return loader
 
     @property
     def layer(self) -> Layer:
         """A layer as chains are asked to build."""
         from ..nn import RoPE
 
-        return Layer(index=0, count=2, dim=32, heads=4, kv_heads=2, head_dim=8, hidden=48, rope=RoPE(8, length=64))
+        return Layer(
+            index=0, num_layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, rope=RoPE(8, length=64)
+        )
 
     def transforms(self, layout: Layout) -> list[Transform]:
         """What the plugin would apply on the processes of a layout; nothing is applied."""
-        context = _Pretended(layout, torch.device("cpu"), World(0, math.prod(layout.axes().values())))
+        context = _Pretended(layout, torch.device("cpu"), World(0, layout.world))
         job = Job(self.setup.config, self.setup.hooks, self.job.run, context, Control())
         ((_, answer),) = job.hooks._calls.collect("parallelize", {"job": job}, only=self.enabled.name)
         return [answer] if isinstance(answer, Transform) else list(answer or ())
@@ -87,13 +102,17 @@ class Bench:
 class _Pretended(DistributedContext):
     """One rank of a world that is not there: collectives give back what they get."""
 
+    @property
+    def data_rank(self) -> int:
+        return self.rank
+
     def barrier(self) -> None:
         return None
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum", axis: str = "") -> Tensor:
         return tensor
 
-    def gather_objects(self, value: _T) -> list[_T]:
+    def gather_objects(self, value: _T, axis: str = "") -> list[_T]:
         return [value] * self.world
 
     def on_main(self, function: Callable[[], _T]) -> _T:
@@ -144,18 +163,7 @@ def hidden_states(model: Model, batch: Batch) -> Tensor:
 
 def rows(batch: Batch, chosen: slice) -> Batch:
     """Some of a batch's sequences."""
-
-    def cut(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[chosen]
-
-    return replace(
-        batch,
-        inputs=batch.inputs[chosen],
-        labels=batch.labels[chosen],
-        positions=cut(batch.positions),
-        documents=cut(batch.documents),
-        extras={name: value[chosen] for name, value in batch.extras.items()},
-    )
+    return batch.cut("batch", lambda tensor, dim: tensor[(*(slice(None),) * dim, chosen)])
 
 
 def draw_gradients(model: Model, seed: int, *, every: int = 1) -> None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import ForgeError, describe
-from ..plugin import Plugin
-from ..registry.calls import Enabled
-from ..registry.discovery import Found, find, load
+from ..contract.calls import EnabledPlugin
+from ..contract.plugin import Plugin
+from ..contract.reference import PluginRef
+from ..ground.errors import ForgeError, describe
+from ..registry.discovery import find, load
 from .environment import installed
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Check:
 class Report:
     """What became of a plugin's checks, in the order they were made."""
 
-    found: Found
+    ref: PluginRef
     checks: list[Check] = field(default_factory=list)
 
     @property
@@ -49,17 +50,17 @@ class Report:
     def plain(self) -> dict[str, Any]:
         """As JSON, for `forge plugins check --json`."""
         return {
-            "name": self.found.name,
-            "distribution": self.found.distribution,
-            "version": self.found.version,
-            "object": self.found.object,
+            "name": self.ref.name,
+            "distribution": self.ref.distribution,
+            "version": self.ref.version,
+            "object": self.ref.object,
             "passed": self.passed,
             "checks": [{"name": c.name, "status": c.status, "detail": c.detail} for c in self.checks],
         }
 
     def __str__(self) -> str:
         lines = [f"{c.status:4}  {c.name}" + (f": {c.detail}" if c.detail else "") for c in self.checks]
-        return "\n".join([f"plugin {self.found.label}", *lines])
+        return "\n".join([f"plugin {self.ref.label}", *lines])
 
 
 class BrokenError(Exception):
@@ -125,7 +126,7 @@ def assert_conforms(
     wrong = report.of("fail") + (report.of("warn") if strict else [])
     if wrong:
         lines = "\n".join(f"  {check.name}: {check.detail}" for check in wrong)
-        raise AssertionError(f"Plugin {report.found.label} does not conform:\n{lines}")
+        raise AssertionError(f"Plugin {report.ref.label} does not conform:\n{lines}")
     return report
 
 
@@ -161,7 +162,7 @@ def check(
 
             return Verifier(ranks or stack.enter_context(Pool(home)))
 
-        report.checks += _checks(report.found, name, config, tuple(sets), home, verifier)
+        report.checks += _checks(report.ref, name, config, tuple(sets), home, verifier)
         return report
 
 
@@ -174,7 +175,7 @@ def _fresh(folder: Path | None) -> Path | None:
 
 
 def _checks(
-    found: Found,
+    found: PluginRef,
     spec: str,
     config: Settings | None,
     sets: tuple[str, ...],
@@ -189,7 +190,7 @@ def _checks(
     if done.status == "fail":
         return
     yield attempt("imports nothing slow", lambda: contract.imports_lazily(found))
-    enabled = Enabled(found, load(found))
+    enabled = EnabledPlugin(found, load(found))
     failed = False
     for name, trial in contract.trials(enabled):
         done = attempt(name, trial)

@@ -14,11 +14,13 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from ..errors import ConfigError
-from ..hookspecs import KINDS
-from ..plugin import API, Plugin
-from ..registry.calls import Enabled, implemented
-from ..registry.discovery import Found, load
+from ..contract.calls import EnabledPlugin, implemented
+from ..contract.hookspecs import KINDS
+from ..contract.plugin import API, Plugin
+from ..contract.reference import PluginRef
+from ..ground.errors import ConfigError
+from ..ground.names import split
+from ..registry.discovery import load
 from ..registry.inspection import halved, malformed, misfits, undecorated, unknown
 from .conformance import BrokenError, DoubtError, SkippedError, Trial, require
 from .environment import LOCAL
@@ -29,7 +31,7 @@ HEAVY = ("numpy", "pydantic", "rich", "tensorboard", "tokenizers", "torchao", "t
 """Modules that it had better not load."""
 
 
-def imports(found: Found) -> None:
+def imports(found: PluginRef) -> None:
     """Whether the module imports and gives a plugin class."""
     try:
         load(found)
@@ -39,14 +41,15 @@ def imports(found: Found) -> None:
         raise BrokenError("\n" + "".join(traceback.format_exception(error.__cause__)).rstrip()) from error
 
 
-def imports_lazily(found: Found) -> str | None:
+def imports_lazily(found: PluginRef) -> str | None:
     """Whether importing it, in a fresh process, leaves slow modules unloaded."""
-    module = found.module
-    if module.startswith(LOCAL) or module.rpartition(".")[2].startswith(("test_", "conftest", "__main__")):
+    module = split(found.object)[0]
+    if module.startswith(LOCAL) or found.module.rpartition(".")[2].startswith(("test_", "conftest", "__main__")):
         raise SkippedError("it is defined in a test")
     code = (
-        "import importlib, json, sys; path, module, slow = json.loads(sys.argv[1]); sys.path[:] = path\n"
-        "importlib.import_module(module); print('\\n' + json.dumps([name for name in slow if name in sys.modules]))"
+        "import json, sys; path, module, slow = json.loads(sys.argv[1]); sys.path[:] = path\n"
+        "from forge_train.ground.names import import_module; import_module(module)\n"
+        "print('\\n' + json.dumps([name for name in slow if name in sys.modules]))"
     )
     argument = json.dumps([sys.path, module, [*SLOW, *HEAVY]])
     done = subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True, check=False)
@@ -59,7 +62,7 @@ def imports_lazily(found: Found) -> str | None:
     return None
 
 
-def trials(enabled: Enabled) -> Iterator[tuple[str, Trial]]:
+def trials(enabled: EnabledPlugin) -> Iterator[tuple[str, Trial]]:
     """The checks of the class."""
     cls = enabled.cls
     yield "says what it is", lambda: _summary(cls)
@@ -72,7 +75,7 @@ def trials(enabled: Enabled) -> Iterator[tuple[str, Trial]]:
     yield "the section is strict", lambda: _section(cls)
 
 
-def needs(enabled: Enabled) -> None:
+def needs(enabled: EnabledPlugin) -> None:
     """Whether the modules of its `needs` are there, and a device of its `devices`."""
     missing = {
         module: command
@@ -85,7 +88,7 @@ def needs(enabled: Enabled) -> None:
         raise SkippedError(f"it runs on {', '.join(enabled.cls.devices)} only, and there is none here")
 
 
-def device_for(enabled: Enabled) -> str:
+def device_for(enabled: EnabledPlugin) -> str:
     """The type of device to try it on; empty where it runs on none that is here."""
     if not enabled.cls.devices:
         return "cpu"
@@ -101,7 +104,7 @@ def _summary(cls: type[Plugin]) -> str:
     return inspect.cleandoc(cls.__doc__ or "").splitlines()[0]
 
 
-def _api(enabled: Enabled) -> str:
+def _api(enabled: EnabledPlugin) -> str:
     api: Any = enabled.cls.api
     require(
         isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api),
@@ -112,7 +115,7 @@ def _api(enabled: Enabled) -> str:
     return f"{api[0]}.{api[1]}"
 
 
-def _hooks(enabled: Enabled) -> str:
+def _hooks(enabled: EnabledPlugin) -> str:
     _none(unknown(enabled))
     return ", ".join(sorted(implemented(enabled.cls)))
 
@@ -121,7 +124,7 @@ def _none(mistakes: list[str]) -> None:
     require(not mistakes, "\n".join(mistakes))
 
 
-def _undecorated(enabled: Enabled) -> None:
+def _undecorated(enabled: EnabledPlugin) -> None:
     _none(undecorated(enabled))
     cls = enabled.cls
     own = {
@@ -136,7 +139,7 @@ def _undecorated(enabled: Enabled) -> None:
         raise DoubtError(f"not marked with @hookimpl, and named much like a hook: {', '.join(alike)}")
 
 
-def _state(enabled: Enabled) -> str:
+def _state(enabled: EnabledPlugin) -> str:
     _none(halved(enabled))
     return "" if hasattr(enabled.cls, "state_dict") else "it has none"
 

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from ..plugin import Plugin
+from ..contract.plugin import Plugin
+from ..contract.reference import PluginRef
+from ..ground.names import canonical, snake
 from ..registry import discovery
-from ..registry.discovery import DISTRIBUTION, Found, canonical, snake
+from ..registry.discovery import DISTRIBUTION
 
 LOCAL = "forge_train_local"
 """Where classes are put that can't be imported by name, such as those a test defines inside itself."""
@@ -17,7 +19,7 @@ LOCAL = "forge_train_local"
 _REAL = tuple(discovery.SOURCES)
 
 
-def really_installed() -> frozenset[Found]:
+def really_installed() -> frozenset[PluginRef]:
     """What can be found without the test kit, and so by every other process."""
     return frozenset(found for source in _REAL for found in source())
 
@@ -28,7 +30,7 @@ class Installed:
     def __init__(self, keep: bool) -> None:
         self._before = [found for source in discovery.SOURCES for found in source()]
         self._kept = set(self._before) if keep else set()
-        self._own: dict[str, Found] = {}
+        self._own: dict[str, PluginRef] = {}
         self._modules: list[str] = []
 
     def add(self, plugin: type[Plugin], *, name: str = "", distribution: str = "under-test", version: str = "0") -> str:
@@ -46,12 +48,12 @@ class Installed:
             self._own[known.name] = known
             return known.name
         name = canonical(name or snake(plugin.__name__))
-        self._own[name] = Found(name, distribution, version, self._importable(plugin, name))
+        self._own[name] = PluginRef(name, distribution, version, self._importable(plugin, name))
         return name
 
     def add_broken(self, name: str, target: str, *, distribution: str = "under-test", version: str = "0") -> str:
         """Install an entry point by what it says, `package.module:Class`, whether or not that exists."""
-        self._own[canonical(name)] = Found(canonical(name), distribution, version, target)
+        self._own[canonical(name)] = PluginRef(canonical(name), distribution, version, target)
         return canonical(name)
 
     def restore(self, *names: str) -> None:
@@ -66,7 +68,7 @@ class Installed:
         """Names of all plugins that can be found, sorted."""
         return sorted({found.name for found in self()})
 
-    def __call__(self) -> Iterable[Found]:
+    def __call__(self) -> Iterable[PluginRef]:
         return [*(found for found in self._kept if found.name not in self._own), *self._own.values()]
 
     def _importable(self, plugin: type[Plugin], name: str) -> str:

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..composition.compose import compose, order
 from ..config import Request
-from ..config.rules import world_size
-from ..config.write import to_toml
-from ..errors import describe
-from ..hookspecs import KINDS
-from ..registry.calls import Enabled, implemented
-from ..registry.discovery import canonical, discover
-from ..registry.hooks import Hooks
+from ..contract.calls import EnabledPlugin, implemented
+from ..contract.hooks import Hooks
+from ..contract.hookspecs import KINDS
+from ..ground.errors import describe
+from ..ground.names import canonical
+from ..ground.world import world_size
+from ..loop.resume import Stateful
+from ..registry.discovery import discover
 from ..registry.setup import Setup, resolve
-from ..storage.resume import Stateful
-from ..storage.state import join, split
+from ..registry.write import to_toml
+from ..storage.tree import join, split
 from .agreement import agree
 from .bench import Bench, same
 from .conformance import Check, SkippedError, attempt, require
@@ -41,7 +42,7 @@ Verify = Callable[[], Verifier]
 
 
 def practise(
-    enabled: Enabled, spec: str, config: Settings | None, sets: tuple[str, ...], folder: Path, verify: Verify
+    enabled: EnabledPlugin, spec: str, config: Settings | None, sets: tuple[str, ...], folder: Path, verify: Verify
 ) -> Iterator[Check]:
     """Every check of a plugin at work."""
     example = enabled.cls.example
@@ -76,7 +77,7 @@ def practise(
             yield from agree(bench, folder, verify())
 
 
-def _required(enabled: Enabled) -> list[str]:
+def _required(enabled: EnabledPlugin) -> list[str]:
     """The plugins that it requires by name; slots are filled by defaults."""
     known = {found.name for found in discover()}
     return [name for name in enabled.cls.requires if canonical(name) in known and canonical(name) not in KINDS]
@@ -118,7 +119,7 @@ def _composed(bench: Bench) -> str:
 
 
 def _trained(
-    enabled: Enabled, plugins: list[str], settings: Settings, sets: tuple[str, ...], folder: Path
+    enabled: EnabledPlugin, plugins: list[str], settings: Settings, sets: tuple[str, ...], folder: Path
 ) -> Iterator[Check]:
     """Three trainings: one in one go, one more like it, and one that is stopped and resumed."""
 
@@ -159,7 +160,7 @@ def _trained(
         yield attempt("its state goes round", lambda: _state(enabled, runs[0]))
 
 
-def _state(enabled: Enabled, run: TinyRun) -> None:
+def _state(enabled: EnabledPlugin, run: TinyRun) -> None:
     plugin = run.plugin(enabled.name)
     tensors: dict[str, Tensor] = {}
     rest = split(plugin.state_dict(), "state", tensors)

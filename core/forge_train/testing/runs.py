@@ -7,28 +7,28 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config import Request
-from ..config.rules import world_size
-from ..errors import ConfigError
-from ..events import Finished, StepResult
-from ..plugin import Plugin
-from ..registry.calls import implemented
-from ..registry.discovery import canonical, discover, dotted, load, plugin_name
-from ..registry.hooks import Hooks
+from ..contract.calls import implemented
+from ..contract.events import Finished
+from ..contract.plugin import Plugin
+from ..ground import records
+from ..ground.errors import ConfigError
+from ..ground.names import canonical
+from ..ground.world import world_size
+from ..registry.discovery import discover, find, is_name, load, plugin_name
 from ..registry.setup import Setup, resolve
-from ..storage import records
 from . import tiny
 from .environment import installed
 
 if TYPE_CHECKING:
     import torch
 
-    from ..composition.model import Model
-    from ..job import Job
+    from ..contract.job import Job
+    from ..contract.model import Model
 
 Wanted = Iterable[str | type[Plugin]]
 Settings = Mapping[str, Any]
@@ -121,7 +121,8 @@ def run_forge(
     Raises:
         ForgeError: as `forge train` would show it; anything a plugin raises.
     """
-    from ..loop.engine import train
+    from ..engine import train
+    from .seen import Seen
 
     folder = folder or _temporary()
     with (
@@ -130,9 +131,12 @@ def run_forge(
         ),
         _unchanged_process(),
     ):
-        hooks = _Watched(setup.hooks, stop_at)
-        finished = train(replace(setup, hooks=hooks), run_dir=folder, resume=resume)
-        return hooks.result(finished)
+        seen = Seen(stop_at)
+        finished = train(setup, run_dir=folder, resume=resume, watcher=seen)
+        if seen.stepper is None:
+            raise ConfigError(f"{finished.run}: {finished.reason}; give run_forge another name or folder.")
+        metrics, events = (list(records.read(finished.run / f"{name}.jsonl")) for name in ("metrics", "events"))
+        return TinyRun(finished, metrics, events, seen.stepper.job, seen.stepper.model, seen.stepper.optimizer)
 
 
 @contextmanager
@@ -163,37 +167,13 @@ def prepared(
             yield resolve(request, world=world_size())
 
 
-class _Watched(Hooks):
-    """A run's hooks, looked at from inside."""
-
-    def __init__(self, hooks: Hooks, stop_at: int | None) -> None:
-        self.__dict__ |= vars(hooks)
-        self._stop_at = stop_at
-        self._seen: tuple[Model, torch.optim.Optimizer] | None = None
-
-    def on_start(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        self._seen = (model, optimizer)
-        super().on_start(model, optimizer)
-
-    def on_step(self, step: StepResult) -> None:
-        super().on_step(step)
-        if step.step == self._stop_at:
-            self.job.control.stop("stop_at")
-
-    def result(self, finished: Finished) -> TinyRun:
-        if self._seen is None:
-            raise ConfigError(f"{finished.run}: {finished.reason}; give run_forge another name or folder.")
-        metrics, events = (list(records.read(finished.run / f"{name}.jsonl")) for name in ("metrics", "events"))
-        return TinyRun(finished, metrics, events, self.job, *self._seen)
-
-
 def _filled(names: Iterable[str]) -> set[str]:
     """The slots that plugins fill; those that can't be imported are left for core to complain about."""
     known = {found.name: found for found in discover()}
     filled: set[str] = set()
     for name in names:
         try:
-            found = dotted(name) if ":" in name else known.get(canonical(name))
+            found = known.get(canonical(name)) if is_name(name) else find(name)
             filled |= implemented(load(found)) if found else set()
         except ConfigError:
             continue

@@ -11,43 +11,13 @@ from unittest.mock import patch
 
 from ..config import layers
 from ..config.toml import read
+from ..ground.presets import presets
 
 PRESET = "tiny"
 VOCABULARY = 320
 """Of the model where the data's plugin brings no tokenizer to take it from."""
 
-_DEFAULTS = """\
-[run]
-device = "cpu"
-
-[train]
-steps = 3
-global_batch = 4
-micro_batch = 2
-sequence = 32
-evaluate_batches = 1
-
-[log]
-every = 1
-
-[checkpoint]
-every = 0
-
-[decoder]
-dim = 32
-layers = 2
-heads = 4
-kv_heads = 2
-hidden = 48
-max_sequence = 64
-vocabulary = {vocabulary}
-
-[text]
-path = {path}
-cache = {cache}
-held_out = 0.25
-baseline = false
-"""
+_DEFAULTS = Path(__file__).with_suffix(".toml")
 
 _WORDS = "the model reads a line of text and says which byte is next so that its loss falls step by step"
 
@@ -69,18 +39,18 @@ def preset(folder: Path, filled: Iterable[str]) -> Iterator[None]:
     file = folder / f"{PRESET}.toml"
     _write(
         file,
-        _DEFAULTS.format(
+        _DEFAULTS.read_text(encoding="utf-8").format(
             vocabulary=vocabulary, path=json.dumps(str(text)), cache=json.dumps(str(folder / "text-cache"))
         ),
     )
-    known = {**layers.presets(), PRESET: file}
+    known = {**presets(), PRESET: file}
     with patch.object(layers, "presets", lambda: known):
         yield
 
 
 def base_plugins() -> tuple[str, ...]:
     """The plugins that every run has by default because they watch it."""
-    base = layers.presets().get("base")
+    base = presets().get("base")
     found: Mapping[str, Any] = read(base).data if base else {}
     return tuple(found.get("plugins", ()))
 

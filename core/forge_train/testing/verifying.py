@@ -6,10 +6,12 @@ import dataclasses
 import shutil
 from typing import Any
 
+from forge_train_tools.launching.agent import by_cause
+from forge_train_tools.launching.launch import Ended, WorkerResult
+from forge_train_tools.verification import Reference, Verdict, verify
+
 from ..config import Request
-from ..processes.agent import by_cause
-from ..processes.launch import Ended, Outcome
-from ..verification import Reference, Verdict, failure, verify
+from ..ground.errors import ForgeError
 from .pool import Pool
 
 
@@ -48,25 +50,28 @@ class Verifier:
         return self._known[key]
 
     def _start(self, nproc: int, arguments: dict[str, Any]) -> None:
-        outcomes = [Outcome(**one) for one in self._pool.run(take, nproc, timeout=self._timeout, **arguments)]
+        outcomes = [WorkerResult(**one) for one in self._pool.run(take, nproc, timeout=self._timeout, **arguments)]
         ended = Ended(by_cause(outcomes))
-        if complaint := ended.complaint():
+        try:
+            ended.check()
+        except ForgeError:
             shutil.rmtree(arguments["folder"], ignore_errors=True)
-            raise failure(ended.code, complaint)
+            raise
 
 
 def take(**arguments: Any) -> dict[str, Any]:
     """What each rank does, and how it ended."""
-    from ..errors import ForgeError, explain
-    from ..failure import kind
-    from ..processes.world import World
-    from ..verification.record import worker
+    from forge_train_tools.verification.record import worker
+
+    from ..ground.errors import explain
+    from ..ground.failure import kind
+    from ..ground.world import World
 
     rank = World.here().rank
     try:
         worker(**arguments)
-        outcome = Outcome(rank, 0)
+        outcome = WorkerResult(rank, 0)
     except Exception as error:
         code = error.code if isinstance(error, ForgeError) else 1
-        outcome = Outcome(rank, code, kind(error), explain(error))
+        outcome = WorkerResult(rank, code, kind(error), explain(error))
     return dataclasses.asdict(outcome)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from ..bench import Trials
 from .data import TRIALS as DATA
+from .kernel import TRIALS as KERNEL
 from .layers import TRIALS as LAYERS
 from .model import TRIALS as MODEL
 from .optimisation import TRIALS as OPTIMISATION
 from .step import TRIALS as STEP
 
-TRIALS: Trials = {**MODEL, **LAYERS, **DATA, **STEP, **OPTIMISATION}
+TRIALS: Trials = {**MODEL, **LAYERS, **KERNEL, **DATA, **STEP, **OPTIMISATION}

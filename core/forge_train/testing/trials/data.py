@@ -6,11 +6,11 @@ import json
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from ...errors import ConfigError
-from ...protocols import MASKED, Batch, Loader
-from ..bench import Bench, Trials
+from ...contract.batch import MASKED, Batch, PrepareBatch
+from ...contract.protocols import Loader
+from ...ground.errors import ConfigError
+from ..bench import LABELS, Bench, Trials
 from ..conformance import DoubtError, SkippedError, require
 
 
@@ -18,12 +18,8 @@ def _take(loader: Loader, count: int) -> list[Batch]:
     return [next(loader) for _ in range(count)]
 
 
-def _tensors(batch: Batch) -> dict[str, Tensor]:
-    return {"inputs": batch.inputs, "labels": batch.labels, **batch.model_inputs()}
-
-
 def _same(a: list[Batch], b: list[Batch]) -> bool:
-    pairs = [(_tensors(x), _tensors(y)) for x, y in zip(a, b, strict=True)]
+    pairs = [(x.tensors(), y.tensors()) for x, y in zip(a, b, strict=True)]
     return all(x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in pairs)
 
 
@@ -36,15 +32,18 @@ def gives_batches(bench: Bench) -> str:
     shape = [train.micro_batch, train.sequence]
     for batch in _take(bench.loader("train"), 3):
         require(isinstance(batch, Batch), f"expected a Batch, found {type(batch).__name__}")
-        for name, tensor in _tensors(batch).items():
-            if name in batch.extras:
-                require(len(tensor) == shape[0], f"extras {name!r} has {len(tensor)} rows, the batch {shape[0]}")
+        require(not batch.problem(), batch.problem())
+        tokens = bench.job.hooks.gives("task") == LABELS
+        for name, tensor in batch.tensors().items():
+            if name in {*batch.extras, *batch.targets} or (name == "labels" and not tokens):
                 continue
             require(list(tensor.shape) == shape, f"{name} must be [batch, sequence] = {shape}, is {list(tensor.shape)}")
             require(tensor.dtype == torch.int64, f"{name} must be int64, is {tensor.dtype}")
         require(int(batch.inputs.min()) >= 0, "inputs holds negative token ids")
         labels = batch.labels[batch.labels != MASKED]
-        require(not len(labels) or int(labels.min()) >= 0, f"labels holds negative ids other than {MASKED}")
+        require(
+            not tokens or not len(labels) or int(labels.min()) >= 0, f"labels holds negative ids other than {MASKED}"
+        )
         if bench.job.hooks.provider("tokenizer"):
             limit = bench.job.hooks.tokenizer().vocabulary
             require(int(batch.inputs.max()) < limit, f"inputs holds ids beyond the tokenizer's {limit}")
@@ -61,7 +60,7 @@ def goes_on_from_its_state(bench: Bench) -> None:
     loader = bench.loader("train")
     _take(loader, 3)
     state = _json(loader.state_dict())
-    position = state.get("position")
+    position = state.get("sequences")
     require(
         position == _sequences(bench, 3),
         f"after 3 micro-batches the state's position is {position!r}, not the {_sequences(bench, 3)} sequences given",
@@ -112,7 +111,7 @@ def evaluates_on_the_same(bench: Bench) -> None:
     except ConfigError as error:
         raise DoubtError(f"it has no held-out data here: {error}") from error
     first = _take(loader, 2)
-    loader.load_state_dict({"position": 0})
+    loader.load_state_dict({"sequences": 0})
     require(_same(_take(loader, 2), first), "an evaluation starts over at position 0, and gets other batches there")
 
 
@@ -141,16 +140,19 @@ def tokenizer_goes_round(bench: Bench) -> str:
 
 
 def prepares(bench: Bench) -> None:
-    prepare = bench.answer("prepare_batch")
-    if prepare is None:
+    answer = bench.answer("prepare_batch")
+    changes = sorted([answer] if isinstance(answer, PrepareBatch) else answer or (), key=lambda one: one.phase)
+    if not changes:
         raise SkippedError("it has nothing to do here")
     (batch,) = _take(bench.loader("train"), 1)
-    before = {name: tensor.clone() for name, tensor in _tensors(batch).items()}
-    done = prepare(batch)
-    require(isinstance(done, Batch), f"expected a Batch, found {type(done).__name__}")
-    require(done.inputs.shape == done.labels.shape, "inputs and labels have different shapes")
-    require(done.inputs.device.type == "cpu", "it moved the batch off the CPU, which is core's to do")
-    now = _tensors(batch)
+    before = {name: tensor.clone() for name, tensor in batch.tensors().items()}
+    done = batch
+    for one in changes:
+        done = one.apply(done)
+        require(isinstance(done, Batch), f"expected a Batch, found {type(done).__name__}")
+        require(not done.problem(), done.problem())
+        require(done.inputs.device.type == "cpu", "it moved the batch off the CPU, which is core's to do")
+    now = batch.tensors()
     changed = [name for name, tensor in before.items() if not torch.equal(tensor, now[name])]
     if changed:
         raise DoubtError(f"it changes {', '.join(changed)} in place, which the loader may still hold")

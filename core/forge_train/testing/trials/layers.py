@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ...composition.initialise import materialise
-from ..bench import Bench, Trials, close
+from ...contract.protocols import HeadSpec
+from ...ground.present import few
+from ..bench import TOKENS, Bench, Trials, close
 from ..conformance import DoubtError, SkippedError, require
 
 BATCH, SEQUENCE = 2, 12
@@ -18,14 +20,14 @@ BATCH, SEQUENCE = 2, 12
 def _module(bench: Bench, chain: str) -> nn.Module:
     """The module that the plugin builds for the first layer it claims, with its initial weights."""
     layer = bench.layer
-    for index in range(layer.count):
+    for index in range(layer.num_layers):
         with torch.device("meta"):
             module = bench.answer(chain, layer=replace(layer, index=index))
         if module is not None:
             require(isinstance(module, nn.Module), f"expected an nn.Module, found {type(module).__name__}")
             materialise(module, torch.device("cpu"), seed=0)
             return module  # type: ignore[no-any-return]
-    raise SkippedError(f"it claims none of the {layer.count} layers of the tiny model")
+    raise SkippedError(f"it claims none of the {layer.num_layers} layers of the tiny model")
 
 
 def _input(bench: Bench) -> Tensor:
@@ -50,7 +52,7 @@ def _trains(module: nn.Module, x: Tensor) -> str:
     require(x.grad is not None and bool(torch.isfinite(x.grad).all()), "its input gets no finite gradient")
     idle = [name for name, parameter in module.named_parameters() if parameter.grad is None]
     if idle:
-        raise DoubtError(f"{', '.join(idle[:3])} gets no gradient")
+        raise DoubtError(f"{few(idle)} gets no gradient")
     return f"{sum(parameter.numel() for parameter in module.parameters())} parameters"
 
 
@@ -78,12 +80,12 @@ def _looks_only_back(module: nn.Module, x: Tensor) -> None:
 def attention_keeps_documents_apart(bench: Bench) -> None:
     module, x = _module(bench, "attention"), _input(bench)
     middle = SEQUENCE // 2
-    documents = (torch.arange(SEQUENCE) >= middle).long().expand(BATCH, -1)
-    positions = (torch.arange(SEQUENCE) % middle).expand(BATCH, -1)
+    document_ids = (torch.arange(SEQUENCE) >= middle).long().expand(BATCH, -1)
+    position_ids = (torch.arange(SEQUENCE) % middle).expand(BATCH, -1)
     changed = x.clone()
     changed[:, :middle] += 1
     with torch.no_grad():
-        before, after = (module(one, positions=positions, documents=documents) for one in (x, changed))
+        before, after = (module(one, position_ids=position_ids, document_ids=document_ids) for one in (x, changed))
     close(after[:, middle:], before[:, middle:], "a document after another one was changed", 1e-5)
 
 
@@ -97,7 +99,7 @@ def attention_continues_from_its_cache(bench: Bench) -> None:
     with torch.no_grad():
         whole = module(x)
         pieces = [
-            module(x[:, start:end], positions=torch.arange(start, end).expand(BATCH, -1), cache=cache)
+            module(x[:, start:end], position_ids=torch.arange(start, end).expand(BATCH, -1), cache=cache)
             for start, end in cuts
         ]
     close(torch.cat(pieces, dim=1), whole, "attention in pieces, through the cache", 1e-5)
@@ -108,45 +110,20 @@ def attention_shows_its_kernel(bench: Bench) -> None:
         raise DoubtError("it exposes no `.kernel`, which context parallelism replaces")
 
 
-def _oracle(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, scale: float | None) -> Tensor:
-    """Attention as its formula has it, in double precision."""
-    query, key, value = query.double(), key.double(), value.double()
-    group = query.shape[2] // key.shape[2]
-    key, value = key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
-    logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (scale or query.shape[-1] ** -0.5)
-    queries, keys = query.shape[1], key.shape[1]
-    seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-    if documents is not None:
-        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
-    weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, value)
-
-
-def kernel_agrees_with_its_formula(bench: Bench) -> str:
-    kernel = bench.answer("attention_kernel")
-    split = (torch.arange(SEQUENCE) >= 5).long().expand(BATCH, -1)
-    cases: dict[str, tuple[int, int, Tensor | None, float | None]] = {
-        "all heads apart": (4, SEQUENCE, None, None),
-        "grouped heads": (2, SEQUENCE, None, None),
-        "one key head": (1, SEQUENCE, None, None),
-        "documents": (2, SEQUENCE, split, None),
-        "another scale": (2, SEQUENCE, None, 0.5),
-        "one query, more keys": (2, 1, None, None),
-        "some queries, more keys": (2, 5, None, None),
-    }
-    for what, (kv_heads, queries, documents, scale) in cases.items():
-        query = torch.randn(BATCH, queries, 4, 8, requires_grad=True)
-        key, value = (torch.randn(BATCH, SEQUENCE, kv_heads, 8, requires_grad=True) for _ in range(2))
-        given = (query, key, value)
-        out = kernel(*given, documents=documents, scale=scale)
-        expected = _oracle(*given, documents, scale)
-        close(out, expected.float(), f"{what}: output", 1e-4)
-        weights = torch.randn(expected.shape)
-        got = torch.autograd.grad((out * weights).sum(), given)
-        wanted = torch.autograd.grad((expected * weights).sum(), given)
-        for name, one, other in zip(("query", "key", "value"), got, wanted, strict=True):
-            close(one, other.float(), f"{what}: gradient of the {name}", 1e-3)
-    return ", ".join(cases)
+def head_trains(bench: Bench) -> str:
+    with torch.device("meta"):
+        module = bench.answer("head", spec=HeadSpec(bench.layer.dim, vocabulary=61))
+    require(isinstance(module, nn.Module), f"expected an nn.Module, found {type(module).__name__}")
+    materialise(module, torch.device("cpu"), seed=0)
+    hidden = _input(bench).requires_grad_()
+    outputs = module(hidden)
+    given, shape = bench.job.hooks.gives("head"), list(outputs.shape)
+    require(given != TOKENS or shape == [BATCH, SEQUENCE, 61], f"{given}: expected [batch, sequence, vocabulary]")
+    require(len(outputs) == BATCH, f"gives {len(outputs)} rows for {BATCH} sequences")
+    require(bool(torch.isfinite(outputs).all()), "gives values that are not finite")
+    outputs.square().sum().backward()
+    require(hidden.grad is not None and bool(hidden.grad.any()), "hidden states get no gradient")
+    return f"{given} {shape}"
 
 
 def dispatch_goes_round(bench: Bench) -> str:
@@ -183,6 +160,6 @@ TRIALS: Trials = {
         ("shape and gradients", feed_forward_trains),
         ("looks only back", feed_forward_looks_only_back),
     ],
-    "attention_kernel": [("agrees with the formula", kernel_agrees_with_its_formula)],
+    "head": [("shape and gradients", head_trains)],
     "token_dispatch": [("tokens go to their experts and back", dispatch_goes_round)],
 }

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
-from ...composition.model import Model
 from ...config.layers import DEFAULT, Value
 from ...config.toml import Key
 from ...config.validate import validate
-from ...protocols import HFModel
-from ...registry.calls import implemented
-from ...transform import Phase, Transform
-from ..bench import Bench, Trials, close, hidden_states
+from ...contract.calls import implemented
+from ...contract.model import Model
+from ...contract.protocols import HFModel
+from ...contract.transform import Phase, Transform
+from ...ground.axes import CONFIGURED
+from ...ground.present import few
+from ..bench import TOKENS, Bench, Trials, close, hidden_states
 from ..conformance import DoubtError, SkippedError, require
 
 
@@ -23,7 +25,7 @@ def built_on_meta(bench: Bench) -> str:
     with torch.device("meta"):
         part = bench.job.hooks.build_model()
     allocated = [name for name, parameter in part.named_parameters() if not parameter.is_meta]
-    require(not allocated, f"{', '.join(allocated[:3])} has memory before it is asked for: build on the meta device")
+    require(not allocated, f"{few(allocated)} has memory before it is asked for: build on the meta device")
     require(any(True for _ in part.parameters()), "the model has no parameters")
     return f"{sum(parameter.numel() for parameter in part.parameters())} parameters"
 
@@ -36,8 +38,9 @@ def gives_hidden_states(bench: Bench) -> None:
         f"expected hidden states [batch, sequence, dim] = {[*batch.inputs.shape, 'dim']}, found {list(hidden.shape)}",
     )
     require(bool(torch.isfinite(hidden).all()), "hidden states are not finite with initial weights")
-    logits = model.parts[-1].get_submodule("head")(hidden)
-    require(logits.shape[:2] == hidden.shape[:2], f"the head gives {list(logits.shape)} for {list(hidden.shape)}")
+    outputs = model.parts[-1].get_submodule("head")(hidden)
+    same = 2 if bench.job.hooks.gives("head") == TOKENS else 1
+    require(outputs.shape[:same] == hidden.shape[:same], f"head: {list(outputs.shape)} from {list(hidden.shape)}")
 
 
 def looks_only_back(bench: Bench) -> None:
@@ -56,14 +59,14 @@ def keeps_documents_apart(bench: Bench) -> None:
     length = batch.inputs.shape[1]
     middle = length // 2
     columns = torch.arange(length).expand_as(batch.inputs)
-    documents = (columns >= middle).long()
-    batch = replace(batch, documents=documents, positions=columns - middle * documents)
+    document_ids = (columns >= middle).long()
+    batch = replace(batch, document_ids=document_ids, position_ids=columns - middle * document_ids)
     changed = batch.inputs.clone()
     changed[:, :middle] = (changed[:, :middle] + 1) % (int(changed.max()) + 1)
     with torch.no_grad():
         before, after = hidden_states(model, batch), hidden_states(model, replace(batch, inputs=changed))
     if not torch.allclose(before[:, middle:], after[:, middle:], atol=1e-5):
-        raise DoubtError("a document's hidden states depend on the document before it; it does not use `documents`")
+        raise DoubtError("a document's hidden states depend on the document before it; it does not use `document_ids`")
 
 
 def trains_every_parameter(bench: Bench) -> None:
@@ -72,7 +75,7 @@ def trains_every_parameter(bench: Bench) -> None:
     torch.autograd.backward(task.loss(model.parts[-1], hidden_states(model, batch), batch))
     idle = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
     if idle:
-        raise DoubtError(f"{', '.join(idle[:3])} gets no gradient from a batch")
+        raise DoubtError(f"{few(idle)} gets no gradient from a batch")
 
 
 def declares_what_there_is(bench: Bench) -> str:
@@ -133,7 +136,7 @@ def _names(model: Model) -> set[str]:
     return {name for name, _ in model.named_parameters()}
 
 
-AXES = frozenset({"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp", "precision"})
+COVERED = frozenset({*CONFIGURED, "precision"})
 
 
 def gives_transforms(bench: Bench) -> str:
@@ -148,8 +151,8 @@ def gives_transforms(bench: Bench) -> str:
         for what in ("after", "requires", "conflicts", "covers"):
             value: Any = getattr(one, what)
             require(isinstance(value, tuple), f"{one.slot!r}: {what} must be a tuple of names, found {value!r}")
-        unknown = sorted(set(one.covers) - AXES)
-        require(not unknown, f"{one.slot!r} covers {unknown}; there is {', '.join(sorted(AXES))}")
+        unknown = sorted(set(one.covers) - COVERED)
+        require(not unknown, f"{one.slot!r} covers {unknown}; there is {', '.join(sorted(COVERED))}")
     return ", ".join(f"{one.phase.name} {one.slot}" for one in transforms)
 
 

@@ -7,10 +7,12 @@ from typing import get_args
 
 import torch
 
-from ...composition.model import Model
-from ...protocols import MASKED, SpanName
-from ...transform import Applied
-from ..bench import Bench, OpaqueHead, Oracle, Trials, close, hidden_states, rows, scalar
+from ...contract.batch import MASKED
+from ...contract.fit import takes
+from ...contract.model import Model
+from ...contract.protocols import LossFunction, SpanName
+from ...contract.transform import Applied, MicroBatch
+from ..bench import LABELS, TOKENS, Bench, OpaqueHead, Oracle, Trials, close, hidden_states, rows, scalar
 from ..conformance import DoubtError, SkippedError, require
 
 VOCABULARY = 61
@@ -43,8 +45,16 @@ def _loss_case() -> tuple[torch.Tensor, OpaqueHead, torch.Tensor]:
     return hidden, OpaqueHead(16, VOCABULARY), labels
 
 
+def _loss_function(bench: Bench) -> LossFunction:
+    taken = takes(bench.enabled, bench.enabled.provides)
+    if TOKENS not in taken.get("head", (TOKENS,)) or LABELS not in taken.get("task", (LABELS,)):
+        raise SkippedError(f"it does not take {TOKENS} and {LABELS}; `task` tries it with what it takes")
+    function: LossFunction = bench.answer("loss")
+    return function
+
+
 def loss_sums(bench: Bench) -> None:
-    function, (hidden, head, labels) = bench.answer("loss"), _loss_case()
+    function, (hidden, head, labels) = _loss_function(bench), _loss_case()
     whole = scalar(function(hidden, head, labels), "the loss")
     require(whole.dtype == torch.float32, f"the loss must be float32, is {whole.dtype}")
     halves = [function(hidden[part], head, labels[part]) for part in (slice(0, 2), slice(2, 4))]
@@ -56,7 +66,7 @@ def loss_sums(bench: Bench) -> None:
 
 
 def loss_ignores_masked(bench: Bench) -> None:
-    function, (hidden, head, labels) = bench.answer("loss"), _loss_case()
+    function, (hidden, head, labels) = _loss_function(bench), _loss_case()
     masked = labels == MASKED
     loss = function(hidden, head, labels)
     (gradient,) = torch.autograd.grad(loss, hidden)
@@ -94,11 +104,12 @@ def executor_accumulates(bench: Bench) -> None:
 
 
 def executor_tells_the_last(bench: Bench) -> None:
-    told: list[bool] = []
+    told: list[MicroBatch] = []
     parts = bench.model().parts
-    model = Model(parts, [Applied(parts[0], on_micro_batch=told.append)])
+    model = Model(parts, [(0, Applied(parts[0], on_micro_batch=told.append))])
     bench.answer("executor", model=model, task=bench.job.hooks.task()).train(bench.batches(3), 1.0)
-    require(told == [False, False, True], f"model.on_micro_batch(last) was told {told} over three micro-batches")
+    last = [one.last for one in told if one.direction != "backward"]
+    require(last == [False, False, True], f"model.on_micro_batch(last) was told {last} over three micro-batches")
 
 
 def executor_evaluates(bench: Bench) -> None:

@@ -1,0 +1,66 @@
+"""What to type after a run: commands made from this run, none of which would be refused."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from forge_train.config.rules import total_steps
+from forge_train.ground.world import World
+
+if TYPE_CHECKING:
+    from forge_train.contract.events import Finished
+    from forge_train.registry.setup import Setup
+
+PROMPT = "prompt.txt"
+"""The artifact in which a data plugin leaves a prompt from the run's held-out text."""
+
+
+def next_commands(finished: Finished, setup: Setup) -> list[tuple[str, str]]:
+    """What each command is for, and the command; asked of a run in the process that trained it.
+
+    Args:
+        finished: how the run ended.
+        setup: its configuration and plugins, bound to its job.
+    """
+    run, world = shlex.quote(str(finished.run)), World.here()
+    rows = [("its numbers", f"forge runs show {run}")]
+    if (prompt := _prompt(finished, setup)) is not None:
+        rows.insert(0, ("write with it", f"forge generate {run}{prompt}"))
+    if world.launcher in ("none", "forge"):
+        rows.append(("train further", f"forge train --resume {run} -s {_longer(setup)}{_nproc(world)}"))
+    if _exports(setup):
+        rows.append(("Hugging Face", f"forge checkpoint export {run} {shlex.quote(f'{finished.run.name}-hf')}"))
+    if world.launcher == "forge" and world.size > 1:
+        config = shlex.quote(str(finished.run / "config.toml"))
+        rows.append(("is it right?", f"forge verify {config}{_nproc(world)}"))
+    return rows
+
+
+def _nproc(world: World) -> str:
+    return f" --nproc {world.size}" if world.size > 1 else ""
+
+
+def _prompt(finished: Finished, setup: Setup) -> str | None:
+    """The option that gives a prompt; empty where none is needed, None where this run's model can't write."""
+    if not finished.generates:
+        return None
+    file = finished.run / "artifacts" / PROMPT
+    if file.is_file() and (prompt := file.read_text(encoding="utf-8")):
+        return f" --prompt {shlex.quote(prompt)}"
+    tokenizer = setup.hooks.tokenizer()
+    return "" if tokenizer.begin or tokenizer.end is not None else None
+
+
+def _longer(setup: Setup) -> str:
+    """Twice as long, in the unit that the run's length was given in."""
+    train = setup.config.train
+    return f"train.tokens={2 * train.tokens}" if train.tokens else f"train.steps={2 * total_steps(setup.config)}"
+
+
+def _exports(setup: Setup) -> bool:
+    """Whether the run's model has a place in Hugging Face layout."""
+    try:
+        return setup.hooks.export_hf() is not None
+    except Exception:  # a plugin's, whose processes have parted by now: a suggestion fails no run
+        return False

@@ -1,0 +1,115 @@
+"""Curves as inline SVG: no script, no picture file, colours that fit light and dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from forge_train.ground.present import quantity, short
+
+WIDTH, HEIGHT = 640, 260
+LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 28
+POINTS = 400
+"""Points of one curve at most; more are thinned by taking the mean of neighbours."""
+_GOLDEN = 137.508
+"""Degrees between the hues of two runs: however many there are, neighbours differ."""
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run's values: `(step, value)`; a value that is not finite breaks the line."""
+
+    run: int
+    name: str
+    points: Sequence[Point]
+
+
+def colour(run: int) -> str:
+    """A run's colour."""
+    return f"hsl({(210 + run * _GOLDEN) % 360:.0f} 65% var(--light))"
+
+
+def chart(title: str, curves: Sequence[Curve], *, logarithmic: bool = False) -> str:
+    """An SVG with all curves, or a sentence where there is nothing to draw."""
+    drawn = [Curve(one.run, one.name, list(_usable(one.points, logarithmic=logarithmic))) for one in curves]
+    finite = [point for one in drawn for point in one.points if math.isfinite(point[1])]
+    if not finite:
+        return f"<figure><figcaption>{escape(title)}</figcaption><p>No values.</p></figure>"
+    across = _range([x for x, _ in finite])
+    up = _range([y for _, y in finite])
+    label = escape(title)
+    parts = [f"<figure><figcaption>{label}</figcaption>"]
+    parts.append(f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">')
+    for value in _ticks(*up):
+        y = _place(value, up, HEIGHT - BOTTOM, TOP)
+        text = quantity(math.exp(value)) if logarithmic else _short(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>')
+    for value in _ticks(*across):
+        x = _place(value, across, LEFT, WIDTH - RIGHT)
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{escape(_short(value))}</text>')
+    for one in drawn:
+        parts.append(f'<g class="curve r{one.run}" stroke="{colour(one.run)}"><title>{escape(one.name)}</title>')
+        for piece in _pieces(one.points):
+            places = [
+                f"{_place(x, across, LEFT, WIDTH - RIGHT):.1f},{_place(y, up, HEIGHT - BOTTOM, TOP):.1f}"
+                for x, y in piece
+            ]
+            if len(places) == 1:  # a line of one point is not drawn
+                at, _, height = places[0].partition(",")
+                parts.append(f'<circle cx="{at}" cy="{height}" r="2" fill="{colour(one.run)}"/>')
+            else:
+                parts.append(f'<polyline points="{" ".join(places)}"/>')
+        parts.append("</g>")
+    return "".join([*parts, "</svg></figure>"])
+
+
+def _usable(points: Sequence[Point], *, logarithmic: bool) -> Iterator[Point]:
+    """At most `POINTS` of them, on the axis that is drawn."""
+    size = max(math.ceil(len(points) / POINTS), 1)
+    for at in range(0, len(points), size):
+        group = points[at : at + size]
+        value = sum(y for _, y in group) / len(group)
+        if logarithmic:
+            value = math.log(value) if 0 < value < math.inf else math.nan
+        yield group[-1][0], value
+
+
+def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
+    """The runs of finite values."""
+    piece: list[Point] = []
+    for point in points:
+        if math.isfinite(point[1]):
+            piece.append(point)
+        elif piece:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
+
+
+def _range(values: Sequence[float]) -> Point:
+    low, high = min(values), max(values)
+    margin = (high - low) * 0.04 or max(abs(high), 1.0) * 0.05
+    return low - margin, high + margin
+
+
+def _place(value: float, span: Point, first: float, last: float) -> float:
+    low, high = span
+    return first + (value - low) / (high - low) * (last - first)
+
+
+def _ticks(low: float, high: float) -> Iterator[float]:
+    """Round values, four to eight of them."""
+    unit = 10.0 ** math.floor(math.log10((high - low) / 4))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if (high - low) / (unit * factor) <= 8)
+    for number in range(math.ceil(low / step), math.floor(high / step) + 1):
+        yield number * step
+
+
+def _short(value: float) -> str:
+    return short(value) if abs(value) >= 1000 else quantity(value)

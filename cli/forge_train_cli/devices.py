@@ -1,0 +1,45 @@
+"""How many processes `--nproc auto` is."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from forge_train.config.layers import Request, lay
+from forge_train.ground.axes import of_domain
+from forge_train.ground.errors import ConfigError
+from forge_train.ground.world import World
+
+DRIVERS = ("nvidia[0-9]*", "kfd", "dxg")
+"""Where NVIDIA's, AMD's and WSL's drivers show in /dev."""
+
+
+def how_many(request: Request) -> int:
+    """One process for each CUDA device, or as many as the configured sizes of the axes multiply to; 1 where a launcher
+    started this process, where the run is to have another device, and where there are none."""
+    if World.here().launcher != "none":
+        return 1
+    try:
+        tree = lay(request).tree
+    except ConfigError:  # told by what reads it next
+        return 1
+    device = tree.values.get(("run", "device"))
+    if device is not None and device.value not in ("auto", "cuda"):
+        return 1
+    count = cuda_devices()
+    sizes = {key[0]: value.value for key, value in tree.below(("parallel",)).items()}
+    if str(sizes.get("dp_shard", -1)) == "-1":
+        return max(count, 1)
+    try:
+        return min(math.prod(int(sizes.get(axis, 1)) for axis in of_domain("dense")), max(count, 1))
+    except (TypeError, ValueError):  # told by what reads it next
+        return 1
+
+
+def cuda_devices() -> int:
+    """How many devices torch would see. It is imported only where the machine has a driver."""
+    if not any(True for driver in DRIVERS for _ in Path("/dev").glob(driver)):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,97 @@
+"""`forge presets`."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import sys
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from forge_train.ground.axes import of_domain
+from forge_train.ground.presets import presets as installed
+from forge_train.ground.strict_json import dumps
+
+from .options import json_option
+
+BASE = "base"
+TILING = of_domain("dense")
+"""The axes whose sizes multiply to the number of processes; those of experts tile the same ones again."""
+LAST = 1000
+"""The lesson of a preset that names none: after all that do."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A preset, read as text."""
+
+    name: str
+    summary: str
+    """The first line of its comment."""
+    processes: int
+    """How many it is made for; 1 where it runs on any number."""
+    device: str
+    needs: str
+    """What it can't run without, in its comment: `# Needs: …`."""
+    command: str
+    file: str
+    lesson: int
+    """Its place in the order in which one would learn them: `# Lesson N.`"""
+
+    @property
+    def wants(self) -> str:
+        """Processes, device and what else it needs, in a phrase."""
+        several = f"{self.processes} process{'es' if self.processes > 1 else ''}"
+        device = "" if self.device == "auto" else f", {self.device}"
+        return f"{several}{device}" + (f"; {self.needs}" if self.needs else "")
+
+
+def read(name: str, file: Path) -> Preset:
+    """What a preset's file says of itself."""
+    text = file.read_text(encoding="utf-8")
+    data = tomllib.loads(text)
+    comment = re.match(r"(?:#.*\n)*", text)
+    lines = [line.lstrip("# ").strip() for line in (comment[0] if comment else "").splitlines()]
+    lesson = re.search(r"^# Lesson (\d+)\.$", text, re.MULTILINE)
+    sizes = [size for axis, size in data.get("parallel", {}).items() if axis in TILING and size > 0]
+    processes = math.prod(sizes)
+    return Preset(
+        name=name,
+        summary=lines[0] if lines else "",
+        processes=processes,
+        device=data.get("run", {}).get("device", "auto"),
+        needs=next((line.removeprefix("Needs: ") for line in lines if line.startswith("Needs: ")), ""),
+        command=f"forge train {name}" + (f" --nproc {processes}" if processes > 1 else ""),
+        file=str(file),
+        lesson=int(lesson[1]) if lesson else LAST,
+    )
+
+
+def everything() -> list[Preset]:
+    """All installed presets, in the order in which one would learn them."""
+    found = [read(name, file) for name, file in installed().items() if name != BASE]
+    return sorted(found, key=lambda one: (one.lesson, one.name))
+
+
+@click.command(short_help="List the presets, in the order to learn them.")
+@json_option
+def presets(as_json: bool) -> None:
+    """List the presets: what each shows, what it needs, and the command that runs it.
+
+    Each trains in seconds on CPU cores, where it does not say otherwise. `forge config init NAME -o my.toml` writes
+    one out to be changed.
+    """
+    found = everything()
+    if as_json:
+        click.echo(dumps([asdict(one) for one in found], indent=1))
+        return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 400
+    wide = max(len(one.command) for one in found)
+    for one in found:
+        text = f"{one.summary} ({one.wants})"
+        click.echo(f"{click.style(one.command.ljust(wide), bold=True)}  ", nl=False)
+        click.echo(click.wrap_text(text, max(width - wide - 2, 30), subsequent_indent=" " * (wide + 2)).lstrip())

@@ -1,0 +1,86 @@
+"""What a plugin does in a run, read from its place and its text: nothing is imported."""
+
+from __future__ import annotations
+
+import tomllib
+
+from forge_train.contract.reference import PluginRef
+from forge_train.ground.names import canonical
+from forge_train.ground.presets import presets
+
+ROOMS = {
+    "models": "model",
+    "attention": "attention",
+    "feed_forward": "feed-forward",
+    "experts": "experts",
+    "parallel": "parallelism",
+    "memory": "memory",
+    "precision": "precision",
+    "optimizers": "optimizer",
+    "schedules": "schedule",
+    "data": "data",
+    "tasks": "task",
+    "observers": "observer",
+}
+"""Folder of a package of plugins → the role of those in it."""
+PHASES = {
+    "PIPELINE": "parallelism",
+    "TENSOR": "parallelism",
+    "CONTEXT": "parallelism",
+    "EXPERT": "parallelism",
+    "SHARD": "parallelism",
+    "ADAPT": "model",
+    "FLOAT8": "precision",
+    "RECOMPUTE": "memory",
+    "COMPILE": "memory",
+}
+HOOKS = {
+    "build_model": "model",
+    "attention": "attention",
+    "attention_kernel": "attention",
+    "feed_forward": "feed-forward",
+    "token_dispatch": "experts",
+    "executor": "parallelism",
+    "loss_scale": "precision",
+    "optimizer": "optimizer",
+    "lr_schedule": "schedule",
+    "build_data": "data",
+    "tokenizer": "data",
+    "prepare_batch": "data",
+    "task": "task",
+    "loss": "task",
+    "around": "observer",
+}
+"""Hook → the role of a plugin that implements it and lies in none of the folders above; `on_…` observe."""
+OTHER = "other"
+ROLES = (*ROOMS.values(), OTHER)
+"""In the order in which they are listed: from the model outwards."""
+
+
+def role(plugin: PluginRef) -> str:
+    """The role of a plugin: of its folder, else of its transform's phase, else of the first hook that has one."""
+    _, *folders = plugin.module.split(".")
+    if rooms := [ROOMS[name] for name in folders if name in ROOMS]:
+        return rooms[0]
+    hooks = plugin.hooks
+    found = [
+        *(PHASES[name] for name in plugin.phases if name in PHASES),
+        *(name for hook, name in HOOKS.items() if hook in hooks),
+        *("observer" for hook in hooks if hook.startswith("on_")),
+    ]
+    return next(iter(found), OTHER)
+
+
+def defaults() -> dict[str, list[str]]:
+    """Plugin → the slots it fills where nothing else is enabled, and `plugins` if every run has it.
+
+    A slot with a condition has its table before it: `distributed.data_parallel`.
+    """
+    base = presets().get("base")
+    written = tomllib.loads(base.read_text(encoding="utf-8")) if base else {}
+    found: dict[str, list[str]] = {canonical(name): ["plugins"] for name in written.get("plugins", ())}
+    for slot, value in written.get("defaults", {}).items():
+        slots = {slot: value} if isinstance(value, str) else {f"{slot}.{key}": name for key, name in value.items()}
+        for key, name in slots.items():
+            found.setdefault(canonical(name), []).append(key)
+    return found

@@ -1,0 +1,49 @@
+"""Whether transforms make real what the configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..contract.attention import KernelCapabilities
+from ..contract.job import Job
+from ..contract.transform import Transform
+from ..ground.errors import ConfigError
+from ..registry import kernels
+from ..registry.discovery import discover
+
+
+def check_coverage(job: Job, transforms: Iterable[Transform]) -> None:
+    """Whether each axis of the layout, and a narrow precision, is some transform's.
+
+    Raises:
+        ConfigError: naming the installed plugins that would cover it.
+    """
+    covered = {axis for transform in transforms for axis in transform.covers}
+    for axis, size in job.dist.layout.axes().items():
+        if size > 1 and axis not in covered:
+            raise ConfigError(
+                f"parallel.{axis} is {size}, but no enabled plugin covers the axis {axis!r}.{_covering(job, axis)}"
+            )
+    precision = job.config.train.precision
+    if precision != "fp32" and "precision" not in covered:
+        raise ConfigError(
+            f"train.precision is {precision!r}, but no enabled plugin covers 'precision'.{_covering(job, 'precision')}"
+        )
+
+
+def check_kernel(job: Job) -> None:
+    """Whether the attention kernel can do what layers ask for, on this device.
+
+    Raises:
+        ConfigError: naming the installed kernels that can.
+    """
+    device = KernelCapabilities(devices=(job.device.type,))
+    asked = [("a layer asks for it", needs) for needs in job.hooks.asked_of_kernel]
+    if lacking := [*kernels.misfits(job.hooks, [*asked, ("the run is on it", device)])]:
+        raise ConfigError("\n".join(dict.fromkeys(lacking)))
+
+
+def _covering(job: Job, axis: str) -> str:
+    """The installed plugins that would cover it."""
+    names = sorted(found.name for found in discover() if axis in found.covers and found.name not in job.hooks.enabled)
+    return f" Installed plugins that do: {', '.join(names)}; enable one with --plugins." if names else ""

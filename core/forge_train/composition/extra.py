@@ -1,0 +1,73 @@
+"""The jobs of extra models: the run's own, with other values in some sections."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+
+from ..config import Config
+from ..config.layers import DEFAULT, Value
+from ..config.toml import Key
+from ..config.validate import plain, validate
+from ..contract.calls import plugin_note
+from ..contract.extra import ExtraModel
+from ..contract.hooks import Hooks
+from ..contract.job import Job
+from ..ground.errors import ConfigError, ForgeError, locate, nearest
+
+
+def extra_jobs(job: Job) -> Iterator[tuple[ExtraModel, Job]]:
+    """A job for each extra model that plugins ask for, whose hooks compose it.
+
+    Raises:
+        ConfigError: for a name that is taken, and for sections that are not valid.
+    """
+    taken: set[str] = set()
+    for plugin, spec in job.hooks.extra_models():
+        if not spec.name.isidentifier() or spec.name in taken:
+            raise ConfigError(
+                f"{job.hooks.whose('extra_models', plugin)}: {spec.name!r} is taken, or is no identifier."
+            )
+        taken.add(spec.name)
+        try:
+            yield spec, _job(job, spec)
+        except ConfigError as error:
+            raise ConfigError(f"{job.hooks.whose('extra_models', plugin)}, model {spec.name!r}: {error}") from error
+
+
+def _job(job: Job, spec: ExtraModel) -> Job:
+    """Observers and `without` are left out. The seed is the model's own: it does not start as the first does."""
+    enabled = [one for one in job.hooks.enabled.values() if not one.observer and one.name not in spec.without]
+    names = [one.name for one in enabled]
+    for name in (*spec.sections, *spec.without):
+        if name not in job.hooks.enabled:
+            raise ConfigError(f"there is no plugin {name!r} in this run.{nearest(name, job.hooks.enabled)}")
+    mistakes: list[str] = []
+    sections = {}
+    for one in enabled:
+        values = plain(job.config.sections[one.name]) | dict(spec.sections.get(one.name, {}))
+        given: dict[Key, Value] = {(key,): Value(value, DEFAULT) for key, value in values.items()}
+        sections[one.name] = validate(one.name, one.cls.Config, given, mistakes)
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    made = []
+    for one in enabled:
+        try:
+            made.append((one, one.cls(sections[one.name])))
+        except Exception as error:
+            locate(error, plugin=one.name, hook="__init__")
+            if not isinstance(error, ForgeError):
+                error.add_note(plugin_note(one.ref, "__init__"))
+            raise
+    seed = int.from_bytes(hashlib.blake2b(f"{job.seed}/{spec.name}".encode(), digest_size=7).digest(), "little")
+    config: Config = dataclasses.replace(
+        job.config, run=dataclasses.replace(job.config.run, seed=seed), sections=sections, origins={}
+    )
+    defaults = {slot: name for slot, name in job.hooks.defaults.items() if name in names}
+    hooks = Hooks(made, defaults)
+    if problems := hooks.check_config(config):
+        raise ConfigError("\n".join(f"{problem.key}: {problem.message}" for problem in problems))
+    other = Job(config, hooks, job.run, job.dist, job.control)
+    hooks.bind(other)
+    return other

@@ -1,0 +1,107 @@
+"""Attention: a layer's token mixer, the kernel that computes it, and what kernels can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCapabilities:
+    """What an attention kernel can do, or what is asked of one.
+
+    A kernel takes the keyword argument of each capability that it declares; nobody passes it another one.
+    """
+
+    documents: bool = False
+    """`document_ids`: tokens see their own document only."""
+    offsets: bool = False
+    """`offset`, and more keys than queries: queries at other positions than keys."""
+    windows: bool = False
+    """`window`: a query sees so many positions, its own the last of them."""
+    dropout: bool = False
+    """`dropout`: a share of the weights is set to zero, and the others are divided by the rest."""
+    soft_caps: bool = False
+    """`soft_cap`: logits become `cap · tanh(logits / cap)` (Gemma 2, arXiv:2408.00118)."""
+    sinks: bool = False
+    """`sinks`: a logit for each head that takes part in the softmax and has no value (arXiv:2309.17453)."""
+    log_sum_exp: bool = False
+    """`log_sum_exp=True`: also returns the logarithm of each query's sum of exponentials."""
+    head_dims: tuple[int, ...] = ()
+    """Features per head; as a capability, empty is any."""
+    devices: tuple[str, ...] = ()
+    """Types of device, like `cuda`; as a capability, empty is any."""
+
+    def lacks(self, asked: KernelCapabilities) -> Iterator[str]:
+        """What is asked for and not there, each in a phrase."""
+        for one in fields(self):
+            mine, wanted = getattr(self, one.name), getattr(asked, one.name)
+            if isinstance(mine, bool):
+                if wanted and not mine:
+                    yield _PHRASES[one.name]
+            elif mine and (missing := [value for value in wanted if value not in mine]):
+                yield _PHRASES[one.name].format(missing[0])
+
+
+_PHRASES = {
+    "documents": "document masks",
+    "offsets": "queries at other positions than keys",
+    "windows": "sliding windows",
+    "dropout": "dropout",
+    "soft_caps": "soft caps",
+    "sinks": "sinks",
+    "log_sum_exp": "the log-sum-exp",
+    "head_dims": "heads of {} features",
+    "devices": "the device {!r}",
+}
+
+
+class AttentionKernel(Protocol):
+    """`attention_kernel`: scaled dot-product attention, causal, with grouped queries."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Causal attention.
+
+        Args:
+            query: `[batch, sequence, heads, head_dim]`.
+            key: `[batch, key_sequence, kv_heads, head_dim]`; heads is a multiple of kv_heads, each serving
+                heads // kv_heads neighbouring query heads.
+            value: as `key`.
+
+        Keyword arguments, those but `scale` only for a kernel that declares them in `Plugin.kernel_capabilities`:
+            scale: of the logits, 1/√head_dim by default.
+            document_ids: `[batch, key_sequence]` int64 of the keys, and of the queries at their positions.
+            offset: position of the first query, counted from the first key; key_sequence - sequence by default, so that
+                the last query sees every key of a cache. Every query sees a key at least.
+            window: positions that a query sees, itself included; all by default.
+            dropout: share of the weights, 0 by default.
+            soft_cap: none by default.
+            sinks: `[heads]`.
+            log_sum_exp: whether to return it.
+
+        Returns:
+            `[batch, sequence, heads, head_dim]`; with `log_sum_exp`, and `[batch, heads, sequence]` in float32.
+        """
+        ...
+
+
+class Attention(Protocol):
+    """`attention`: a layer's token mixer, an `nn.Module`. Where it has a kernel it exposes it as `.kernel`."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """`[batch, sequence, dim]` → the same; `position_ids`, `document_ids`: `[batch, sequence]` or None.
+
+        `cache` is what the model's `new_cache` made for this layer, or None.
+        """
+        ...

@@ -1,0 +1,244 @@
+"""Calling plugins: whose function is called in what order, what is measured, and who is blamed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pluggy
+
+from ..ground.errors import ForgeError, PluginError, describe, locate
+from ..ground.places import place, shown
+from . import hookspecs
+from .hookspecs import KINDS, OBSERVERS
+from .plugin import PROJECT, Plugin
+from .reference import PluginRef
+from .returns import returned
+
+log = logging.getLogger(PROJECT)
+
+MARK = f"{PROJECT}_impl"
+"""The attribute that `@hookimpl` puts on a method."""
+
+
+@dataclass(frozen=True)
+class EnabledPlugin:
+    """A plugin of this run."""
+
+    ref: PluginRef
+    cls: type[Plugin]
+    default: bool = False
+    """Whether only `[defaults]` asked for it."""
+    named: bool = False
+    """Whether the command line names it."""
+
+    @property
+    def name(self) -> str:
+        return self.ref.name
+
+    @property
+    def neutral(self) -> bool:
+        """Whether it changes no number beyond rounding: with and without it, a run goes on the same."""
+        return self.observer or self.cls.layout
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """Every slot it fills or may fill."""
+        return implemented(self.cls) | set(self.cls.provides)
+
+    @property
+    def observer(self) -> bool:
+        """Whether it only watches the run."""
+        return implemented(self.cls) <= OBSERVERS
+
+
+def implemented(plugin: type[Plugin]) -> frozenset[str]:
+    """Names of the hooks (valid or not) that a class implements."""
+    return frozenset(name for name in dir(plugin) if hasattr(getattr(plugin, name, None), MARK))
+
+
+class WrongReturnError(PluginError):
+    """A hook returned something else than its spec declares."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    owner: EnabledPlugin
+    function: Any
+    positional: tuple[str, ...]
+    keywords: tuple[str, ...]
+
+    def whose(self, hook: str) -> str:
+        return f"Plugin {self.owner.ref.label}, hook {hook} ({place(self.function)})"
+
+
+@dataclass
+class Calls:
+    """The implementations of every hook, in the order of plugin names, called one by one.
+
+    pluggy registers them. It is not asked to call them: its order is that of registration, its errors name nobody.
+    """
+
+    _calls: Mapping[str, list[_Call]]
+    _trace: bool = field(default_factory=lambda: os.environ.get("FORGE_TRACE_HOOKS") == "1")
+
+    @classmethod
+    def of(cls, plugins: Sequence[tuple[EnabledPlugin, Plugin]]) -> Calls:
+        """Register plugins whose hooks were found to fit."""
+        manager = pluggy.PluginManager(PROJECT)
+        manager.add_hookspecs(hookspecs)
+        owners = {}
+        for enabled, plugin in sorted(plugins, key=lambda pair: pair[0].name):
+            owners[enabled.name] = enabled
+            manager.register(plugin, enabled.name)
+        return cls(
+            {
+                hook: [
+                    _Call(owners[impl.plugin_name], impl.function, impl.argnames, impl.kwargnames)
+                    for impl in sorted(
+                        getattr(manager.hook, hook).get_hookimpls(),
+                        # Who watches is told of an event last, and so sees what the others added to it.
+                        key=lambda impl: (kind == "event" and owners[impl.plugin_name].observer, impl.plugin_name),
+                    )
+                ]
+                for hook, kind in KINDS.items()
+            }
+        )
+
+    def owners(self, hook: str) -> list[EnabledPlugin]:
+        return [call.owner for call in self._calls[hook]]
+
+    def whose(self, hook: str, name: str) -> str:
+        """The plugin, the hook and the place of its implementation, for messages."""
+        return next((call.whose(hook) for call in self._calls[hook] if call.owner.name == name), f"Hook {hook}")
+
+    def arguments(self, name: str, hook: str) -> frozenset[str]:
+        """Names of the arguments that a plugin's implementation of a hook asks for."""
+        calls = [call for call in self._calls[hook] if call.owner.name == name]
+        return frozenset(argument for call in calls for argument in (*call.positional, *call.keywords))
+
+    def collect(self, hook: str, arguments: Mapping[str, Any], only: str | None = None) -> list[tuple[str, Any]]:
+        """Call a hook's implementations (or one plugin's); what each returned, by plugin name."""
+        calls = [call for call in self._calls[hook] if only is None or call.owner.name == only]
+        return [(call.owner.name, self._invoke(hook, call, arguments)) for call in calls]
+
+    def tell(self, hook: str, argument: str, event: Any) -> None:
+        """Call an event's implementations with its one argument; see `announce` for what a failure means."""
+        self.announce(hook, {argument: event}, owned=event if hasattr(event, "owner") else None)
+
+    def announce(self, hook: str, arguments: Mapping[str, Any], owned: Any = None) -> None:
+        """Call an event's implementations. An observer's failure is a warning, and the last that it is asked."""
+        for call in list(self._calls[hook]):
+            if owned is not None:
+                owned.owner = call.owner.name
+            if not call.owner.observer:
+                self._invoke(hook, call, arguments)
+                continue
+            try:
+                self._invoke(hook, call, arguments)
+            except Exception as error:  # a failing logger never costs a step of training
+                if isinstance(error, ForgeError) and not isinstance(error, WrongReturnError):
+                    raise
+                label, what = call.owner.ref.label, f"{describe(error)}{_line(error, call.owner)}"
+                log.warning("Plugin %s failed in %s and is left out from here on: %s", label, hook, what)
+                log.warning("How plugin %s failed in %s:", label, hook, exc_info=error, extra={"screen": False})
+                self.mute(call.owner)
+
+    def mute(self, owner: EnabledPlugin) -> None:
+        """Call nothing of this plugin any more."""
+        for calls in self._calls.values():
+            calls[:] = [call for call in calls if call.owner is not owner]
+
+    def vacate(self, hook: str) -> None:
+        """Call nobody for this hook any more."""
+        self._calls[hook].clear()
+
+    def _invoke(self, hook: str, call: _Call, arguments: Mapping[str, Any]) -> Any:
+        start = time.perf_counter()
+        try:
+            answer = call.function(
+                *[arguments[name] for name in call.positional],
+                **{name: arguments[name] for name in call.keywords if name in arguments},
+            )
+            if isinstance(answer, Iterator) and KINDS[hook] in ("phases", "questions"):
+                answer = list(answer)
+        except SystemExit as error:
+            wrong = PluginError(f"{call.whose(hook)}: exits ({error}). To end the run, use job.control.stop.")
+            locate(wrong, plugin=call.owner.name, hook=hook)
+            raise wrong from error
+        except PluginError as error:
+            locate(error, plugin=call.owner.name, hook=hook)
+            if str(error).startswith("Plugin "):
+                raise
+            wrong = PluginError(f"{call.whose(hook)}: {error}")
+            locate(wrong, plugin=call.owner.name, hook=hook)
+            raise wrong from error
+        except Exception as error:
+            locate(error, plugin=call.owner.name, hook=hook)
+            if not isinstance(error, ForgeError):
+                error.add_note(plugin_note(call.owner.ref, hook))
+            raise
+        finally:
+            if self._trace:
+                seconds = time.perf_counter() - start
+                log.warning("hook %s → %s (%.3f ms)", hook, call.owner.name, 1e3 * seconds)
+        kind = returned(hook)
+        if text := kind.problem(answer):
+            wrong = WrongReturnError(f"{call.whose(hook)}: expected {kind.words}, {text}.")
+            locate(wrong, plugin=call.owner.name, hook=hook)
+            raise wrong
+        return answer
+
+
+def without(plugins: Iterable[EnabledPlugin]) -> str:
+    """What a user can do to be rid of one of some plugins: nobody is told to disable what they have just named."""
+    names = {one.name: one.named for one in plugins}
+    if others := sorted(name for name, named in names.items() if not named):
+        return f"disable {' or '.join(others)} with --without"
+    return f"leave {' or '.join(sorted(names))} out of --plugins" if names else "disable one with --without"
+
+
+def plugin_note(found: PluginRef, hook: str) -> str:
+    """The note that names a plugin in a traceback."""
+    return f"in plugin {found.label}, hook {hook}"
+
+
+def _line(error: BaseException, owner: EnabledPlugin) -> str:
+    """The innermost line of a plugin's own code that an error passed through."""
+    if isinstance(error, ForgeError):  # whose message says all there is to say
+        return ""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [at for at in frames if at_home(str(at[0].f_globals.get("__name__", "")), [owner])]
+    return "".join(f" ({shown(frame.f_code.co_filename, line)})" for frame, line in own[-1:])
+
+
+def note_plugin(error: BaseException, enabled: Iterable[EnabledPlugin]) -> None:
+    """Name the plugin whose code an error comes from, unless the call of a hook has named it: what hooks give (an
+    executor, a span, a function for batches) is called without asking the hook again."""
+    if any(note.startswith("in plugin ") for note in getattr(error, "__notes__", ())):
+        return
+    enabled = list(enabled)
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if here := at_home(str(frame.f_globals.get("__name__", "")), enabled):
+            method = [p for p in here if frame.f_code.co_qualname.startswith(f"{p.cls.__qualname__}.")]
+            labels = dict.fromkeys(plugin.ref.label for plugin in method or here)
+            locate(error, plugin=(method or here)[0].name)
+            error.add_note(f"in plugin {' or '.join(labels)}")
+            return
+
+
+def at_home(module: str, enabled: Iterable[EnabledPlugin]) -> list[EnabledPlugin]:
+    """The plugins that a module belongs to: it is theirs, or lies in the private module or package beside theirs."""
+    homes: dict[str, list[EnabledPlugin]] = {}
+    for plugin in enabled:
+        for own in {plugin.ref.module, plugin.cls.__module__}:
+            package, dot, name = own.rpartition(".")
+            for home in (own, f"{package}{dot}_{name}"):
+                homes.setdefault(home, []).append(plugin)
+    above = (module, *(module[:at] for at, letter in enumerate(module) if letter == "."))
+    return next((homes[home] for home in above if home in homes), [])

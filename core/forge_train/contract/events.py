@@ -1,0 +1,148 @@
+"""What core tells plugins: one dataclass for every event. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..ground.errors import PluginError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def plain(value: Any) -> int | float:
+    """A metric as JSON has it: tensors and numpy's numbers are read."""
+    number: int | float = value if isinstance(value, (int, float)) else value.item()
+    return number
+
+
+def _check_metric(key: str, value: Any) -> None:
+    """Whether a metric is one number; the host does not wait for it."""
+    if isinstance(value, (int, float)) or getattr(value, "shape", None) == ():
+        return
+    shape = getattr(value, "shape", None)
+    found = repr(value)[:40] if shape is None else f"shape {list(shape)}"
+    raise PluginError(f"the metric {key!r} must be a number or a 0-dim tensor, found {found}.")
+
+
+@dataclass(slots=True)
+class Update:
+    """A step's gradients, before clipping (`on_gradients`)."""
+
+    step: int
+    loss: Tensor
+    """Mean over the unmasked tokens of the global batch; 0-dim, on the device."""
+    grad_norm: Tensor
+    """Global 2-norm of all gradients; 0-dim, on the device."""
+    parameters: Sequence[Tensor]
+    vetoed: str = ""
+    """Why the step is skipped, if it is."""
+
+    def scale(self, k: Tensor | float) -> None:
+        """Multiply every gradient, and the norm, by `k`."""
+        from ..ground.tensors import present, scale
+
+        scale(present(self.parameters), k)
+        self.grad_norm = self.grad_norm * k
+
+    def veto(self, reason: str) -> None:
+        """Skip this step: it counts and moves the data, but neither the weights nor what follows them."""
+        self.vetoed = self.vetoed or reason
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step did (`on_step`)."""
+
+    step: int
+    """From 1."""
+    tokens: int
+    """Seen so far by all ranks."""
+    loss: Tensor
+    """Mean over the unmasked tokens of the global batch; 0-dim, on the device."""
+    grad_norm: Tensor
+    """Global, before clipping; 0-dim, on the device."""
+    lr: float
+    seconds: float
+    """Wall time of the step as the host saw it."""
+    skipped: bool
+    """Whether a plugin vetoed the update."""
+    data_range: tuple[int, int]
+    """The global sequences this step was trained on: from, up to."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    timings: set[str] = field(default_factory=set)
+    owner: str = ""
+    """The plugin that is being called; set by the hook facade."""
+
+    def add(self, name: str, value: Tensor | float, *, timing: bool = False) -> None:
+        """Put a metric under the plugin's own name (`ema.distance`).
+
+        A tensor is read on the host only when the step is logged. `timing` marks values that differ from run to run.
+        """
+        key = f"{self.owner}.{name}"
+        _check_metric(key, value)
+        self.metrics[key] = value
+        if timing:
+            self.timings.add(key)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEvent:
+    """What happened to a checkpoint (`on_checkpoint`)."""
+
+    kind: Literal["saving", "saved", "loaded", "pruned"]
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class LogRecord:
+    """One line of metrics.jsonl (`on_log`)."""
+
+    step: int
+    steps: int
+    """Where the run ends."""
+    metrics: Mapping[str, Any]
+    """Plain values: `loss`, `grad_norm`, `tokens_per_second`, …; a number may be NaN or infinite."""
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """What an evaluation found (`on_evaluate`)."""
+
+    step: int
+    loss: float
+    """Mean over the unmasked tokens of the held-out batches."""
+    tokens: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    owner: str = ""
+
+    def add(self, name: str, value: float) -> None:
+        """Put a metric under the plugin's own name; it goes into events.jsonl with the evaluation."""
+        _check_metric(f"{self.owner}.{name}", value)
+        self.metrics[f"{self.owner}.{name}"] = plain(value)
+
+
+Outcome = Literal["done", "interrupted", "diverged", "failed"]
+
+
+@dataclass(slots=True)
+class Finished:
+    """How a run ended (`on_finish`)."""
+
+    outcome: Outcome
+    step: int
+    loss: float | None
+    code: int
+    run: Path
+    reason: str = ""
+    generates: bool = False
+    """Whether the model can generate text: it has a tokenizer, and no module of it looks ahead."""
+    closing: list[tuple[str, str]] = field(default_factory=list)
+
+    def say(self, title: str, text: str) -> None:
+        """Have the command line show a block of text when the run is over (a sample, a summary)."""
+        self.closing.append((title, text))

@@ -1,0 +1,300 @@
+"""The one typed way in which core, and plugins, call hooks: `job.hooks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+from ..ground.errors import ConfigError, PluginError, Problem
+from .announce import Events
+from .attention import Attention, AttentionKernel, KernelCapabilities
+from .batch import Batch, PrepareBatch
+from .calls import Calls, EnabledPlugin, at_home, note_plugin, without
+from .extra import ExtraModel
+from .fit import check_fit, gives
+from .guards import Guarded, guarded, nesting, preparing
+from .hookspecs import KINDS, OPTIONAL, TAKES
+from .plugin import Plugin
+from .protocols import (
+    Evaluator,
+    Executor,
+    FeedForward,
+    Head,
+    HeadSpec,
+    HFModel,
+    Layer,
+    Loader,
+    LossFunction,
+    LossScale,
+    Schedule,
+    Span,
+    SpanName,
+    Task,
+    TokenDispatch,
+    Tokenizer,
+)
+from .returns import kind_of, results
+from .transform import Transform
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..config import Config
+    from .job import Job
+    from .model import Model
+    from .run import Run
+
+_T = TypeVar("_T")
+
+
+class Hooks(Events):
+    """The enabled plugins behind typed methods, one for each hook."""
+
+    def __init__(self, plugins: Sequence[tuple[EnabledPlugin, Plugin]], defaults: Mapping[str, str]) -> None:
+        self.plugins = {enabled.name: plugin for enabled, plugin in plugins}
+        self.enabled = {enabled.name: enabled for enabled, _ in plugins}
+        self.defaults = dict(defaults)
+        self.unused: set[str] = set()
+        """Plugins that turned out to have nothing to do; see `registry.unused`."""
+        self.used: set[tuple[str, str]] = set()  # slot or chain, and a plugin whose answer was taken
+        self.asked_of_kernel: list[KernelCapabilities] = []
+        """What attention modules need of the kernel, as they said when they asked for it."""
+        self._calls, self._job = Calls.of(plugins), cast("Job | None", None)
+
+    def bind(self, job: Job) -> None:
+        """Give the job that hooks are called with."""
+        self._job = job
+
+    @property
+    def job(self) -> Job:
+        if self._job is None:
+            raise PluginError("A hook was called before the job exists.")
+        return self._job
+
+    @property
+    def run(self) -> Run | None:
+        """The folder of the run, once there is a job."""
+        return self._job.run if self._job else None
+
+    def provider(self, slot: str) -> str | None:
+        """The name of the plugin that fills a slot, or None where nobody does.
+
+        Raises:
+            ConfigError: if two do, naming both.
+        """
+        owners = self._calls.owners(slot)
+        if len(owners) > 1:
+            names = " and ".join(owner.ref.label for owner in owners)
+            raise ConfigError(f"Plugins {names} both fill the slot {slot!r}; {without(owners)}.")
+        return owners[0].name if owners else None
+
+    def whose(self, hook: str, name: str = "") -> str:
+        """A plugin, its hook and where it stands, for messages; the slot's provider where no plugin is named."""
+        return self._calls.whose(hook, name or self.provider(hook) or "")
+
+    def implementers(self, hook: str) -> list[str]:
+        """Names of the plugins that implement a hook."""
+        return [owner.name for owner in self._calls.owners(hook)]
+
+    def arguments(self, name: str, hook: str) -> frozenset[str]:
+        """Names of the arguments that a plugin's implementation of a hook asks for."""
+        return self._calls.arguments(name, hook)
+
+    def acting(self, hook: str) -> list[str]:
+        """The same without those that turned out to have nothing to do."""
+        return [name for name in self.implementers(hook) if name not in self.unused]
+
+    def mute(self, name: str) -> None:
+        """Leave an observer, or what only rounds, out of this process: it stays enabled, but is told nothing.
+
+        Raises:
+            ConfigError: if the plugin does more than that.
+        """
+        if enabled := self.enabled.get(name):
+            if not enabled.observer and not enabled.cls.rounds:
+                raise ConfigError(f"Plugin {enabled.ref.label} does more than watch the run; it can't be left out.")
+            self._calls.mute(enabled)
+
+    def owner(self, thing: object) -> str:
+        """`plugin 'mine' (my-package 1.0)` for what an enabled plugin's code made; empty for anything else."""
+        labels = dict.fromkeys(one.ref.label for one in at_home(type(thing).__module__, self.enabled.values()))
+        return f"plugin {' or '.join(labels)}" if labels else ""
+
+    def note_plugin(self, error: BaseException) -> None:
+        """Add a note to an error that names the plugin it comes from."""
+        note_plugin(error, self.enabled.values())
+
+    def vacate(self, slot: str) -> None:
+        """Have nobody fill an optional slot in this process."""
+        self._calls.vacate(slot)
+
+    def check_slots(self) -> None:
+        """Whether every slot that must be filled is, and none is filled twice."""
+        for slot, kind in KINDS.items():
+            if kind == "slot" and self.provider(slot) is None and slot not in OPTIONAL:
+                raise ConfigError(f"No enabled plugin fills the slot {slot!r}; see `forge plugins list`.")
+        check_fit(list(self.enabled.values()), {slot for slot, _ in self.used})
+
+    def gives(self, slot: str) -> str:
+        """What a slot's provider gives to others, such as `token_logits` for a head; empty where nobody fills it."""
+        return next((gives(one, slot) for one in self.enabled.values() if slot in one.provides), "")
+
+    # -- slots ------------------------------------------------------------------------------------
+
+    def build_model(self) -> nn.Module:
+        return cast("nn.Module", self._slot("build_model"))
+
+    def head(self, spec: HeadSpec) -> Head:
+        return cast(Head, self._slot("head", spec=spec))
+
+    def attention_kernel(self, needs: KernelCapabilities | None = None) -> AttentionKernel:
+        """The kernel; `needs` is what it will be asked for beside what `kernel_needs` says."""
+        self.asked_of_kernel += [needs] if needs else []
+        return cast(AttentionKernel, self._slot("attention_kernel"))
+
+    def token_dispatch(self) -> TokenDispatch:
+        return cast(TokenDispatch, self._slot("token_dispatch"))
+
+    def build_data(self, split: Literal["train", "validation"]) -> Loader:
+        loader = cast(Loader, self._slot("build_data", split=split))
+        state = self._state("build_data", loader)
+        if not isinstance(state.get("sequences"), int):
+            raise PluginError(
+                f"{self.whose('build_data')}: state_dict must have the integer 'sequences', found {state}."
+            )
+        return loader
+
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = cast(Tokenizer, self._slot("tokenizer"))
+        guard = Guarded(tokenizer, Tokenizer, self.whose("tokenizer"))
+        guard.decode(guard.encode("a"))
+        return tokenizer
+
+    def task(self) -> Task:
+        return cast(Task, Guarded(self._slot("task"), Task, self.whose("task")))
+
+    def loss(self) -> LossFunction:
+        (kind,) = results(LossFunction).values()
+        return cast(LossFunction, guarded(self._slot("loss"), kind, self.whose("loss"), "the function"))
+
+    def executor(self, model: Model, task: Task) -> Executor:
+        executor = self._slot("executor", model=model, task=task)
+        return cast(Executor, Guarded(executor, Executor, self.whose("executor")))
+
+    def optimizer(self, model: Model) -> torch.optim.Optimizer:
+        return cast("torch.optim.Optimizer", self._slot("optimizer", model=model))
+
+    def lr_schedule(self, optimizer: torch.optim.Optimizer) -> Schedule:
+        schedule = cast(Schedule, self._slot("lr_schedule", optimizer=optimizer))
+        self._state("lr_schedule", schedule)
+        return schedule
+
+    def loss_scale(self) -> LossScale | None:
+        if self.provider("loss_scale") is None:
+            return None
+        return cast(LossScale, Guarded(self._slot("loss_scale"), LossScale, self.whose("loss_scale")))
+
+    # -- chains -----------------------------------------------------------------------------------
+
+    def attention(self, layer: Layer) -> Attention:
+        return cast(Attention, self._chain("attention", layer))
+
+    def feed_forward(self, layer: Layer) -> FeedForward:
+        return cast(FeedForward, self._chain("feed_forward", layer))
+
+    # -- phases, steps, spans ---------------------------------------------------------------------
+
+    def parallelize(self) -> list[tuple[str, Transform]]:
+        """Every transform with the name of its plugin."""
+        return self._each("parallelize", Transform)
+
+    def prepare_batch(self) -> Callable[[Batch], Batch]:
+        """All changes as one function, for what a loader gives: by phase, then by plugin name."""
+        given = [(one, self.whose("prepare_batch", name)) for name, one in self._each("prepare_batch", PrepareBatch)]
+        steps = [(whose, one.apply) for one, whose in sorted(given, key=lambda step: step[0].phase)]
+        return preparing(self.whose("build_data"), steps)
+
+    def span(self, name: SpanName) -> Span:
+        """All context managers around a span, nested in order of plugin names, as one factory."""
+        answers = self._calls.collect("around", {"span": name, "job": self.job})
+        return nesting([(self.whose("around", owner), factory) for owner, factory in answers if factory is not None])
+
+    # -- questions --------------------------------------------------------------------------------
+
+    def check_config(self, config: Config) -> list[Problem]:
+        answers = self._calls.collect("check_config", {"config": config})
+        return [problem for _, found in answers for problem in found or ()]
+
+    def extra_models(self) -> list[tuple[str, ExtraModel]]:
+        answers = self._calls.collect("extra_models", {"job": self.job})
+        return [(name, spec) for name, found in answers for spec in found or ()]
+
+    def kernel_needs(self, config: Config) -> list[tuple[str, KernelCapabilities]]:
+        """What plugins will ask of the attention kernel, with who does."""
+        answers = self._calls.collect("kernel_needs", {"config": config})
+        return [(f"plugin {name!r} asks for it", needs) for name, needs in answers if needs is not None]
+
+    def example_batch(self) -> Batch | None:
+        answers = dict(self._calls.collect("example_batch", {"job": self.job}))
+        return cast("Batch | None", answers.get(self.provider("build_data") or ""))
+
+    def import_hf(self, config: Mapping[str, Any]) -> HFModel | None:
+        return cast("HFModel | None", self._only("import_hf", {"config": config}))
+
+    def export_hf(self) -> HFModel | None:
+        return cast("HFModel | None", self._only("export_hf", {"job": self.job}))
+
+    def evaluators(self) -> list[tuple[str, Evaluator]]:
+        """Every evaluator, with whose it is."""
+        return [(self.whose("evaluators", name), one) for name, one in self._each("evaluators", Evaluator)]
+
+    def _slot(self, slot: str, **arguments: Any) -> Any:
+        name = self.provider(slot)
+        if name is None:
+            raise ConfigError(f"No enabled plugin fills the slot {slot!r}; see `forge plugins list`.")
+        ((_, answer),) = self._calls.collect(slot, {"job": self.job, **arguments})
+        self.used.add((slot, name))
+        if slot in TAKES:
+            check_fit(list(self.enabled.values()), {slot for slot, _ in self.used})
+        return answer
+
+    def _state(self, slot: str, stateful: Any) -> dict[str, Any]:
+        """What the object of a slot would save; asked for at once, so that a mistake is not found at the first save."""
+        state_dict = guarded(stateful.state_dict, kind_of(dict[str, Any]), self.whose(slot), "state_dict")
+        return cast("dict[str, Any]", state_dict())
+
+    def _chain(self, chain: str, layer: Layer) -> Any:
+        arguments = {"layer": layer, "job": self.job}
+        default = [name for name in self.implementers(chain) if name == self.defaults.get(chain)]
+        others = [name for name in self.implementers(chain) if name not in default]
+        claimed = self._given(chain, arguments, others) or self._given(chain, arguments, default)
+        if len(claimed) > 1:
+            names, way_out = self._several(claimed)
+            raise ConfigError(f"Plugins {names} both build {chain} for layer {layer.index}; {way_out}.")
+        if not claimed:
+            raise ConfigError(f"No enabled plugin builds {chain} for layer {layer.index}; see `forge plugins list`.")
+        self.used.add((chain, claimed[0][0]))
+        return claimed[0][1]
+
+    def _each(self, hook: str, kind: type[_T]) -> list[tuple[str, _T]]:
+        """Everything that plugins answered, one thing or several each, with the plugin's name."""
+        answers = self._calls.collect(hook, {"job": self.job})
+        return [(n, one) for n, answer in answers for one in ([answer] if isinstance(answer, kind) else answer or ())]
+
+    def _given(self, hook: str, arguments: Mapping[str, Any], names: list[str]) -> list[tuple[str, Any]]:
+        """What some plugins answered, without those that left it to others."""
+        answers = [pair for name in names for pair in self._calls.collect(hook, arguments, only=name)]
+        return [(name, answer) for name, answer in answers if answer is not None]
+
+    def _several(self, answers: list[tuple[str, Any]]) -> tuple[str, str]:
+        """Names of plugins of which one is too many, and how to be rid of it."""
+        names = [name for name, _ in answers]
+        return " and ".join(map(repr, names)), without(self.enabled[name] for name in names)
+
+    def _only(self, hook: str, arguments: Mapping[str, Any]) -> Any:
+        given = self._given(hook, arguments, self.implementers(hook))
+        if len(given) > 1:
+            names, way_out = self._several(given)
+            raise ConfigError(f"Plugins {names} both answer {hook}; {way_out}.")
+        return given[0][1] if given else None

@@ -1,0 +1,292 @@
+"""Every hook a plugin can implement. Core calls them only through `forge_train.contract.hooks.Hooks`.
+
+A hook is of one kind:
+
+* **slot**: exactly one enabled plugin provides it (some may stay empty);
+* **chain**: every plugin is asked for every layer, the default only where all others leave it; at most one answer;
+* **phases**: every answer is taken, and ordered by `Phase`;
+* **steps**: functions applied one after the other, in order of their phases, then of plugin names;
+* **spans**: context managers nested in order of plugin names;
+* **event**: everybody is told, in order of plugin names, and returns nothing;
+* **questions**: every answer is collected.
+
+What an implementation must return is its spec's annotation: `forge_train.contract.returns` holds every value to it.
+
+Adding an argument to a spec is compatible. Removing one goes through `warn_on_impl_args` for one minor version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import pluggy
+
+from ..ground.errors import Problem
+from .attention import Attention, AttentionKernel, KernelCapabilities
+from .batch import Batch, PrepareBatch
+from .extra import ExtraModel
+from .plugin import PROJECT
+from .protocols import (
+    Evaluator,
+    Executor,
+    FeedForward,
+    Head,
+    HeadSpec,
+    HFModel,
+    Layer,
+    Loader,
+    LossFunction,
+    LossScale,
+    Schedule,
+    Span,
+    SpanName,
+    Task,
+    TokenDispatch,
+    Tokenizer,
+)
+from .transform import Transform
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..config import Config
+    from .events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult, Update
+    from .job import Job
+    from .model import Model
+
+Kind = Literal["slot", "chain", "phases", "steps", "spans", "event", "questions"]
+KINDS: dict[str, Kind] = {}
+"""Hook name → kind."""
+OPTIONAL: set[str] = set()
+"""Slots that may stay empty."""
+Stage = Literal["composition", "step"]
+GIVES: dict[str, str] = {}
+"""Slot → what its provider gives to others, unless `Plugin.gives` says something else."""
+TAKES: dict[str, dict[str, tuple[str, ...]]] = {}
+"""Slot → what its provider takes from the providers of other slots, unless `Plugin.takes` says something else."""
+ASKED: dict[str, Stage] = {}
+"""Hook → when it has been asked for, if it ever is: once the model is composed, or once a step is ready to be taken."""
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_spec = pluggy.HookspecMarker(PROJECT)
+
+
+def _hook(
+    kind: Kind,
+    *,
+    optional: bool = False,
+    asked: Stage | None = None,
+    gives: str = "",
+    takes: Mapping[str, tuple[str, ...]] | None = None,
+) -> Callable[[_F], _F]:
+    def mark(function: _F) -> _F:
+        KINDS[function.__name__] = kind
+        if gives:
+            GIVES[function.__name__] = gives
+        if takes:
+            TAKES[function.__name__] = dict(takes)
+        if asked:
+            ASKED[function.__name__] = asked
+        if optional:
+            OPTIONAL.add(function.__name__)
+        return _spec(function)
+
+    return mark
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+@_hook("slot")
+def build_model(job: Job) -> nn.Module:
+    """The model; called with the meta device as default, so that nothing is allocated.
+
+    What a model declares about itself is in docs: “How to design a model”.
+    """
+    raise AssertionError
+
+
+@_hook("chain", asked="composition")
+def attention(layer: Layer, job: Job) -> Attention | None:
+    """The token mixer of one layer, or None to leave it to the default."""
+
+
+@_hook("chain", asked="composition")
+def feed_forward(layer: Layer, job: Job) -> FeedForward | None:
+    """The channel mixer of one layer, or None to leave it to the default."""
+
+
+@_hook("slot", optional=True, asked="composition", gives="token_logits")
+def head(spec: HeadSpec, job: Job) -> Head:
+    """The module that turns the model's hidden states into outputs."""
+    raise AssertionError
+
+
+@_hook("slot", optional=True, asked="composition")
+def attention_kernel(job: Job) -> AttentionKernel:
+    """The function that computes attention."""
+    raise AssertionError
+
+
+@_hook("slot", optional=True, asked="composition")
+def token_dispatch(job: Job) -> TokenDispatch:
+    """The transport of tokens to their experts."""
+    raise AssertionError
+
+
+@_hook("phases")
+def parallelize(job: Job) -> Transform | Iterable[Transform] | None:
+    """Changes of the model, each in its phase; None where there is nothing to do at this size."""
+
+
+@_hook("questions")
+def extra_models(job: Job) -> Iterable[ExtraModel] | None:
+    """Other models that the run needs, such as a teacher: composed as the first is, they are in `job.models`."""
+
+
+# -- the data -------------------------------------------------------------------------------------
+
+
+@_hook("slot")
+def build_data(job: Job, split: Literal["train", "validation"]) -> Loader:
+    """A stateful loader of this rank's micro-batches."""
+    raise AssertionError
+
+
+@_hook("questions")
+def example_batch(job: Job) -> Batch | None:
+    """A micro-batch of the shape that `build_data` gives for training, without opening the data; `forge plan` asks it
+    of the plugin that fills that slot."""
+
+
+@_hook("slot", optional=True)
+def tokenizer(job: Job) -> Tokenizer:
+    """Text to token ids and back, for generation and evaluation."""
+    raise AssertionError
+
+
+@_hook("steps")
+def prepare_batch(job: Job) -> PrepareBatch | Iterable[PrepareBatch] | None:
+    """Changes of every micro-batch, each in its phase; resolved once, at start-up."""
+
+
+# -- the step -------------------------------------------------------------------------------------
+
+
+@_hook("slot", gives="token_labels", takes={"head": ("token_logits",)})
+def task(job: Job) -> Task:
+    """The logic of a step."""
+    raise AssertionError
+
+
+@_hook("slot", optional=True, asked="step", takes={"head": ("token_logits",), "task": ("token_labels",)})
+def loss(job: Job) -> LossFunction:
+    """The loss of hidden states against labels."""
+    raise AssertionError
+
+
+@_hook("slot")
+def executor(model: Model, task: Task, job: Job) -> Executor:
+    """What runs forward and backward over the step's micro-batches."""
+    raise AssertionError
+
+
+@_hook("slot")
+def optimizer(model: Model, job: Job) -> torch.optim.Optimizer:
+    """The optimizer over `model.named_parameters()`."""
+    raise AssertionError
+
+
+@_hook("slot")
+def lr_schedule(optimizer: torch.optim.Optimizer, job: Job) -> Schedule:
+    """The schedule of learning rates."""
+    raise AssertionError
+
+
+@_hook("slot", optional=True)
+def loss_scale(job: Job) -> LossScale:
+    """Scaling of the loss, off where nobody provides it."""
+    raise AssertionError
+
+
+@_hook("spans")
+def around(span: SpanName, job: Job) -> Span | None:
+    """A factory of context managers around a span of the run, or None."""
+
+
+@_hook("questions")
+def evaluators(job: Job) -> Evaluator | Iterable[Evaluator] | None:
+    """Evaluations beside the loss on held-out data, each with its own data and metrics; asked once, at start-up."""
+
+
+# -- Hugging Face layout --------------------------------------------------------------------------
+
+
+@_hook("questions")
+def import_hf(config: Mapping[str, Any]) -> HFModel | None:
+    """How a model with this `config.json` is built and named here, or None if it is not one of this plugin's."""
+
+
+@_hook("questions")
+def export_hf(job: Job) -> HFModel | None:
+    """How this job's model is configured and named in Hugging Face layout, or None."""
+
+
+@_hook("questions")
+def kernel_needs(config: Config) -> KernelCapabilities | None:
+    """What this plugin's part of the run will ask of the attention kernel. Called before anything slow is imported."""
+
+
+# -- the run --------------------------------------------------------------------------------------
+
+
+@_hook("questions")
+def check_config(config: Config) -> Iterable[Problem] | None:
+    """Mistakes that only several values together show. Called before anything slow is imported."""
+
+
+@_hook("event")
+def on_start(job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """The run is composed and about to be resumed: the place to look modules up and to make state."""
+
+
+@_hook("event")
+def on_gradients(update: Update) -> None:
+    """After backward and the global norm, before clipping: look, scale, veto."""
+
+
+@_hook("event")
+def on_step(step: StepResult) -> None:
+    """After every optimizer step, skipped ones included."""
+
+
+@_hook("event")
+def on_log(record: LogRecord) -> None:
+    """A line of metrics.jsonl was written."""
+
+
+@_hook("event")
+def on_evaluate(evaluation: Evaluation) -> None:
+    """An evaluation on held-out data is done."""
+
+
+@_hook("event")
+def on_checkpoint(event: CheckpointEvent) -> None:
+    """A checkpoint is being saved, was saved, loaded or pruned."""
+
+
+@_hook("event")
+def on_finish(finished: Finished) -> None:
+    """The run ended in good order: done, or interrupted after a whole checkpoint."""
+
+
+@_hook("event")
+def on_error(error: BaseException) -> None:
+    """The run failed, or diverged (`DivergedError`); `error` is raised again afterwards."""
+
+
+OBSERVERS = frozenset({"on_start", "on_log", "on_evaluate", "on_checkpoint", "on_finish", "on_error"})
+"""A plugin that implements only these watches the run: it changes no number, so it is left out of what must match at
+resume, and its failure is a warning instead of the run's end."""

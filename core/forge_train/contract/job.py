@@ -1,0 +1,84 @@
+"""The job: what every hook is told about the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..config.rules import total_steps
+from .control import Control
+from .extra import Extra
+from .hooks import Hooks
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..config import Config
+    from ..config.sections import Precision as PrecisionName
+    from ..processes.distributed import DistributedContext
+    from .model import Model
+    from .run import Run
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a run. A transform that covers `precision` makes them real."""
+
+    param: torch.dtype
+    """Of the weights while they compute."""
+    compute: torch.dtype
+    """Of activations."""
+    reduce: torch.dtype
+    """Of gradients while they are reduced over ranks."""
+    master: torch.dtype
+    """Of the weights the optimizer updates, and its state."""
+
+    @classmethod
+    def of(cls, name: PrecisionName) -> Precision:
+        import torch
+
+        narrow = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+        return cls(param=narrow, compute=narrow, reduce=torch.float32, master=torch.float32)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of this process, as plugins see it."""
+
+    config: Config
+    hooks: Hooks
+    run: Run
+    dist: DistributedContext
+    control: Control
+    extra: dict[str, Extra] = field(default_factory=dict)
+    """Models that `extra_models` asked for, once they are composed."""
+
+    @property
+    def models(self) -> Mapping[str, Model]:
+        """The extra models by name: of use once the run is composed, as in `task` and `on_start`."""
+        return {name: extra.model for name, extra in self.extra.items()}
+
+    @classmethod
+    def of(cls, config: Config, hooks: Hooks, run: Run, dist: DistributedContext) -> Job:
+        """A run on these processes; its plugins are told of it."""
+        job = cls(config, hooks, run, dist, Control(dist))
+        hooks.bind(job)
+        return job
+
+    @property
+    def device(self) -> torch.device:
+        return self.dist.device
+
+    @property
+    def seed(self) -> int:
+        return self.config.run.seed
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return total_steps(self.config)
+
+    @property
+    def precision(self) -> Precision:
+        return Precision.of(self.config.train.precision)

@@ -1,0 +1,284 @@
+"""What plugins and core hand each other: one typed protocol for every slot and chain, one dataclass for every event.
+
+Shapes are written `[batch, sequence, …]`. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+from .attention import Attention
+from .batch import Batch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+
+    from .model import Model
+
+Scalar: TypeAlias = "Annotated[Tensor, 'one value']"
+"""A 0-dim tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """How a parameter starts.
+
+    Args:
+        kind: `normal` (mean 0), `uniform` (mean 0), `ones` or `zeros`.
+        std: standard deviation of the first two kinds.
+    """
+
+    kind: Literal["normal", "uniform", "ones", "zeros"]
+    std: float = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a chain is told about the layer it builds a module for."""
+
+    index: int
+    num_layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    """Width of a dense feed-forward block."""
+    norm_eps: float = 1e-6
+    bias: bool = False
+    """Whether output projections (attention's o, feed-forward) have biases."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rope: nn.Module | None = None
+    """The rotary embedding shared by all layers: `rope(x [batch, sequence, heads, head_dim], position_ids) → x`."""
+    std: float = 0.02
+    """Standard deviation of initial weights."""
+    output_std: float = 0.02
+    """The same for projections that write into the residual stream."""
+
+
+@runtime_checkable
+class Loader(Protocol):
+    """`build_data`: a stateful, endless iterator of this rank's micro-batches.
+
+    A rank's n-th micro-batch is number n × `data_ranks` + `data_rank` (both of `job.dist`) of the global stream: ranks
+    that share a `data_rank` get the same batch, and any number of data-parallel ranks can resume the stream.
+    """
+
+    def __iter__(self) -> Iterator[Batch]: ...
+    def __next__(self) -> Batch: ...
+    def state_dict(self) -> dict[str, Any]:
+        """JSON only. `sequences`: how many all ranks together have been given; equal on all ranks."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def skip(self, sequences: int) -> None:
+        """Move on by that many sequences of the global stream (all ranks together)."""
+        ...
+
+
+@runtime_checkable
+class RolloutLoader(Loader, Protocol):
+    """A loader whose batches are made with the current model, as reinforcement learning needs; a loader need not."""
+
+    def on_model(self, model: Model) -> None:
+        """Called on every rank before the batches of a step, or of an evaluation, are taken.
+
+        The model is in evaluation mode and builds no graph. Every rank has to call it equally often: a forward of a
+        sharded model communicates. What was made and not yet used is state; tensors belong in the plugin's own.
+        """
+        ...
+
+
+class Tokenizer(Protocol):
+    """`tokenizer`: text to token ids and back."""
+
+    vocabulary: int
+    """Number of token ids."""
+    begin: tuple[int, ...]
+    """Ids that precede each document and each prompt; as a rule none, or one."""
+    end: int | None
+    """The id that follows each document, if there is one."""
+    stops: tuple[int, ...]
+    """Ids that end a generated text, `end` among them."""
+    digest: str
+    """Differs between tokenizers that give other ids: token caches lie under it, and resuming compares it."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without `begin` and `end`."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@runtime_checkable
+class DocumentEncoder(Protocol):
+    """A tokenizer that encodes many documents at once, which is faster than one by one; it need not."""
+
+    def encode_documents(self, document_ids: Sequence[bytes]) -> Sequence[NDArray[Any]]:
+        """Ids of UTF-8 texts, one array of integers each, without `begin` and `end`."""
+        ...
+
+
+class FeedForward(Protocol):
+    """`feed_forward`: a layer's channel mixer, an `nn.Module`: `[batch, sequence, dim]` → the same."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """What a model tells the plugin that builds its head."""
+
+    dim: int
+    """Features of the hidden states that the head is given."""
+    vocabulary: int
+    """Number of token ids."""
+    std: float = 0.02
+    """Standard deviation of initial weights."""
+
+
+class Head(Protocol):
+    """`head`: what turns hidden states into outputs, an `nn.Module`: `[batch, sequence, dim]` → outputs.
+
+    Its plugin's `gives` says what the outputs are. It may declare `tensor_plan()`, module name → style, the empty name
+    for itself; without, tensor parallelism keeps it whole on every rank and hands it whole sequences.
+    """
+
+    def __call__(self, hidden: Tensor) -> Tensor: ...
+
+
+class TokenDispatch(Protocol):
+    """`token_dispatch`: the transport of tokens to the ranks of their experts, and back."""
+
+    def dispatch(
+        self, x: Tensor, experts: Tensor, count: int, *, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[Tensor, Tensor, Any]:
+        """`x [tokens, dim]`, `experts [tokens, top_k]` in 0…count-1, or −1 for nowhere → rows sorted by local expert,
+        rows per local expert `[local experts]`, and a handle for `combine`.
+
+        There may be more rows than the sizes sum to; nobody looks at what comes of those. `meanwhile` is work that a
+        transport may do, once, while rows are under way.
+        """
+        ...
+
+    def combine(self, rows: Tensor, weights: Tensor, handle: Any) -> Tensor:
+        """Rows as `dispatch` gave them, `weights [tokens, top_k]` → `[tokens, dim]`."""
+        ...
+
+
+class LossFunction(Protocol):
+    """`loss`: sum of the losses of the unmasked positions, a 0-dim float32 tensor.
+
+    `hidden [batch, sequence, dim]`; `labels` as the task gives them, `[batch, sequence]` for token ids. It calls `head`
+    as a module, on whole or on chunks of `hidden`, and never touches its weights: they may be sharded.
+    """
+
+    def __call__(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> Scalar: ...
+
+
+class Task(Protocol):
+    """`task`: the logic of a step, for training and for forward-only jobs."""
+
+    def weight(self, batch: Batch) -> int | float:
+        """What the batch counts in the mean: unmasked targets. Called with the batch still on the CPU."""
+        ...
+
+    def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Scalar:
+        """Sum of the batch's losses; `hidden` is what the last part gave."""
+        ...
+
+    def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        """What a forward-only job wants: the head's outputs, as a rule."""
+        ...
+
+
+class Executor(Protocol):
+    """`executor`: runs forward and backward over the step's micro-batches."""
+
+    def train(self, batches: Sequence[Batch], scale: Tensor | float) -> Scalar:
+        """Accumulate gradients of `scale` × the summed losses; gives the unscaled loss sum, a plain tensor.
+
+        Calls `model.on_micro_batch(last)` before each micro-batch, and a pipeline with the part and the direction, too.
+        A rank without a loss (a pipeline's earlier stage) gives a 0-dim zero: losses are summed over stages. `batches`
+        lie on the job's device.
+        """
+        ...
+
+    def evaluate(self, batch: Batch) -> Scalar:
+        """The batch's loss sum without gradients, a plain tensor; zero on a rank without a loss."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """An evaluation with data and metrics of its own (`evaluators`).
+
+    Every rank measures its own micro-batches; the sums over all of them, and over all ranks, make the metrics.
+    """
+
+    name: str
+    """Its metrics are `name.metric`."""
+    data: Callable[[], Loader]
+    """Makes this rank's loader, once; each evaluation starts from the loader's first state."""
+    measure: Callable[[nn.Module, Tensor, Batch], Mapping[str, Scalar]]
+    """The last part, what it gave and the batch → sums over the batch, one for each of `sums`; nothing here is averaged
+    over ranks or micro-batches."""
+    sums: tuple[str, ...]
+    """Names of what is summed, such as `correct` and `count`."""
+    metrics: Callable[[Mapping[str, float]], Mapping[str, float]]
+    """The sums over everything → metrics."""
+    batches: int = 0
+    """Global batches to take; 0 is `train.evaluate_batches`."""
+
+
+class Schedule(Protocol):
+    """`lr_schedule`: sets the learning rates; `step()` is called after every optimizer step that was not skipped."""
+
+    def step(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class LossScale(Protocol):
+    """`loss_scale`: scales the loss so that small gradients survive a narrow dtype."""
+
+    def scale(self) -> Tensor | float:
+        """The factor of this step; gradients are divided by it before their norm is taken."""
+        ...
+
+    def update(self, skipped: bool) -> None:
+        """Called once a step, with whether it was vetoed."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+SpanName = Literal["step", "forward_backward", "optimizer", "evaluate", "save"]
+Span = Callable[[], AbstractContextManager[Any]]
+"""`around`: makes a context manager for one pass through the span."""
+
+BASES: Mapping[type, str] = {Attention: "nn.Module", FeedForward: "nn.Module", Head: "nn.Module"}
+"""What an object must be beside having the methods of its protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class HFModel:
+    """How a model stands in Hugging Face layout (`import_hf`, `export_hf`).
+
+    Args:
+        config: the `config.json`, for export.
+        sections: plugin name → its configuration, for import.
+        names: parameter name in forge → tensor name in Hugging Face layout. A tied parameter is named once.
+        leftovers: patterns of tensors that files may hold beside these, and that follow from the configuration.
+    """
+
+    names: Mapping[str, str]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    leftovers: tuple[str, ...] = ()

@@ -1,0 +1,163 @@
+"""The vocabulary of composition: phases, transforms, and what a transform reports."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..ground.errors import PluginError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Phase(enum.IntEnum):
+    """When a transform is applied, for the reasons in docs/parallelism-order.md. A plugin chooses its phase, never a
+    place between phases."""
+
+    PIPELINE = 10
+    TENSOR = 20
+    CONTEXT = 30
+    EXPERT = 40
+    ADAPT = 50
+    FLOAT8 = 60
+    RECOMPUTE = 70
+    COMPILE = 80
+    SHARD = 90
+
+
+Direction = Literal["both", "forward", "backward"]
+"""`both`: the backward pass follows the forward pass at once. A pipeline tells them apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A micro-batch that is about to pass through a part of the model."""
+
+    last: bool
+    """Whether no other micro-batch of the step follows through this part in this direction."""
+    part: int = 0
+    """Index of the part on this rank."""
+    direction: Direction = "both"
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What a transform did, and what the engine must call for it.
+
+    Only a PIPELINE transform may give several parts in `model`.
+    """
+
+    model: nn.Module | list[nn.Module]
+    matched: tuple[str, ...] = ()
+    """Global names of the modules (or parameters) it changed; matching nothing on every rank is an error."""
+    note: str = ""
+    """One phrase for `forge plan` and composition.json."""
+    added: tuple[str, ...] = field(default=(), kw_only=True)
+    """Parameter names that did not exist before."""
+    expected_bytes: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    """Axis of the dense domain (a flattened one too) → bytes that each rank has to send along it in a step, by the
+    textbook's count for the technique; `forge plan` shows it beside its own."""
+    on_micro_batch: Callable[[MicroBatch], None] | None = field(default=None, kw_only=True)
+    """Called before each micro-batch that passes through this part; switches gradient synchronisation."""
+    after_backward: Callable[[], None] | None = field(default=None, kw_only=True)
+    """Called once a step, after the last backward and before the gradient norm."""
+    free_gathered: Callable[[], None] | None = field(default=None, kw_only=True)
+    """Called after a forward without backward: drops gathered copies of weights, which would be stale next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """One technique's change of the model, at its place in the mandated order."""
+
+    phase: Phase
+    slot: str
+    """What it provides, exclusively: two enabled transforms for one slot are an error."""
+    apply: Callable[[nn.Module], Applied]
+    after: tuple[str, ...] = ()
+    """Slots of the same phase that go first."""
+    requires: tuple[str, ...] = ()
+    """Slots that must be there too."""
+    conflicts: tuple[str, ...] = ()
+    """Slots that can't be there too."""
+    covers: tuple[str, ...] = ()
+    """Mesh axes this transform makes real (`tp`, `dp_shard`, …), and `precision`."""
+    fallback: bool = False
+    """Left out where others cover all that it covers."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.phase, Phase):
+            raise PluginError(f"Transform {self.slot!r}: expected a Phase, found {self.phase!r}.")
+
+
+def swap(part: nn.Module, path: str, new: nn.Module) -> None:
+    """Replace the submodule at `path` by `new`, carrying its forward and backward hooks and its training mode over.
+
+    torchao's own conversion builds a new module and drops the hooks that tensor parallelism put on the old one.
+
+    Raises:
+        PluginError: if there is no module at `path`, or `path` is the part itself.
+    """
+    parent_path, _, name = path.rpartition(".")
+    try:
+        parent = part.get_submodule(parent_path)
+        old = parent.get_submodule(name) if name else None
+    except AttributeError:
+        old = None
+    if old is None:
+        raise PluginError(f"swap: the model has no module {path!r} to replace.")
+    for hooks in HOOK_TABLES:
+        table = getattr(new, hooks, None)
+        if table is not None:
+            table.update(getattr(old, hooks))
+    if old._is_full_backward_hook is not None:  # decides how torch calls what is in `_backward_hooks`
+        new._is_full_backward_hook = old._is_full_backward_hook
+    new.train(old.training)
+    parent.register_module(name, new)
+
+
+HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Where `torch.nn.Module` keeps its hooks, by hook id."""
+
+
+class Specialisation:
+    """Changes how modules compute by giving them a class of their own class's kind. The modules stay where they are,
+    with their hooks, weights and names; those of one class get one new class, so that torch.compile compiles them once.
+
+    Args:
+        change: called with a module's class, and with what the call gives beside the module. Returns a class to put
+            before the module's own, or attributes (`forward`, a property) that replace its own.
+    """
+
+    def __init__(self, change: Callable[..., type | Mapping[str, Any]]) -> None:
+        self._change = change
+        self._made: dict[tuple[Any, ...], type] = {}
+
+    def __call__(self, module: nn.Module, *more: Hashable) -> None:
+        """Change one module.
+
+        Raises:
+            PluginError: if the module has a `forward` of its own, which would hide the new class's.
+        """
+        own = type(module)
+        if "forward" in vars(module):
+            raise PluginError(
+                f"A plugin has replaced the forward of one {own.__name__}; have it change its class, with "
+                "forge_train.Specialisation."
+            )
+        if (own, *more) not in self._made:
+            change = self._change(own, *more)
+            bases, members = ((change, own), {}) if isinstance(change, type) else ((own,), change)
+            named = {"__module__": own.__module__, "__doc__": own.__doc__}
+            self._made[own, *more] = type(own.__name__, bases, {**named, **members})
+        module.__class__ = self._made[own, *more]

@@ -1,0 +1,231 @@
+"""A run, from its configuration to how it ended."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from .composition.compose import Composition
+from .contract.control import signals
+from .contract.events import Finished
+from .contract.job import Job
+from .contract.run import Run
+from .ground import disk
+from .ground.errors import ConfigError, ForgeError, describe
+from .ground.failure import Failure
+from .ground.files import write_json
+from .ground.lock import Lock
+from .loop.assembly import assemble, joined, prepare_process
+from .loop.out_of_memory import Memory
+from .loop.resume import compare
+from .loop.step import Watcher
+from .loop.training import Training
+from .processes.distributed import DistributedContext
+from .registry.setup import Setup
+from .registry.write import to_toml
+from .storage import checkpoint
+from .storage.run import describe_run, is_kept, is_run, set_aside
+from .storage.start import Start, changed_values, claim, unclaim
+
+log = logging.getLogger("forge_train")
+
+VISIBLE_WITHIN = 5.0
+"""Seconds that a network file system may take to show one node what another has written."""
+
+
+def train(
+    setup: Setup,
+    *,
+    run_dir: Path = Path("runs"),
+    resume: str = "auto",
+    notable: tuple[str, ...] = (),
+    start: Start | None = None,
+    watcher: Watcher | None = None,
+) -> Finished:
+    """Train as configured, and say how it ended.
+
+    Args:
+        setup: a checked configuration and its plugins.
+        run_dir: where run folders are made.
+        resume: `auto`, `never`, or the path of a run or a checkpoint.
+        notable: plugins to name in a new run's id.
+        start: where the run begins, if the process that started this one has claimed it.
+        watcher: who looks at the run from inside.
+
+    Raises:
+        ForgeError: for what the user can mend; anything else is a plugin's, or forge's, fault.
+    """
+    config, hooks = setup.config, setup.hooks
+    with ExitStack() as stack:
+        dist = stack.enter_context(joined(setup))
+        if start is None:
+            start = dist.on_main(lambda: _claimed(stack, claim(config, run_dir, resume, notable)))
+        elif dist.place.attempt:
+            start = start.again(saved=checkpoint.newest(start.dir / "checkpoints", dist) is not None)
+        run = Run(start.dir, start.lock)
+        job = Job.of(config, hooks, run, dist)
+        found = _found(run, start, dist)
+        _check_shared(job, start, found)
+        if found is not None:
+            compare(job, found)  # before anything is written: a refused run stays as it is
+        if finished := dist.on_main(lambda: _finished_before(job, start)):
+            return finished
+        prepare_process(job)
+        fresh, known = found is None or not start.continues, is_run(run.dir)
+        stack.enter_context(_opened(job, start))
+        training, memory = None, Memory(job)
+
+        def allocate(composition: Composition, job: Job) -> None:
+            memory.holds(composition.model)
+            composition.allocate(job)
+            if dist.main:
+                if known:  # which is not touched before the new layout has been found to hold it
+                    _describe_again(job, fresh=fresh)
+                with disk.writing(run.dir / "composition.json"):
+                    write_json(run.dir / "composition.json", composition.report)
+
+        try:
+            training = Training(assemble(job, watcher, allocate))
+            memory.holds(training.model, training.stepper.optimizer)
+            stack.enter_context(signals(job.control))
+            training.start(found)
+            return training.run()
+        except BaseException as error:
+            hooks.note_plugin(error)
+            if told := memory.explain(error, training.progress.step if training else 0, _log_file(job)):
+                log.error("Out of memory.", exc_info=error, extra={"screen": False})
+                _record_failure(job, training, told)
+                raise told from error
+            _record_failure(job, training, error)
+            raise
+
+
+def _claimed(stack: ExitStack, claimed: tuple[Start, Lock]) -> Start:
+    """A claim that ends with the stack."""
+    stack.callback(unclaim, *claimed)
+    return claimed[0]
+
+
+def _check_shared(job: Job, start: Start, found: Path | None) -> None:
+    """Whether every process sees what rank 0 sees: the nodes of a run share a file system.
+
+    Raises:
+        ConfigError: naming the ranks that do not.
+    """
+    dist, lock = job.dist, start.lock
+    if dist.world == 1 or lock is None:
+        return
+    text = dist.on_main(lambda: lock.read_text(encoding="utf-8"))
+    deadline = time.monotonic() + VISIBLE_WITHIN
+    while not (same := lock.is_file() and lock.read_text(encoding="utf-8") == text) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    needed = {start.dir: same, found: not found or found.is_dir()}
+    missing = next((path for path, seen in needed.items() if not seen), None)
+    everybody = dist.gather_objects((missing, socket.gethostname()))
+    if blind := [rank for rank, (path, _) in enumerate(everybody) if path]:
+        path, host = everybody[blind[0]]
+        raise ConfigError(
+            f"{path}: rank {blind[0]} on {host} does not see what rank 0 on {everybody[0][1]} has there "
+            f"({len(blind)} of {dist.world} ranks do not). All nodes must share the file system of the run folder; "
+            "a relative path begins where each process was started."
+        )
+
+
+def _describe_again(job: Job, *, fresh: bool) -> None:
+    """Describe a run that was there before; one without a checkpoint starts over, and what it left is kept."""
+    run, text = job.run, to_toml(job.config, job.hooks)
+    if not fresh:
+        describe_run(run, job.config, job.hooks, fresh=False)
+        return
+    changes = changed_values(run.dir / "config.toml", text)
+    aside = set_aside(run)
+    describe_run(run, job.config, job.hooks, fresh=True)
+    log.warning(
+        "%s has no whole checkpoint, so the run starts over. What was there is kept in %s.%s",
+        run.dir,
+        aside.name,
+        "\n  ".join(["\nThe values are not the same:", *changes]) if changes else "",
+    )
+
+
+def _record_failure(job: Job, training: Training | None, error: BaseException) -> None:
+    """Write down how the run failed, and tell the plugins; the error goes on."""
+    step, loss = (training.progress.step, training.loss) if training else (0, None)
+    failure, code = Failure.of(error, job.dist.rank), getattr(error, "code", 1)
+    refused = isinstance(error, ConfigError) and training is None  # and nothing of it is left in the folder
+    records: list[Callable[[], object]] = [lambda: job.hooks.on_error(error)]
+    if job.dist.main and not refused:
+        records.insert(0, lambda: job.run.fail(failure, code, step, loss))
+    full = isinstance(error, disk.DiskError)
+    for record in records:
+        try:
+            record()
+        except Exception as another:  # a full disk, or a plugin: what went wrong first is what is told
+            told = log.info if full and isinstance(another, (OSError, disk.DiskError)) else log.warning
+            told("Nor could it be recorded how the run ended: %s", describe(another))
+
+
+def _found(run: Run, start: Start, dist: DistributedContext) -> Path | None:
+    """The checkpoint that the run goes on from, of which every file was verified."""
+    if start.checkpoint is not None:
+        return checkpoint.resolve(start.checkpoint, dist)
+    saved = checkpoint.newest(run.checkpoints, dist) if start.continues else None
+    return saved.path if saved else None
+
+
+def _finished_before(job: Job, start: Start) -> Finished | None:
+    """What a run that reached its last step long ago has to say."""
+    if not start.continues:
+        return None
+    outcome = job.run.outcome()
+    if outcome.get("outcome") != "done" or outcome["step"] < job.steps:
+        return None
+    return Finished("done", outcome["step"], outcome["loss"], 0, start.dir, "the run had finished before")
+
+
+@contextmanager
+def _opened(job: Job, start: Start) -> Iterator[None]:
+    """Open the run folder and its log; a mistake found while composing removes a new folder again."""
+    if job.dist.main:
+        job.run.open()
+        if not is_run(start.dir):
+            describe_run(job.run, job.config, job.hooks, fresh=True)
+    job.dist.barrier()
+    close = _log_to(_log_file(job))
+    try:
+        for note in start.notes if job.dist.main else ():
+            log.warning(note)
+        yield
+    except ConfigError:
+        close()
+        if start.new and job.dist.main and not is_kept(job.run.dir):
+            shutil.rmtree(job.run.dir, ignore_errors=True)
+        raise
+    except Exception as error:
+        job.hooks.note_plugin(error)
+        if not isinstance(error, ForgeError):  # whose message says all there is to say
+            log.error("The run failed.", exc_info=error, extra={"screen": False})
+        raise
+    finally:
+        close()
+
+
+def _log_file(job: Job) -> Path:
+    return job.run.dir / "log" / f"rank-{job.dist.rank}.log"
+
+
+def _log_to(file: Path) -> Callable[[], None]:
+    handler = disk.LogFile(file, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+
+    def close() -> None:
+        log.removeHandler(handler)
+        handler.close()
+
+    return close

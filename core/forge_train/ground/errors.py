@@ -1,0 +1,110 @@
+"""Errors that forge raises on purpose; each knows the exit code it ends the command with."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+FailureType = Literal[
+    "configuration", "data", "checkpoint", "communication", "memory", "plugin", "diverged", "internal"
+]
+"""What a failure means; `internal` is everything else."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a failure is about, as far as it is known."""
+
+    plugin: str = ""
+    hook: str = ""
+    key: str = ""
+    """Of the configuration."""
+
+
+def locate(error: BaseException, **where: str) -> None:
+    """Note on an exception what it is about (the fields of `Where`); what is known already stays."""
+    known = {name: value for name, value in asdict(getattr(error, "where", Where())).items() if value}
+    error.where = Where(**{**where, **known})  # type: ignore[attr-defined]
+
+
+class ForgeError(Exception):
+    """A failure with one clear message: shown without a traceback. `code` is the command's exit code, `type` what the
+    failure means; a plugin's own subclass may set both."""
+
+    code = 1
+    type: FailureType = "internal"
+    where = Where()
+
+    def __init__(self, *arguments: object, **where: str) -> None:
+        super().__init__(*arguments)
+        if where:
+            locate(self, **where)
+
+
+class ConfigError(ForgeError):
+    """The user's input is wrong: an option, a key, a value, a plugin's name, a file, a composition that can't be."""
+
+    code = 2
+    type = "configuration"
+
+
+class PluginError(ForgeError):
+    """A plugin broke the contract. The message names the plugin, its distribution and the hook."""
+
+    type = "plugin"
+
+
+class CommunicationError(ForgeError):
+    """The processes of a run lost each other, or did not find each other."""
+
+    type = "communication"
+
+
+class DivergedError(ForgeError):
+    """Training diverged and the policy said stop."""
+
+    code = 3
+    type = "diverged"
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the valid name closest to `name`, or an empty string."""
+    match = difflib.get_close_matches(name, list(valid), n=1)
+    return f" Did you mean {match[0]!r}?" if match else ""
+
+
+def describe(error: BaseException) -> str:
+    """`Type: first line`, for a message about somebody else's exception."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def explain(error: BaseException, log: Path | None = None) -> str:
+    """What a user is told of an error: a mistake's message, or a failure with its notes, its place and its log."""
+    if isinstance(error, ForgeError):
+        return str(error)
+    import traceback
+
+    lines = [describe(error), *(f"  {note}" for note in getattr(error, "__notes__", ()))]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    if frames:
+        lines.append(f"  at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}")
+    lines.append(f"The traceback is in {log}." if log else "FORGE_TRACEBACK=1 shows the traceback.")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A mistake in the configuration found by `check_config`: the dotted key, and what is wrong with it."""
+
+    key: str
+    message: str
+    data: bool = False
+    """Whether only data is missing. A run that is planned or shown needs none."""
+
+
+INTERRUPTED = 75
+"""Exit code of a run that was told to stop and can be continued."""

@@ -1,0 +1,115 @@
+"""What is known of a failure: what it means, and where it happened."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import ContextDecorator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from .errors import FailureType, ForgeError, PluginError, Where, describe
+
+Kind = Literal["own", "lost", "timeout"]
+Phase = Literal[
+    "configure", "start", "build", "load", "data", "forward", "step", "optimizer", "evaluate", "save", "loop"
+]
+"""What a run does; `loop` is what happens between steps."""
+
+_LOST = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|refused|connectFullMesh|can't join|remote process exited|not joined"
+    r"|failed to recv|failed to send|Connection was likely closed|Socket Timeout"
+)
+_TIMEOUT = re.compile(r"Timed out waiting|timeout|timed out", re.IGNORECASE)
+_BLAMED = re.compile(r"in plugin '([^']+)'(?:[^,\n]*, hook (\w+))?")
+
+
+class during(ContextDecorator):  # noqa: N801  # reads as a decorator
+    """What fails in the block, or in the function, fails in this phase of a run; the innermost counts."""
+
+    def __init__(self, phase: Phase) -> None:
+        self._phase = phase
+
+    def __enter__(self) -> during:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not hasattr(error, "phase"):
+            error.phase = self._phase  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended a run, as it stands in outcome.json, events.jsonl and the output of `--json`."""
+
+    type: FailureType
+    message: str
+    rank: int = 0
+    """The rank that failed first."""
+    phase: str = ""
+    """A `Phase`, or `backward`."""
+    plugin: str = ""
+    hook: str = ""
+    key: str = ""
+    """Of the configuration."""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int = 0) -> Failure:
+        """What is known of an exception."""
+        known = (getattr(one, "where", Where()) for one in _causes(error))
+        where = next((one for one in known if one != Where()), Where())
+        if not where.plugin and isinstance(error, PluginError) and (blamed := _BLAMED.search(str(error))):
+            where = replace(where, plugin=blamed[1], hook=blamed[2] or "")
+        phase = phase_of(error)
+        message = str(error) if isinstance(error, ForgeError) else describe(error)
+        return cls(_type(error, phase, where.plugin), message, rank, phase, **asdict(where))
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def phase_of(error: BaseException) -> str:
+    """The phase of a run that an error comes from: where its first cause was raised."""
+    causes = list(_causes(error))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        backward = torch.autograd.backward.__code__
+        frames = (frame for one in causes for frame, _ in traceback.walk_tb(one.__traceback__))
+        if any(frame.f_code is backward for frame in frames):
+            return "backward"
+    return next((one.phase for one in reversed(causes) if hasattr(one, "phase")), "start")
+
+
+def kind(error: BaseException) -> Kind:
+    """Whether an error is this rank's own, or only says that another one is gone."""
+    for one in _causes(error):
+        text = str(one)
+        if isinstance(one, RuntimeError) and _TIMEOUT.search(text):
+            return "timeout"
+        if isinstance(one, (RuntimeError, ConnectionError)) and _LOST.search(text):
+            return "lost"
+    return "own"
+
+
+def _type(error: BaseException, phase: str, plugin: str) -> FailureType:
+    for one in _causes(error):
+        if isinstance(one, ForgeError) and one.type != "internal":
+            return one.type
+        if isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError":
+            return "memory"
+    if kind(error) != "own":
+        return "communication"
+    if phase == "data":
+        return "data"
+    if plugin:
+        return "plugin"
+    return "checkpoint" if phase in ("save", "load") else "internal"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    one: BaseException | None = error
+    while one is not None:
+        yield one
+        one = one.__cause__

@@ -1,0 +1,94 @@
+"""Names of plugins, and where a module lies, known without importing it; importing one that is a file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def canonical(name: str) -> str:
+    """The one spelling of a plugin's name: `-` and `_` are equal."""
+    return name.strip().replace("-", "_")
+
+
+def locate(module: str) -> Path | None:
+    """A module's file (a package's folder gives its `__init__.py`), found without importing its parents."""
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin else None
+    for root in spec.submodule_search_locations or ():
+        path = Path(root, *rest)
+        for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def folder(package: str) -> Path | None:
+    """A package's folder, found without importing anything."""
+    top, *rest = package.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    roots = (spec.submodule_search_locations if spec else None) or ()
+    return next((path for root in roots if (path := Path(root, *rest)).is_dir()), None)
+
+
+def snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def split(spec: str) -> tuple[str, str]:
+    """A module, or the path of a file, and the class: of `package.module:Class`, `folder/file.py` and
+    `folder/file.py:Class`. The class is empty where none is named."""
+    found = re.fullmatch(r"(.*\.py)(?::(\w*))?", spec)
+    module, _, name = spec.partition(":")
+    return (found[1], found[2] or "") if found else (module, name)
+
+
+def is_file(spec: str) -> bool:
+    """Whether a plugin is named by the path of its file."""
+    return split(spec)[0].endswith(".py")
+
+
+def file_module(path: str) -> str:
+    """The name of the module that a file becomes: no other file's, and no installed module's."""
+    return f"forge_train_file_{hashlib.sha256(path.encode()).hexdigest()[:8]}_{Path(path).stem}"
+
+
+def import_module(spec: str) -> ModuleType:
+    """Import the module of `package.module:Class`, or the file of `/folder/file.py:Class`.
+
+    What lies beside the file can be imported by it, unless an installed module has the same name.
+    """
+    where = split(spec)[0]
+    if not is_file(spec):
+        return importlib.import_module(where)
+    name = file_module(where)
+    if name in sys.modules:
+        return sys.modules[name]
+    found = importlib.util.spec_from_file_location(name, where)
+    if found is None or found.loader is None:
+        raise ImportError(f"{where} can't be imported")
+    if (beside := str(Path(where).parent)) not in sys.path:
+        sys.path.append(beside)  # last, so that it hides nothing
+    module = sys.modules[name] = importlib.util.module_from_spec(found)  # dataclasses look their module up
+    try:
+        found.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,24 @@
+"""Installed presets."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+from .names import folder
+
+PRESETS = "forge_train.presets"
+
+
+def presets() -> dict[str, Path]:
+    """Preset name → file, from every installed folder of presets; `base` only from forge's own."""
+    found: dict[str, Path] = {}
+    points = sorted(
+        importlib.metadata.entry_points(group=PRESETS), key=lambda point: (point.name != "forge", point.name)
+    )
+    for point in points:
+        root = folder(point.value)
+        for file in sorted(root.glob("*.toml")) if root else ():
+            if file.stem != "base" or point.name == "forge":
+                found.setdefault(file.stem, file)
+    return found

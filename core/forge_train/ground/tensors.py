@@ -1,0 +1,51 @@
+"""Tensors of any placement: the local part, the full tensor, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part of a DTensor, with gradients; anything else as it is. torch.compile sees through it."""
+    if type(tensor) in (Tensor, nn.Parameter):  # one process need not import torch.distributed.tensor (0.9 s)
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A DTensor gathered on every rank, with gradients; any other tensor as it is."""
+    gather = getattr(tensor, "full_tensor", None)
+    return gather() if gather is not None else tensor
+
+
+@torch.no_grad()
+def held_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """What this rank holds of tensors."""
+    return sum(part.numel() * part.element_size() for part in map(local, tensors) if part is not None)
+
+
+def present(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that are there."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+@torch.no_grad()
+def scale(gradients: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiply gradients in place: plain tensors and DTensors of any mesh together, on one device or several."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        held = local(gradient)
+        by_device.setdefault(held.device, []).append(held)
+    for device, tensors in by_device.items():
+        torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors of an optimizer's state, counts of steps among them."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]

@@ -1,0 +1,66 @@
+"""The evaluations of a run: the loss on held-out data, and those that plugins name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..contract.events import Evaluation
+from ..contract.protocols import Loader
+from ..ground.errors import ConfigError, PluginError
+from .forward import Forward
+
+
+class Evaluations:
+    """Every evaluation, each on the same data every time.
+
+    Args:
+        forward: the model at work.
+        held_out: the data of the held-out loss, where each evaluation begins.
+    """
+
+    def __init__(self, forward: Forward, held_out: Loader) -> None:
+        self._forward, hooks = forward, forward.job.hooks
+        self._held_out = _Data.of(held_out)
+        named = hooks.evaluators()
+        for (first, one), (second, other) in itertools.combinations(named, 2):
+            if one.name == other.name:
+                raise ConfigError(f"Two evaluations are named {one.name!r}: {first} and {second}.")
+        self._others = [(one, whose, _Data.of(_made(one.data, whose))) for whose, one in named]
+
+    def run(self, step: int) -> Evaluation:
+        """What was found; the plugins are to be told."""
+        batches = self._forward.job.config.train.evaluate_batches
+        held_out = self._held_out.from_start()
+        loss, weight = self._forward.mean_loss(held_out, batches * self._forward.accumulation)
+        evaluation = Evaluation(step, loss, int(weight))
+        for evaluator, whose, data in self._others:
+            count = (evaluator.batches or batches) * self._forward.accumulation
+            sums = self._forward.measure(evaluator, data.from_start(), count, whose)
+            evaluation.owner = evaluator.name
+            for name, value in evaluator.metrics(sums).items():
+                evaluation.add(name, value)
+        return evaluation
+
+
+@dataclass(frozen=True)
+class _Data:
+    loader: Loader
+    start: dict[str, Any]
+
+    @classmethod
+    def of(cls, loader: Loader) -> _Data:
+        return cls(loader, loader.state_dict())
+
+    def from_start(self) -> Loader:
+        self.loader.load_state_dict(self.start)
+        return self.loader
+
+
+def _made(make: Callable[[], Loader], whose: str) -> Loader:
+    loader = make()
+    if not isinstance(loader, Loader):
+        raise PluginError(f"{whose}: `data` must give a Loader, found {type(loader).__name__}.")
+    return loader

@@ -1,0 +1,121 @@
+"""The model at work without an optimizer: micro-batches, what they count, and sums over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..contract.batch import Batch
+from ..contract.job import Job
+from ..contract.model import Model
+from ..contract.protocols import Evaluator, Executor, Loader, Task
+from ..ground.errors import PluginError
+from ..ground.failure import during
+from ..ground.tensors import full_tensor
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What losses are divided by: sums over the micro-batches of all ranks."""
+
+    weight: float
+    """What the task counts, such as unmasked labels: for the task's loss."""
+    tokens: float
+    """Positions that the model computes, whatever is masked: for attached losses, which are sums over them."""
+
+
+class Forward:
+    """What a forward pass needs, resolved once."""
+
+    def __init__(self, job: Job, model: Model) -> None:
+        train = job.config.train
+        self.job, self.model = job, model
+        self.task: Task = job.hooks.task()
+        self.executor: Executor = job.hooks.executor(model, self.task)
+        self.accumulation = train.global_batch // (train.micro_batch * job.dist.data_ranks)
+        self._prepare = job.hooks.prepare_batch()
+
+    def take_batches(self, loader: Loader, count: int, whose: str = "") -> list[Batch]:
+        """A loader's next micro-batches, prepared, on the CPU."""
+        try:
+            return [self._prepare(next(loader)) for _ in range(count)]
+        except StopIteration as error:
+            who = whose or self.job.hooks.whose("build_data")
+            raise PluginError(f"{who}: the loader ended. A loader never ends.") from error
+
+    @during("data")
+    def fetch(self, loader: Loader, count: int) -> tuple[list[Batch], Counts]:
+        """Micro-batches on the device, and what all ranks' together count."""
+        batches = self.take_batches(loader, count)
+        counts = [sum(self.task.weight(batch) for batch in batches), sum(batch.inputs.numel() for batch in batches)]
+        if self.job.dist.world > 1:  # on the CPU, so that nothing waits for the device
+            mine = torch.tensor(counts, dtype=torch.float64)
+            counts = self.job.dist.all_reduce(mine, axis="data").tolist()
+        return [batch.to(self.job.device) for batch in batches], Counts(*map(float, counts))
+
+    def show_model(self, loader: Loader) -> None:
+        """Let a loader that makes its batches with the model (`RolloutLoader`) see it as it is now."""
+        on_model = getattr(loader, "on_model", None)
+        if on_model is None:
+            return
+        self.model.train(False)
+        with torch.no_grad():
+            on_model(self.model)
+        self.model.free_gathered()
+        self.model.train()
+
+    def mean_loss(self, loader: Loader, count: int) -> tuple[float, float]:
+        """The mean loss over some micro-batches of each rank, and the weight of all of them."""
+        self.show_model(loader)
+        self.model.train(False)
+        total, weight = torch.zeros((), dtype=torch.float64, device=self.job.device), 0.0
+        for _ in range(count):
+            batches, counts = self.fetch(loader, 1)
+            total += self.executor.evaluate(batches[0])
+            weight += counts.weight
+        self.model.free_gathered()
+        self.model.train()
+        return float(self.job.dist.all_reduce(total, axis="loss")) / (weight or 1.0), weight
+
+    def measure(self, evaluator: Evaluator, data: Loader, count: int, whose: str) -> dict[str, float]:
+        """An evaluator's sums over some micro-batches of each rank, over all ranks."""
+        task = _Measuring(evaluator, whose)
+        executor = self.job.hooks.executor(self.model, task)
+        self.show_model(data)
+        self.model.train(False)
+        for _ in range(count):
+            (batch,) = self.take_batches(data, 1, whose)
+            executor.evaluate(batch.to(self.job.device))
+        self.model.free_gathered()
+        self.model.train()
+        zero = torch.zeros((), dtype=torch.float64, device=self.job.device)
+        mine = torch.stack([task.sums.get(name, zero) for name in evaluator.sums])
+        return dict(zip(evaluator.sums, self.job.dist.all_reduce(mine, axis="loss").tolist(), strict=True))
+
+
+@dataclass
+class _Measuring:
+    """A task that measures in the place of a loss: executors run it as they run any."""
+
+    evaluator: Evaluator
+    whose: str
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def weight(self, batch: Batch) -> int:
+        return 0
+
+    def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        found: Mapping[str, Tensor] = self.evaluator.measure(part, hidden, batch)
+        if {*found} != {*self.evaluator.sums}:
+            expected, given = sorted(self.evaluator.sums), sorted(found)
+            raise PluginError(f"{self.whose}: {self.evaluator.name!r} must measure {expected}, found {given}.")
+        for name, value in found.items():
+            one = full_tensor(value).detach().double()
+            self.sums[name] = self.sums[name] + one if name in self.sums else one
+        return torch.zeros((), device=hidden.device)
+
+    def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        return hidden

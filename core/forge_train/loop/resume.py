@@ -1,0 +1,234 @@
+"""Taking a run's whole state apart for a checkpoint, and putting it together again."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..config import MAY_DIFFER, differences
+from ..contract.job import Job
+from ..ground.errors import ConfigError
+from ..ground.failure import during
+from ..ground.names import canonical
+from ..storage import checkpoint
+from ..storage.placement import check_alike, describe_odd, reduce_partial
+from ..storage.run import plugin_list, saved_plugins
+from ..storage.state import (
+    all_random_states,
+    by_group,
+    keep_rates,
+    load_optimizer_state,
+    merged_groups,
+    optimizer_state,
+    random_states_like,
+    set_random_state_from,
+)
+from ..storage.tree import split
+from .step import Progress, Stepper, tokenizer_digest
+from .weights import Base, compare_shapes, kept, places, read
+
+log = logging.getLogger("forge_train")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A plugin with state: tensors and JSON."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def capture(stepper: Stepper, progress: Progress, base: Base | None = None) -> dict[str, Any]:
+    """Everything that decides how the run goes on.
+
+    Args:
+        stepper: what takes the run's steps.
+        progress: how far it is.
+        base: what holds the weights that `checkpoint.only` leaves out.
+    """
+    job = stepper.job
+    optimizer = optimizer_to_save(stepper)
+    stages = job.dist.gather_stages(describe_odd(optimizer, stepper.model))
+    return {
+        "model": kept(stepper.model, job) if base else stepper.model.state_dict(),
+        "base": dataclasses.asdict(base) if base else None,
+        "optimizer": optimizer,
+        "odd": {kind: sorted({name for odd in stages for name in odd[kind]}) for kind in stages[0]},
+        "schedule": stepper.schedule.state_dict(),
+        "loss_scale": stepper.loss_scale.state_dict() if stepper.loss_scale else None,
+        "data": stepper.loader.state_dict(),
+        "random": all_random_states(job.dist),
+        "models": {name: extra.described() for name, extra in job.extra.items()},
+        "plugins": {name: plugin.state_dict() for name, plugin in _stateful(job)},
+        "progress": {"step": progress.step, "tokens": progress.tokens},
+        "config": job.config.values(volatile=False),
+        "enabled": [entry for entry in plugin_list(job.hooks) if entry["name"] not in job.config.neutral],
+        "providers": _providers(job),
+        "tokenizer": stepper.tokenizer,
+    }
+
+
+def optimizer_to_save(stepper: Stepper) -> dict[str, Any]:
+    """The optimizer's state, once it was seen that all of it can be saved.
+
+    Raises:
+        PluginError: naming what can't.
+    """
+    job = stepper.job
+    reduce_partial(stepper.optimizer)
+    state = optimizer_state(stepper.optimizer, stepper.model)
+    split(state, "optimizer", {})
+    check_alike(state, stepper.model, job.dist)
+    state["param_groups"] = merged_groups(job.dist.gather_stages(state["param_groups"]))
+    return state
+
+
+def restore(stepper: Stepper, progress: Progress, path: Path) -> list[str]:
+    """Put a run where a checkpoint was taken; the changes that were allowed, in words.
+
+    Raises:
+        ConfigError: if the checkpoint is of another model, other plugins or another configuration.
+    """
+    job = stepper.job
+    changes = compare(job, path, silent=True)  # what there is to say was said before the run folder was touched
+    weights = stepper.model.state_dict()
+    fit = compare_shapes(path, weights, job.dist, places(path, job.dist, job.config.train.init_from))
+    like = {f"model.{name}": weights[name] for name, where in fit.files.items() if where == path}
+    like["random"] = random_states_like(checkpoint.shapes(path)["random"][0], job.dist)
+    like |= _sharded(stepper, path)
+    with torch.no_grad():
+        state = checkpoint.load(path, like, job.dist, elsewhere=fit.ignored)
+    read(weights, fit, job.dist, but=path)
+    progress.step, progress.tokens = state["progress"]["step"], state["progress"]["tokens"]
+    same = {slot for slot, name in _providers(job).items() if state["providers"][slot] == name}
+    kept = "optimizer" in same and state["providers"]["optimizer"] not in {key.partition(".")[0] for key in changes}
+    if "optimizer" in same:
+        load_optimizer_state(stepper.optimizer, stepper.model, state["optimizer"], keep_settings=not kept)
+    if "lr_schedule" in same:
+        schedule = state["schedule"]
+        if "optimizer" in same:
+            schedule = by_group(schedule, state["optimizer"], stepper.optimizer, stepper.model)
+        stepper.schedule.load_state_dict(schedule)
+        if not kept:
+            keep_rates(stepper.optimizer, stepper.schedule, state["optimizer"])
+    else:
+        for _ in range(progress.step):
+            stepper.schedule.step()
+    if stepper.loss_scale is not None and "loss_scale" in same:
+        stepper.loss_scale.load_state_dict(state["loss_scale"])
+    stepper.loader.load_state_dict(state["data"] if "build_data" in same else {"sequences": state["data"]["sequences"]})
+    for name, plugin in _stateful(job):
+        if name in state["plugins"]:
+            plugin.load_state_dict(state["plugins"][name])
+    set_random_state_from(state["random"], job.dist, job.seed, progress.step)
+    return changes
+
+
+def _providers(job: Job) -> dict[str, str | None]:
+    """Who fills the slots whose state is saved."""
+    return {slot: job.hooks.provider(slot) for slot in ("optimizer", "lr_schedule", "loss_scale", "build_data")}
+
+
+def _sharded(stepper: Stepper, path: Path) -> dict[str, Tensor]:
+    """State of plugins and the optimizer that is there already, in shards on this topology: to be read in these shards.
+    Their other tensors come whole, or as their parameter lies."""
+    tensors: dict[str, Tensor] = {}
+    split({name: plugin.state_dict() for name, plugin in _stateful(stepper.job)}, "plugins", tensors)
+    split(optimizer_state(stepper.optimizer, stepper.model), "optimizer", tensors)
+    saved = checkpoint.shapes(path)
+    return {
+        name: torch.empty_like(tensor, dtype=saved[name][1])
+        for name, tensor in tensors.items()
+        if hasattr(tensor, "device_mesh") and name in saved and saved[name][0] == tuple(tensor.shape)
+    }
+
+
+def _stateful(job: Job) -> Iterable[tuple[str, Stateful]]:
+    return [(name, plugin) for name, plugin in sorted(job.hooks.plugins.items()) if isinstance(plugin, Stateful)]
+
+
+@during("load")
+def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
+    """What differs between a checkpoint and this run, all of it allowed.
+
+    Args:
+        job: this run.
+        path: the checkpoint.
+        silent: whether to leave out the warnings.
+
+    Raises:
+        ConfigError: where something is not, and for a checkpoint that no run can go on from.
+    """
+    saved = checkpoint.read_state(path)
+    if "optimizer" not in saved:
+        raise ConfigError(f"{path}: holds weights only; start from it with -s train.init_from={path}")
+    if (step := saved["progress"]["step"]) > job.steps:
+        raise ConfigError(f"{path}: is of step {step}, and the run would end at step {job.steps} (train.steps).")
+    allowed = {canonical(name) for name in job.config.checkpoint.allow_changes}
+    changes: list[str] = []
+    refused: list[str] = []
+
+    def note(key: str, text: str) -> None:
+        names = {key, key.partition(".")[0]}
+        (changes if names & allowed else refused).append(text)
+
+    old = {entry["name"]: entry for entry in saved["enabled"]}
+    new = {entry["name"]: entry for entry in plugin_list(job.hooks) if entry["name"] not in job.config.neutral}
+    for name in sorted(old.keys() ^ new.keys()):
+        note(name, f"{name}: plugin {'no longer enabled' if name in old else 'not enabled then'}")
+    if not silent:
+        _warn_of_changed_code(job, path)
+    if saved.get("tokenizer") != tokenizer_digest(job):
+        note("tokenizer", "tokenizer: another one, or with other special tokens")
+    lone = old.keys() ^ new.keys()
+    for key, before, after in differences(saved["config"], job.config.values(volatile=False)):
+        section = key.partition(".")[0]
+        if key not in MAY_DIFFER and section != "parallel" and section not in lone:
+            note(key, f"{key}: {before!r} in the checkpoint, {after!r} now")
+    if refused:
+        keys = ", ".join(f'"{text.partition(":")[0]}"' for text in refused)
+        raise ConfigError(
+            f"{path}: this run differs from the one that saved the checkpoint:\n  "
+            + "\n  ".join(refused)
+            + f"\nIf that is meant: checkpoint.allow_changes = [{keys}]; else use --resume never."
+        )
+    then = saved["config"].get("train.steps")
+    if then and then != job.config.train.steps and not silent:
+        log.warning(
+            "train.steps was %s and is %s: the learning-rate schedule is laid over the new length.", then, job.steps
+        )
+    unused = [name for name in allowed if not any(t.startswith((f"{name}:", f"{name}.")) for t in changes)]
+    if unused:
+        log.info("checkpoint.allow_changes names %s, which did not change.", ", ".join(sorted(unused)))
+    return changes
+
+
+def _warn_of_changed_code(job: Job, path: Path) -> None:
+    """Name every plugin that is not the one which the checkpoint was saved with."""
+    saved = {entry["name"]: entry for entry in saved_plugins(path)}
+    for now in plugin_list(job.hooks):
+        name = now["name"]
+        if name not in saved or job.hooks.enabled[name].observer:
+            continue
+        then = saved[name]
+        if then["version"] != now["version"]:
+            log.warning(
+                "Plugin %r is %s now; the checkpoint was saved with %s.",
+                name,
+                now["version"] or "without a version",
+                then["version"] or "one without a version",
+            )
+        elif then["hash"] != now["hash"]:
+            log.warning(
+                "Plugin %r: code changed, same version (%s): its files are %.8s now, and were %.8s in the checkpoint.",
+                name,
+                now["version"] or "none",
+                now["hash"],
+                then["hash"],
+            )

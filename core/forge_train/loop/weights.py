@@ -1,0 +1,293 @@
+"""Weights from a checkpoint: all of a model's, those that a run starts from, and those that lie beneath a checkpoint
+which holds a part of them (`checkpoint.only`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contract.job import Job
+from ..contract.model import Model
+from ..ground.errors import ConfigError
+from ..ground.failure import during
+from ..ground.present import few
+from ..processes.distributed import DistributedContext
+from ..storage import checkpoint
+from ..storage.seal import weights_digest
+
+log = logging.getLogger("forge_train")
+
+MODEL = "model."
+"""Where the name of a model's tensor begins in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The checkpoint that holds the weights which a run's own checkpoints leave out."""
+
+    path: str
+    digest: str
+    """Of its tensors: a copy has the same, wherever it lies."""
+
+    @classmethod
+    def of(cls, path: Path) -> Base:
+        return cls(str(path.absolute()), weights_digest(path))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How the weights of a checkpoint, and what lies beneath it, fit a model."""
+
+    files: Mapping[str, Path]
+    """Name → the checkpoint that holds it, for what this rank has to read."""
+    ignored: frozenset[str]
+    """What is there and is not this rank's."""
+    missing: tuple[str, ...] = ()
+    """Of all stages: keep the values they start with."""
+    unexpected: tuple[str, ...] = ()
+    """Of all stages: in the checkpoint, and not in the model."""
+
+
+@during("load")
+def load_initial(model: Model, job: Job) -> tuple[Base, Fit] | None:
+    """Take the weights that `train.init_from` names, if it names any.
+
+    Raises:
+        ConfigError: if there are none there, or of another model.
+    """
+    train = job.config.train
+    if not train.init_from:
+        return None
+    path = checkpoint.resolve(Path(train.init_from), job.dist)
+    fit = load_weights(model, job, path, missing=train.init_missing, unexpected=train.init_unexpected)
+    for what, names in (("keep their initial values", fit.missing), ("were left out", fit.unexpected)):
+        if names and job.dist.main:
+            log.info("train.init_from: %d tensors %s: %s", len(names), what, ", ".join(names))
+    return Base.of(path), fit
+
+
+def load_weights(
+    model: Model,
+    job: Job,
+    path: Path,
+    *,
+    base: str = "",
+    missing: Sequence[str] = (),
+    unexpected: Sequence[str] = (),
+) -> Fit:
+    """Take only the weights from a checkpoint.
+
+    Args:
+        model: which gets them.
+        job: whose processes read.
+        path: the checkpoint.
+        base: see `places`.
+        missing: patterns of names that the checkpoint need not hold.
+        unexpected: patterns of names that it may hold beside the model's.
+
+    Raises:
+        ConfigError: if they are of another model, and for a pattern that fits nothing.
+    """
+    weights = model.alone().state_dict()
+    beside = tuple(f"{name}." for name in checkpoint.read_state(path).get("models", {}))
+    found = {name: at for name, at in places(path, job.dist, base).items() if not name.startswith(beside)}
+    fit = compare_shapes(path, weights, job.dist, found, missing=missing, unexpected=unexpected)
+    read(weights, fit, job.dist)
+    return fit
+
+
+@during("load")
+def load_extra(job: Job, found: Path | None = None) -> None:
+    """Give extra models the weights that they name; a trained one only where the run begins.
+
+    Args:
+        job: whose extra models are composed.
+        found: the checkpoint that the run goes on from.
+
+    Raises:
+        ConfigError: if they are of another model, or are not those that the run began with.
+    """
+    before = checkpoint.read_state(found).get("models", {}) if found else {}
+    for name, extra in job.extra.items():
+        saved = before.get(name, {"path": "", "digest": "", "trained": extra.spec.trained})
+        if found and extra.spec.trained:
+            extra.path, extra.digest = saved["path"], saved["digest"]
+            continue
+        if extra.spec.weights:
+            path = checkpoint.resolve(Path(_same(extra.spec.weights, saved["path"])), job.dist)
+            load_weights(extra.model, job, path)
+            extra.path, extra.digest = str(path.absolute()), weights_digest(path)
+        if name in before and extra.digest != saved["digest"]:
+            raise ConfigError(
+                f"{found}: the model {name!r} had the weights of {saved['path'] or 'no checkpoint'}; "
+                f"{extra.path or 'no checkpoint'} gives others."
+            )
+
+
+def _same(wanted: str, saved: str) -> str:
+    """The checkpoint that was taken before, where a whole run is named; it may have newer ones by now."""
+    return saved if saved and Path(saved).is_relative_to(Path(wanted).absolute()) else wanted
+
+
+def read(weights: Mapping[str, Tensor], fit: Fit, dist: DistributedContext, *, but: Path | None = None) -> None:
+    """Fill weights in place.
+
+    Args:
+        weights: of this rank.
+        fit: where each lies.
+        dist: all processes read together.
+        but: a checkpoint that is read elsewhere.
+    """
+    paths = dist.gather_objects(sorted({str(path) for path in fit.files.values()}))
+    for path in sorted({Path(one) for some in paths for one in some} - {but}):
+        like = {f"{MODEL}{name}": weights[name] for name, where in fit.files.items() if where == path}
+        elsewhere = {name.removeprefix(MODEL) for name in checkpoint.shapes(path)} - {
+            n.removeprefix(MODEL) for n in like
+        }
+        with torch.no_grad():
+            checkpoint.load(path, like, dist, only=MODEL, elsewhere=elsewhere)
+
+
+def places(path: Path, dist: DistributedContext, base: str = "") -> dict[str, Path]:
+    """Which checkpoint holds each of a model's tensors: this one, or one that lies beneath it.
+
+    Args:
+        path: a checkpoint.
+        dist: the processes that look together.
+        base: the run or checkpoint beneath a partial one; by default the one that it was saved with.
+
+    Raises:
+        ConfigError: if what should lie beneath it is gone, or is another one.
+    """
+    own = {name.removeprefix(MODEL): path for name in checkpoint.shapes(path) if name.startswith(MODEL)}
+    saved = base_of(checkpoint.read_state(path))
+    if saved is None:
+        return own
+    named = _same(base, saved.path) if base else saved.path
+    told = f"{path} holds a part of the weights, and the others are those of {saved.path}"
+    try:
+        beneath = checkpoint.resolve(Path(named), dist)
+    except ConfigError as error:
+        raise ConfigError(f"{told}.\n{error}\nName a copy of it with train.init_from.") from error
+    if weights_digest(beneath) != saved.digest:
+        raise ConfigError(f"{told}; {beneath} holds others. Name it, or a copy of it, with train.init_from.")
+    return {**places(beneath, dist), **own}
+
+
+def base_of(state: Mapping[str, Any]) -> Base | None:
+    """What lies beneath a checkpoint, if it holds a part of the weights."""
+    return Base(**state["base"]) if state.get("base") else None
+
+
+@dataclass
+class Patterns:
+    """Patterns of names; one that fits nothing is a mistake."""
+
+    key: str
+    given: Sequence[str]
+    fitting: set[str] = field(default_factory=set)
+
+    def take(self, names: Iterable[str]) -> list[str]:
+        """The names that fit one."""
+        taken = []
+        for name in names:
+            if hits := [one for one in self.given if fnmatchcase(name, one)]:
+                self.fitting.update(hits)
+                taken.append(name)
+        return taken
+
+    def check(self, where: str) -> None:
+        """Raises ConfigError for patterns that fitted nothing."""
+        if idle := [one for one in self.given if one not in self.fitting]:
+            raise ConfigError(f"{self.key}: {', '.join(map(repr, idle))} fits nothing that {where}.")
+
+
+def compare_shapes(
+    path: Path,
+    weights: Mapping[str, Tensor],
+    dist: DistributedContext,
+    found: Mapping[str, Path],
+    *,
+    missing: Sequence[str] = (),
+    unexpected: Sequence[str] = (),
+) -> Fit:
+    """Whether a checkpoint holds the weights of all stages of a pipeline.
+
+    Args:
+        path: the checkpoint.
+        weights: of this rank.
+        dist: all processes compare together.
+        found: see `places`; what is not in `path` itself may hold more than the model.
+        missing: see `load_weights`, as for `unexpected`.
+
+    Raises:
+        ConfigError: naming those that differ.
+    """
+    shapes = {where: checkpoint.shapes(where) for where in set(found.values())}
+    stages = dist.gather_stages({name: tuple(tensor.shape) for name, tensor in weights.items()})
+    here = {name: shape for stage in stages for name, shape in stage.items()}
+    saved = {name: shapes[where][f"{MODEL}{name}"][0] for name, where in found.items() if where == path or name in here}
+    may_lack, may_exceed = Patterns("train.init_missing", missing), Patterns("train.init_unexpected", unexpected)
+    lacking, exceeding = (sorted(names) for names in (here.keys() - saved.keys(), saved.keys() - here.keys()))
+    lack, exceed = may_lack.take(lacking), may_exceed.take(exceeding)
+    lines = [
+        f"{name}: {_shape(saved.get(name))} in the checkpoint, {_shape(here.get(name))} in this model"
+        for name in sorted((saved.keys() | here.keys()) - {*lack, *exceed})
+        if saved.get(name) != here.get(name)
+    ]
+    if lines:
+        raise ConfigError(f"{path}: holds another model:\n  " + few(lines, 5, "\n  "))
+    may_lack.check(f"{path} lacks")
+    may_exceed.check(f"{path} holds beside the model")
+    files = {name: found[name] for name in weights if name in found}
+    return Fit(files, frozenset(found.keys() - files.keys()), tuple(lack), tuple(exceed))
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else " × ".join(map(str, shape)) or "a single number"
+
+
+# -- checkpoints that hold a part -------------------------------------------------------------------------------------
+
+
+def kept(model: Model, job: Job) -> dict[str, Tensor]:
+    """The weights that go into this rank's checkpoints: buffers, and the parameters that `checkpoint.only` names."""
+    weights, only = model.state_dict(), job.config.checkpoint.only
+    parameters = {name for name, _ in model.named_parameters()}
+    chosen = {*Patterns("checkpoint.only", only).take(parameters)} if only else parameters
+    return {name: tensor for name, tensor in weights.items() if name not in parameters or name in chosen}
+
+
+def check_kept(model: Model, job: Job, base: Base | None) -> None:
+    """Whether a run can go on from the checkpoints that `checkpoint.only` leaves.
+
+    Raises:
+        ConfigError: for a pattern that fits nothing, and for parameters that would be lost.
+    """
+    if not (only := job.config.checkpoint.only):
+        return
+    if base is None:
+        raise ConfigError("checkpoint.only: this run goes on from checkpoints that hold all weights; start a new run.")
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    own = [name for name, _ in model.named_parameters()]
+    stages = job.dist.gather_stages((trained, own))
+    patterns = Patterns("checkpoint.only", only)
+    chosen = {*patterns.take(name for _, names in stages for name in names)}
+    patterns.check("is a parameter of this model")
+    if lost := sorted({name for names, _ in stages for name in names} - chosen):
+        raise ConfigError(
+            f"checkpoint.only leaves out {lost[0]!r}{f' and {len(lost) - 1} more' if lost[1:] else ''}, which this run "
+            "trains: it would be lost. Add a pattern for it, or freeze it."
+        )
+    beneath = places(Path(base.path), job.dist)
+    if lost := sorted({name for _, names in stages for name in names} - chosen - beneath.keys()):
+        raise ConfigError(
+            f"checkpoint.only leaves out {lost[0]!r}, and {base.path} does not hold it either. Add a pattern for it."
+        )

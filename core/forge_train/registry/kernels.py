@@ -1,0 +1,32 @@
+"""Whether the attention kernel of a run can do what its plugins will ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ..contract.attention import KernelCapabilities
+from ..contract.hooks import Hooks
+from .discovery import discover
+
+SLOT = "attention_kernel"
+
+
+def misfits(hooks: Hooks, asked: Iterable[tuple[str, KernelCapabilities]]) -> Iterator[str]:
+    """A sentence for everything that is asked for and that the kernel lacks.
+
+    Args:
+        hooks: of the run.
+        asked: who asks, in words, and for what.
+    """
+    if (name := hooks.provider(SLOT)) is None:
+        return
+    kernel = hooks.enabled[name]
+    for who, wanted in asked:
+        if lacking := list(kernel.cls.kernel_capabilities.lacks(wanted)):
+            others = sorted(
+                found.name
+                for found in discover()
+                if found.name != name and (able := found.kernel_capabilities) and not [*able.lacks(wanted)]
+            )
+            way_out = f"Installed kernels that have it: {', '.join(others)}." if others else "No installed kernel has."
+            yield f"Plugin {kernel.ref.label} computes attention without {' and '.join(lacking)}; {who}. {way_out}"

@@ -1,0 +1,149 @@
+"""Trials of attention kernels: each capability that one declares, against the formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...contract.attention import AttentionKernel, KernelCapabilities
+from ..bench import Bench, Trials, close
+from ..conformance import SkippedError, require
+
+BATCH, SEQUENCE, HEADS = 2, 12, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a kernel."""
+
+    kv_heads: int = 2
+    queries: int = SEQUENCE
+    asked: dict[str, Any] = field(default_factory=dict)
+
+
+def oracle(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    document_ids: Tensor | None = None,
+    offset: int | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    log_sum_exp: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Attention as its formula has it, in double precision; the output, and the log-sum-exp if asked for."""
+    query, key, value = query.double(), key.double(), value.double()
+    group = query.shape[2] // key.shape[2]
+    key, value = key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
+    logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (scale or query.shape[-1] ** -0.5)
+    if soft_cap is not None:
+        logits = soft_cap * (logits / soft_cap).tanh()
+    queries, keys = query.shape[1], key.shape[1]
+    offset = keys - queries if offset is None else offset
+    rows, columns = (
+        torch.arange(offset, offset + queries, device=key.device)[:, None],
+        torch.arange(keys).to(key.device),
+    )
+    seen = columns <= rows
+    if window is not None:
+        seen = seen & (rows - columns < window)
+    if document_ids is not None:
+        own = document_ids[:, offset : offset + queries]
+        seen = seen & (own[:, None, :, None] == document_ids[:, None, None, :])
+    logits = logits.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double()[None, :, None, None].expand(BATCH, -1, queries, 1)], dim=-1)
+    weights = logits.softmax(-1)[..., :keys]
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, value)
+    return (out, logits.logsumexp(-1)) if log_sum_exp else (out,)
+
+
+def cases(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
+    """What a kernel is called with."""
+    yield "all heads apart", Case(HEADS)
+    yield "grouped heads", Case()
+    yield "one key head", Case(1)
+    yield "another scale", Case(asked={"scale": 0.5})
+    documents = {"document_ids": (torch.arange(SEQUENCE) >= 5).long().expand(BATCH, -1)}
+    if able.documents:
+        yield "documents", Case(asked=documents)
+    if able.offsets:
+        yield "one query, more keys", Case(queries=1)
+        yield "some queries, more keys", Case(queries=5)
+        yield "queries in the middle", Case(queries=5, asked={"offset": 3})
+        yield "one query in the middle", Case(queries=1, asked={"offset": 6})
+    if able.windows:
+        yield "a window", Case(asked={"window": 4})
+        yield "a window wider than the sequence", Case(asked={"window": 2 * SEQUENCE})
+    if able.windows and able.documents:
+        yield "a window and documents", Case(asked={"window": 3, **documents})
+    if able.windows and able.offsets:
+        yield "a window and more keys", Case(queries=3, asked={"window": 4})
+    if able.documents and able.offsets:
+        yield "documents and more keys", Case(queries=6, asked=documents)
+    if able.soft_caps:
+        yield "a soft cap", Case(asked={"soft_cap": 0.7})
+    if able.sinks:
+        yield "sinks", Case(asked={"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])})
+    if able.log_sum_exp:
+        yield "the log-sum-exp", Case(asked={"log_sum_exp": True})
+
+
+def agrees_with_its_formula(bench: Bench) -> str:
+    kernel, able = bench.answer("attention_kernel"), bench.enabled.cls.kernel_capabilities
+    device, head_dim = _device(able), min(able.head_dims, default=8)
+    done = []
+    for what, case in cases(able):
+        query = torch.randn(BATCH, case.queries, HEADS, head_dim, device=device, requires_grad=True)
+        shape = (BATCH, SEQUENCE, case.kv_heads, head_dim)
+        key, value = (torch.randn(shape, device=device, requires_grad=True) for _ in range(2))
+        given = {"query": query, "key": key, "value": value}
+        asked: dict[str, Any] = {
+            name: one.to(device) if isinstance(one, Tensor) else one for name, one in case.asked.items()
+        }
+        if "sinks" in asked:
+            given["sinks"] = asked["sinks"].requires_grad_()
+        got = kernel(query, key, value, **asked)
+        got, wanted = got if isinstance(got, tuple) else (got,), oracle(query, key, value, **asked)
+        require(len(got) == len(wanted), f"{what}: gives {len(got)} tensors, {len(wanted)} were asked for")
+        for name, one, other in zip(("output", "log-sum-exp"), got, wanted, strict=False):
+            close(one, other.float(), f"{what}: {name}", 1e-4)
+        weights = [torch.randn(one.shape, device=device) for one in wanted]
+        totals = [sum((one * by).sum() for one, by in zip(some, weights, strict=True)) for some in (got, wanted)]
+        gradients = [torch.autograd.grad(total, list(given.values())) for total in totals]
+        for name, one, other in zip(given, *gradients, strict=True):
+            close(one, other.float(), f"{what}: gradient of the {name}", 1e-3)
+        done.append(what)
+    if able.dropout:
+        _drops(kernel, device, head_dim)
+        done.append("dropout")
+    return ", ".join(done)
+
+
+def _drops(kernel: AttentionKernel, device: str, head_dim: int) -> None:
+    """With one key for each feature the output is the weights: each is dropped, or divided by the rest."""
+    query, key = (torch.randn(64, head_dim, HEADS, head_dim, device=device) for _ in range(2))
+    value = torch.eye(head_dim, device=device)[None, :, None].expand(64, -1, HEADS, -1)
+    whole, dropped = kernel(query, key, value), kernel(query, key, value, dropout=0.25)
+    kept = dropped != 0
+    close(dropped[kept], whole[kept] / 0.75, "dropout: weights that are kept", 1e-4)
+    share = 1 - float(kept.sum()) / float((whole != 0).sum())
+    require(0.2 < share < 0.3, f"dropout: {share:.2f} of the weights are dropped, 0.25 were asked for")
+
+
+def _device(able: KernelCapabilities) -> str:
+    here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    for device in able.devices or ("cpu",):
+        if here.get(device):
+            return device
+    raise SkippedError(f"it runs on {', '.join(able.devices)} only, and there is none here")
+
+
+TRIALS: Trials = {"attention_kernel": [("agrees with the formula", agrees_with_its_formula)]}

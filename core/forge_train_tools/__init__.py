@@ -1,0 +1,1 @@
+"""What looks at runs from outside: verification, planning, offline work, measurements, launching."""

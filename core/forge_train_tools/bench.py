@@ -1,0 +1,260 @@
+"""Measurements of this machine, on a real run: what forge's loop costs, how fast data and checkpoints are.
+
+The engine's loop and a hand-written one take turns on the same model, optimizer and shapes, a few steps each, so that
+whatever else the machine does meets both alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_train.config.layers import Request
+from forge_train.contract.events import CheckpointEvent, StepResult
+from forge_train.contract.plugin import Plugin, hookimpl
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from forge_train.contract.job import Job
+    from forge_train.contract.model import Model
+    from forge_train.contract.protocols import Loader
+    from forge_train.registry.setup import Setup
+
+TURN = 5
+"""Steps that a loop takes before the other one's turn."""
+WARM_UP = 2
+"""Turns of each that are not counted."""
+FRESH = ("train.init_from=", "train.init_missing=[]", "train.init_unexpected=[]", "checkpoint.only=[]")
+
+
+@dataclass
+class Measured:
+    """What a run told; seconds are CPU seconds of all threads where they are not called wall."""
+
+    steps: int
+    tokens_per_step: int
+    parameters: int
+    flops_per_token: float | None
+    engine: list[float] = field(default_factory=list)
+    """CPU seconds of each turn of the engine."""
+    by_hand: list[float] = field(default_factory=list)
+    """The same of the hand-written loop."""
+    engine_wall: list[float] = field(default_factory=list)
+    data_tokens_per_second: float = 0.0
+    save_seconds: float = 0.0
+    load_seconds: float = 0.0
+    checkpoint_bytes: int = 0
+    matmul_flops: float = 0.0
+    """FLOP/s of a large matrix product here, in the run's precision."""
+
+    @property
+    def speed(self) -> float:
+        """Tokens per CPU-second of the engine, relative to the hand-written loop; the median of all turns."""
+        pairs = zip(self.by_hand, self.engine, strict=True)
+        return statistics.median(hand / engine for hand, engine in pairs)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the engine, by the wall."""
+        return TURN * self.tokens_per_step / statistics.median(self.engine_wall)
+
+    @property
+    def share_of_matmul(self) -> float | None:
+        """FLOP/s of training, as a share of what a matrix product reaches here."""
+        if self.flops_per_token is None or not self.matmul_flops:
+            return None
+        return self.tokens_per_second * self.flops_per_token / self.matmul_flops
+
+    def as_json(self) -> dict[str, Any]:
+        """Every figure by name."""
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "loop_speed": self.speed,
+            "parameters": self.parameters,
+            "flops_per_token": self.flops_per_token,
+            "matmul_flops": self.matmul_flops,
+            "share_of_matmul": self.share_of_matmul,
+            "data_tokens_per_second": self.data_tokens_per_second,
+            "save_seconds": self.save_seconds,
+            "load_seconds": self.load_seconds,
+            "checkpoint_bytes": self.checkpoint_bytes,
+        }
+
+
+class Probe(Plugin):
+    """Measures a run from inside, and takes turns with it; `forge bench` enables it."""
+
+    api = (1, 0)
+    result: Measured
+
+    @hookimpl
+    def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        train = job.config.train
+        self._job, self._model = job, model
+        self.result = Measured(
+            steps=job.steps,
+            tokens_per_step=train.global_batch * train.sequence,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            flops_per_token=model.flops_per_token(train.sequence),
+        )
+        loader = job.hooks.build_data("train")
+        self.result.data_tokens_per_second = data_speed(loader, train.micro_batch * train.sequence)
+        self.result.matmul_flops = matmul_speed(job)
+        self._by_hand = ByHand(job, model.parts[0], optimizer, loader)
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    @hookimpl
+    def on_step(self, step: StepResult) -> None:
+        if step.step % TURN:
+            return
+        self._wait()
+        counts = step.step > WARM_UP * TURN
+        if counts:
+            self.result.engine.append(time.process_time() - self._cpu)
+            self.result.engine_wall.append(time.perf_counter() - self._wall)
+        began = time.process_time()
+        for _ in range(TURN):
+            self._by_hand.step()
+        self._wait()
+        if counts:
+            self.result.by_hand.append(time.process_time() - began)
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    @hookimpl
+    def on_checkpoint(self, event: CheckpointEvent) -> None:
+        if event.kind == "saving":
+            self._wall = time.perf_counter()
+        elif event.kind == "saved":
+            from forge_train.storage import checkpoint
+
+            self.result.save_seconds = time.perf_counter() - self._wall
+            weights = {f"model.{name}": tensor for name, tensor in self._model.state_dict().items()}
+            began = time.perf_counter()
+            checkpoint.load(event.path, weights, self._job.dist)
+            self.result.load_seconds = time.perf_counter() - began
+            self.result.checkpoint_bytes = sum(file.stat().st_size for file in event.path.iterdir())
+
+    def _wait(self) -> None:
+        if self._job.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self._job.device)
+
+
+class ByHand:
+    """The loop one writes without forge: the same module, loss, optimizer and shapes."""
+
+    def __init__(self, job: Job, part: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader) -> None:
+        train = job.config.train
+        self.part, self.optimizer, self.loader, self.device = part, optimizer, loader, job.device
+        self.task, self.clip_norm = job.hooks.task(), train.clip_norm
+        self.accumulation = train.global_batch // train.micro_batch
+
+    def step(self) -> None:
+        import torch
+
+        batches = [next(self.loader) for _ in range(self.accumulation)]
+        weight = sum(self.task.weight(batch) for batch in batches)
+        for batch in batches:
+            batch = batch.to(self.device)
+            hidden = self.part(batch.inputs, **batch.model_inputs())
+            loss: Any = self.task.loss(self.part, hidden, batch) / weight
+            loss.backward()
+        if self.clip_norm:
+            torch.nn.utils.clip_grad_norm_(self.part.parameters(), self.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def measure(request: Request, *, turns: int = 8) -> Measured:
+    """Train as asked, for a few steps in a folder that is removed again, and measure.
+
+    Args:
+        request: model, data and plugins; how long, evaluations and checkpoints are chosen here.
+        turns: of each loop, beside those that warm up.
+
+    Raises:
+        ForgeError: as `forge train` does.
+    """
+    from forge_train.registry.setup import resolve
+
+    steps = (turns + WARM_UP) * TURN
+    own = ("train.tokens=0", f"train.steps={steps}", "train.evaluate_every=0", "checkpoint.every=0", "log.every=10")
+    plugins = (*request.plugins, f"{__name__}:Probe")
+    setup = resolve(dataclasses.replace(request, plugins=plugins, set=(*request.set, *own, *FRESH)))
+    for name, enabled in setup.hooks.enabled.items():
+        if enabled.cls.display:
+            setup.hooks.mute(name)
+    with tempfile.TemporaryDirectory(prefix="forge-bench-") as folder:
+        _train(setup, Path(folder))
+    probe = setup.hooks.plugins["probe"]
+    assert isinstance(probe, Probe)
+    return probe.result
+
+
+def _train(setup: Setup, folder: Path) -> None:
+    from forge_train.engine import train
+
+    train(setup, run_dir=folder, resume="never")
+
+
+def data_speed(loader: Loader, tokens: int, *, seconds: float = 0.5) -> float:
+    """Tokens per second of a loader, by the wall, after a first batch.
+
+    Args:
+        loader: any.
+        tokens: in one of its micro-batches.
+        seconds: how long to look.
+    """
+    next(loader)
+    count, began = 0, time.perf_counter()
+    while (spent := time.perf_counter() - began) < seconds:
+        next(loader)
+        count += 1
+    return count * tokens / spent
+
+
+def matmul_speed(job: Job, *, size: int = 1024, seconds: float = 0.5) -> float:
+    """FLOP/s of a product of two square matrices in the run's precision."""
+    import torch
+
+    one = torch.randn(size, size, device=job.device).to(job.precision.compute)
+    wait: Callable[[], None] = torch.cuda.synchronize if job.device.type == "cuda" else (lambda: None)
+    one @ one
+    wait()
+    count, began = 0, time.perf_counter()
+    while (spent := time.perf_counter() - began) < seconds:
+        one @ one
+        wait()
+        count += 1
+    return count * 2 * size**3 / spent
+
+
+def cpu_seconds(command: Sequence[str], times: int = 5) -> float:
+    """The least CPU time that a process took, over several runs."""
+    found = []
+    for _ in range(times):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)  # os.times() counts in hundredths of a second
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(found)
+
+
+def start_up(commands: Sequence[Sequence[str]], times: int = 5) -> list[float]:
+    """CPU time of each command relative to `python -c pass`; all take turns."""
+    base = [sys.executable, "-c", "pass"]
+    rounds = [[cpu_seconds(command, 1) for command in (base, *commands)] for _ in range(times)]
+    least = [min(column) for column in zip(*rounds, strict=True)]
+    return [one / least[0] for one in least[1:]]

@@ -1,0 +1,1 @@
+"""Local processes: started, watched, and told how they ended."""

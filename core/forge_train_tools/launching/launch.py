@@ -1,0 +1,244 @@
+"""Starting several local processes, and saying in a few lines how they ended. Known without torch.
+
+The processes are commands (`python -m forge_train_tools.launching.launched FOLDER`) that are given a folder:
+`job.json` there says what to do, and each leaves how it ended in `outcome-ATTEMPT-RANK.json`. Only a failure (exit
+code 1) is a failure to the elastic agent, which starts all of them again; whatever else ends a run is told by the
+outcome.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from forge_train.ground.errors import INTERRUPTED, ConfigError, ForgeError
+from forge_train.ground.failure import Failure
+from forge_train.ground.files import write_json
+from forge_train.ground.present import few
+from forge_train.ground.strict_json import loads
+from forge_train.ground.world import World
+
+RESERVED = 16_384
+"""Bytes of a rank's outcome that there is room for in any case."""
+Kind = Literal["own", "lost", "timeout", "killed", "hung"]
+"""Why a rank ended: an error of its own, one because another rank was gone or did not come in time, a signal, or it
+did not end at all."""
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """How one rank ended."""
+
+    rank: int
+    code: int
+    """Of the command, as it would be in one process."""
+    kind: Kind = "own"
+    message: str = ""
+    """What a user is told of its failure."""
+    result: dict[str, Any] = field(default_factory=dict)
+    """What its task returned."""
+    failure: dict[str, Any] = field(default_factory=dict)
+    """Its `Failure`, if it could say."""
+
+    @property
+    def well(self) -> bool:
+        return self.code in (0, INTERRUPTED)
+
+    def as_failure(self) -> Failure:
+        """What is known of how it failed."""
+        if self.failure:
+            return Failure(**self.failure)
+        return Failure(
+            "internal" if self.kind == "killed" else "communication", f"Rank {self.rank} {self.message}", self.rank
+        )
+
+
+@dataclass(frozen=True)
+class WorkerCommand:
+    """What the processes do: each calls a function with the same arguments."""
+
+    function: str
+    """`module:name`; returns JSON in which `code` is the exit code."""
+    arguments: Mapping[str, Any]
+    folder: Path
+    """For `job.json` and the outcomes; emptied first."""
+    logs: Path
+    """Where `rank-N.log` is."""
+    quiet: bool = False
+    """Whether rank 0 too writes into its log instead of on the screen."""
+
+    def write(self, nproc: int) -> None:
+        """Write what the processes are told, and reserve room for what each has to say on a disk that is full then."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        job = {
+            "function": self.function,
+            "arguments": dict(self.arguments),
+            "logs": str(self.logs.absolute()),
+            "quiet": self.quiet,
+            "path": sys.path,
+            "argv": sys.argv,
+        }
+        write_json(self.folder / "job.json", job)
+        for rank in range(nproc):
+            _reserve(self.folder, rank).write_bytes(bytes(RESERVED))
+
+    def log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How all of them ended, the last time they were started."""
+
+    outcomes: Sequence[WorkerResult]
+    """Those that ended badly come first, and of them the one that began it."""
+    signal: int = 0
+    """The signal that ended them at once, before they could save."""
+
+    @property
+    def first(self) -> WorkerResult:
+        return self.outcomes[0]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What the task returned on rank 0."""
+        return next((one.result for one in self.outcomes if one.rank == 0), {})
+
+    @property
+    def code(self) -> int:
+        if self.signal:
+            return 128 + self.signal
+        return self.first.code
+
+    def check(self) -> None:
+        """Raise what went wrong, if anything did.
+
+        Raises:
+            KeyboardInterrupt: if a signal ended them.
+            ForgeError: with the message of the rank that failed first.
+        """
+        if self.signal:
+            raise KeyboardInterrupt
+        if complaint := self.complaint():
+            raise (ConfigError if self.code == ConfigError.code else ForgeError)(complaint)
+
+    def complaint(self) -> str:
+        """What went wrong on the rank that began it, and the others in a line; empty if nothing did."""
+        bad = [one for one in self.outcomes if not one.well]
+        if not bad:
+            return ""
+        first, *others = bad
+        if len(bad) == len(self.outcomes) and all(one.kind == "own" and _line(one) == _line(first) for one in bad):
+            return first.message  # a mistake that every rank found
+        colon = "" if first.kind in ("killed", "hung") else ":"
+        lines = [f"Rank {first.rank}{colon} {first.message}"]
+        lines += [f"Rank {one.rank} failed too: {_line(one)}" for one in others if one.kind in ("own", "killed")][:3]
+        lost = [one.rank for one in others if one.kind in ("lost", "timeout", "hung")]
+        if lost:
+            where = awaited(others)
+            lines.append(f"{_ranks(lost)} ended because of it{f', in {where}' if where else ''}.")
+        return "\n".join(lines)
+
+
+def awaited(outcomes: Iterable[WorkerResult]) -> str:
+    """The collective in which ranks waited for another; empty where none of them says."""
+    lost = (outcome.message for outcome in outcomes if outcome.kind in ("lost", "timeout"))
+    found = (re.search(r"at \S*torch/distributed\S*, in (\w+)", message) for message in lost)
+    return next((match[1] for match in found if match), "")
+
+
+def _line(outcome: WorkerResult) -> str:
+    return outcome.message.splitlines()[0] if outcome.message else f"exit code {outcome.code}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"Rank{'s' * (len(ranks) > 1)} {few(sorted(ranks), 8)}"
+
+
+def outcome_file(folder: Path, attempt: int, rank: int) -> Path:
+    return folder / f"outcome-{attempt}-{rank}.json"
+
+
+def leave(folder: Path, attempt: int, outcome: WorkerResult) -> None:
+    """Write how this rank ended."""
+    file, told = outcome_file(folder, attempt, outcome.rank), dataclasses.asdict(outcome)
+    try:
+        write_json(file, told)
+    except OSError:
+        _reserve(folder, outcome.rank).unlink(missing_ok=True)
+        write_json(file, told)
+
+
+def _reserve(folder: Path, rank: int) -> Path:
+    return folder / f"reserved-{rank}"
+
+
+def left(folder: Path, attempt: int, rank: int) -> WorkerResult | None:
+    """How a rank said it ended; None if it did not come to that."""
+    try:
+        return WorkerResult(**loads(outcome_file(folder, attempt, rank).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def check_alone(option: str) -> None:
+    """Whether this process may start others.
+
+    Raises:
+        ConfigError: if a launcher started it as one of several.
+    """
+    world = World.here()
+    if world.launcher != "none":
+        raise ConfigError(
+            f"{option}: this process was started by {world.launcher} as rank {world.rank} of {world.size} already. "
+            f"Leave {option.split(maxsplit=1)[0]} out, or start one process without {world.launcher}."
+        )
+
+
+def launch(
+    task: WorkerCommand,
+    nproc: int,
+    *,
+    max_restarts: int = 0,
+    last_step: Callable[[], int] = lambda: 0,
+    on_restart: Callable[[str, WorkerResult], None] = lambda why, first: None,
+) -> Ended:
+    """Run a task on local processes, by torchrun's elastic agent in this one.
+
+    SIGINT, SIGTERM and SIGUSR1 go on to all of them; a second one ends them at once. They end when this process does.
+
+    Args:
+        task: what each of them does.
+        nproc: how many.
+        max_restarts: how often a failure starts all of them again.
+        last_step: the step that is known to have been reached, for messages.
+        on_restart: is told why, and how the first rank failed, before they are started again.
+
+    Raises:
+        ConfigError: if this process is itself one of several.
+    """
+    check_alone(f"--nproc {nproc}")
+    task.write(nproc)
+    # As torchrun does, but with a share of the cores instead of one each.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(len(_cores()) // nproc, 1)))
+    from .agent import run_agent
+
+    try:
+        return run_agent(task, nproc, max_restarts=max_restarts, last_step=last_step, on_restart=on_restart)
+    finally:
+        for rank in range(nproc):
+            _reserve(task.folder, rank).unlink(missing_ok=True)
+
+
+def _cores() -> Sequence[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return list(os.sched_getaffinity(0))
+    return range(os.cpu_count() or 1)

@@ -1,0 +1,90 @@
+"""The evaluations of a run, on a checkpoint: one process or several, without training, without a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge_train.composition.compose import compose
+from forge_train.contract.calls import implemented
+from forge_train.contract.job import Job
+from forge_train.ground.world import World
+from forge_train.loop.assembly import joined, prepare_process
+from forge_train.loop.evaluation import Evaluations
+from forge_train.loop.forward import Forward
+from forge_train.loop.weights import load_extra, load_weights
+from forge_train.storage import checkpoint
+
+from ..launching.launch import WorkerCommand, launch
+from .opening import ReadOnlyRun, Wanted, run_folder, setup_of
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What the evaluations of a checkpoint found."""
+
+    checkpoint: str
+    step: int
+    world: int
+    loss: float
+    """Mean over the unmasked tokens of the held-out batches."""
+    tokens: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    """`name.metric`, as in events.jsonl."""
+    unlike_training: tuple[str, ...] = ()
+    """Plugins that put other weights in for evaluations during training; here the checkpoint's own are evaluated."""
+
+
+def evaluate(path: Path, *, wanted: Wanted | None = None, nproc: int = 1) -> Evaluated:
+    """Evaluate the checkpoint, or a run's newest, as its run does.
+
+    Args:
+        path: a run, or a checkpoint.
+        wanted: plugins and values beside the run's own.
+        nproc: local processes to start; one is this one.
+
+    Raises:
+        ConfigError: for a path that is neither, or a configuration that can't be.
+        ForgeError: with the message of the rank that failed first.
+    """
+    wanted = wanted or Wanted()
+    if nproc == 1:
+        return _evaluate(path, wanted)
+    checkpoint.resolve(path)
+    arguments = {"path": str(path), "wanted": dataclasses.asdict(wanted)}
+    with tempfile.TemporaryDirectory(prefix="forge-eval-") as name:
+        folder = Path(name)
+        command = WorkerCommand(f"{__name__}:worker", arguments, folder / "launch", folder / "log", quiet=True)
+        ended = launch(command, nproc)
+        ended.check()
+        found = ended.result["evaluated"]
+    return Evaluated(**{**found, "unlike_training": tuple(found["unlike_training"])})
+
+
+def worker(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    """What each process does."""
+    found = _evaluate(Path(path), Wanted(*(tuple(wanted[name]) for name in ("plugins", "set"))))
+    return {"code": 0, "evaluated": dataclasses.asdict(found)}
+
+
+def _evaluate(path: Path, wanted: Wanted) -> Evaluated:
+    """On one process, or as one of those that a launcher started."""
+    path = checkpoint.resolve(path)
+    saved, world = checkpoint.read_state(path), World.here().size
+    setup = setup_of(path, saved, world=world, wanted=wanted)
+    config, hooks = setup.config, setup.hooks
+    with joined(setup) as dist:
+        job = Job.of(config, hooks, ReadOnlyRun(run_folder(path)), dist)
+        prepare_process(job)
+        model = compose(job).model
+        load_extra(job)
+        load_weights(model, job, path, base=config.train.init_from)
+        found = Evaluations(Forward(job, model), hooks.build_data("validation")).run(saved["progress"]["step"])
+        hooks.on_evaluate(found)
+        unlike = [
+            name for name, one in hooks.enabled.items() if "around" in implemented(one.cls) and name in saved["plugins"]
+        ]
+        return Evaluated(str(path), found.step, world, found.loss, found.tokens, found.metrics, tuple(unlike))

@@ -1,0 +1,297 @@
+"""Generation: one token after the other, with keys and values kept where the model can."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from forge_train.contract.batch import MASKED, Batch
+from forge_train.contract.job import Job
+from forge_train.contract.model import Model
+from forge_train.contract.protocols import Task, Tokenizer
+from forge_train.ground.errors import ConfigError, ForgeError
+from forge_train.ground.tensors import full_tensor
+
+Stopped = Literal["", "tokens", "end", "stop", "length"]
+"""Why a text ended: as many tokens as were asked for, the document's end, a stop string, the model's longest sequence;
+empty while it goes on."""
+
+_REPLACEMENT = "\ufffd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Args:
+        tokens: the most to generate.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: choose among that many of the likeliest; 0 is all.
+        top_p: choose among the fewest of the likeliest whose probabilities reach this sum (Holtzman et al. 2019,
+            arXiv:1904.09751); after top_k.
+        seed: of the generator that draws.
+        stop: texts that end the generation, and are not part of it.
+
+    Raises:
+        ConfigError: with every value that is out of range.
+    """
+
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name}: expected {expected}, found {getattr(self, name)!r}."
+            for name, fits, expected in (
+                ("tokens", self.tokens >= 1, "at least 1"),
+                ("temperature", 0 <= self.temperature < math.inf, "a finite number of at least 0"),
+                ("top_k", self.top_k >= 0, "at least 0 (which is all)"),
+                ("top_p", 0 < self.top_p <= 1, "a number greater than 0 and at most 1"),
+                ("seed", 0 <= self.seed < 2**63, "a number from 0 up to 2⁶³ - 1"),
+                ("stop", all(self.stop), "texts that are not empty"),
+            )
+            if not fits
+        ]
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+
+
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Draw a token id from `logits [vocabulary]`, on the generator's device."""
+    if not sampling.temperature:
+        return int(logits.argmax())
+    order = None
+    if sampling.top_k and sampling.top_k < len(logits):
+        logits, order = logits.topk(sampling.top_k)
+    elif sampling.top_p < 1:
+        logits, order = logits.sort(descending=True, stable=True)
+    probabilities = torch.softmax((logits - logits.max()) / sampling.temperature, dim=0)
+    if sampling.top_p < 1:
+        before = probabilities.cumsum(0) - probabilities
+        probabilities = probabilities[before < sampling.top_p]
+    drawn = int(torch.multinomial(probabilities, 1, generator=generator))
+    return drawn if order is None else int(order[drawn])
+
+
+class Completion:
+    """A text that is being generated: iterate over its pieces, once; then it tells how it went.
+
+    It draws from a generator of its own, and leaves the model in the mode (training or not) in which it was. Over
+    several ranks, all of them must iterate: they get the same tokens.
+
+    Args:
+        job: whose tokenizer and task.
+        model: in one part.
+        prompt: what to go on from; empty for the beginning of a document.
+        sampling: how.
+
+    Raises:
+        ConfigError: for a prompt that leaves no room, a model that can't generate here.
+    """
+
+    def __init__(self, job: Job, model: Model, prompt: str, sampling: Sampling) -> None:
+        if len(model.parts) != 1 or job.dist.layout.cp > 1:
+            raise ConfigError("Text is generated with whole models and sequences; this one is cut by pp or cp.")
+        if not job.hooks.provider("tokenizer"):
+            raise ConfigError("No enabled plugin provides a tokenizer, which generating text needs.")
+        if (given := job.hooks.gives("head")) != "token_logits":
+            raise ConfigError(f"Text is generated from token logits; the head of this model gives {given!r}.")
+        if model.looks_ahead:
+            raise ConfigError(f"This model can't generate text: {model.looks_ahead}.")
+        self._job, self._model, self._part, self._sampling = job, model, model.parts[0], sampling
+        self._tokenizer = job.hooks.tokenizer()
+        self._prompt = self._encode(prompt)
+        room = self._room()
+        self._count = min(sampling.tokens, room)
+        self.stopped: Stopped = ""
+        self.tokens = 0
+        """Generated so far, the document's end not counted."""
+        self.text = ""
+
+    def __iter__(self) -> Iterator[str]:
+        stream, stops = _Stream(self._tokenizer, self._prompt), _Stops(self._sampling.stop)
+        modes = [(module, module.training) for module in self._part.modules()]
+        self._part.eval()
+        try:
+            for token in self._ids():
+                piece = stops.push(stream.push(token))
+                self.text += piece
+                if piece:
+                    yield piece
+                if stops.found:
+                    break
+            piece = stops.push(stream.flush()) + stops.flush()
+            self.text += piece
+            if stops.found:
+                self.stopped = "stop"
+            if piece:
+                yield piece
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            self._model.free_gathered()
+
+    def _ids(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._sampling.seed)
+        logits = _Logits(self._job, self._part, len(self._prompt) + self._count)
+        new: Sequence[int] = self._prompt
+        while self.tokens < self._count:
+            token = self._agree(logits(new)[: self._tokenizer.vocabulary], generator)
+            if token in self._tokenizer.stops:
+                self.stopped = "end"
+                return
+            self.tokens += 1
+            yield token
+            new = [token]
+        self.stopped = "tokens" if self.tokens == self._sampling.tokens else "length"
+
+    def _agree(self, logits: Tensor, generator: torch.Generator) -> int:
+        """The next token, on all ranks that of the first: a rounding difference must not part them."""
+        token: int = self._job.dist.on_main(lambda: choose(logits, self._sampling, generator))
+        return token
+
+    def _encode(self, prompt: str) -> list[int]:
+        """Token ids of the prompt; where a document has no beginning, the end of another precedes it."""
+        if ids := [*self._tokenizer.begin, *self._tokenizer.encode(prompt)]:
+            return ids
+        if self._tokenizer.end is None:
+            raise ConfigError("The tokenizer has no token that begins a document; give a prompt to go on from.")
+        return [self._tokenizer.end]
+
+    def _room(self) -> int:
+        longest = getattr(self._part, "max_sequence", None)
+        if longest is None:
+            return self._sampling.tokens
+        if len(self._prompt) >= longest:
+            raise ConfigError(
+                f"The prompt has {len(self._prompt)} tokens; the model was made for sequences of at most {longest}, "
+                "the generated tokens included. Shorten the prompt."
+            )
+        return int(longest) - len(self._prompt)
+
+
+class _Logits:
+    """Logits of the next token, given the tokens that are new."""
+
+    def __init__(self, job: Job, part: nn.Module, length: int) -> None:
+        self._part, self._device = part, job.device
+        self._task: Task = job.hooks.task()
+        self._cache = _new_cache(part, length) if _continues(job) else None
+        self._ids: list[int] = []
+
+    @torch.no_grad()
+    def __call__(self, new: Sequence[int]) -> Tensor:
+        """`[vocabulary]` fp32 on the CPU.
+
+        Raises:
+            ForgeError: if they are no numbers.
+        """
+        self._ids += new
+        ids = torch.tensor([self._ids if self._cache is None else new], device=self._device)
+        hidden = self._part(ids) if self._cache is None else self._part(ids, cache=self._cache)
+        last = Batch(inputs=ids[:, -1:], labels=torch.full_like(ids[:, -1:], MASKED))
+        logits = full_tensor(self._task.outputs(self._part, hidden[:, -1:], last))[0, -1].float().cpu()
+        if bool(logits.isnan().any()):
+            raise ForgeError(f"The model's logits are NaN after {len(self._ids)} tokens: its weights are damaged.")
+        return logits
+
+
+def _continues(job: Job) -> bool:
+    """Whether attention can go on from a cache, with fewer queries than keys."""
+    name = job.hooks.provider("attention_kernel")
+    return name is None or job.hooks.enabled[name].cls.kernel_capabilities.offsets
+
+
+def _new_cache(part: nn.Module, length: int) -> Any:
+    """A cache for one sequence, or None where the model, or one of its layers (TypeError), keeps none."""
+    make = getattr(part, "new_cache", None)
+    try:
+        return make(1, length) if make is not None else None
+    except TypeError:
+        return None
+
+
+class _Stream:
+    """Tokens to pieces of text. What may be the first half of a character waits for the other.
+
+    Only the newest tokens are decoded, together with some before them, because what a token reads as can depend on its
+    neighbours; the first of these begins a character, because one broken byte can spoil all that are next to it.
+    """
+
+    CONTEXT = 5
+    """Tokens before the new ones that are decoded with them, at least."""
+    PATIENCE = 8
+    """Tokens that may wait. A character has at most four bytes, so what waits longer is not UTF-8."""
+    REST = 3
+    """The newest of these that may yet be the beginning of a character."""
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(before)
+        self._cuts = [0, len(self._ids)]
+        """Where a piece began; the last is where the next one does."""
+
+    def push(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._decode(len(self._ids))
+        if not text.endswith(_REPLACEMENT):
+            return self._take(len(self._ids), text)
+        if len(self._ids) - self._cuts[-1] > self.PATIENCE:
+            upto = len(self._ids) - self.REST
+            return self._take(upto, self._decode(upto))
+        return ""
+
+    def flush(self) -> str:
+        """What still waits."""
+        return self._take(len(self._ids), self._decode(len(self._ids)))
+
+    def _decode(self, upto: int) -> str:
+        return self._tokenizer.decode(self._ids[:upto])
+
+    def _take(self, upto: int, text: str) -> str:
+        piece = text[len(self._decode(self._cuts[-1])) :]
+        self._cuts.append(upto)
+        drop = max((cut for cut in self._cuts if cut <= upto - self.CONTEXT), default=0)
+        self._ids = self._ids[drop:]
+        self._cuts = [cut - drop for cut in self._cuts if cut >= drop]
+        return piece
+
+
+class _Stops:
+    """Holds text back as long as a stop string may be beginning in it."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._held = ""
+        self.found = False
+
+    def push(self, piece: str) -> str:
+        """What can be shown: all up to the first stop string, and nothing after it."""
+        if self.found:
+            return ""
+        text = self._held + piece
+        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return text[: min(places)]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest beginning of `stop` that `text` ends with."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

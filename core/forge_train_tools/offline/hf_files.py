@@ -1,0 +1,182 @@
+"""A model's folder in Hugging Face layout: `config.json`, and tensors in one or several safetensors files."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from forge_train.ground.errors import ConfigError, describe
+from forge_train.ground.present import few
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What weights can be stored as."""
+SHARD_BYTES = 5_000_000_000
+"""Largest file that is written, if its tensors are not larger."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that was opened for reading; no tensor is in memory."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Entry] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path) -> Folder:
+        """Read what describes the model, and the header of every file.
+
+        Raises:
+            ConfigError: saying what is missing or can't be read.
+        """
+        if not path.is_dir():
+            raise ConfigError(f"{path}: there is no such folder.")
+        if not (path / CONFIG).is_file():
+            raise ConfigError(f"{path}: not a model in Hugging Face layout: there is no {CONFIG}.")
+        config = table(path / CONFIG)
+        if (path / INDEX).is_file():
+            return cls(path, config, _indexed(path))
+        if (path / SINGLE).is_file():
+            return cls(path, config, _header(path / SINGLE))
+        others = sorted(file.name for pattern in ("*.bin", "*.safetensors") for file in path.glob(pattern))
+        hint = f" There is {', '.join(others[:3])}; only safetensors files of these names are read." if others else ""
+        raise ConfigError(f"{path}: there is neither {SINGLE} nor {INDEX}.{hint}")
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, as it is stored."""
+        with safe_open(self.tensors[name].file, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+def table(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: can't be read: {describe(error)}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: expected a JSON object, found {type(found).__name__}.")
+    return found
+
+
+def _header(file: Path) -> dict[str, Entry]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
+            return {name: Entry(file, tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: not a whole safetensors file: {describe(error)}") from error
+
+
+def _indexed(path: Path) -> dict[str, Entry]:
+    """The tensors of several files; the index must say what is in them."""
+    index = table(path / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise ConfigError(f"{path / INDEX}: there is no weight_map of tensors to files.")
+    found: dict[str, Entry] = {}
+    wrong: list[str] = []
+    for name in sorted(set(index.values())):
+        if Path(name).name != name or not (path / name).is_file():
+            wrong.append(f"{name}: there is no such file")
+            continue
+        inside = _header(path / name)
+        listed = {tensor for tensor, file in index.items() if file == name}
+        wrong += [f"{name}: {tensor} is not in it" for tensor in sorted(listed - inside.keys())]
+        wrong += [f"{name}: {tensor} is in it, but not in the index" for tensor in sorted(inside.keys() - listed)]
+        found |= inside
+    if wrong:
+        raise ConfigError(f"{path / INDEX} does not fit the files:" + indented(wrong))
+    return found
+
+
+def indented(lines: Iterable[str]) -> str:
+    """An indented list, cut short."""
+    return "\n  " + few(lines, 8, "\n  ")
+
+
+# -- writing ------------------------------------------------------------------------------------------------------
+
+
+def write_tensors(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    read: Callable[[str], Tensor],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Write tensors, one at a time, into as few files as their sizes allow.
+
+    Args:
+        folder: where to; it exists.
+        shapes: name → shape, in the order in which they are written.
+        dtype: what to store.
+        read: gives a tensor by its name.
+        shard_bytes: the most that is put into a file.
+    """
+    shards = _shards({name: _bytes(shape, dtype) for name, shape in shapes.items()}, shard_bytes)
+    files = [
+        folder / (SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors")
+        for number in range(1, len(shards) + 1)
+    ]
+    for file, names in zip(files, shards, strict=True):
+        _write_file(file, {name: shapes[name] for name in names}, dtype, read)
+    if len(files) > 1:
+        total = sum(_bytes(shape, dtype) for shape in shapes.values())
+        where = {name: file.name for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return files
+
+
+def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    room = limit
+    for name, size in sizes.items():
+        if size > room and shards[-1]:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _write_file(
+    file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Callable[[str], Tensor]
+) -> None:
+    """The format of https://github.com/huggingface/safetensors#format, whose own writer wants all tensors at once."""
+    stored = next(name for name, known in DTYPES.items() if known == dtype)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + _bytes(shape, dtype)
+        header[name] = {"dtype": stored, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for name in shapes:
+            tensor = read(name).to(dtype).contiguous()
+            out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return dtype.itemsize * torch.Size(shape).numel()

@@ -1,0 +1,284 @@
+"""Weights from and to Hugging Face layout. Which model is how named there, plugins tell (`import_hf`, `export_hf`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_train.composition.initialise import tied_groups
+from forge_train.config.layers import Request, preset
+from forge_train.contract.hooks import Hooks
+from forge_train.contract.job import Job
+from forge_train.contract.model import Model
+from forge_train.contract.protocols import HFModel
+from forge_train.ground.errors import ConfigError, ForgeError, PluginError, describe
+from forge_train.ground.files import write_json
+from forge_train.loop.weights import MODEL, places
+from forge_train.registry.discovery import discover
+from forge_train.registry.setup import Setup, resolve
+from forge_train.registry.write import comments_in, to_toml
+from forge_train.storage import checkpoint, dcp, model_files
+from forge_train.storage.model_files import TOKENIZER
+from forge_train.storage.run import plugin_list
+
+from .hf_files import CONFIG, DTYPES, SHARD_BYTES, Folder, indented, table, write_tensors
+from .opening import compose_meta, lone_job, setup_of
+
+EDITABLE = "config.toml"
+"""What is meant to be edited in an imported checkpoint; everything else is sealed."""
+PRESET = "finetune"
+"""Beneath an imported checkpoint's configuration."""
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of a `config.json` that come from the tokenizer, or from the model that was imported."""
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What was imported or exported."""
+
+    path: Path
+    parameters: int
+    files: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """What the user should know."""
+
+
+# -- import -------------------------------------------------------------------------------------------------------
+
+
+def import_checkpoint(
+    source: Path, target: Path, *, plugins: tuple[str, ...] = (), without: tuple[str, ...] = ()
+) -> Exchanged:
+    """Make a checkpoint, of weights only, of a folder in Hugging Face layout.
+
+    Its `config.toml` describes the model for forge and begins with these weights: `forge train TARGET/config.toml`
+    trains them further. The tensors pass through memory a few at a time, and become the dtype of forge's parameters.
+
+    Args:
+        source: `config.json` with `model.safetensors`, or with several files and their index.
+        target: the checkpoint's folder, which is not there yet.
+        plugins: to enable beside the defaults; one of all of them must know the architecture.
+        without: to disable.
+
+    Raises:
+        ConfigError: for a folder, an architecture or tensors that can't be imported; nothing is written then.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists; name a new folder.")
+    folder = Folder.open(source)
+    layout, setup = _understand(folder, target, plugins, without)
+    job = lone_job(setup, source, "cpu")
+    takes_file = model_files.option(setup.hooks) is not None
+    model = compose_meta(job, text=False)
+    _compare(folder, layout, model)
+    notes = _tokenizer_notes(folder, job) if takes_file else ()
+    weights = model.state_dict()
+    state = {
+        "model": weights,
+        "progress": {"step": 0, "tokens": 0},
+        "config": setup.config.values(volatile=False),
+        "enabled": [entry for entry in plugin_list(setup.hooks) if entry["name"] not in setup.config.neutral],
+        "imported": {"from": str(source.absolute()), "architectures": folder.config.get("architectures")},
+    }
+
+    def contents(name: str) -> Tensor:
+        own = name.removeprefix("model.")
+        return folder.read(layout.names[own]).to(weights[own].dtype)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        beside = _describe(Path(scratch), folder, target, setup)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            checkpoint.write(target, 0, state, job.dist, beside=beside, contents=contents, editable=(EDITABLE,))
+        except OSError as error:
+            raise ConfigError(f"{target}: can't be written: {error.strerror or error}.") from error
+        finally:
+            shutil.rmtree(target.with_name(f".{target.name}.partial"), ignore_errors=True)
+    files = tuple(sorted({entry.file.name for entry in folder.tensors.values()}))
+    return Exchanged(target, sum(tensor.numel() for tensor in weights.values()), files, notes)
+
+
+def _understand(
+    folder: Folder, target: Path, plugins: tuple[str, ...], without: tuple[str, ...]
+) -> tuple[HFModel, Setup]:
+    """How the model is built and named, and the configuration that trains it."""
+    file = folder.path / CONFIG
+    request = Request(config=PRESET, plugins=plugins, without=without, sections_from=str(file))
+    bare = resolve(request, training=False)
+    hooks, sequence = bare.hooks, bare.config.train.sequence
+    try:
+        layout = hooks.import_hf(folder.config)
+    except ForgeError as error:
+        raise ConfigError(f"{folder.path}: {error}") from error
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        raise ConfigError(f"{file}: a value has another type than is expected: {describe(error)}") from error
+    if layout is None:
+        raise ConfigError(f"{file}: {_unknown(folder.config, hooks)}")
+    longest = folder.config.get("max_position_embeddings")
+    train = {"sequence": min(sequence, longest) if isinstance(longest, int) else sequence}
+    sections: dict[str, Mapping[str, Any]] = {**layout.sections, "train": train}
+    if (folder.path / TOKENIZER).is_file() and (place := model_files.option(hooks)):
+        sections[place[0]] = {**sections.get(place[0], {}), place[1]: str(folder.path.absolute())}
+    setup = resolve(dataclasses.replace(request, sections=sections))
+    started = dataclasses.replace(setup.config.train, init_from=str(target.absolute()))  # which asks for a text
+    return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
+
+
+def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
+    """What is said of an architecture that no enabled plugin reads: those that are known, and who else knows it."""
+    named = config.get("architectures") or [config.get("model_type")]
+    asked = ", ".join(hooks.implementers("import_hf")) or "none"
+    known = sorted({name for one in hooks.enabled.values() for name in one.cls.architectures})
+    others = [one.name for one in discover() if set(one.architectures) & set(named) and one.name not in hooks.enabled]
+    text = f"no enabled plugin knows the architecture {named!r} (asked: {asked}). Known: {', '.join(known) or 'none'}."
+    return f"{text} Enable {' or '.join(others)} with --plugins." if others else text
+
+
+def _compare(folder: Folder, layout: HFModel, model: Model) -> None:
+    """Whether the folder holds exactly the model's tensors.
+
+    Raises:
+        ConfigError: naming every difference.
+        PluginError: if the layout does not name the model's parameters.
+    """
+    weights = model.state_dict()
+    if layout.names.keys() != weights.keys():
+        lines = [f"{name}: not named" for name in sorted(weights.keys() - layout.names.keys())]
+        lines += [f"{name}: not in the model" for name in sorted(layout.names.keys() - weights.keys())]
+        raise PluginError("import_hf describes another model than is built here:" + indented(lines))
+    wrong: list[str] = []
+    for own, name in layout.names.items():
+        entry, shape = folder.tensors.get(name), tuple(weights[own].shape)
+        if entry is None:
+            wrong.append(f"{name}: missing ({_words(shape)})")
+        elif entry.shape != shape:
+            wrong.append(f"{name}: {_words(entry.shape)} in {entry.file.name}, {_words(shape)} by {CONFIG}")
+        elif entry.dtype not in DTYPES:
+            wrong.append(f"{name}: stored as {entry.dtype}; weights are expected as {', '.join(DTYPES)}")
+    for name in sorted(folder.tensors.keys() - set(layout.names.values())):
+        if not any(re.fullmatch(pattern, name) for pattern in layout.leftovers):
+            wrong += _is_a_copy(folder, name, layout, model)
+    if wrong:
+        raise ConfigError(f"{folder.path}: the tensors are not those of the model in {CONFIG}:" + indented(wrong))
+
+
+def _is_a_copy(folder: Folder, name: str, layout: HFModel, model: Model) -> list[str]:
+    """A tensor that no parameter takes: fine if it is the copy of a tied one."""
+    tied = [layout.names[one] for group in tied_groups(*model.parts) for one in group if one in layout.names]
+    others = [other for other in tied if other in folder.tensors]
+    if any(torch.equal(folder.read(name), folder.read(other)) for other in others):
+        return []
+    return [f"{name}: no parameter takes it" + (f", and it is no copy of {', '.join(others)}" if others else "")]
+
+
+def _words(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape)) or "a single number"
+
+
+def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list[Path]:
+    """The files that lie beside the tensors. The configuration names them as its neighbours, so that the checkpoint can
+    be moved."""
+    here = {"train": {**setup.config.as_written.get("train", {}), "init_from": "./"}}
+    config = dataclasses.replace(setup.config, as_written={**setup.config.as_written, **here})
+    beside = [scratch / EDITABLE, scratch / "plugins.json"]
+    if found := model_files.files(folder.path):
+        if TOKENIZER in found:
+            config = model_files.relative(config, setup.hooks, folder.path)
+        model_files.copy(found, scratch / model_files.FOLDER)
+        beside.append(scratch / model_files.FOLDER)
+    notes = comments_in(preset(PRESET)) | {("train", "init_from"): "the weights that were imported"}
+    text = f"# forge train {target.name}/{EDITABLE} -s text.path=YOUR_TEXT\n\n"
+    beside[0].write_text(text + to_toml(config, setup.hooks, notes=notes), encoding="utf-8")
+    write_json(beside[1], plugin_list(setup.hooks))
+    return beside
+
+
+def _tokenizer_notes(folder: Folder, job: Job) -> tuple[str, ...]:
+    if not (folder.path / TOKENIZER).is_file():
+        text = f"{folder.path} has no {TOKENIZER}: the configuration reads bytes, as few models have learned to."
+        return (f"{text} Name its tokenizer before training on text.",)
+    if not job.hooks.provider("tokenizer"):
+        return (f"{folder.path / TOKENIZER} can't be used with this model; name another before training on text.",)
+    return ()
+
+
+# -- export -------------------------------------------------------------------------------------------------------
+
+
+def export_checkpoint(
+    source: Path, target: Path, *, dtype: torch.dtype = torch.float32, shard_bytes: int = SHARD_BYTES
+) -> Exchanged:
+    """Write the model of a run (its newest whole checkpoint) or of a checkpoint in Hugging Face layout.
+
+    Args:
+        source: a run, or a checkpoint; what it holds is verified first.
+        target: a folder that is not there yet, or empty.
+        dtype: what the weights are stored as.
+        shard_bytes: the most that is put into one file.
+
+    Raises:
+        ConfigError: for a model that the layout can't express, a target that is in use.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists and is not empty; name a new folder.")
+    source = checkpoint.resolve(source)
+    setup = setup_of(source, checkpoint.read_state(source))
+    beside = model_files.of(setup.config, setup.hooks, source)
+    job = lone_job(setup, source, "cpu")
+    model = compose_meta(job, text=False)
+    layout = job.hooks.export_hf()
+    if layout is None:
+        raise ConfigError(f"{source}: no plugin of it can write its model in Hugging Face layout (export_hf).")
+    own = {layout.names.get(name, ""): f"{MODEL}{name}" for name in model.state_dict()}
+    if homeless := sorted(name for name in model.state_dict() if name not in layout.names):
+        raise ConfigError(f"{source}: there is no place in Hugging Face layout for" + indented(homeless))
+    where = {f"{MODEL}{name}": at for name, at in places(source, job.dist, setup.config.train.init_from).items()}
+    shapes = {at: checkpoint.shapes(at) for at in set(where.values())}
+    stored = {key: shapes[where[key]][key] for key in own.values()}
+    part = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        described = {**_special_tokens(beside, job), **layout.config, "torch_dtype": str(dtype).removeprefix("torch.")}
+        write_json(part / CONFIG, described)
+        files = write_tensors(
+            part,
+            {name: stored[key][0] for name, key in own.items()},
+            dtype,
+            lambda name: dcp.read_one(where[own[name]], own[name], *stored[own[name]]),
+            shard_bytes=shard_bytes,
+        )
+        for name, file in beside.items():
+            if name != CONFIG:
+                (part / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, part / name)
+        part.replace(target)
+    except OSError as error:
+        raise ForgeError(f"{target}: can't be written: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    notes = () if TOKENIZER in beside else (f"The run has no {TOKENIZER} to put beside the weights.",)
+    parameters = sum(tensor.numel() for tensor in model.state_dict().values())
+    return Exchanged(target, parameters, tuple(file.name for file in files), notes)
+
+
+def _special_tokens(beside: Mapping[str, Path], job: Job) -> dict[str, Any]:
+    """The ids of special tokens for `config.json`: as the imported model had them, else the tokenizer's."""
+    if CONFIG in beside:
+        own = table(beside[CONFIG])
+        return {key: own[key] for key in SPECIAL if key in own}
+    if not job.hooks.provider("tokenizer"):
+        return {}
+    tokenizer = job.hooks.tokenizer()
+    begin = tokenizer.begin[0] if len(tokenizer.begin) == 1 else None
+    stops = [*tokenizer.stops] if len(tokenizer.stops) > 1 else tokenizer.end
+    return {"bos_token_id": begin, "eos_token_id": stops, "pad_token_id": None}

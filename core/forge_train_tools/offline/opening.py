@@ -1,0 +1,172 @@
+"""Opening a run or a checkpoint to look at its model: on one process, without training, without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from forge_train.composition.compose import compose
+from forge_train.composition.initialise import allocate
+from forge_train.config.layers import Request, lay
+from forge_train.contract.job import Job
+from forge_train.contract.model import Model
+from forge_train.contract.run import Run
+from forge_train.ground.errors import ConfigError, ForgeError
+from forge_train.ground.layout import Device, Layout
+from forge_train.ground.names import canonical
+from forge_train.loop.weights import load_weights
+from forge_train.processes.distributed import DistributedContext, choose_device
+from forge_train.registry.discovery import plugin_name
+from forge_train.registry.setup import Setup, resolve
+from forge_train.storage import checkpoint
+from forge_train.storage.run import is_run
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model as a checkpoint holds it."""
+
+    job: Job
+    model: Model
+    path: Path
+    """The checkpoint."""
+    step: int
+    tokens: int
+
+
+class ReadOnlyRun(Run):
+    """The folder of a run that is only looked at."""
+
+    def artifact(self, name: str) -> NoReturn:
+        self._refuse(f"artifacts/{name}")
+
+    def open(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("its description")
+
+    def event(self, name: str, step: int, **fields: Any) -> NoReturn:
+        self._refuse("events.jsonl")
+
+    def metrics(self, line: Mapping[str, Any]) -> NoReturn:
+        self._refuse("metrics.jsonl")
+
+    def end(self, outcome: Mapping[str, Any]) -> NoReturn:
+        self._refuse("outcome.json")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ForgeError(f"{self.dir} is only being looked at; {what} can't be written.")
+
+
+def open_model(path: Path, *, device: Device | None = None, text: bool = True) -> Opened:
+    """The model of a run (its newest whole checkpoint) or of a checkpoint, with its weights, on this process alone.
+
+    The plugins are those that it was trained with, but for those that change no number. Nothing is written.
+
+    Args:
+        path: a run, or a checkpoint.
+        device: where to; by default where it was trained, or what there is here.
+        text: whether the tokenizer is needed. Weights alone are there also where it is gone.
+
+    Raises:
+        ConfigError: for a path that is neither, a plugin that is not installed, a checkpoint of another model.
+    """
+    path = checkpoint.resolve(path)
+    saved = checkpoint.read_state(path)
+    setup = setup_of(path, saved)
+    job = lone_job(setup, path, device)
+    model = compose_meta(job, text=text)
+    for part in model.parts:
+        allocate(part, job.device)
+    load_weights(model, job, path, base=job.config.train.init_from)
+    model.train(False)
+    return Opened(job, model, path, saved["progress"]["step"], saved["progress"]["tokens"])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for beside the configuration of a checkpoint that is to be evaluated."""
+
+    plugins: tuple[str, ...] = ()
+    set: tuple[str, ...] = ()
+
+
+def setup_of(path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wanted | None = None) -> Setup:
+    """The configuration and the plugins that a checkpoint was saved with, without those that change no number.
+
+    Args:
+        path: the checkpoint.
+        saved: its state.
+        world: number of processes; several share the data, by the default plugin for that.
+        wanted: what else, if it is to be evaluated, with data and all; without, it is only looked at.
+
+    Raises:
+        ConfigError: naming what is not installed any more, or is not as it was.
+    """
+    file = str(path / "config.toml")
+    tree = lay(Request(config=file)).tree
+    asked = [spec for key in ("plugins",) for spec in _names(tree.values.get((key,)))]
+    defaults = [value.value for value in tree.below(("defaults",)).values() if isinstance(value.value, str)]
+    named = {plugin_name(spec) for spec in (*asked, *defaults)} - {""}
+    already = {canonical(name) for name in _names(tree.values.get(("without",)))}
+    kept = {entry["name"] for entry in saved["enabled"]}
+    needed = {value.value for value in tree.below(("defaults", "distributed")).values()} if world > 1 else set()
+    asked_for = wanted or Wanted()
+    more = {plugin_name(spec) for spec in asked_for.plugins}
+    request = Request(
+        config=file,
+        plugins=asked_for.plugins,
+        without=tuple(sorted(named - kept - already - needed - more)),
+        set=(*Layout(dp_shard=world).settings(), *asked_for.set),
+    )
+    try:
+        return resolve(request, world=world, training=wanted is not None)
+    except ConfigError as error:
+        raise ConfigError(f"{path} can't be opened with the plugins that are installed now:\n{error}") from error
+
+
+def lone_job(setup: Setup, path: Path, device: Device | None = None) -> Job:
+    """A job of one process, whatever a launcher says, that leaves no trace.
+
+    Raises:
+        ConfigError: for a device that was asked for and is not here.
+    """
+    try:
+        chosen = choose_device(device or setup.config.run.device)
+    except ConfigError:
+        if device:
+            raise
+        chosen = choose_device("auto")
+    return Job.of(setup.config, setup.hooks, ReadOnlyRun(run_folder(path)), DistributedContext(Layout(), chosen))
+
+
+def run_folder(path: Path) -> Path:
+    """The run of a checkpoint; the checkpoint itself, where it lies alone."""
+    return path.parent.parent if is_run(path.parent.parent) else path
+
+
+def compose_meta(job: Job, *, text: bool) -> Model:
+    """The composed model, on the meta device.
+
+    Args:
+        job: a lone one.
+        text: whether the tokenizer is needed. One that is gone, or does not fit the model, is else left out.
+
+    Raises:
+        ConfigError: for a composition that can't be.
+    """
+    try:
+        return compose(job, allocate=False, extra=False).model
+    except ConfigError as error:
+        if text or job.hooks.provider("tokenizer") is None:
+            raise
+        job.hooks.vacate("tokenizer")
+        try:
+            return compose(job, allocate=False, extra=False).model
+        except ConfigError:
+            raise error from None
+
+
+def _names(value: Any) -> list[str]:
+    found = value.value if value is not None else []
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []

@@ -1,0 +1,48 @@
+"""What is off with a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from forge_train.ground.axes import AXES
+from forge_train.ground.present import few, gib
+from forge_train.registry.discovery import discover
+
+if TYPE_CHECKING:
+    from . import Memory, Traffic
+    from .parameters import Giant
+    from .roofline import Device
+
+
+def warnings(
+    crossing: Sequence[str],
+    traffic: Sequence[Traffic],
+    whole: Sequence[Giant],
+    world: int,
+    device: Device | None,
+    memory: Memory,
+) -> Iterator[str]:
+    """Sentences for people."""
+    for axis in crossing:
+        if AXES[axis].every_layer:
+            size = sum(one.bytes for one in traffic if axis in one.axis.split(" × "))
+            yield (
+                f"{axis} crosses nodes: its collectives, which each layer waits for, send {gib(size)} a step over the "
+                f"slow network. Choose parallel.{axis} so that it divides the ranks of a node."
+            )
+    if whole and world > 1:
+        names = few(f"{giant.name} ({gib(giant.bytes)})" for giant in whole)
+        yield f"Each of the {world} ranks holds the whole of {names}.{_savers('parameters', 'spread parameters')}"
+    if device is not None and memory.peak is not None and memory.peak > device.memory:
+        yield (
+            f"A step takes {gib(memory.peak)} at its peak, and {device.name} has {gib(device.memory)}. A smaller "
+            "train.micro_batch, or more ranks that share a copy of the model, need less."
+            f"{_savers('activations', 'keep fewer activations')}"
+        )
+
+
+def _savers(part: str, how: str) -> str:
+    """The installed plugins that make a part of a rank's memory smaller."""
+    names = sorted(found.name for found in discover() if part in found.saves)
+    return f" Plugins that {how}: {', '.join(names)}." if names else ""

@@ -1,0 +1,86 @@
+"""What a rehearsal writes down, and what is counted from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from forge_train.ground.errors import describe
+
+from .communication import Collective
+from .growth import Event
+from .roofline import Kernel
+
+END = Event("end", ())
+
+
+@dataclass
+class Recorded:
+    """What one rank does in a step, after its first one, event by event. `notes` say what could not be found."""
+
+    parameters: int = 0
+    """Bytes."""
+    buffers: int = 0
+    gradients: int = 0
+    """Bytes of the gradients that the optimizer is given; where a step could not be taken, of what they belong to."""
+    optimizer: int | None = None
+    """Bytes of its state."""
+    changes: list[Event] = field(default_factory=list)
+    """Bytes that a storage gained or lost, in order of time; `END` where the backward pass has ended."""
+    calls: list[Event] = field(default_factory=list)
+    """Kernels and collectives, with how often in a step."""
+    failed: bool = False
+    """Whether the step could not be taken."""
+    notes: list[str] = field(default_factory=list)
+
+    def not_found(self, what: str, error: Exception) -> None:
+        self.notes.append(f"{what}: not known before it is allocated ({describe(error)})")
+
+
+@dataclass
+class Rehearsed:
+    """A step's events, counted. None is what could not be found; `notes` say why."""
+
+    gradients: int
+    optimizer: int | None
+    buffers: int
+    activations: int | None = None
+    """The most bytes at once of all that is no parameter, buffer, gradient or state of the optimizer."""
+    logits: int | None = None
+    """The most at once of what has the shape of the head's results."""
+    peak: int | None = None
+    """The most bytes at once of everything."""
+    sent: Counter[Collective] = field(default_factory=Counter)
+    """Collective → how often."""
+    kernels: Counter[Kernel] = field(default_factory=Counter)
+    """Kernel → how often."""
+    notes: list[str] = field(default_factory=list)
+
+
+def counted(recorded: Recorded) -> Rehearsed:
+    """Sums and maxima over a record."""
+    found = Rehearsed(recorded.gradients, recorded.optimizer, recorded.buffers, notes=recorded.notes)
+    if recorded.failed:
+        return found
+    for event in recorded.calls:
+        kind, times, *rest = event.kind
+        if kind == "kernel":
+            flops, size = event.numbers
+            found.kernels[Kernel(flops, int(size), *rest)] += times
+        else:
+            name, group, ranks = rest
+            found.sent[Collective(name, group, ranks, int(event.numbers[0]))] += times
+    alive = {"everything": 0, "activations": 0, "logits": 0}
+    most = {**alive, "everything": 0}
+    ended = False
+    for event in recorded.changes:
+        if event == END:
+            ended = True
+            continue
+        own, logits = event.kind
+        for name, counts in (("everything", True), ("activations", not own), ("logits", logits)):
+            if counts and not (ended and name != "everything"):
+                alive[name] += int(event.numbers[0])
+                most[name] = max(most[name], alive[name])
+    found.peak, found.activations, found.logits = (most[name] for name in ("everything", "activations", "logits"))
+    return found

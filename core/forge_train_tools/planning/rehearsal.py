@@ -1,0 +1,248 @@
+"""One optimizer step of one rank on fake tensors: what it would keep, send and compute."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from forge_train.composition.initialise import retie, tied_groups
+from forge_train.contract.batch import Batch
+from forge_train.contract.job import Job
+from forge_train.contract.model import Model
+from forge_train.contract.protocols import Loader
+from forge_train.contract.transform import MicroBatch
+from forge_train.ground.errors import ForgeError
+from forge_train.ground.tensors import held_bytes, local, state_of
+from forge_train.loop.assembly import equip
+from forge_train.loop.step import Watcher
+
+from .communication import Collective, Collectives
+from .growth import Event
+from .ledger import Ledger
+from .record import END, Recorded
+from .watch import AnyDtype
+from .work import Work
+
+PASSES = 3
+"""Micro-batches of a rehearsal: the first, the last, and one that stands for all between them."""
+
+
+def rehearse(job: Job, model: Model) -> Recorded:
+    """Take a step without memory.
+
+    The model, composed on the meta device, gets fake weights: within FakeTensorMode it could not have been composed,
+    and on the meta device FSDP2 does not run (torch 2.13). The optimizer takes a first step beforehand, to have its
+    state.
+
+    Raises:
+        ForgeError: for what a run would be refused for.
+    """
+    found = Recorded(parameters=held_bytes(model.parameters()))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        for one in (model, *job.models.values()):
+            for part in one.parts:
+                _allocate(part)
+        found.buffers = held_bytes(_buffers(model))
+        found.gradients = held_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
+        rehearsal = _Rehearsal(job, model, found)
+        optimizer = rehearsal.stepper.optimizer
+        try:
+            _first_step(model, optimizer)
+            found.optimizer = held_bytes(state_of(optimizer))
+        except ForgeError:
+            raise
+        except Exception as error:  # an optimizer that reads values has no fake step
+            found.not_found("optimizer", error)
+    try:
+        with _quiet():
+            rehearsal.rehearse(fake)
+    except ForgeError:
+        raise
+    except Exception as error:  # so has a model
+        found.failed = True
+        found.not_found("activations and communication", error)
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs an operation that has no fake counterpart with its stack; here that is one line of the plan."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextmanager
+def _unseen_metadata() -> Iterator[None]:
+    """Hides operations on global shapes by which DTensor (torch 2.13) finds, once for each cached schema, what an
+    operation's result looks like: they are no part of a step."""
+    if not dist.is_initialized():  # no DTensors
+        yield
+        return
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    name = "_propagate_tensor_meta_non_cached"
+    original = getattr(ShardingPropagator, name)
+
+    def propagate(*args: Any) -> Any:
+        with _disable_current_modes():
+            return original(*args)
+
+    with patch.object(ShardingPropagator, name, propagate):
+        yield
+
+
+def _allocate(part: nn.Module) -> None:
+    ties = tied_groups(part)
+    part.to_empty(device="cpu")
+    retie(part, ties)
+
+
+def _buffers(model: Model) -> list[Tensor]:
+    """Every buffer once."""
+    return list({id(buffer): buffer for part in model.parts for buffer in part.buffers()}.values())
+
+
+def _first_step(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+class _Rehearsal(Watcher):
+    """A step whose every operation is looked at."""
+
+    def __init__(self, job: Job, model: Model, found: Recorded) -> None:
+        self.found = found
+        self.stepper = equip(job, model, self)
+        self.passes = min(self.stepper.accumulation, PASSES)
+        self._begun = 0
+        self._updating = False
+
+    def data(self, job: Job, split: str) -> Loader:
+        return _Examples(job, self.found)
+
+    def on_micro_batch(self, micro: MicroBatch) -> None:
+        self._begun += micro.direction != "backward"
+
+    def rehearse(self, fake: FakeTensorMode) -> None:
+        """Fetch micro-batches as a run does, and train on them."""
+        stepper, model = self.stepper, self.stepper.model
+        model.train()
+        with Collectives(self._send):  # a weight is a number: real tensors
+            batches, counts = stepper.fetch(stepper.loader, self.passes)
+        ledger = Ledger()
+        logits = _Logits(ledger, model)
+        resident = [*model.parameters(), *_buffers(model), *state_of(stepper.optimizer)]
+        with fake, _unseen_metadata(), AnyDtype(), ledger, Collectives(self._send), Work(self._compute):
+            own = ledger.numbers(resident)
+            update = stepper.gradients(1, [batch.map(fake.from_tensor) for batch in batches], counts)
+            end = len(ledger.changes)
+            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            self.found.gradients = held_bytes(gradients)
+            own |= ledger.numbers([*model.parameters(), *gradients])
+            if self.found.optimizer is not None:
+                self._updating = True
+                stepper.apply(update)
+        self._record(ledger.changes, end, own, logits.numbers())
+        if self._begun != self.passes:
+            self.found.notes.append(
+                f"the executor does not announce micro-batches: the step is counted with {self.passes} of "
+                f"{stepper.accumulation}"
+            )
+
+    @property
+    def _times(self) -> int:
+        """How often what happens now happens in a step: the second of three micro-batches stands for those between."""
+        return self.stepper.accumulation - self.passes + 1 if self._begun == PASSES - 1 else 1
+
+    def _record(self, changes: list[tuple[int, int]], end: int, own: set[int], logits: set[int]) -> None:
+        events = [Event((number in own, number in logits), (size,)) for number, size in changes]
+        self.found.changes = [*events[:end], END, *events[end:]]
+
+    def _send(self, one: Collective) -> None:
+        if one.ranks > 1:
+            self.found.calls.append(Event(("send", self._times, one.kind, one.group, one.ranks), (one.held,)))
+
+    def _compute(self, flops: float, size: int) -> None:
+        fusible = not flops and not self._updating
+        self.found.calls.append(Event(("kernel", self._times, fusible), (flops, size)))
+
+
+class _Examples:
+    """Micro-batches as the data's plugin describes them."""
+
+    def __init__(self, job: Job, found: Recorded) -> None:
+        self._job, self._found = job, found
+
+    def __iter__(self) -> _Examples:
+        return self
+
+    def __next__(self) -> Batch:
+        return replace(self._batch)
+
+    @cached_property
+    def _batch(self) -> Batch:
+        hooks, train = self._job.hooks, self._job.config.train
+        if batch := hooks.example_batch():
+            return batch
+        self._found.notes.append(
+            f"batches are taken for token ids and labels: plugin {hooks.provider('build_data')!r} says nothing of them "
+            "(example_batch)"
+        )
+        ids = torch.zeros(train.micro_batch, train.sequence, dtype=torch.int64)
+        return Batch(ids, ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sequences": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def skip(self, sequences: int) -> None:
+        pass
+
+
+class _Logits:
+    """Which storages hold logits: while the head and the loss are at work, forward, backward or once more, those of
+    the shape that the head gives."""
+
+    def __init__(self, ledger: Ledger, model: Model) -> None:
+        self._ledger = ledger
+        self._widths: set[tuple[int, int]] = set()
+        for part in model.parts:
+            if (head := getattr(part, "head", None)) is not None:
+                head.register_forward_pre_hook(self._open)
+                head.register_forward_hook(self._look)
+
+    def numbers(self) -> set[int]:
+        shapes = self._ledger.shapes.items()
+        return {number for number, shape in shapes if shape and (math.prod(shape), shape[-1]) in self._widths}
+
+    def _open(self, head: nn.Module, args: tuple[Any, ...]) -> None:
+        self._ledger.keep_shapes = True
+        if args and args[0].requires_grad:
+            args[0].register_hook(self._close)
+
+    def _look(self, head: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        self._widths.add((local(out).numel(), local(out).shape[-1]))
+
+    def _close(self, gradient: Tensor) -> None:
+        self._ledger.keep_shapes = False

@@ -1,0 +1,147 @@
+"""How fast a step could be at most, on devices known by their data sheets.
+
+Kernels take the time of their operations at the device's peak or of their bytes at its memory's bandwidth, whichever
+is longer (Williams et al. 2009, doi:10.1145/1498765.1498785). What is no matrix product is fused into them, and
+collectives, which take the time of their bytes on the slowest link they need, are hidden behind them. A real step is
+slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from forge_train.config.sections import Precision
+
+Bound = Literal["compute", "memory", "communication"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A data sheet: dense peaks in FLOP/s, bandwidths of one direction in bytes/s, memory in bytes."""
+
+    name: str
+    narrow: float
+    """bf16 and fp16 in tensor cores, without sparsity."""
+    single: float
+    """fp32 outside of them: torch multiplies in fp32 unless told otherwise."""
+    bandwidth: float
+    memory: float
+    """Of 10⁹ bytes to the GB: what the driver and the allocator keep for themselves is about the difference to GiB."""
+    inside: float
+    """Between devices of a node: half of what is advertised for both directions."""
+    across: float
+    """Between nodes, for each device: one network adapter each, as in the vendors' reference systems."""
+
+    def peak(self, precision: Precision) -> float:
+        return self.single if precision == "fp32" else self.narrow
+
+
+DEVICES = {
+    # NVIDIA A100 80GB SXM data sheet (2021); DGX A100: HDR InfiniBand, 200 Gb/s for each GPU.
+    "a100": Device("A100 SXM 80 GB", 312e12, 19.5e12, 2.039e12, 80e9, 300e9, 25e9),
+    # NVIDIA H100 SXM data sheet (2023; 1,979 TFLOP/s with sparsity); DGX H100: NDR, 400 Gb/s for each GPU.
+    "h100": Device("H100 SXM 80 GB", 989.4e12, 67e12, 3.35e12, 80e9, 450e9, 50e9),
+    # NVIDIA H200 SXM data sheet (2024); DGX H200 as DGX H100.
+    "h200": Device("H200 SXM 141 GB", 989.4e12, 67e12, 4.8e12, 141e9, 450e9, 50e9),
+    # NVIDIA DGX B200 data sheet (2024), an eighth: 36 PFLOP/s bf16 with sparsity, 64 TB/s, 1,440 GB, NVLink 14.4 TB/s.
+    "b200": Device("B200 SXM 180 GB", 2250e12, 75e12, 8e12, 180e9, 900e9, 50e9),
+    # AMD Instinct MI300X data sheet (2023): seven Infinity Fabric links of 128 GB/s; 400 Gb/s for each GPU.
+    "mi300x": Device("MI300X 192 GB", 1307.4e12, 163.4e12, 5.3e12, 192e9, 448e9, 50e9),
+}
+"""What `forge plan --device` knows."""
+
+
+class Kernel(NamedTuple):
+    """What one kernel does."""
+
+    flops: float
+    bytes: int
+    """Read and written."""
+    fusible: bool
+    """Whether a compiler may have another kernel do it in passing: no matrix product, nor the optimizer."""
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds of one step of a rank, and what follows."""
+
+    device: str
+    compute: float
+    """In kernels whose operations take longer than their bytes."""
+    memory: float
+    """In those whose bytes take longer."""
+    fusible: float
+    """In those between them, if each reads and writes the memory for itself as in eager execution."""
+    communication: float
+    step: float
+    """With everything that is fusible fused, and every collective hidden."""
+    bound: Bound
+    """What takes longest."""
+    tokens_per_second: float
+    """Of all ranks, in such steps."""
+    unfused_tokens_per_second: float
+    """The same where nothing is fused."""
+    mfu: float | None
+    """At the first of the two rates; None where the model does not declare its FLOPs."""
+    fits: bool | None
+    """Whether the step's peak is within the device's memory; None where it is not known."""
+    memory_bytes: float
+    """What the device has."""
+
+
+def roofline(
+    device: Device,
+    precision: Precision,
+    kernels: Counter[Kernel],
+    sent: Iterable[tuple[float, bool]],
+    *,
+    tokens: int,
+    ranks: int,
+    flops_per_token: float | None,
+    peak_bytes: int | None,
+) -> Roofline:
+    """The roofline of a step.
+
+    Args:
+        device: its data sheet.
+        precision: in which it multiplies.
+        kernels: kernel → how often.
+        sent: bytes, and whether they cross nodes.
+        tokens: of a step, of all ranks.
+        ranks: how many there are.
+        flops_per_token: the model's own.
+        peak_bytes: of memory.
+    """
+    peak = device.peak(precision)
+    compute = memory = fusible = 0.0
+    for kernel, times in kernels.items():
+        by_flops, by_bytes = times * kernel.flops / peak, times * kernel.bytes / device.bandwidth
+        if kernel.fusible:
+            fusible += by_bytes
+        elif by_flops > by_bytes:
+            compute += by_flops
+        else:
+            memory += by_bytes
+    communication = sum(size / (device.across if crosses else device.inside) for size, crosses in sent)
+    step = max(compute + memory, communication)
+    busy: Bound = "compute" if compute > memory else "memory"
+    rate = tokens / step
+    return Roofline(
+        device=device.name,
+        compute=compute,
+        memory=memory,
+        fusible=fusible,
+        communication=communication,
+        step=step,
+        bound="communication" if communication >= compute + memory else busy,
+        tokens_per_second=rate,
+        unfused_tokens_per_second=tokens / max(compute + memory + fusible, communication),
+        mfu=None if flops_per_token is None else rate * flops_per_token / (ranks * peak),
+        fits=None if peak_bytes is None else peak_bytes <= device.memory,
+        memory_bytes=device.memory,
+    )

@@ -1,0 +1,169 @@
+"""`forge verify`: the same few steps on one process and on a parallel layout, or with another setting, compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forge_train.config import Request
+from forge_train.config.sections import CORE_SECTIONS
+from forge_train.ground.errors import ConfigError
+from forge_train.ground.layout import Layout
+from forge_train.registry.setup import Setup, resolve
+
+from ..launching.launch import WorkerCommand, launch
+from .verdict import Check, Offender, Verdict
+
+if TYPE_CHECKING:
+    from .explain import Explanation
+    from .recording import Recording
+
+WORKER = "forge_train_tools.verification.record:worker"
+EXACT = "train.precision=fp32"
+
+
+class Start(Protocol):
+    """Has `nproc` processes call `forge_train_tools.verification.record.worker`, and returns when all have."""
+
+    def __call__(self, nproc: int, arguments: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process gives: what layouts of the same model and data are judged by."""
+
+    request: Request
+    steps: int
+    recording: Recording
+    exact: Recording | None = None
+    """In fp32, where the precision is narrow or a plugin rounds below it; without such plugins."""
+
+    @classmethod
+    def take(cls, request: Request, steps: int = 5) -> Reference:
+        """Take the steps on this process."""
+        alone = _alone(request)
+        recording = _recorded(alone, steps)
+        narrow = recording.narrow or _rounds(alone)
+        exact = _recorded(_alone(request, EXACT), steps, rounding=False) if narrow else None
+        return cls(request, steps, recording, exact)
+
+
+def launched(nproc: int, arguments: dict[str, Any]) -> None:
+    """Start processes of their own.
+
+    Raises:
+        ForgeError: with the message of the rank that failed first; the folder stays, for the logs.
+    """
+    folder = Path(arguments["folder"])
+    task = WorkerCommand(WORKER, arguments, folder=folder / "launch", logs=folder / "log", quiet=True)
+    launch(task, nproc).check()
+
+
+def verify(
+    request: Request, nproc: int, *, steps: int = 5, start: Start = launched, reference: Reference | None = None
+) -> Verdict:
+    """Take the same steps on one process and on `nproc`, from the same weights and data, and compare them.
+
+    Args:
+        request: the configuration.
+        nproc: the layout's number of processes.
+        steps: how many to take.
+        start: how the processes are had; others than `launched` may have them running already.
+        reference: what one process gives, if that is known; by default it is taken here.
+
+    Raises:
+        ForgeError: if one of the two can't be run; its message is the one of the rank that failed first.
+    """
+    from .recording import Recording
+
+    steps = reference.steps if reference else steps
+    layout = resolve(request, world=nproc)
+    folder = Path(tempfile.mkdtemp(prefix="forge-verify-"))
+    start(nproc, {"request": dataclasses.asdict(request), "steps": steps, "folder": str(folder)})
+    try:
+        found = Recording.read(folder, layout, nproc)
+        return _judge(found, reference or Reference.take(request, steps), folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _judge(layout: Recording, reference: Reference, folder: Path) -> Verdict:
+    """Go a layout's way on one process, and compare."""
+    from .compare import Exact, compare
+    from .explain import explain
+    from .follow import follow, follow_exactly
+
+    request, exact, left = reference.request, None, None
+    if reference.exact:
+        left = folder / "exact"
+        exact = Exact(reference.exact, follow_exactly(_alone(request, EXACT), folder, layout, left))
+    followed = follow(
+        _alone(request), folder, layout, exact=left, unclipped=lambda: _alone(request, "train.clip_norm=0")
+    )
+
+    def explained() -> Explanation | None:
+        return explain(_alone(request, f"train.micro_batch={layout.micro_batch}"), layout, folder / "explained")
+
+    return compare(reference.recording, layout, followed, exact, explained)
+
+
+def verify_against(request: Request, assignment: str, *, steps: int = 5) -> Verdict:
+    """Take the same steps on one process with another value of one key, and compare them.
+
+    Another `train.precision` stands for itself: plugins that round below it take no part on that side.
+
+    Raises:
+        ForgeError: for a key that is none, or if one of the two can't be run.
+    """
+    from .against import compare_settings
+
+    key, equals, value = assignment.partition("=")
+    if not equals:
+        raise ConfigError(f"--against {assignment!r}: expected key=value, like precision=bf16.")
+    key = _full_key(key.strip())
+    if key.startswith("parallel."):
+        raise ConfigError(f"--against {assignment!r}: compares on one process; layouts are compared with --nproc.")
+    setup, rounding = _alone(request), key != "train.precision"
+    one, other = _recorded(setup, steps), _recorded(_alone(request, f"{key}={value}"), steps, rounding=rounding)
+    return compare_settings(one, other, f"{key}={value}", rounded=0.0 if rounding else _rounds(setup))
+
+
+def _alone(request: Request, *more: str) -> Setup:
+    """The same configuration on one process."""
+    return resolve(dataclasses.replace(request, set=(*request.set, *Layout().settings(), *more)), world=1)
+
+
+def _rounds(setup: Setup) -> float:
+    """How coarsely a plugin rounds below the run's precision; 0 if none does."""
+    return max((enabled.cls.rounds for enabled in setup.hooks.enabled.values()), default=0.0)
+
+
+def _recorded(alone: Setup, steps: int, *, rounding: bool = True) -> Recording:
+    """Steps on this process."""
+    from .record import record
+
+    with tempfile.TemporaryDirectory(prefix="forge-verify-") as folder:
+        recording = record(alone, steps, Path(folder), rounding=rounding)
+    assert recording is not None
+    return recording
+
+
+def _full_key(key: str) -> str:
+    """`precision` → `train.precision`; a key with a section stays."""
+    if "." in key:
+        return key
+    owners = [
+        f"{name}.{key}"
+        for name, section in CORE_SECTIONS.items()
+        if key in {field.name for field in dataclasses.fields(section)}
+    ]
+    if len(owners) != 1:
+        raise ConfigError(f"--against {key}=…: say the section too, like train.precision.")
+    return owners[0]
+
+
+__all__ = ["Check", "Offender", "Reference", "Start", "Verdict", "launched", "verify", "verify_against"]

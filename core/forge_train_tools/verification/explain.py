@@ -1,0 +1,136 @@
+"""Wrong gradients as a sum of right ones: which micro-batch is missing, or what counts more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forge_train.contract.batch import Batch
+from forge_train.contract.protocols import Executor
+from forge_train.ground.present import few
+from forge_train.registry.setup import Setup
+
+from .record import watching
+from .recording import Recording
+from .watched import Watched
+
+FIT = 1e-3
+"""What may remain of a gradient that is explained, relative."""
+SURE = 0.01
+"""How far from 1 a share has to be."""
+MEMORY = 2**31
+"""Bytes of gradients to hold for it at once."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How often each part of a step counts in a layout's first gradients."""
+
+    shares: tuple[float, ...]
+    """Of each micro-batch, in the order of the global stream."""
+    attached: float
+    """Of the losses that the model attaches, beyond what their micro-batches count."""
+    data_ranks: int
+
+    def __str__(self) -> str:
+        wrong = [(at, share) for at, share in enumerate(self.shares) if abs(share - 1) > SURE]
+        if not wrong:
+            return (
+                f"Losses that the model attaches (attach_loss) weigh {1 + self.attached:.3g} times what they should in "
+                "the gradients, and the rest is right: each must be added once, over the ranks that share it."
+            )
+        parts = few((f"{self._name(at)} {_times(share)}" for at, share in wrong), 4)
+        return (
+            f"The gradients of step 1 are those of its {len(self.shares)} micro-batches, but {parts}: every "
+            "micro-batch of every rank must count once, and weigh as many tokens as it has unmasked."
+        )
+
+    def _name(self, at: int) -> str:
+        number, rank = divmod(at, self.data_ranks)
+        of = len(self.shares) // self.data_ranks
+        where = f" of data rank {rank}" if self.data_ranks > 1 else ""
+        return f"micro-batch {number + 1} of {of}{where}"
+
+
+def _times(share: float) -> str:
+    return "is missing" if abs(share) < SURE else f"counts {share:.3g} times"
+
+
+def explain(setup: Setup, layout: Recording, folder: Path) -> Explanation | None:
+    """Compute the first step's gradients on one process, micro-batch by micro-batch, and fit the layout's to them.
+
+    Args:
+        setup: the configuration of one process, with the layout's micro-batches.
+        layout: what the layout came to.
+        folder: for the run.
+    """
+    count = layout.accumulation * layout.layout.dp
+    size = sum(gradient.numel() * gradient.element_size() for gradient in layout.gradients.values())
+    if (count + 2) * size > MEMORY:
+        return None
+    with watching(_Apart, setup, folder) as one:
+        parts = [*one.micro_batches(), one.attached()]
+    shares = _fit(parts, layout.gradients)
+    if shares is None or all(
+        abs(share - right) < SURE for share, right in zip(shares, [1.0] * count + [0.0], strict=True)
+    ):
+        return None
+    return Explanation(tuple(shares[:count]), shares[count], layout.layout.dp)
+
+
+def _fit(parts: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]) -> list[float] | None:
+    """The multiples of the parts that sum up to the whole; none if none do."""
+    products = torch.tensor([[_product(one, other) for other in parts] for one in parts], dtype=torch.double)
+    right = torch.tensor([_product(one, whole) for one in parts], dtype=torch.double)
+    scale = products.diagonal().sqrt().clamp(min=1e-150)
+    system = products / scale / scale[:, None]
+    shares = torch.linalg.lstsq(system, (right / scale)[:, None], driver="gelsd").solution[:, 0] / scale
+    square = _product(whole, whole)
+    rest = square - 2 * float(shares @ right) + float(shares @ products @ shares)
+    return shares.tolist() if square and rest < FIT**2 * square else None
+
+
+def _product(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    return sum(float((one[name].double() * other[name].double()).sum()) for name in one.keys() & other.keys())
+
+
+class _Apart(Watched):
+    """The first step in parts."""
+
+    def micro_batches(self) -> list[dict[str, Tensor]]:
+        """The gradients of each."""
+        stepper = self.stepper
+        stepper.executor = self._executor = _Some(stepper.executor)
+        self._batches, self._counts = stepper.fetch(stepper.loader, stepper.accumulation)
+        return [self._gradients(batch, 1.0) for batch in self._batches]
+
+    def attached(self) -> dict[str, Tensor]:
+        """The gradients of the losses that the model attaches, without the loss itself."""
+        return self._gradients(None, 0.0)
+
+    def _gradients(self, one: Batch | None, factor: float) -> dict[str, Tensor]:
+        self._executor.one, self._executor.factor = one, factor
+        self.stepper.gradients(0, self._batches, self._counts)
+        found = {name: p.grad.cpu().clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        self.optimizer.zero_grad(set_to_none=True)
+        return found
+
+
+class _Some:
+    """An executor that trains on one micro-batch, or with another weight of the loss."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.one: Batch | None = None
+        self.factor = 1.0
+
+    def train(self, batches: Sequence[Batch], scale: Tensor | float) -> Tensor:
+        chosen = list(batches) if self.one is None else [self.one]
+        return self.executor.train(chosen, scale * self.factor)
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        return self.executor.evaluate(batch)

@@ -1,0 +1,88 @@
+"""What the ranks of two runs saw: where it is not the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from forge_train.ground.present import few
+
+from .recording import Fingerprint, Record, Recording
+from .routing import RoutingDifference, routing_difference
+
+
+def other_starts(one: Recording, layout: Recording) -> dict[str, list[int]]:
+    """Weights that start differently from one process, and on which ranks."""
+    found: dict[str, list[int]] = {}
+    for rank in layout.ranks:
+        for name, value in rank.start.items():
+            if one.first.start.get(name) != value:
+                found.setdefault(name, []).append(rank.rank)
+    for name in one.first.start.keys() - union(rank.start for rank in layout.ranks).keys():
+        found[name] = [rank.rank for rank in layout.ranks]
+    return dict(sorted(found.items()))
+
+
+def up_to(until: int | None) -> str:
+    """What a relative difference is of."""
+    return "relative" if until is None else f"relative, up to step {until}"
+
+
+def peers_apart(ranks: Sequence[Record]) -> tuple[int, str]:
+    """Ranks that share a data index and saw other batches."""
+    leaders: dict[int, Record] = {}
+    apart = []
+    for rank in ranks:
+        leader = leaders.setdefault(rank.data_rank, rank)
+        if leader.batches != rank.batches:
+            apart.append(f"rank {rank.rank} and rank {leader.rank} (data index {rank.data_rank})")
+    return len(apart), few(apart)
+
+
+def data_apart(one: Record, ranks: Sequence[Record]) -> tuple[int, str]:
+    """Steps in which all ranks together saw other sequences than one process."""
+    leaders = {rank.data_rank: rank for rank in reversed(ranks)}
+    wrong = []
+    for step, expected in enumerate(one.batches):
+        seen = [row for rank in leaders.values() if step < len(rank.batches) for row in rank.batches[step]]
+        if sorted(seen) != sorted(expected):
+            wrong.append(f"step {step + 1}")
+    return len(wrong), few(wrong)
+
+
+def pieces_apart(pieces: Sequence[Mapping[str, Fingerprint]]) -> dict[str, set[str]]:
+    """Parameters of which some ranks hold the same piece with other bytes."""
+    seen: dict[tuple[str, str], str] = {}
+    apart: dict[str, set[str]] = {}
+    for rank in pieces:
+        for name, (piece, value) in rank.items():
+            if seen.setdefault((name, piece), value) != value:
+                apart.setdefault(name, set()).add(piece)
+    return apart
+
+
+def scalars_apart(ranks: Sequence[Record]) -> int:
+    """Whether losses and norms are the same doubles everywhere."""
+    return int(any(_spoken(rank) != _spoken(ranks[0]) for rank in ranks))
+
+
+def different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
+def union(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def choices_apart(one: Recording, other: Recording, at_least: float) -> RoutingDifference | None:
+    """Where choices part; what is taken for a tie is that of the coarser side, or as much as given."""
+    ours, theirs = ([rank.choices for rank in run.ranks] for run in (one, other))
+    return routing_difference(ours, theirs, coarsest(one, other, at_least))
+
+
+def coarsest(one: Recording, other: Recording, at_least: float) -> float:
+    """What is taken for a tie."""
+    return max(one.tie, other.tie, at_least)
+
+
+def _spoken(rank: Record) -> tuple[list[float], ...]:
+    return rank.losses, rank.norms, rank.evaluation

@@ -1,0 +1,89 @@
+"""The first steps of a run, with everything written down that two layouts must have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from forge_train.config import Request
+from forge_train.contract.job import Job
+from forge_train.contract.run import Run
+from forge_train.ground.files import write_json
+from forge_train.ground.world import World
+from forge_train.loop.assembly import joined, prepare_process
+from forge_train.loop.resume import capture
+from forge_train.registry.setup import Setup, resolve
+from forge_train.storage import checkpoint
+
+from .recording import Recording
+from .routing import tie_of
+from .watched import Watched
+
+W = TypeVar("W", bound=Watched)
+
+
+def worker(request: dict[str, Any], steps: int, folder: str) -> dict[str, Any]:
+    """What each process of a layout does."""
+    lists = {name: tuple(request[name]) for name in ("plugins", "without", "set")}
+    setup = resolve(Request(**{**request, **lists}), world=World.here().size)
+    leave(setup, steps, Path(folder))
+    return {"code": 0}
+
+
+@contextmanager
+def watching(kind: type[W], setup: Setup, folder: Path, *, rounding: bool = True) -> Iterator[W]:
+    """A composed run, looked at from inside; every rank of a layout calls this.
+
+    Args:
+        kind: how it is looked at.
+        setup: the configuration.
+        folder: where it leaves things.
+        rounding: whether plugins that round below the run's precision do so.
+    """
+    config, hooks = setup.config, setup.hooks
+    for enabled in hooks.enabled.values():
+        if enabled.cls.rounds and not rounding:
+            hooks.mute(enabled.name)
+    with joined(setup) as dist:
+        job = Job.of(config, hooks, Run(folder / "run"), dist)
+        prepare_process(job)
+        yield kind(job)
+
+
+def record(setup: Setup, steps: int, folder: Path, *, rounding: bool = True) -> Recording:
+    """Take some steps on this process."""
+    with watching(Watched, setup, folder, rounding=rounding) as watched:
+        watched.take(min(steps, watched.job.steps))
+        parameters, buffers = _held(watched)
+        layout, tie = watched.job.dist.layout, tie_of(setup.config.train.precision)
+        return Recording(
+            [watched.seen], watched.first_gradients, parameters, layout, tie, buffers, watched.stepper.accumulation
+        )
+
+
+def leave(setup: Setup, steps: int, folder: Path) -> None:
+    """Take some steps on a rank of a layout, and leave what `Recording.read` reads, and a checkpoint."""
+    with watching(Watched, setup, folder) as watched:
+        dist, watched.folder = watched.job.dist, folder
+        watched.take(min(steps, watched.job.steps))
+        parameters, buffers = _held(watched)
+        with watched.job.hooks.span("save")():
+            state = capture(watched.stepper, watched.progress)
+            checkpoint.write(folder / "checkpoint", steps, state, dist, beside=[])
+        watched.seen.saved = watched.hashes()
+        write_json(folder / f"rank-{dist.rank}.json", asdict(watched.seen))
+        if watched.keeps:
+            torch.save({"parameters": parameters, "buffers": buffers}, folder / f"stage-{dist.rank}.pt")
+        dist.barrier()
+
+
+def _held(watched: Watched) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Parameters with their roles, and persistent buffers."""
+    parameters = {name: watched.model.roles.get(name, "") for name, _ in watched.model.named_parameters()}
+    state = watched.model.state_dict().items()
+    return parameters, {name: tensor.cpu().clone() for name, tensor in state if name not in parameters}

@@ -1,0 +1,128 @@
+"""What is written down of a run's first steps, and read again by whoever compares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_train.ground.layout import Layout
+from forge_train.ground.strict_json import loads
+from forge_train.registry.setup import Setup
+
+from .routing import TIE, RoutingCounts, Step, tie_of
+
+Fingerprint = tuple[str, str]
+"""Which piece of a tensor a rank holds, and a hash of its bytes: equal pieces must have equal hashes."""
+
+
+@dataclass
+class Record:
+    """What one rank saw."""
+
+    rank: int
+    data_rank: int
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    batches: list[list[str]] = field(default_factory=list)
+    """For each step, a hash of each sequence."""
+    start: dict[str, str] = field(default_factory=dict)
+    """Name → hash of the whole initial weight."""
+    pieces: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """Name → what of a weight lies here: from, up to, along each axis."""
+    gradients: dict[str, Fingerprint] = field(default_factory=dict)
+    """Of the first step."""
+    last_gradients: dict[str, Fingerprint] = field(default_factory=dict)
+    """Of the last step."""
+    weights: dict[str, Fingerprint] = field(default_factory=dict)
+    """After the last step, persistent buffers too."""
+    saved: dict[str, str] = field(default_factory=dict)
+    """Name → hash of every whole tensor that was saved."""
+    choices: list[Step] = field(default_factory=list)
+    """For each step, what the model has decided."""
+    evaluation: list[float] = field(default_factory=list)
+    """The held-out loss after the last step, twice; nothing where the run never evaluates."""
+    evaluated: list[str] = field(default_factory=list)
+    """A hash of each held-out sequence."""
+    decided: Step = field(default_factory=dict)
+    """What the model has decided in the evaluation."""
+    disturbed: list[str] = field(default_factory=list)
+    """Weights and buffers that the evaluation changed."""
+
+
+@dataclass
+class Recording:
+    """A run of some steps, on all its ranks."""
+
+    ranks: list[Record]
+    gradients: Mapping[str, Tensor]
+    """Whole gradients of the first step, before clipping; a parameter without one is left out."""
+    parameters: dict[str, str]
+    """Name → role, empty where the model declares none."""
+    layout: Layout = field(default_factory=Layout)
+    tie: float = TIE
+    """What is taken for a tie in its precision."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """Persistent buffers after the last step: what a model keeps beside its parameters, such as a router's bias."""
+    accumulation: int = 1
+    """Micro-batches of a step, of each data rank."""
+    micro_batch: int = 1
+    """Sequences of each."""
+
+    @property
+    def first(self) -> Record:
+        return self.ranks[0]
+
+    @property
+    def narrow(self) -> bool:
+        """Whether its precision is narrower than fp32."""
+        return self.tie > TIE
+
+    @classmethod
+    def read(cls, folder: Path, setup: Setup, world: int) -> Recording:
+        """What the processes of a layout have left in a folder."""
+        ranks = []
+        for rank in range(world):
+            values = loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
+            for name in ("gradients", "last_gradients", "weights"):
+                values[name] = {key: tuple(value) for key, value in values[name].items()}
+            values["choices"] = [_tallies(step) for step in values["choices"]]
+            values["decided"] = _tallies(values["decided"])
+            ranks.append(Record(**values))
+        parameters: dict[str, str] = {}
+        buffers: dict[str, Tensor] = {}
+        for file in sorted(folder.glob("stage-*.pt")):
+            stage = torch.load(file, weights_only=True)
+            parameters |= stage["parameters"]
+            buffers |= stage["buffers"]
+        train, layout = setup.config.train, Layout.of(setup.config.parallel, world)
+        accumulation = train.global_batch // (train.micro_batch * layout.dp)
+        gradients = read_gradients(folder, 1)[0] if ranks[0].losses else {}
+        tie = tie_of(train.precision)
+        return cls(ranks, gradients, parameters, layout, tie, buffers, accumulation, train.micro_batch)
+
+
+def gradients_file(folder: Path, step: int, rank: int | str = "*") -> Path:
+    """The gradients of a step, of one stage of a pipeline or of all."""
+    return folder / f"step-{step}-rank-{rank}.pt"
+
+
+def read_gradients(folder: Path, step: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Whole gradients that a layout has left of a step, which stay on disk until they are used, and their norm."""
+    gradients: dict[str, Tensor] = {}
+    norm = torch.zeros(())
+    for file in sorted(folder.glob(gradients_file(folder, step).name)):
+        stage = torch.load(file, weights_only=True, mmap=True)
+        gradients |= stage["gradients"]
+        norm = stage["norm"].clone()
+    return gradients, norm
+
+
+def _tallies(step: dict[str, dict[str, Any]]) -> Step:
+    for one in step.values():
+        one["near"] = {float(tie): count for tie, count in one["near"].items()}
+    return {key: RoutingCounts(**one) for key, one in step.items()}

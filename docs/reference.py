@@ -1,0 +1,123 @@
+"""The API reference, from the public exports: signatures, fields and docstrings as they stand in the code."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from forge_train.registry.write import field_docs
+
+GROUPS = {
+    "Plugins and their options": "Plugin hookimpl section Gt Ge Lt Le Volatile FilePath Problem",
+    "The run": "Job Finished LogRecord Evaluation CheckpointEvent StepResult Update",
+    "The model and what changes it": "Model Phase Transform Applied swap Init Layer",
+    "Inside the model": "attach_loss record_choices",
+    "Errors": "ForgeError ConfigError PluginError CommunicationError DivergedError Failure",
+}
+"""Heading → names; what no heading names comes under the last one."""
+REST = "Protocols of slots and chains"
+NN = "forge_train.nn"
+
+
+def api() -> str:
+    """Everything that `forge_train` exports, grouped, then `forge_train.nn`."""
+    package = importlib.import_module("forge_train")
+    grouped = {heading: names.split() for heading, names in GROUPS.items()}
+    named = {name for names in grouped.values() for name in names}
+    public = [name for name in package.__all__ if not name.startswith("__")]
+    if unknown := named - set(public):
+        raise ValueError(f"not exported: {', '.join(sorted(unknown))}")
+    grouped[REST] = [name for name in public if name not in named]
+    parts = []
+    for heading, names in grouped.items():
+        parts.append(f"## {heading}")
+        parts += [entry(name, getattr(package, name)) for name in names]
+    layers = importlib.import_module(NN)
+    parts.append(f"## `{NN}`")
+    parts.append(first(layers))
+    parts += [entry(name, getattr(layers, name)) for name in layers.__all__]
+    return "\n\n".join(filter(None, parts))
+
+
+def entry(name: str, thing: Any) -> str:
+    """One export."""
+    parts = [f"### `{name}`"]
+    if inspect.isclass(thing):
+        parts += [text(thing), *_members(thing)]
+    elif inspect.isfunction(thing):
+        parts += [f"```text\n{name}{_signature(thing)}\n```", text(thing)]
+    else:
+        parts += [f"```text\n{name} = {_plain(thing)}\n```"]
+    return "\n\n".join(filter(None, parts))
+
+
+def _members(cls: type) -> Iterator[str]:
+    if issubclass(cls, enum.Enum):
+        yield ", ".join(f"`{member.name}` = {member.value}" for member in cls)
+        return
+    docs = field_docs(cls)
+    names = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    own = getattr(cls, "__annotations__", {})
+    names += [name for name in own if name not in names and not name.startswith("_")]
+    hints = {
+        name: hint for base in reversed(cls.__mro__) for name, hint in getattr(base, "__annotations__", {}).items()
+    }
+    if names:
+        rows = [f"| `{name}` | `{_cell(hints.get(name, ''))}` | {_cell(docs.get(name, ''))} |" for name in names]
+        yield "\n".join(["| | type | |", "|---|---|---|", *rows])
+    for name, member in vars(cls).items():
+        if name.startswith("_") and name != "__call__":
+            continue
+        if isinstance(member, property):
+            kind = _signature(member.fget).partition("->")[2].strip() if member.fget else ""
+            yield f"- `{name}`: `{kind}`. {text(member)}".rstrip()
+        elif inspect.isfunction(member) and (name != "__call__" or text(member)):
+            yield f"- `{name}{_signature(member)}`\n{_indented(text(member))}".rstrip()
+
+
+def _signature(function: Any) -> str:
+    """As it is written: annotations are strings, and the quotes would only be in the way."""
+    signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(function)))
+    return signature.replace("(self, ", "(").replace("(self)", "()")
+
+
+def text(thing: Any) -> str:
+    """A docstring as Markdown: its sections as lists."""
+    if dataclasses.is_dataclass(thing) and (thing.__doc__ or "").startswith(f"{getattr(thing, '__name__', '')}("):
+        return ""  # what dataclasses write where there is none
+    doc = inspect.cleandoc(thing.__doc__ or "")
+    lines = []
+    section = False
+    for line in doc.splitlines():
+        if found := re.fullmatch(r"(Args|Returns|Raises|Yields):", line):
+            lines += [f"{found[1]}:", ""]
+            section = True
+        elif section and (item := re.match(r"    (\*{0,2}[\w.]+): (.*)", line)):
+            lines.append(f"- `{item[1]}`: {item[2]}")
+        elif section and line.startswith("        "):
+            lines.append(f"  {line.strip()}")
+        else:
+            section = section and (not line or line.startswith("    "))
+            lines.append(line)
+    return "\n".join(lines).strip()
+
+
+def first(thing: Any) -> str:
+    return inspect.cleandoc(thing.__doc__ or "").partition("\n")[0]
+
+
+def _indented(lines: str) -> str:
+    return "\n".join(f"  {line}".rstrip() for line in lines.splitlines())
+
+
+def _plain(thing: Any) -> str:
+    return re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", str(thing))
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|")

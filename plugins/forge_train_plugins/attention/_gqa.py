@@ -1,0 +1,66 @@
+"""The module of the `gqa` plugin."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from forge_train import AttentionKernel, Layer
+from forge_train.nn import KVCache, Linear, RMSNorm, TensorStyle, flops_per_token
+
+
+class GroupedQueryAttention(nn.Module):
+    """Attention in which heads // kv_heads neighbouring query heads share a key and a value head.
+
+    The numbers of heads follow from the projections' outputs, so that each rank may hold some of the heads.
+    """
+
+    def __init__(self, layer: Layer, kernel: AttentionKernel) -> None:
+        super().__init__()
+        width, kv_width = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+        self.head_dim = layer.head_dim
+        self.q = Linear(layer.dim, width, bias=layer.qkv_bias, std=layer.std)
+        self.k = Linear(layer.dim, kv_width, bias=layer.qkv_bias, std=layer.std)
+        self.v = Linear(layer.dim, kv_width, bias=layer.qkv_bias, std=layer.std)
+        self.o = Linear(width, layer.dim, bias=layer.bias, std=layer.output_std)
+        self.q_norm = RMSNorm(layer.head_dim, layer.norm_eps) if layer.qk_norm else None
+        self.k_norm = RMSNorm(layer.head_dim, layer.norm_eps) if layer.qk_norm else None
+        self.rope = layer.rope
+        self.kernel = kernel
+        self.width = width
+        self.weights = 2 * layer.dim * (width + kv_width)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """`[batch, sequence, dim]` → the same; `position_ids`, `document_ids`: `[batch, sequence]` int64 or None."""
+        q_BTHD, k_BTKD, v_BTKD = (self._split_heads(projection(x)) for projection in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
+        if self.rope is not None:
+            q_BTHD, k_BTKD = self.rope(q_BTHD, position_ids), self.rope(k_BTKD, position_ids)
+        if cache is not None:
+            k_BTKD, v_BTKD = cache.append(k_BTKD, v_BTKD)
+        asked = {} if document_ids is None else {"document_ids": document_ids}
+        mixed: Tensor = self.o(self.kernel(q_BTHD, k_BTKD, v_BTKD, **asked).flatten(2))
+        return mixed
+
+    def new_cache(self, batch: int, length: int) -> KVCache:
+        return KVCache(batch, length)
+
+    def flops_per_token(self, sequence: int) -> int:
+        return flops_per_token(sequence, weights=self.weights, width=self.width)
+
+    def tensor_plan(self) -> dict[str, TensorStyle]:
+        plan: dict[str, TensorStyle] = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
+        if self.q_norm is not None:
+            plan |= {"q_norm": "heads", "k_norm": "heads"}
+        return plan
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        batch, sequence, _ = x.shape
+        return x.view(batch, sequence, -1, self.head_dim)

@@ -1,0 +1,94 @@
+"""The kernel of the `sdpa` plugin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What decides which keys a query sees."""
+
+    queries: int
+    keys: int
+    offset: int
+    window: int | None
+    dtype: torch.dtype
+    device: torch.device
+    version: int = 0
+    """Of the document ids: how often they were changed in place."""
+
+
+class Kernel:
+    """Causal grouped-query attention; see `forge_train.AttentionKernel`.
+
+    Without a mask (no documents, window or offset, and either as many queries as keys or a single one) torch takes its
+    flash kernels, which never hold a sequence × sequence matrix. Keys and values are not repeated for their group of
+    heads.
+
+    One kernel serves all layers, so that they share a batch's mask: autograd keeps the mask of every call, and a mask
+    for each layer would outgrow all other activations.
+    """
+
+    def __init__(self) -> None:
+        self._made: tuple[Tensor | None, _Seen, Tensor] | None = None
+        """The last mask, after what it was made for."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        offset: int | None = None,
+        window: int | None = None,
+        dropout: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        queries, keys = query.shape[1], key.shape[1]
+        offset = keys - queries if offset is None else offset
+        narrow = window is not None and window < offset + queries
+        mask = None
+        if document_ids is not None or narrow or (offset, queries) not in ((0, keys), (keys - 1, 1)):
+            seen = _Seen(queries, keys, offset, window if narrow else None, query.dtype, query.device)
+            mask = self._mask(seen, document_ids)
+        out_BHTD = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None and queries > 1,
+            scale=scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return out_BHTD.transpose(1, 2)
+
+    def _mask(self, seen: _Seen, document_ids: Tensor | None) -> Tensor:
+        if torch.compiler.is_compiling() or (document_ids is not None and document_ids.is_inference()):
+            return make_mask(seen, document_ids)
+        seen = seen if document_ids is None else replace(seen, version=document_ids._version)
+        if self._made is None or self._made[0] is not document_ids or self._made[1] != seen:
+            self._made = document_ids, seen, make_mask(seen, document_ids)
+        return self._made[2]
+
+
+def make_mask(seen: _Seen, document_ids: Tensor | None) -> Tensor:
+    """`[queries, keys]`, with document ids `[batch, 1, queries, keys]`: 0 where a query sees a key, else −∞.
+
+    Torch would turn a mask of booleans into one of numbers at every call, and keep that.
+    """
+    rows = torch.arange(seen.offset, seen.offset + seen.queries, device=seen.device)[:, None]
+    columns = torch.arange(seen.keys, device=seen.device)
+    visible = columns <= rows
+    if seen.window is not None:
+        visible = visible & (columns > rows - seen.window)
+    if document_ids is not None:
+        own = document_ids[:, seen.offset : seen.offset + seen.queries]
+        visible = visible & (own[:, None, :, None] == document_ids[:, None, None, :])
+    return torch.zeros(visible.shape, dtype=seen.dtype, device=seen.device).masked_fill_(~visible, float("-inf"))

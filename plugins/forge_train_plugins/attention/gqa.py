@@ -1,0 +1,24 @@
+"""Grouped-query attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forge_train import Attention, KernelCapabilities, Layer, Plugin, hookimpl
+
+if TYPE_CHECKING:
+    from forge_train import Job
+
+
+class GQA(Plugin):
+    """Attention whose query heads share keys and values in groups (Ainslie et al. 2023, arXiv:2305.13245)."""
+
+    api = (1, 0)
+    per_unit = True
+    requires = ("attention_kernel",)
+
+    @hookimpl
+    def attention(self, layer: Layer, job: Job) -> Attention:
+        from ._gqa import GroupedQueryAttention
+
+        return GroupedQueryAttention(layer, job.hooks.attention_kernel(KernelCapabilities(head_dims=(layer.head_dim,))))

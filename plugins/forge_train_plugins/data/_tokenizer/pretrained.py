@@ -1,0 +1,138 @@
+"""Tokenizers of Hugging Face's `tokenizers` library, and the special tokens of the models they came with."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forge_train import ConfigError
+from forge_train.ground.errors import describe
+
+from . import special
+
+Ids = NDArray[np.unsignedinteger]
+
+FILE = "tokenizer.json"
+END_NAMES = (
+    "</s>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<eos>",
+    "[EOS]",
+    "<|eot_id|>",
+    "<|im_end|>",
+)
+"""What tokenizers call the end of a document; the first one found is taken where no file names it."""
+
+_PIECE = 1 << 20
+"""Bytes after which a long document is cut, at a line's end, before it is encoded: the library keeps offsets and
+strings of each token, some hundred bytes per token, until the whole text is done."""
+
+
+class PretrainedTokenizer:
+    """A `tokenizer.json` of Hugging Face's `tokenizers`, with what the files beside it say about special tokens.
+
+    Truncation and padding in the file are switched off. Special tokens are not added by `encode`; `begin` is what the
+    file's post-processor puts before a text. As in transformers 5, it alone decides that: `add_bos_token` in
+    `tokenizer_config.json` is for tokenizers without a `tokenizer.json`.
+
+    Args:
+        path: a folder with a `tokenizer.json`, or such a file. A file of another name is taken alone.
+
+    Raises:
+        ConfigError: the file can't be read or is no tokenizer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        file = path / FILE if path.is_dir() else path
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"tokenizer.path: {file} can't be read: {error.strerror}") from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+            raise ConfigError(
+                f"tokenizer.path: {file} is no tokenizer of the tokenizers library: {describe(error)}"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.begin, after = self._post_processor()
+        added: list[str] = []
+        end, stops = None, tuple[int, ...]()
+        if file.name == FILE:
+            added = self._add_tokens(file.parent)
+            end, stops = special.ends(file.parent, self._tokenizer.token_to_id)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise ConfigError(f"tokenizer.path: {file} has an empty vocabulary")
+        guess = next((ids[name] for name in END_NAMES if name in ids), None)
+        self.end: int | None = next((id for id in (end, *after, guess) if id is not None), None)
+        self.stops = tuple(dict.fromkeys([*([] if self.end is None else [self.end]), *stops]))
+        self.vocabulary: int = max([*ids.values(), *self.stops]) + 1
+        digest = hashlib.blake2b(content, digest_size=16)
+        digest.update(repr((self.begin, self.end, added)).encode())
+        self.digest = digest.hexdigest()
+
+    def _post_processor(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids that the file's post-processor puts before a text and after it."""
+        for probe in ("a", " ", "0"):
+            inner = self._tokenizer.encode(probe, add_special_tokens=False).ids
+            outer = self._tokenizer.encode(probe).ids
+            starts = [at for at in range(len(outer)) if inner and outer[at : at + len(inner)] == inner]
+            if starts:
+                return tuple(outer[: starts[-1]]), tuple(outer[starts[-1] + len(inner) :])
+        return (), ()
+
+    def _add_tokens(self, folder: Path) -> list[str]:
+        """Add what `tokenizer_config.json` lists beyond `tokenizer.json`, as transformers does."""
+        import tokenizers
+
+        added = []
+        for id, content, is_special in special.added_tokens(folder):
+            if self._tokenizer.token_to_id(content) is None:
+                self._tokenizer.add_tokens([tokenizers.AddedToken(content, special=is_special)])
+                added.append(content)
+            if (found := self._tokenizer.token_to_id(content)) != id:
+                raise ConfigError(
+                    f"{folder / special.TOKENIZER_CONFIG}: token {content!r} has id {id}; here it is {found}"
+                )
+        return added
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def encode_documents(self, documents: Sequence[bytes]) -> list[Ids]:
+        """Token ids of UTF-8 texts, one array each, without the end; all of the library's threads work on it."""
+        pieces = [_pieces(document) for document in documents]
+        texts = [piece.decode("utf-8") for document in pieces for piece in document]
+        encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        return [
+            np.concatenate([np.asarray(next(encoded).ids, np.uint32) for _ in document] or [np.empty(0, np.uint32)])
+            for document in pieces
+        ]
+
+
+def _pieces(document: bytes) -> list[bytes]:
+    if len(document) <= _PIECE:
+        return [document]
+    pieces, start = [], 0
+    for line_end in re.finditer(rb"\n", document):
+        if line_end.end() - start >= _PIECE:
+            pieces.append(document[start : line_end.end()])
+            start = line_end.end()
+    return [*pieces, document[start:]] if start < len(document) else pieces

@@ -1,0 +1,142 @@
+"""Text files as training data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Plugin, Volatile, hookimpl, section
+from forge_train.contract.events import Evaluation, Finished
+from forge_train.contract.protocols import Loader
+from forge_train.ground.errors import Problem
+
+if TYPE_CHECKING:
+    from forge_train import Job
+    from forge_train.config import Config as RunConfig
+
+    from ._text.corpus import Corpus, Recipe, Split
+
+
+class Text(Plugin):
+    """Text files, tokenised once and packed into sequences; by default Python's own library.
+
+    The run's tokenizer makes the tokens; `text.tokenizer` is another name for `tokenizer.path`.
+    `bits_per_byte` of an evaluation does not depend on the tokenizer; `trigram_bits_per_byte` is what counting byte
+    trigrams of the training text gives on the same held-out text.
+    """
+
+    api = (1, 0)
+    requires = ("tokenizer",)
+
+    @section
+    class Config:
+        path: str | tuple[str, ...] = ""
+        """Files, folders (.txt .md .rst .py .jsonl in them) or glob patterns; empty for Python's standard library."""
+        field: str = "text"
+        """Where a .jsonl line has its text."""
+        held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
+        """Share of the documents that is kept for evaluation; of every document where there are few."""
+        isolate: bool = True
+        """Keep attention inside a document; otherwise the documents are one long text."""
+        shuffle: bool = True
+        """Take the sequences in another order in every epoch."""
+        cache: Annotated[str, Volatile()] = ""
+        """Folder for tokens; empty for forge-train/text in $XDG_CACHE_HOME or ~/.cache."""
+        baseline: Annotated[bool, Volatile()] = True
+        """Report at each evaluation what a byte trigram achieves on the held-out text."""
+
+    config: Config
+    _corpus: Corpus | None = None
+    _held_out: Split | None = None
+    _job: Job | None = None
+
+    @hookimpl
+    def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        from ._text.sources import find
+
+        if not self.config.path:  # walking the standard library would only repeat what opening the corpus does
+            if config.train.init_from:
+                yield Problem(
+                    "text.path",
+                    "a run that starts from weights (train.init_from) needs a text of its own; set it to your files. "
+                    "Python's library is the default only for a run that starts from nothing.",
+                    data=True,
+                )
+        else:
+            try:
+                find(self.config.path)
+            except ConfigError as error:
+                yield Problem("text.path", str(error).removeprefix("text.path: "), data=True)
+
+    @hookimpl
+    def kernel_needs(self) -> KernelCapabilities | None:
+        return KernelCapabilities(documents=True) if self.config.isolate else None
+
+    @hookimpl
+    def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
+        from ._text.loader import make_loader
+
+        corpus = self._open(job)
+        part: Split = getattr(corpus, split)
+        loader = make_loader(
+            part,
+            split,
+            job,
+            shuffle=self.config.shuffle,
+            isolate=self.config.isolate,
+            corpus=corpus.key,
+            name=corpus.name,
+        )
+        if split == "validation":
+            self._job, self._held_out = job, part
+        return loader
+
+    @hookimpl
+    def example_batch(self, job: Job) -> Batch:
+        import torch
+
+        train = job.config.train
+        ids = torch.zeros(train.micro_batch, train.sequence, dtype=torch.int64)
+        return Batch(ids, ids, ids, ids) if self.config.isolate else Batch(ids, ids)
+
+    @hookimpl
+    def on_evaluate(self, evaluation: Evaluation) -> None:
+        part = self._held_out
+        if part is None:
+            return
+        unpredicted = len(part.ends) if self.config.isolate else 1
+        tokens_per_byte = (len(part.tokens) - unpredicted) / part.bytes
+        evaluation.add("bits_per_byte", evaluation.loss / math.log(2) * tokens_per_byte)
+        if self.config.baseline and self._trigram is not None:
+            evaluation.add("trigram_bits_per_byte", self._trigram)
+
+    @hookimpl
+    def on_finish(self, finished: Finished) -> None:
+        from ._text.prompt import opening
+
+        job = self._job
+        if finished.outcome == "done" and self._held_out is not None and job is not None and job.dist.main:
+            prompt = opening(self._held_out, job.hooks.tokenizer())
+            job.run.artifact("prompt.txt").write_text(prompt, encoding="utf-8")
+
+    @cached_property
+    def _recipe(self) -> Recipe:
+        from ._text.corpus import Recipe
+
+        return Recipe(self.config.path, self.config.field, self.config.held_out)
+
+    def _open(self, job: Job) -> Corpus:
+        from ._text.cache import folder
+        from ._text.corpus import open_corpus
+
+        if self._corpus is None:
+            self._corpus = open_corpus(self._recipe, job.hooks.tokenizer(), folder(self.config.cache))
+        return self._corpus
+
+    @cached_property
+    def _trigram(self) -> float | None:
+        from ._text.corpus import trigram
+
+        return trigram(self._recipe, self._corpus) if self._corpus else None

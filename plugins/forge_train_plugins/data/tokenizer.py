@@ -1,0 +1,60 @@
+"""The tokenizer of a run: bytes, or the one that a model came with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from forge_train import FilePath, Plugin, Problem, Volatile, hookimpl, section
+
+if TYPE_CHECKING:
+    from forge_train import Job
+    from forge_train.config import Config as RunConfig
+    from forge_train.contract.protocols import Tokenizer as TokenizerProtocol
+
+
+class Tokenizer(Plugin):
+    """Text to token ids and back: every byte a token, or a `tokenizer.json` of Hugging Face's tokenizers.
+
+    `text.tokenizer` is another name for `tokenizer.path`.
+    """
+
+    api = (1, 0)
+
+    @section
+    class Config:
+        path: Annotated[str, FilePath(words=("bytes",)), Volatile()] = "bytes"
+        """`bytes`, a `tokenizer.json`, or a folder with one, whose other files then say which tokens are special. Its
+        files are copied into the run; what must match at resume is their content."""
+
+    config: Config
+
+    @hookimpl
+    def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        path = Path(self.config.path)
+        if self.config.path == "bytes" or path.is_file():
+            return
+        if not path.is_dir():
+            yield Problem("tokenizer.path", f"no file {str(path)!r}; expected 'bytes', a tokenizer.json or its folder.")
+        elif not (path / "tokenizer.json").is_file():
+            yield Problem(
+                "tokenizer.path",
+                f"there is no tokenizer.json in {path}. With transformers, "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW) writes one.",
+            )
+
+    @hookimpl
+    def tokenizer(self, job: Job) -> TokenizerProtocol:
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> TokenizerProtocol:
+        if self.config.path == "bytes":
+            from ._tokenizer.byte import ByteTokenizer
+
+            return ByteTokenizer()
+        from ._tokenizer.pretrained import PretrainedTokenizer
+
+        return PretrainedTokenizer(Path(self.config.path))

@@ -1,0 +1,1 @@
+"""Mixture of experts, and the transport of tokens."""

@@ -1,0 +1,112 @@
+"""Mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from forge_train import ConfigError, FeedForward, Ge, Gt, Layer, Lt, Plugin, Problem, hookimpl, section
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_train import Job, Model, StepResult
+    from forge_train.config import Config as RunConfig
+
+
+class MoE(Plugin):
+    """Mixture of experts: each token takes the few feed-forward blocks its router chooses (arXiv:2101.03961)."""
+
+    api = (1, 0)
+    per_unit = True
+    requires = ("token_dispatch",)
+
+    @section
+    class Config:
+        experts: Annotated[int, Gt(0)] = 8
+        """Experts of each layer."""
+        top_k: Annotated[int, Gt(0)] = 2
+        """Experts that a token goes to."""
+        hidden: Annotated[int, Ge(0)] = 0
+        """Width of one expert; 0 shares the dense block's width out among the experts that a token uses, so that it
+        computes as much as the dense block, rounded up to a multiple of 16."""
+        shared: Annotated[int, Ge(0)] = 0
+        """Experts of that width that every token takes beside its own (arXiv:2401.06066)."""
+        dense_first: Annotated[int, Ge(0)] = 0
+        """The first layers that keep their dense block."""
+        every: Annotated[int, Gt(0)] = 1
+        """Of the other layers, every n-th has experts, the last of each n."""
+        activation: Literal["swiglu", "geglu", "reglu"] = "swiglu"
+        """Of the experts: `down(act(gate(x)) · up(x))`."""
+        router: Literal["softmax", "sigmoid", "expert_choice"] = "softmax"
+        """How scores come from logits; under `expert_choice` each expert takes its best tokens of the micro-batch
+        (arXiv:2202.09368), so that a token's output depends on later tokens: not for generation."""
+        normalise: bool = True
+        """Divide the weights of a token's experts by their sum."""
+        scaling: Annotated[float, Gt(0)] = 1.0
+        """Factor on the weights."""
+        groups: Annotated[int, Gt(0)] = 1
+        """Groups of neighbouring experts (arXiv:2412.19437, §2.1.2)."""
+        top_groups: Annotated[int, Gt(0)] = 1
+        """Groups that a token may choose from: those whose two best scores have the largest sum."""
+        bias_speed: Annotated[float, Ge(0)] = 0.0
+        """Change per step of a bias that the choice, and nothing else, adds to the scores: up for experts with less
+        than the mean load of the global batch, down for others (arXiv:2408.15664). 0 is off; DeepSeek-V3 has 0.001."""
+        balance: Annotated[float, Ge(0)] = 0.01
+        """Weight of the load-balancing loss, a mean over layers and over all tokens, masked or not (arXiv:2101.03961,
+        eq. 4). The loss is 1 where loads are even, and transformers' is `top_k`: this weight is its
+        `router_aux_loss_coef` times `top_k`. It pools the loads of all layers; here each is balanced on its own."""
+        balance_over: Literal["batch", "sequence"] = "sequence"
+        """Tokens whose load is balanced: those of each sequence (arXiv:2412.19437, eq. 17), or of a micro-batch, which
+        is another loss where another layout has other micro-batches."""
+        z_loss: Annotated[float, Ge(0)] = 0.0
+        """Weight of the mean squared log-partition of the logits (arXiv:2202.08906, eq. 5)."""
+        capacity: Annotated[float, Ge(0)] = 0.0
+        """Most assignments that an expert takes of a micro-batch, as a multiple of the mean; beyond it those with the
+        least weight are dropped. 0 drops none (under `expert_choice`, 0 is 1). Evaluation and generation drop none."""
+        jitter: Annotated[float, Ge(0), Lt(1)] = 0.0
+        """In training, the router's input is multiplied by uniform noise from 1 ± this."""
+        matmul: Literal["auto", "grouped", "loop"] = "auto"
+        """One grouped product for all experts or one product for each; auto is grouped where torch has it."""
+        metrics: Literal["mean", "layers"] = "mean"
+        """Log the mean over layers, or each layer too."""
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._watch: Any = None
+
+    @hookimpl
+    def feed_forward(self, layer: Layer, job: Job) -> FeedForward | None:
+        layers = self._layers(layer.num_layers)
+        if not layers:
+            raise ConfigError(
+                f"moe: none of the {layer.num_layers} layers has experts with "
+                f"moe.dense_first = {self.config.dense_first} and moe.every = {self.config.every}."
+            )
+        if layer.index not in layers:
+            return None
+        from ._moe.block import build
+
+        return build(self.config, layer, job, of=len(layers))
+
+    @hookimpl
+    def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        from ._moe.rules import check
+
+        yield from check(self.config, config)
+
+    @hookimpl
+    def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        from ._moe.watch import Watch
+
+        self._watch = Watch(self.config, job, model)
+
+    @hookimpl
+    def on_step(self, step: StepResult) -> None:
+        self._watch.step(step)
+
+    def _layers(self, count: int) -> list[int]:
+        """The layers that have experts."""
+        return list(range(self.config.dense_first, count))[self.config.every - 1 :: self.config.every]

@@ -1,0 +1,1 @@
+"""Recomputation and compilation."""

@@ -1,0 +1,176 @@
+"""A pre-norm decoder-only transformer that declares what techniques need to know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_train import Attention, FeedForward
+from forge_train.nn import TensorStyle, flops_per_token
+
+
+class Block(nn.Module):
+    """One layer: a token mixer and a channel mixer, each on the normed residual stream and added to it."""
+
+    def __init__(
+        self, attention_norm: nn.Module, attention: Attention, feed_forward_norm: nn.Module, feed_forward: FeedForward
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.feed_forward_norm = feed_forward_norm
+        self.feed_forward = feed_forward
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None, cache: Any = None
+    ) -> Tensor:
+        x = x + self.attention(
+            self.attention_norm(x), position_ids=position_ids, document_ids=document_ids, cache=cache
+        )
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks, final norm and head, in the form of Llama (Touvron et al. 2023, arXiv:2302.13971).
+
+    A pipeline may leave holes: the embedding, the norm and the head set to None, and layers deleted from `layers`.
+    What is left keeps its name.
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Module,
+        layers: Sequence[Block],
+        norm: nn.Module,
+        head: Any,
+        *,
+        max_sequence: int,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        self.embedding: nn.Module | None = embedding
+        self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(layers)})
+        self.norm: nn.Module | None = norm
+        self.head: Any = head
+        self.max_sequence = max_sequence
+        self.tied = tied
+        if tied:
+            self.head.weight = embedding.weight
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Hidden states `[batch, sequence, dim]`, normed on the last part.
+
+        Args:
+            x: token ids `[batch, sequence]` on the first part, hidden states on later ones.
+            positions: `[batch, sequence]` int64; by default 0, 1, …, going on from what the cache holds.
+            documents: `[batch, sequence]` int64; attention stays inside a document.
+            cache: what `new_cache` gave; it is extended by this sequence.
+        """
+        if cache and position_ids is None:
+            position_ids = self._next_positions(x, cache)
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for index, layer in self.layers.items():
+            x = layer(x, position_ids, document_ids, cache[index] if cache else None)
+        return x if self.norm is None else self.norm(x)
+
+    def new_cache(self, batch: int, length: int) -> dict[str, Any]:
+        """An empty cache for each layer, for `batch` sequences of at most `length` tokens.
+
+        Raises:
+            TypeError: if a layer's attention keeps none.
+            ValueError: if the model was not made for that length.
+        """
+        if length > self.max_sequence:
+            raise ValueError(f"the model was made for at most {self.max_sequence} tokens, not for {length}")
+        return {index: _new_cache(layer.attention, batch, length) for index, layer in self.layers.items()}
+
+    def _next_positions(self, x: Tensor, cache: Mapping[str, Any]) -> Tensor:
+        start = next(iter(cache.values())).length
+        return torch.arange(start, start + x.shape[1], device=x.device).expand(x.shape[0], -1)
+
+    # -- what the model declares ------------------------------------------------------------------
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Modules to shard, recompute and compile one by one."""
+        return tuple(f"layers.{index}" for index in self.layers)
+
+    @property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """Modules in the order data takes; a part is a run of neighbouring entries, and an entry is never divided."""
+        first = [("embedding",)] if self.embedding is not None else []
+        last = [("norm", "head")] if self.head is not None else []
+        return (*first, *((unit,) for unit in self.units), *last)
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Parameters that optimizers may treat apart: name → `embedding` or `head`. Tied ones are the embedding."""
+        roles = {f"head.{name}": "head" for name, _ in _parameters(self.head)}
+        if self.tied:
+            roles.pop("head.weight", None)
+        return {f"embedding.{name}": "embedding" for name, _ in _parameters(self.embedding)} | roles
+
+    def tensor_plan(self) -> dict[str, TensorStyle]:
+        """Module → how tensor parallelism splits it; attention, feed-forward and head modules say so for their own
+        parts, and under the empty name for themselves (a block that says nothing is `gather`, a head stays whole).
+
+        Raises:
+            TypeError: if one of them does not.
+        """
+        plan: dict[str, TensorStyle] = {}
+        if self.embedding is not None:
+            plan["embedding"] = "vocabulary"
+        for unit, layer in zip(self.units, self.layers.values(), strict=True):
+            for name in ("attention", "feed_forward"):
+                plan[f"{unit}.{name}_norm"] = "sequence"
+                inner = {"": "gather", **_plan(getattr(layer, name))}
+                plan |= {f"{unit}.{name}.{path}".rstrip("."): style for path, style in inner.items()}
+        if self.norm is not None:
+            plan["norm"] = "sequence"
+        if self.head is not None:
+            inner = self.head.tensor_plan() if hasattr(self.head, "tensor_plan") else {}
+            plan |= {f"head.{path}".rstrip("."): style for path, style in inner.items()}
+        return plan
+
+    def flops_per_token(self, sequence: int) -> int:
+        """Operations per token of a forward and a backward pass of this part, with causal attention.
+
+        The input embedding, a look-up, is not counted.
+        """
+        blocks = [module for layer in self.layers.values() for module in (layer.attention, layer.feed_forward)]
+        return sum(_flops(module, sequence) for module in [*blocks, self.head] if module is not None)
+
+
+def _parameters(module: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
+    return iter(()) if module is None else module.named_parameters()
+
+
+def _new_cache(attention: Any, batch: int, length: int) -> Any:
+    if not hasattr(attention, "new_cache"):
+        raise TypeError(f"{type(attention).__name__} keeps no keys and values to generate from (new_cache)")
+    return attention.new_cache(batch, length)
+
+
+def _plan(module: Any) -> Mapping[str, TensorStyle]:
+    if not hasattr(module, "tensor_plan"):
+        raise TypeError(f"{type(module).__name__} does not say how tensor parallelism splits it (tensor_plan)")
+    plan: Mapping[str, TensorStyle] = module.tensor_plan()
+    return plan
+
+
+def _flops(module: Any, sequence: int) -> int:
+    """A module's own `flops_per_token`; where it declares none, every weight matrix is used once per token."""
+    if hasattr(module, "flops_per_token"):
+        return int(module.flops_per_token(sequence))
+    return flops_per_token(sequence, weights=sum(p.numel() for p in module.parameters() if p.ndim > 1))

@@ -1,0 +1,132 @@
+"""The decoder-only transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from forge_train import ConfigError, Ge, Gt, HFModel, Plugin, Problem, hookimpl, section
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from forge_train import Job
+    from forge_train.config import Config as RunConfig
+
+
+@section
+class Rope:
+    """Rotary position embedding, and how it is stretched to longer sequences."""
+
+    theta: Annotated[float, Gt(1)] = 10_000.0
+    """Base of the frequencies."""
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """How frequencies are changed; the keys below belong to it."""
+    factor: Annotated[float, Ge(1)] = 1.0
+    """Stretch (linear, llama3, yarn)."""
+    original_sequence: Annotated[int, Ge(0)] = 0
+    """Tokens of context before the stretch (llama3, yarn)."""
+    low: Annotated[float, Gt(0)] = 1.0
+    """Features with fewer turns in the original context are stretched (llama3, yarn)."""
+    high: Annotated[float, Ge(0)] = 0.0
+    """Features with more turns are kept (llama3, yarn); 0 is 4 for llama3 and 32 for yarn."""
+    temperature: Annotated[float, Ge(0)] = 0.0
+    """Factor on cos and sin (yarn); 0 is 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """Round the borders between stretched and kept features to whole ones (yarn)."""
+
+
+class Decoder(Plugin):
+    """Decoder-only transformer in Llama's and Qwen3's form, with grouped-query attention and rotary positions."""
+
+    api = (1, 0)
+    per_unit = True
+    architectures = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+
+    @section
+    class Config:
+        dim: Annotated[int, Gt(0)] = 256
+        """Width of the residual stream."""
+        layers: Annotated[int, Gt(0)] = 4
+        """Number of blocks."""
+        heads: Annotated[int, Gt(0)] = 4
+        """Query heads."""
+        kv_heads: Annotated[int, Ge(0)] = 0
+        """Key and value heads, a divisor of heads; 0 is as many as heads."""
+        head_dim: Annotated[int, Ge(0)] = 0
+        """Features per head; 0 is dim / heads."""
+        hidden: Annotated[int, Ge(0)] = 0
+        """Width of the feed-forward blocks; 0 is 8/3 dim, rounded up to a multiple of 64."""
+        vocabulary: Annotated[int, Ge(0)] = 0
+        """Number of token ids; 0 is the tokenizer's."""
+        max_sequence: Annotated[int, Gt(0)] = 2048
+        """Longest sequence in tokens."""
+        norm: Literal["rms", "layer"] = "rms"
+        """RMSNorm or LayerNorm, before each block and at the end."""
+        norm_eps: Annotated[float, Gt(0)] = 1e-6
+        """Added to the mean square (the variance) in norms."""
+        qk_norm: bool = False
+        """Normalise queries and keys per head, as Qwen3 does."""
+        tied: bool = False
+        """Share the weights of embedding and head."""
+        bias: bool = False
+        """Biases in the attention's output and the feed-forward projections."""
+        qkv_bias: bool = False
+        """Biases in the query, key and value projections."""
+        std: Annotated[float, Gt(0)] = 0.02
+        """Standard deviation of initial weights."""
+        depth_scaled: bool = True
+        """Divide that of projections into the residual stream by √(2 · layers)."""
+        rope: Rope = Rope()
+        """Rotary positions."""
+
+    config: Config
+
+    @hookimpl
+    def build_model(self, job: Job) -> nn.Module:
+        from ._decoder.build import build
+
+        return build(self.config, self._vocabulary(job), job)
+
+    @hookimpl
+    def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        from ._decoder.rules import check
+
+        yield from check(self.config, config.train.sequence)
+
+    @hookimpl
+    def import_hf(self, config: Mapping[str, Any]) -> HFModel | None:
+        from ._decoder.hf_config import read
+
+        return read(config)
+
+    @hookimpl
+    def export_hf(self, job: Job) -> HFModel:
+        import torch
+
+        from ._decoder.huggingface import write
+
+        if (given := job.hooks.gives("head")) != "token_logits":
+            raise ConfigError(
+                f"The Hugging Face layout of a decoder has a head for language modelling; plugin "
+                f"{job.hooks.provider('head')!r} gives {given!r}."
+            )
+        with torch.device("meta"):
+            model = self.build_model(job)
+        return write(self.config, self._vocabulary(job), model)
+
+    def _vocabulary(self, job: Job) -> int:
+        """Token ids of the model: at least as many as the tokenizer has.
+
+        Raises:
+            ConfigError: if there is neither a number nor a tokenizer, or the number is too small.
+        """
+        wanted = self.config.vocabulary
+        if not job.hooks.provider("tokenizer"):
+            if not wanted:
+                raise ConfigError("decoder.vocabulary: no enabled plugin provides a tokenizer to take it from; set it.")
+            return wanted
+        needed = job.hooks.tokenizer().vocabulary
+        if wanted and wanted < needed:
+            raise ConfigError(f"decoder.vocabulary: expected at least the tokenizer's {needed}, found {wanted}.")
+        return wanted or needed

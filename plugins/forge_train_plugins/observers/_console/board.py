@@ -1,0 +1,158 @@
+"""What is known of a run: facts at its start, and the newest of everything since."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from forge_train.contract.hookspecs import KINDS
+from forge_train.ground.present import quantity, short
+from forge_train.ground.records import METRICS
+
+if TYPE_CHECKING:
+    from forge_train import Evaluation, Finished, Job, LogRecord, Model
+
+KEPT = 512
+"""Points of the loss curve; more are halved by taking the mean of neighbours."""
+
+
+@dataclass
+class Board:
+    """A run as its watcher sees it."""
+
+    name: str
+    folder: str
+    size: str
+    """Device, parameters, how much is to be done."""
+    plugins: list[str]
+    """What fills the slots, each with the options that are not its defaults."""
+    phases: list[str]
+    """What was done to the model, in order."""
+    steps: int
+    first: int = 0
+    """The step it went on from."""
+    step: int = 0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    evaluation: Evaluation | None = None
+    saved: int | None = None
+    finished: Finished | None = None
+    failed: bool = False
+    began: float = field(default_factory=time.perf_counter)
+    _share: int = 1
+    """Logged losses per point of the curve."""
+    _waiting: list[float] = field(default_factory=list)
+    _mark: tuple[int, float] | None = None
+    """Step and time from which speed is reckoned: that of the first logged step, which pays for warming up."""
+
+    @classmethod
+    def of(cls, job: Job, model: Model) -> Board:
+        return cls(job.run.id, str(job.run.dir), _size(job, model), list(_filled(job)), list(_phases(job)), job.steps)
+
+    def resume(self, step: int) -> None:
+        """The run goes on from here."""
+        self.first = self.step = step
+        self._mark = None
+
+    def log(self, record: LogRecord) -> None:
+        self.step, self.steps, self.metrics = record.step, record.steps, record.metrics
+        if self._mark is None:
+            self._mark = (record.step, time.perf_counter())
+        self._waiting.append(float(record.metrics["loss"]))
+        if len(self._waiting) == self._share:
+            self.losses.append(sum(self._waiting) / self._share)
+            self._waiting.clear()
+        if len(self.losses) == KEPT:
+            self.losses = [(a + b) / 2 for a, b in zip(self.losses[::2], self.losses[1::2], strict=True)]
+            self._share *= 2
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.began
+
+    @property
+    def left(self) -> float:
+        """Seconds to the end at the pace so far, evaluations and checkpoints included; NaN before the first log."""
+        if self._mark is None:
+            return float("nan")
+        step, then = self._mark
+        if self.step > step:
+            pace = (time.perf_counter() - then) / (self.step - step)
+        else:
+            pace = float(self.metrics["step_seconds"])
+        return pace * (self.steps - self.step)
+
+    @property
+    def held_out(self) -> list[tuple[str, float]]:
+        """What the newest evaluation found, best known first: words and value."""
+        if self.evaluation is None:
+            return []
+        found = [("loss", self.evaluation.loss)]
+        for key, value in self.evaluation.metrics.items():
+            found.append((key.rpartition(".")[2].replace("_", " "), value))
+        return found
+
+    @property
+    def extras(self) -> dict[str, float]:
+        """The numbers that plugins added to the newest line."""
+        return {
+            key: value
+            for key, value in self.metrics.items()
+            if key not in METRICS and isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+
+
+def _size(job: Job, model: Model) -> str:
+    train = job.config.train
+    count = sum(parameter.numel() for parameter in model.parameters())
+    ranks = f" · {job.dist.world} process{'es' if job.dist.world > 1 else ''}"
+    here = " on this rank" if job.dist.layout.pp > 1 else ""
+    precision = "" if train.precision == "fp32" else f" · {train.precision}"
+    per_step = train.global_batch * train.sequence
+    return (
+        f"{_device(job)}{ranks}{precision} · {short(count)} parameters{here} · "
+        f"{job.steps:,} steps of {per_step:,} tokens"
+    )
+
+
+def _device(job: Job) -> str:
+    if job.device.type != "cuda":
+        return str(job.device)
+    import torch
+
+    return torch.cuda.get_device_name(job.device)
+
+
+def _filled(job: Job) -> Iterator[str]:
+    """`decoder dim=128 layers=3` for every plugin that fills a slot or chain, in the order of hooks."""
+    names = []
+    for hook, kind in KINDS.items():
+        if kind in ("slot", "chain"):
+            names += job.hooks.acting(hook)
+    for name in dict.fromkeys(names):
+        yield " ".join([name, *_changed(job.config.sections[name])])
+
+
+def _changed(section: Any) -> Iterator[str]:
+    for one in dataclasses.fields(section):
+        value = getattr(section, one.name)
+        made = one.default_factory
+        default = made() if made is not dataclasses.MISSING else one.default
+        if value != default and not dataclasses.is_dataclass(value):
+            yield f"{one.name}={_value(value)}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return quantity(value) if isinstance(value, float) else str(value)
+
+
+def _phases(job: Job) -> Iterator[str]:
+    file = job.run.dir / "composition.json"
+    for entry in json.loads(file.read_text(encoding="utf-8")) if file.is_file() else ():
+        yield f"{entry['phase'].lower()} {entry['plugin']} ({len(entry['matched'])})"

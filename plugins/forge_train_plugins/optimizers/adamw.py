@@ -1,0 +1,46 @@
+"""The default optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from forge_train import Ge, Gt, Lt, Plugin, hookimpl, section
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_train import Job, Model
+
+Beta = Annotated[float, Ge(0), Lt(1)]
+
+
+class AdamW(Plugin):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2017, arXiv:1711.05101), fused on every device."""
+
+    api = (1, 0)
+    per_unit = True
+
+    @section
+    class Config:
+        lr: Annotated[float, Gt(0)] = 3e-4
+        """Peak learning rate."""
+        betas: tuple[Beta, Beta] = (0.9, 0.95)
+        """Decay of the running means of the gradient and of its square."""
+        eps: Annotated[float, Gt(0)] = 1e-8
+        """Added to the root of the second."""
+        weight_decay: Annotated[float, Ge(0)] = 0.1
+        """Of matrices; norms and biases do not decay."""
+        decay_embeddings: bool = False
+        """Decay the embedding too, which shrinks rows of rare tokens between their occurrences."""
+
+    config: Config
+
+    @hookimpl
+    def optimizer(self, model: Model, job: Job) -> torch.optim.Optimizer:
+        import torch
+
+        from forge_train.nn import decay_groups
+
+        config = self.config
+        groups = decay_groups(model, config.weight_decay, decay_embeddings=config.decay_embeddings)
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

@@ -1,0 +1,228 @@
+"""How each style is realised: weights split, forwards on this rank's part, collectives in hooks round them.
+
+A collective is a forward hook, so that it stays when a later transform replaces the module with `forge_train.swap`.
+The product itself is a class's `forward` on the local weights: DTensor would cost a millisecond of CPU per linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from forge_train import PluginError, Specialisation
+from forge_train.ground.tensors import local
+from forge_train.nn import TensorStyle
+
+from .collectives import Copy, GatherSequence, GatherWhole, Group, ScatterSequence, Sum, TakeShare
+
+
+@dataclass
+class Region:
+    """One part of the model, split over the ranks of a mesh."""
+
+    mesh: DeviceMesh
+    group: Group
+    sequence_parallel: bool
+    loss_parallel: bool
+    length: int = 0
+    """Tokens per sequence of the forward at hand."""
+
+    def enter(self, x: Tensor) -> None:
+        """A forward of the part begins, with token ids, or with hidden states that another part has split."""
+        split = self.sequence_parallel and x.is_floating_point()
+        self.length = x.shape[1] * (self.group.size if split else 1)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Whole sequences for a block whose gradient each rank has a part of."""
+        if not self.sequence_parallel:
+            return cast(Tensor, Copy.apply(x, self.group))  # type: ignore[no-untyped-call]
+        self._expect_piece(x)
+        gathered = cast(Tensor, GatherSequence.apply(x, self.group))  # type: ignore[no-untyped-call]
+        return gathered if gathered.shape[1] == self.length else gathered[:, : self.length]
+
+    def agreed(self, x: Tensor) -> Tensor:
+        """Whole sequences for what every rank does alike."""
+        if not self.sequence_parallel:
+            return x
+        self._expect_piece(x)
+        return cast(Tensor, GatherWhole.apply(x, 1, self.length, self.group))  # type: ignore[no-untyped-call]
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """The sum of what the ranks have computed for whole sequences; this rank's piece of it, if so configured."""
+        if not self.sequence_parallel:
+            return cast(Tensor, Sum.apply(x, self.group))  # type: ignore[no-untyped-call]
+        if missing := -x.shape[1] % self.group.size:
+            x = F.pad(x, (0, 0, 0, missing))  # nothing ever looks at what becomes of these tokens
+        return cast(Tensor, ScatterSequence.apply(x, self.group))  # type: ignore[no-untyped-call]
+
+    def share(self, x: Tensor) -> Tensor:
+        """This rank's share of the tokens, for a block in which they do not know each other."""
+        if self.sequence_parallel:
+            self._expect_piece(x)
+            return x
+        return cast(Tensor, TakeShare.apply(x, self.group))  # type: ignore[no-untyped-call]
+
+    def join(self, x: Tensor) -> Tensor:
+        """What such a block gives, in the form in which activations go on."""
+        if self.sequence_parallel:
+            return x
+        return cast(Tensor, GatherWhole.apply(x, 1, self.length, self.group))  # type: ignore[no-untyped-call]
+
+    def _expect_piece(self, x: Tensor) -> None:
+        if x.shape[1] != -(-self.length // self.group.size):
+            raise PluginError(
+                f"Under sequence parallelism a block was given {x.shape[1]} tokens per sequence, not its piece of "
+                f"{self.length}: the tensor_plan() must name what comes before it (the embedding as 'vocabulary', "
+                "projections into the residual stream as 'rowwise'), or set tp.sequence_parallel = false."
+            )
+
+
+def split(module: nn.Module, dim: int, region: Region, made: dict[int, nn.Parameter], *, bias: bool) -> None:
+    """Replace a module's weight (and bias) by this rank's shard, without communication. Tied ones stay tied."""
+    for name in ("weight", "bias") if bias else ("weight",):
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            continue
+        if id(parameter) not in made:
+            made[id(parameter)] = _shard(parameter, dim, region.mesh)
+        module._parameters[name] = made[id(parameter)]
+
+
+def _shard(parameter: nn.Parameter, dim: int, mesh: DeviceMesh) -> nn.Parameter:
+    if isinstance(parameter, DTensor):
+        raise PluginError("tp: a weight is sharded already; tensor parallelism comes before whatever shards weights.")
+    count, rank = mesh.size(), mesh.get_local_rank()
+    each = -(-parameter.shape[dim] // count)
+    start = min(rank * each, parameter.shape[dim])
+    local = parameter.detach().narrow(dim, start, min(each, parameter.shape[dim] - start)).clone()
+    sharded = DTensor.from_local(
+        local, mesh, [Shard(dim)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+# -- forwards on this rank's part -----------------------------------------------------------------
+
+
+class SplitLinear(nn.Linear):
+    """`x Wᵀ (+ b)` with this rank's weights; another plugin may put another product in the place of `product`."""
+
+    product = staticmethod(F.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, local(self.weight), local(self.bias))
+
+
+class SummedLinear(nn.Linear):
+    """`x Wᵀ` with this rank's weights; its hook adds the bias to the sum over the ranks. `product` as above."""
+
+    product = staticmethod(F.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, local(self.weight))
+
+
+class SplitEmbedding(nn.Embedding):
+    """Rows of this rank's part of a table, zeros for the others."""
+
+    first: int
+    """The first of this rank's rows."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = local(self.weight)
+        rows, padding = ids - self.first, None
+        if self.padding_idx is not None and 0 <= self.padding_idx - self.first < weight.shape[0]:
+            padding = self.padding_idx - self.first
+        elsewhere = (rows < 0) | (rows >= weight.shape[0])
+        found = F.embedding(rows.masked_fill(elsewhere, 0), weight, padding)
+        return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+# -- styles ---------------------------------------------------------------------------------------
+
+
+class Styles:
+    """What realises each style on one part. A hook is one object for all modules, so that units stay alike."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._change = Specialisation(lambda _, split: split)
+        self._reduce, self._reduce_and_bias, self._gather, self._keep, self._collect = _hooks(region)
+        self._share, self._join = _sharing(region)
+
+    def realise(self, module: Any, style: TensorStyle, made: dict[int, nn.Parameter]) -> None:
+        """Split a module and its weights."""
+        if style in ("gather", "summed"):
+            module.register_forward_pre_hook(self._gather)
+        if style == "summed":
+            module.register_forward_hook(self._reduce)
+        elif style == "tokens":
+            module.register_forward_pre_hook(self._share)
+            module.register_forward_hook(self._join)
+        elif style in SHARDED:
+            dim = SHARDED[style]
+            split(module, dim, self._region, made, bias=style != "rowwise")
+            getattr(self, f"_{style}")(module)
+
+    def _vocabulary(self, module: SplitEmbedding) -> None:
+        self._change(module, SplitEmbedding)
+        module.first = self._region.group.rank * -(-module.num_embeddings // self._region.group.size)
+        module.register_forward_hook(self._reduce)
+
+    def _colwise(self, module: nn.Linear) -> None:
+        self._change(module, SplitLinear)
+
+    def _rowwise(self, module: nn.Linear) -> None:
+        self._change(module, SummedLinear)
+        module.register_forward_hook(self._reduce if module._parameters["bias"] is None else self._reduce_and_bias)
+
+    def _logits(self, module: nn.Linear) -> None:
+        self._change(module, SplitLinear)
+        module.register_forward_hook(self._keep if self._region.loss_parallel else self._collect)
+
+
+def _hooks(region: Region) -> tuple[Callable[..., Any], ...]:
+    def reduce(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return region.reduce(out)
+
+    def reduce_and_bias(module: nn.Linear, args: Any, out: Tensor) -> Tensor:
+        return region.reduce(out) + module.bias
+
+    def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not args:
+            raise PluginError(f"{type(module).__name__} is gathered by its tensor_plan(): pass its input by position.")
+        return (region.gather(args[0]), *args[1:])
+
+    def keep(module: nn.Linear, args: Any, out: Tensor) -> Tensor:
+        shape = torch.Size((*out.shape[:-1], module.out_features))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(out, region.mesh, [Shard(out.ndim - 1)], run_check=False, shape=shape, stride=stride)
+
+    def collect(module: nn.Linear, args: Any, out: Tensor) -> Tensor:
+        features = module.out_features
+        return cast(Tensor, GatherWhole.apply(out, -1, features, region.group))  # type: ignore[no-untyped-call]
+
+    return reduce, reduce_and_bias, gather, keep, collect
+
+
+def _sharing(region: Region) -> tuple[Callable[..., Any], ...]:
+    def share(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not args:
+            raise PluginError(f"{type(module).__name__} shares its tokens out: pass its input by position.")
+        return (region.share(args[0]), *args[1:])
+
+    def join(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return region.join(out)
+
+    return share, join
+
+
+SHARDED: Mapping[str, int] = {"vocabulary": 0, "colwise": 0, "rowwise": 1, "logits": 0}
+"""Style → the axis of the weight that is split."""

@@ -1,0 +1,42 @@
+"""The task of language modelling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forge_train import MASKED, Batch, LossFunction, Plugin, Task, hookimpl
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from forge_train import Job
+
+
+class NextToken(Plugin):
+    """Next-token prediction: each position is trained on the token that follows it."""
+
+    api = (1, 0)
+    requires = ("loss",)
+    per_unit = True
+
+    @hookimpl
+    def task(self, job: Job) -> Task:
+        return NextTokenTask(job.hooks.loss())
+
+
+@dataclass(frozen=True)
+class NextTokenTask:
+    """Asks the `loss` slot; every unmasked label counts once."""
+
+    loss_function: LossFunction
+
+    def weight(self, batch: Batch) -> int:
+        return int((batch.labels != MASKED).sum())
+
+    def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        return self.loss_function(hidden, part.get_submodule("head"), batch.labels)
+
+    def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        logits: Tensor = part.get_submodule("head")(hidden)
+        return logits

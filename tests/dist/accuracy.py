@@ -1,0 +1,98 @@
+"""An evaluator of a third party, with data of its own. As `accuracy:Accuracy`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_train import MASKED, Batch, Evaluator, Job, Plugin, hookimpl
+from forge_train.nn import full_tensor
+from forge_train.testing import run_forge
+from forge_train_tools.offline.evaluate import worker
+
+
+class Accuracy(Plugin):
+    """How often the next token is among the 64 likeliest in texts that count up, and how sure the model is."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def evaluators(self, job: Job) -> Evaluator:
+        task = job.hooks.task()
+
+        def measure(part: nn.Module, hidden: Tensor, batch: Batch) -> Mapping[str, Tensor]:
+            logits = full_tensor(task.outputs(part, hidden, batch)).float()
+            counted = batch.labels != MASKED
+            right = (logits.topk(64).indices == batch.labels.unsqueeze(-1)).any(-1) & counted
+            sure = logits.softmax(-1).amax(-1)[counted]
+            return {"right": right.sum(), "sure": sure.sum(), "count": counted.sum()}
+
+        def metrics(sums: Mapping[str, float]) -> Mapping[str, float]:
+            return {"accuracy": sums["right"] / sums["count"], "confidence": sums["sure"] / sums["count"]}
+
+        sums = ("right", "sure", "count")
+        return Evaluator("counting", lambda: CountingUp(job), measure, sums, metrics, batches=3)
+
+
+class CountingUp:
+    """Sequence n is the bytes n, n + 1, …; of every fifth label it says nothing."""
+
+    def __init__(self, job: Job) -> None:
+        self.size, self.length = job.config.train.micro_batch, job.config.train.sequence
+        self.rank, self.ranks, self.position = job.dist.data_rank, job.dist.data_ranks, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        first = self.position + self.rank * self.size
+        self.position += self.size * self.ranks
+        tokens = (torch.arange(first, first + self.size)[:, None] + torch.arange(self.length + 1)) % 256
+        labels = tokens[:, 1:].clone()
+        labels[labels % 5 == 0] = MASKED
+        return Batch(tokens[:, :-1], labels)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sequences": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["sequences"]
+
+    def skip(self, sequences: int) -> None:
+        self.position += sequences
+
+
+class Unmeasured(Accuracy):
+    """Promises a sum that it does not measure."""
+
+    @hookimpl
+    def evaluators(self, job: Job) -> Evaluator:
+        made = super().evaluators(job)
+        return Evaluator("counting", made.data, made.measure, ("right", "wrong"), made.metrics)
+
+
+class Silent(Plugin):
+    """Gives the evaluator that another one gives too."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def evaluators(self, job: Job) -> list[Evaluator]:
+        return [Accuracy(None).evaluators(job)]
+
+
+def train(folder: str, plugins: list[str], config: dict[str, Any], name: str = "") -> dict[str, Any]:
+    """Train and evaluate; what was found each time."""
+    run = run_forge(plugins, config, steps=4, name=name, folder=Path(folder))
+    found = [event for event in run.events if event["event"] == "evaluation"]
+    return {"run": str(run.run), "found": [{key: one[key] for key in ("loss", "tokens", "metrics")} for one in found]}
+
+
+def evaluate(path: str) -> dict[str, Any]:
+    """`forge eval PATH` on each rank."""
+    found: dict[str, Any] = worker(path, {"plugins": [], "set": []})["evaluated"]
+    return found

@@ -1,0 +1,145 @@
+"""Attention kernels of a third party that can do more or less, and an attention that asks for more. As `kernels:Plain`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_train import Job, KernelCapabilities, Layer, Plugin, hookimpl
+from forge_train.nn import Linear
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    offset: int | None = None,
+    document_ids: Tensor | None = None,
+    window: int | None = None,
+    dropout: float = 0.0,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    log_sum_exp: bool = False,
+    scale: float | None = None,
+) -> Any:
+    """Everything that can be asked for, with a loop over heads."""
+    group, queries, keys = query.shape[2] // key.shape[2], query.shape[1], key.shape[1]
+    first = keys - queries if offset is None else offset
+    distance = (torch.arange(queries) + first)[:, None] - torch.arange(keys)
+    hidden = ((distance < 0) | (distance >= (window or keys + first + queries)))[None].expand(len(query), -1, -1)
+    if document_ids is not None:
+        hidden = hidden | (document_ids[:, first : first + queries, None] != document_ids[:, None])
+    outs, sums = [], []
+    for head in range(query.shape[2]):
+        logits = query[:, :, head] @ key[:, :, head // group].mT * (scale or query.shape[-1] ** -0.5)
+        logits = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+        logits = logits.masked_fill(hidden, -torch.inf)
+        total = logits.logsumexp(-1, keepdim=True)
+        total = total if sinks is None else torch.logaddexp(total, sinks[head].expand_as(total))
+        weights = nn.functional.dropout((logits - total).exp(), dropout)
+        outs.append(weights @ value[:, :, head // group])
+        sums.append(total.squeeze(-1))
+    out = torch.stack(outs, dim=2)
+    return (out, torch.stack(sums, dim=1).float()) if log_sum_exp else out
+
+
+class Plain(Plugin):
+    """Causal attention over one whole sequence, and nothing beyond that."""
+
+    api = (1, 0)
+    example = ("text.isolate=false",)
+
+    @hookimpl
+    def attention_kernel(self, job: Job) -> Any:
+        def plain(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Any:
+            return attend(query, key, value, scale=scale)
+
+        return plain
+
+
+class Everything(Plugin):
+    """Whatever can be asked of a kernel."""
+
+    api = (1, 0)
+    kernel_capabilities = KernelCapabilities(
+        documents=True,
+        offsets=True,
+        windows=True,
+        dropout=True,
+        soft_caps=True,
+        sinks=True,
+        log_sum_exp=True,
+    )
+
+    @hookimpl
+    def attention_kernel(self, job: Job) -> Any:
+        return attend
+
+
+class Boasting(Plugin):
+    """Says that it knows windows, and sees beyond them."""
+
+    api = (1, 0)
+    kernel_capabilities = KernelCapabilities(documents=True, windows=True)
+
+    @hookimpl
+    def attention_kernel(self, job: Job) -> Any:
+        def attend_to_all(query: Tensor, key: Tensor, value: Tensor, *, window: Any = None, **asked: Any) -> Any:
+            return attend(query, key, value, **asked)
+
+        return attend_to_all
+
+
+class Wide(Plugin):
+    """Knows heads of 16 and 64 features, on every device."""
+
+    api = (1, 0)
+    kernel_capabilities = KernelCapabilities(documents=True, head_dims=(16, 64))
+
+    @hookimpl
+    def attention_kernel(self, job: Job) -> Any:
+        return attend
+
+
+class Elsewhere(Plugin):
+    """Runs on another kind of device."""
+
+    api = (1, 0)
+    kernel_capabilities = KernelCapabilities(documents=True, devices=("cuda",))
+
+    @hookimpl
+    def attention_kernel(self, job: Job) -> Any:
+        return attend
+
+
+class Local(Plugin):
+    """Attention that asks for a window."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def kernel_needs(self) -> KernelCapabilities:
+        return KernelCapabilities(windows=True)
+
+    @hookimpl
+    def attention(self, layer: Layer, job: Job) -> Any:
+        return LocalMixer(layer, job.hooks.attention_kernel())
+
+
+class LocalMixer(nn.Module):
+    def __init__(self, layer: Layer, kernel: Any) -> None:
+        super().__init__()
+        self.shape, self.kernel = (3, layer.heads, layer.head_dim), kernel
+        self.into = Linear(layer.dim, 3 * layer.heads * layer.head_dim, std=0.2)
+        self.out = Linear(layer.heads * layer.head_dim, layer.dim, std=0.2)
+
+    def forward(
+        self, x: Tensor, *, position_ids: Any = None, document_ids: Tensor | None = None, cache: Any = None
+    ) -> Tensor:
+        query, key, value = self.into(x).unflatten(-1, self.shape).unbind(2)
+        asked = {} if document_ids is None else {"document_ids": document_ids}
+        out: Tensor = self.out(self.kernel(query, key, value, window=5, **asked).flatten(2))
+        return out

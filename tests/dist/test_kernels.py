@@ -1,0 +1,107 @@
+"""Attention kernels say what they can do: what a run will ask for is there, or the run is refused before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kernels
+from forge_train import ConfigError, KernelCapabilities, Plugin
+from forge_train.registry.discovery import find
+from forge_train.testing import Installed, Pool, RunForge, check
+from forge_train_tools.offline.generate import Completion, Sampling
+
+pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
+
+LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "dp2": (("fsdp2",), {"parallel.dp_shard": 2}),
+    "tp2": (("tp",), {"parallel.tp": 2}),
+}
+
+
+def train(ranks: Pool, folder: Path, world: int, plugins: tuple[str, ...], config: dict[str, Any]) -> dict[str, Any]:
+    folder.mkdir()
+    config = {"train.micro_batch": 6, "train.evaluate_every": 3, **config}
+    reply: dict[str, Any] = ranks.run("cases:train", world, folder=str(folder), plugins=plugins, config=config)[0]
+    return reply
+
+
+def test_a_kernel_without_document_masks_trains_where_nobody_asks_for_them(ranks: Pool, tmp_path: Path) -> None:
+    joined = {"text.isolate": False}
+    expected = train(ranks, tmp_path / "sdpa", 1, (), joined)
+    alone = train(ranks, tmp_path / "one", 1, ("kernels:Plain",), joined)
+    assert "sdpa" not in alone["plugins"]
+    replies = {"one": alone}
+    for name, (more, config) in LAYOUTS.items():
+        replies[name] = train(ranks, tmp_path / name, 2, ("kernels:Plain", *more), {**joined, **config})
+    for name, reply in replies.items():
+        for what in ("losses", "norms", "evaluations"):
+            assert reply[what] == pytest.approx(expected[what], rel=1e-4), (name, what)
+
+
+def test_it_is_refused_where_documents_are_kept_apart_with_the_names_of_others(
+    forge_plugins: Installed, run_forge: RunForge, tmp_path: Path
+) -> None:
+    forge_plugins.restore()
+    forge_plugins.add(kernels.Everything)
+    forge_plugins.add(kernels.Wide)
+    with pytest.raises(ConfigError) as error:
+        run_forge([kernels.Plain], folder=tmp_path / "runs")
+    assert str(error.value) == (
+        "Plugin 'plain' (under-test 0) computes attention without document masks; plugin 'text' asks for it. "
+        "Installed kernels that have it: everything, sdpa, wide."
+    )
+    with pytest.raises(ConfigError, match=r"without sliding windows; plugin 'local' .* have it: everything, sdpa\."):
+        run_forge([kernels.Plain, kernels.Local], {"text.isolate": False}, folder=tmp_path / "runs")
+    assert not [path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")]
+
+
+def test_what_layers_and_the_device_ask_for_is_refused_too(run_forge: RunForge) -> None:
+    with pytest.raises(ConfigError, match=r"'wide' .* without heads of 8 features; a layer asks for it\. Inst.*: sdpa\."):
+        run_forge([kernels.Wide])
+    with pytest.raises(ConfigError, match=r"'elsewhere' .* without the device 'cpu'; the run is on it\. Inst.*: sdpa\."):
+        run_forge([kernels.Elsewhere])
+
+
+def test_a_window_is_the_same_window_whichever_kernel_computes_it(run_forge: RunForge) -> None:
+    one, other = run_forge([kernels.Local]), run_forge([kernels.Local, kernels.Everything])
+    assert one.losses == pytest.approx(other.losses, rel=1e-5)
+    whole = run_forge([kernels.Local], {"train.sequence": 5})
+    assert whole.finished.outcome == "done"
+
+
+def test_every_declared_capability_is_tried_against_the_formula(tmp_path: Path) -> None:
+    name = "attention_kernel: agrees with the formula"
+    found = {
+        plugin: next(one for one in check(plugin, folder=tmp_path).checks if one.name == name)
+        for plugin in (kernels.Plain, kernels.Everything, kernels.Boasting)
+    }
+    assert [one.status for one in found.values()] == ["ok", "ok", "fail"]
+    assert found[kernels.Plain].detail == "all heads apart, grouped heads, one key head, another scale"
+    assert found[kernels.Everything].detail.endswith("a soft cap, sinks, the log-sum-exp, dropout")
+    assert found[kernels.Boasting].detail.startswith("a window: output: off by")
+
+
+def test_text_is_generated_without_a_cache_where_the_kernel_can_not_continue_one(run_forge: RunForge) -> None:
+    texts = []
+    for plugins in ([], [kernels.Plain]):
+        run = run_forge(plugins, {"text.isolate": False, "adamw.lr": 1e-2}, steps=4)
+        texts.append("".join(Completion(run.job, run.model, "the ", Sampling(tokens=12, temperature=0))))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("plugin", [kernels.Everything, kernels.Wide, kernels.Elsewhere, kernels.Boasting])
+def test_capabilities_are_read_without_importing(plugin: type[Plugin], forge_plugins: Installed) -> None:
+    assert find(forge_plugins.add(plugin)).kernel_capabilities == plugin.kernel_capabilities
+    assert find(forge_plugins.add(kernels.Plain)).kernel_capabilities is None
+
+
+@pytest.mark.unit
+def test_what_a_kernel_lacks() -> None:
+    able = KernelCapabilities(documents=True, head_dims=(64, 128))
+    asked = KernelCapabilities(documents=True, windows=True, sinks=True, head_dims=(80,), devices=("cuda",))
+    assert [*able.lacks(asked)] == ["sliding windows", "sinks", "heads of 80 features"]
+    assert not [*able.lacks(KernelCapabilities(head_dims=(64,)))]
