@@ -5,8 +5,8 @@ from __future__ import annotations
 import tomllib
 
 from forge_train.contract.reference import PluginRef
+from forge_train.ground import presets
 from forge_train.ground.names import canonical
-from forge_train.ground.presets import presets
 
 ROOMS = {
     "models": "model",
@@ -76,7 +76,7 @@ def defaults() -> dict[str, list[str]]:
 
     A slot with a condition has its table before it: `distributed.data_parallel`.
     """
-    base = presets().get("base")
+    base = presets.base()
     written = tomllib.loads(base.read_text(encoding="utf-8")) if base else {}
     found: dict[str, list[str]] = {canonical(name): ["plugins"] for name in written.get("plugins", ())}
     for slot, value in written.get("defaults", {}).items():

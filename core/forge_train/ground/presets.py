@@ -22,3 +22,13 @@ def presets() -> dict[str, Path]:
             if file.stem != "base" or point.name == "forge":
                 found.setdefault(file.stem, file)
     return found
+
+
+def base() -> Path | None:
+    """The preset beneath all others, which only forge's own distribution brings."""
+    try:  # the entry points of one distribution take a tenth of the time of all
+        points = importlib.metadata.distribution("forge-train").entry_points.select(group=PRESETS, name="forge")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    roots = [root for point in points if (root := folder(point.value))]
+    return next((file for root in roots if (file := root / "base.toml").is_file()), None)
