@@ -90,8 +90,8 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        names = self.list_commands(ctx)
-        if name not in names and not name.startswith("-"):
+        known = name in self.table or name.startswith("-")  # else every distribution is asked for its commands
+        if not known and name not in (names := self.list_commands(ctx)):
             hint = nearest(name, names) or f" There are {', '.join(names)}."
             ctx.fail(f"No such command {name!r}.{hint}")
         return super().resolve_command(ctx, args)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..ground.names import file_module, is_file, locate, split
-from .attention import KernelCapabilities
+
+if TYPE_CHECKING:
+    from .attention import KernelCapabilities
 
 _NO_SUMMARY = "–"
 _CAPABILITIES = re.compile(
@@ -65,6 +68,8 @@ class PluginRef:
         if match is None:
             return None
         import ast  # a listing does without
+
+        from .attention import KernelCapabilities
 
         try:
             call = ast.parse(f"f({match.group(1)}", mode="eval").body

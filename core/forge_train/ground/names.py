@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -66,6 +65,8 @@ def is_file(spec: str) -> bool:
 
 def file_module(path: str) -> str:
     """The name of the module that a file becomes: no other file's, and no installed module's."""
+    import hashlib  # a listing does without
+
     return f"forge_train_file_{hashlib.sha256(path.encode()).hexdigest()[:8]}_{Path(path).stem}"
 
 
