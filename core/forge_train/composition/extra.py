@@ -10,11 +10,11 @@ from ..config import Config
 from ..config.layers import DEFAULT, Value
 from ..config.toml import Key
 from ..config.validate import plain, validate
-from ..contract.calls import plugin_note
 from ..contract.extra import ExtraModel
 from ..contract.hooks import Hooks
 from ..contract.job import Job
-from ..ground.errors import ConfigError, ForgeError, locate, nearest
+from ..ground.errors import ConfigError, nearest
+from ..registry.setup import instance
 
 
 def extra_jobs(job: Job) -> Iterator[tuple[ExtraModel, Job]]:
@@ -51,15 +51,7 @@ def _job(job: Job, spec: ExtraModel) -> Job:
         sections[one.name] = validate(one.name, one.cls.Config, given, mistakes)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    made = []
-    for one in enabled:
-        try:
-            made.append((one, one.cls(sections[one.name])))
-        except Exception as error:
-            locate(error, plugin=one.name, hook="__init__")
-            if not isinstance(error, ForgeError):
-                error.add_note(plugin_note(one.ref, "__init__"))
-            raise
+    made = [(one, instance(one, sections[one.name])) for one in enabled]
     seed = int.from_bytes(hashlib.blake2b(f"{job.seed}/{spec.name}".encode(), digest_size=7).digest(), "little")
     config: Config = dataclasses.replace(
         job.config, run=dataclasses.replace(job.config.run, seed=seed), sections=sections, origins={}

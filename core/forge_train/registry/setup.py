@@ -54,7 +54,7 @@ def resolve(request: Request, *, world: int = 1, training: bool = True, data: bo
     tree, mistakes = layered.tree, resolution.mistakes
     core = {name: validate(name, cls, tree.below((name,)), mistakes) for name, cls in CORE_SECTIONS.items()}
     _raise(resolution.mistakes)
-    hooks = Hooks([(plugin, _made(plugin, sections[plugin.name])) for plugin in enabled], resolution.defaults)
+    hooks = Hooks([(plugin, instance(plugin, sections[plugin.name])) for plugin in enabled], resolution.defaults)
     hooks.check_slots()
     config = Config(
         **core,
@@ -74,7 +74,8 @@ def resolve(request: Request, *, world: int = 1, training: bool = True, data: bo
     return Setup(rules.fill_in(config, world) if training else config, hooks)
 
 
-def _made(plugin: EnabledPlugin, section: Any) -> Plugin:
+def instance(plugin: EnabledPlugin, section: Any) -> Plugin:
+    """A plugin with its section; a failure names it."""
     try:
         return plugin.cls(section)
     except Exception as error:
