@@ -199,7 +199,18 @@ def test_the_core_names_no_plugin_package() -> None:
 
 AXES = {"tp", "ep"}
 """Mesh axes are the kernel's; the plugins that cover two of them bear their names."""
-WORDS = {"compile", "console", "precision", "sample", "sequential", "tensorboard", "text", "tokenizer"}
+WORDS = {
+    "compile",
+    "console",
+    "constant",
+    "linear",
+    "precision",
+    "sample",
+    "sequential",
+    "tensorboard",
+    "text",
+    "tokenizer",
+}
 """Names of plugins that are ordinary words, or libraries, too."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from forge_train.config.rules import total_steps
 from forge_train.ground.world import World
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def _prompt(finished: Finished, setup: Setup) -> str | None:
 def _longer(setup: Setup) -> str:
     """Twice as long, in the unit that the run's length was given in."""
     train = setup.config.train
-    return f"train.tokens={2 * train.tokens}" if train.tokens else f"train.steps={2 * total_steps(setup.config)}"
+    return f"train.tokens={2 * train.tokens}" if train.tokens else f"train.steps={2 * train.steps}"
 
 
 def _exports(setup: Setup) -> bool:

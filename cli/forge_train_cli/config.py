@@ -20,6 +20,7 @@ from .options import json_option, run_options
 
 if TYPE_CHECKING:
     from forge_train.config import Config
+    from forge_train.registry.setup import Setup
 
 COMMANDS = {
     "show": (".config:show", "Every value of a run, and where it comes from."),
@@ -34,12 +35,18 @@ def config() -> None:
 
 @click.command(short_help="Every value of a run, and where it comes from.")
 @run_options()
+@click.option("--plot", is_flag=True, help="Draw the schedule of learning rates instead.")
+@click.option("--svg", metavar="FILE", help="Write that drawing to a file.")
 @json_option
-def show(request: Request, as_json: bool) -> None:
+def show(request: Request, plot: bool, svg: str | None, as_json: bool) -> None:
     """Resolve CONFIG as `forge train` would, and show every value with where it comes from."""
     from forge_train.registry.setup import resolve
 
-    resolved = resolve(request, data=False).config
+    setup = resolve(request, data=False)
+    if plot or svg:
+        _plot(setup, plot, Path(svg) if svg else None)
+        return
+    resolved = setup.config
     rows = list(_values(resolved))
     if as_json:
         click.echo(dumps({key: {"value": value, "origin": origin} for key, value, origin in rows}, indent=1))
@@ -78,11 +85,23 @@ def init(request: Request, output: str | None) -> None:
     if path is None:
         click.echo(text, nl=False)
         return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: can't write it: {error.strerror or error}.") from error
+    screen.write(path, text)
     click.echo(f"Wrote {path}. Train with: forge train {path}")
+
+
+def _plot(setup: Setup, shown: bool, file: Path | None) -> None:
+    """The schedule of learning rates, on the screen and in a file."""
+    from forge_train_tools.offline.schedule import learning_rates
+
+    from .plotting import as_svg, in_terminal
+
+    title = f"Learning rate by {setup.hooks.provider('lr_schedule')}, as a share of its peak"
+    rates = learning_rates(setup)
+    if shown:
+        click.echo("\n".join([title, *in_terminal(rates)]))
+    if file:
+        screen.write(file, as_svg(title, rates))
+        click.echo(f"Wrote {file}.")
 
 
 def _values(resolved: Config) -> Iterator[tuple[str, Any, str]]:

@@ -34,16 +34,20 @@ def colour(run: int) -> str:
 
 
 def chart(title: str, curves: Sequence[Curve], *, logarithmic: bool = False) -> str:
-    """An SVG with all curves, or a sentence where there is nothing to draw."""
+    """A figure with all curves, or a sentence where there is nothing to draw."""
+    picture = drawing(title, curves, logarithmic=logarithmic) or "<p>No values.</p>"
+    return f"<figure><figcaption>{escape(title)}</figcaption>{picture}</figure>"
+
+
+def drawing(title: str, curves: Sequence[Curve], *, logarithmic: bool = False) -> str:
+    """An SVG with all curves; empty where there is nothing to draw."""
     drawn = [Curve(one.run, one.name, list(_usable(one.points, logarithmic=logarithmic))) for one in curves]
     finite = [point for one in drawn for point in one.points if math.isfinite(point[1])]
     if not finite:
-        return f"<figure><figcaption>{escape(title)}</figcaption><p>No values.</p></figure>"
+        return ""
     across = _range([x for x, _ in finite])
     up = _range([y for _, y in finite])
-    label = escape(title)
-    parts = [f"<figure><figcaption>{label}</figcaption>"]
-    parts.append(f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">')
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
     for value in _ticks(*up):
         y = _place(value, up, HEIGHT - BOTTOM, TOP)
         text = quantity(math.exp(value)) if logarithmic else _short(value)
@@ -65,7 +69,7 @@ def chart(title: str, curves: Sequence[Curve], *, logarithmic: bool = False) -> 
             else:
                 parts.append(f'<polyline points="{" ".join(places)}"/>')
         parts.append("</g>")
-    return "".join([*parts, "</svg></figure>"])
+    return "".join([*parts, "</svg>"])
 
 
 def _usable(points: Sequence[Point], *, logarithmic: bool) -> Iterator[Point]:

@@ -64,7 +64,7 @@ def _show(made: Plan, setup: Setup, request: Request, world: int) -> None:
     screen.line(f"{setup.config.source} on {ranks}{nodes}", "bold")
     screen.line(
         f"{train.global_batch:,} sequences of {train.sequence:,} tokens a step "
-        f"({short(train.global_batch * train.sequence)} tokens), {train.micro_batch} at a time{passes}"
+        f"({short(train.tokens_per_step)} tokens), {train.micro_batch} at a time{passes}"
     )
     _show_phases(made)
     _show_slots(made, setup, request)

@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from forge_train import __version__
-from forge_train.ground.errors import ConfigError
 from forge_train.ground.present import duration, quantity
 
+from . import screen
 from .curves import Curve, chart, colour
 from .history import History, differences
 from .options import run_dir_option
@@ -58,10 +58,7 @@ def report(names: tuple[str, ...], output: str, run_dir: str) -> None:
     from .runs import open_run
 
     histories = [open_run(name, Path(run_dir)) for name in dict.fromkeys(names)]
-    try:
-        Path(output).write_text(page(histories), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{output}: can't be written: {error.strerror or error}.") from error
+    screen.write(Path(output), page(histories))
     click.echo(f"{output}: {len(histories)} run{'s' if len(histories) > 1 else ''}")
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from forge_train.ground.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -70,3 +73,15 @@ def line(text: str, style: str = "") -> None:
     from rich.text import Text
 
     console().print(Text(text, style=style), soft_wrap=not sys.stdout.isatty())
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file that a command was asked for.
+
+    Raises:
+        ConfigError: if it can't be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written: {error.strerror or error}.") from error

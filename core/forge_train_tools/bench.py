@@ -104,7 +104,7 @@ class Probe(Plugin):
         self._job, self._model = job, model
         self.result = Measured(
             steps=job.steps,
-            tokens_per_step=train.global_batch * train.sequence,
+            tokens_per_step=train.tokens_per_step,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             flops_per_token=model.flops_per_token(train.sequence),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -73,10 +74,32 @@ def test_init_overwrites_nothing(forge: Forge, folder: Path) -> None:
     [
         (["show", "tiny.toml", "-s", "adamw.lr=fast"], "expected a number"),
         (["show", "tiny.toml", "-p", "nope"], "no plugin named 'nope'"),
-        (["init", "-o", "missing/my.toml"], "can't write it"),
+        (["init", "-o", "missing/my.toml"], "can't be written"),
+        (["show", "tiny.toml", "--svg", "missing/lr.svg"], "missing/lr.svg: can't be written"),
+        (
+            ["show", "tiny.toml", "-p", "wsd", "-s", "wsd.decay=7", "--plot"],
+            "a decay of 7 do not fit into the run's 6 steps",
+        ),
         (["init", "nope"], "no preset 'nope'"),
         (["shwo"], "Did you mean 'show'?"),
     ],
 )
 def test_mistakes(forge: Forge, arguments: list[str], says: str) -> None:
     assert says in forge("config", *arguments, fails=2).err
+
+
+@pytest.mark.accept("parts", 3)
+def test_the_schedule_is_drawn(forge: Forge, folder: Path) -> None:
+    asked = ("config", "show", "tiny.toml", "-p", "linear", "-s", "linear.floor=0.5", "-s", "train.steps=3")
+    title, *lines, axis = forge(*asked, "--plot").out.splitlines()
+    assert title == "Learning rate by linear, as a share of its peak"
+    bars = [*["█  "] * 2, *["██ "] * 2, *["███"] * 8]
+    assert [line[8:] for line in lines] == bars, "1, 5/6 and 4/6 of twelve lines"
+    assert (lines[0][:8], lines[11][:8]) == ("     1 ▕", "     0 ▕")
+    assert axis.split() == ["1", "3", "steps"]
+    assert forge(*asked, "--svg", "lr.svg").out == "Wrote lr.svg.\n"
+    picture = ElementTree.fromstring((folder / "lr.svg").read_text(encoding="utf-8"))
+    (line,) = picture.iter("{http://www.w3.org/2000/svg}polyline")
+    heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
+    assert len(heights) == 3
+    assert heights == sorted(heights), "down the page"

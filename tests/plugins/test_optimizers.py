@@ -1,9 +1,8 @@
-"""`adamw`, `lion` and `cosine` against their papers' formulas."""
+"""`adamw` and `lion` against their papers' formulas."""
 
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import fakes
 from forge_train_plugins.optimizers._lion import SignMomentum
 from forge_train_plugins.optimizers.adamw import AdamW
 from forge_train_plugins.optimizers.lion import Lion
-from forge_train_plugins.schedules.cosine import Cosine
 
 pytestmark = pytest.mark.unit
 
@@ -98,55 +96,3 @@ def test_an_optimizer_continues_where_it_was_saved(plugin: type[Any]) -> None:
     step(part, made, 2)
     step(resumed, again, 2)
     assert all(torch.equal(a, b) for a, b in zip(part.parameters(), resumed.parameters(), strict=True))
-
-
-# -- cosine -------------------------------------------------------------------------------------------------------
-
-
-def schedule(warmup: int, floor: float, steps: int = 10, lr: float = 2.0) -> tuple[Any, Any]:
-    made = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
-    job = fakes.job()
-    job.steps = steps
-    return fakes.make(Cosine, warmup=warmup, floor=floor).lr_schedule(made, job), made
-
-
-def learning_rates(warmup: int, floor: float, steps: int = 10) -> list[float]:
-    found, (plan, made) = [], schedule(warmup, floor, steps)
-    for _ in range(steps + 2):
-        found.append(made.param_groups[0]["lr"])
-        made.step()
-        plan.step()
-    return found
-
-
-def test_rises_to_the_peak_and_falls_to_the_floor() -> None:
-    found = learning_rates(warmup=3, floor=0.1)
-    falling = [0.2 + 1.8 * (1 + math.cos(math.pi * t / 7)) / 2 for t in range(8)]
-    assert found == pytest.approx([0.5, 1.0, 1.5, *falling, 0.2])
-
-
-def test_without_warm_up_the_first_step_is_at_the_peak() -> None:
-    found = learning_rates(warmup=0, floor=0.0, steps=4)
-    assert found[0] == 2.0
-    assert found[2] == pytest.approx(1.0)
-    assert min(found[:4]) > 0, "no step of the run is wasted"
-
-
-def test_a_resumed_schedule_goes_on() -> None:
-    plan, made = schedule(2, 0.1)
-    for _ in range(5):
-        made.step()
-        plan.step()
-    again, other = schedule(2, 0.1)
-    other.load_state_dict(made.state_dict())
-    again.load_state_dict(plan.state_dict())
-    for optimizer, scheduler in ((made, plan), (other, again)):
-        optimizer.step()
-        scheduler.step()
-    assert made.param_groups[0]["lr"] == other.param_groups[0]["lr"]
-
-
-@pytest.mark.parametrize(("warmup", "keys"), [(9, []), (10, ["cosine.warmup"])])
-def test_a_warm_up_that_never_ends(warmup: int, keys: list[str]) -> None:
-    found = fakes.make(Cosine, warmup=warmup).check_config(fakes.run_config(steps=10))
-    assert [problem.key for problem in found] == keys

@@ -65,9 +65,3 @@ def fill_in(config: Config, world: int) -> Config:
     share = train.global_batch // Layout.of(config.parallel, world).dp
     filled = dataclasses.replace(train, micro_batch=share)
     return dataclasses.replace(config, train=filled, as_written={"train": {"micro_batch": 0}})
-
-
-def total_steps(config: Config) -> int:
-    """Optimizer steps of the run."""
-    per_step = config.train.global_batch * config.train.sequence
-    return config.train.steps or -(-config.train.tokens // per_step)

@@ -58,6 +58,16 @@ class TrainSection:
     init_unexpected: Annotated[tuple[str, ...], Volatile()] = ()
     """Patterns of names that it may hold beside the model's; they are left out."""
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, over all ranks."""
+        return self.global_batch * self.sequence
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run, in whichever unit its length was given."""
+        return self.steps or -(-self.tokens // self.tokens_per_step)
+
 
 @section
 class ParallelSection:

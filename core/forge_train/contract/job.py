@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..config.rules import total_steps
 from .control import Control
 from .extra import Extra
 from .hooks import Hooks
@@ -77,7 +76,7 @@ class Job:
     @property
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return total_steps(self.config)
+        return self.config.train.total_steps
 
     @property
     def precision(self) -> Precision:

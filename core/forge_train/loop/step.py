@@ -96,7 +96,7 @@ class Stepper(Forward):
         update = self._watcher.on_backward(self.gradients(progress.step + 1, batches, counts))
         lr = self.finish(update)
         progress.step += 1
-        progress.tokens += self.job.config.train.global_batch * self.job.config.train.sequence
+        progress.tokens += self.job.config.train.tokens_per_step
         return StepResult(
             step=progress.step,
             tokens=progress.tokens,

@@ -147,7 +147,7 @@ def plan(
             config.train.precision,
             rehearsed.kernels,
             [(one.bytes, one.crosses_nodes) for one in traffic],
-            tokens=config.train.global_batch * config.train.sequence,
+            tokens=config.train.tokens_per_step,
             ranks=world,
             flops_per_token=flops,
             peak_bytes=memory.peak,

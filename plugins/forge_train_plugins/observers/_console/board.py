@@ -112,10 +112,9 @@ def _size(job: Job, model: Model) -> str:
     ranks = f" · {job.dist.world} process{'es' if job.dist.world > 1 else ''}"
     here = " on this rank" if job.dist.layout.pp > 1 else ""
     precision = "" if train.precision == "fp32" else f" · {train.precision}"
-    per_step = train.global_batch * train.sequence
     return (
         f"{_device(job)}{ranks}{precision} · {short(count)} parameters{here} · "
-        f"{job.steps:,} steps of {per_step:,} tokens"
+        f"{job.steps:,} steps of {train.tokens_per_step:,} tokens"
     )
 
 
