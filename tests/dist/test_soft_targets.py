@@ -81,4 +81,5 @@ def test_axes_of_a_batch() -> None:
         [8, 4, 1],
     ]
     assert "two of its tensors are named 'labels'" in Batch(ids, ids, targets={"labels": ids}).problem()
+    assert Batch(ids[:0], ids[:0]).problem().endswith("there is no token")
     assert "`axes` names 'score'" in Batch(ids, ids, axes={"score": Axes()}).problem()

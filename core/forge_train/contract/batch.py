@@ -105,6 +105,8 @@ class Batch:
         if self.inputs.dim() < 2:
             yield f"inputs must be [batch, sequence], found {list(self.inputs.shape)}"
             return
+        if not self.inputs.numel():
+            yield f"inputs are {list(self.inputs.shape)}: there is no token"
         for name, tensor in self.tensors().items():
             axes = self.axes_of(name)
             for axis, dim, size in (

@@ -134,7 +134,7 @@ class Stepper(Forward):
         # backward pass gets the next power of two for R: a factor of 3 would round differently from one process.
         ranks = self.job.dist.layout.grad_average_size
         power = 1 << (ranks - 1).bit_length()
-        with self._around_backward(), loss_scaling(factor * (power / (counts.tokens or 1.0))):
+        with self._around_backward(), loss_scaling(factor * (power / counts.tokens)):
             total = self.executor.train(batches, factor * (power / (counts.weight or 1.0)))
         self.model.after_backward()
         gradients = present(self.parameters)
