@@ -56,7 +56,7 @@ RICH = {
     "decoder.norm": "layer",
     "swiglu.activation": "gelu",
 }
-LOSS = {"cross_entropy.z_loss": 1e-2, "cross_entropy.chunk": 16}
+LOSS = {"cross_entropy.z_loss": 1e-2, "cross_entropy.label_smoothing": 0.1, "cross_entropy.chunk": 16}
 WHOLE, LOGITS = {"tp.sequence_parallel": False}, {"tp.loss_parallel": False}
 TIED = ("tied", "packed")
 BUDGET = {"ac.mode": "memory_budget", "ac.budget": 0.2}

@@ -56,7 +56,7 @@ def runs(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 TP2, TP4 = {"parallel.tp": 2}, {"parallel.tp": 4, "decoder.kv_heads": 4}
 WHOLE = {"tp.sequence_parallel": False}
 LOGITS = {"tp.loss_parallel": False}
-LOSS = {"cross_entropy.z_loss": 1e-2, "cross_entropy.chunk": 16}
+LOSS = {"cross_entropy.z_loss": 1e-2, "cross_entropy.label_smoothing": 0.1, "cross_entropy.chunk": 16}
 
 
 @pytest.mark.parametrize("settings", [{}, WHOLE])

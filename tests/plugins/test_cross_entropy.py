@@ -29,17 +29,18 @@ def gradients(loss: Tensor, hidden: Tensor, head: nn.Module) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [hidden, *head.parameters()]))
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize(("z_loss", "smoothing"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.2), (0.1, 0.2)])
 @pytest.mark.parametrize("chunk", [0, 1, 4, 7, 1000])
-def test_loss_and_gradients_are_those_of_the_definition(chunk: int, z_loss: float) -> None:
+def test_loss_and_gradients_are_those_of_the_definition(chunk: int, z_loss: float, smoothing: float) -> None:
     hidden, head, labels = case()
     logits = head.double()(hidden.double())
     kept = labels != MASKED
-    expected = F.cross_entropy(logits[kept], labels[kept], reduction="sum")
+    expected = F.cross_entropy(logits[kept], labels[kept], reduction="sum", label_smoothing=smoothing)
     expected = expected + z_loss * logits[kept].exp().sum(-1).log().square().sum()
     wanted = gradients(expected, hidden, head)
 
-    loss = fakes.make(CrossEntropy, chunk=chunk, z_loss=z_loss).loss(None)(hidden, head.float(), labels)
+    made = fakes.make(CrossEntropy, chunk=chunk, z_loss=z_loss, label_smoothing=smoothing)
+    loss = made.loss(None)(hidden, head.float(), labels)
     assert loss.dtype == torch.float32
     assert loss.ndim == 0
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -47,11 +48,19 @@ def test_loss_and_gradients_are_those_of_the_definition(chunk: int, z_loss: floa
         torch.testing.assert_close(found, value.to(found.dtype), rtol=1e-4, atol=1e-5)
 
 
+def test_evaluation_is_the_cross_entropy_alone() -> None:
+    """Bits per byte, perplexity and comparisons of runs mean that."""
+    hidden, head, labels = case()
+    loss = ChunkedCrossEntropy(z_loss=0.1, label_smoothing=0.2)
+    assert loss(hidden, head, labels).item() != pytest.approx(ChunkedCrossEntropy()(hidden, head, labels).item())
+    assert loss(hidden, head.eval(), labels).item() == ChunkedCrossEntropy()(hidden, head, labels).item()
+
+
 @pytest.mark.parametrize("chunk", [0, 4])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_nothing_to_learn_from_is_no_loss_and_no_gradient(chunk: int, z_loss: float) -> None:
     hidden, head, labels = case()
-    loss = ChunkedCrossEntropy(z_loss, chunk)(hidden, head, torch.full_like(labels, MASKED))
+    loss = ChunkedCrossEntropy(z_loss, chunk, label_smoothing=z_loss)(hidden, head, torch.full_like(labels, MASKED))
     assert loss.item() == 0
     assert all((g == 0).all() for g in gradients(loss, hidden, head))
 
