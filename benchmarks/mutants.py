@@ -3,6 +3,7 @@
     python benchmarks/mutants.py                                  # 60 of seed 7; writes benchmarks/results/mutants.md
     python benchmarks/mutants.py --count 20 --only '*/_tp/*'      # some files, without writing
     python benchmarks/mutants.py --mutant c1fb4e76                # one, with what its tests print
+    python benchmarks/mutants.py --log judged.jsonl               # goes on where it was cut, judges survivors again
 
 Every mutant lies in a copy of the repository that comes first on `sys.path`: processes that its tests start, ranks
 included, import it too. benchmarks/mutants.toml says which tests belong to which files, and which mutants are
@@ -13,8 +14,8 @@ no decorated function, and so no hook, and chooses tests by what they call in th
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -36,23 +37,11 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "mutants.md"
 sys.path.insert(0, str(HERE))
 
+from mutants_page import page, share  # noqa: E402
 from mutating import Mutant, draw, mutants  # noqa: E402
 
-OUTCOMES = ("killed", "timed out", "survived", "equivalent")
 LEFT_OUT, LEFT_OUT_ABOVE = {"__pycache__"}, {"runs", "site", "dist", "build"}
 """What no copy needs, anywhere, and at the root."""
-PAGE = """\
-# Mutants
-
-Written by `make mutants` on {date}: {where}; {minutes} minutes.
-Seed {seed}: {drawn} of {all} single-line mutants, of which the tests kill {share} (at least {bar} % are asked for).
-
-{table}
-
-A mutant is one small fault in a line: another comparison, operator or constant, a condition that always or never holds,
-a call left out, arguments exchanged. It is killed if a test fails or does not end. A mutant that changes nothing that
-anybody could see is equivalent, and does not count.
-"""
 
 
 @dataclass(frozen=True)
@@ -107,6 +96,10 @@ class Judged:
     by: str = ""
     """The test that failed, or why it is equivalent."""
     seconds: float = 0.0
+
+    def line(self) -> str:
+        """For `--log`."""
+        return json.dumps({"key": self.mutant.key, "outcome": self.outcome, "by": self.by, "seconds": self.seconds})
 
     def __str__(self) -> str:
         by = f" by {self.by}" if self.outcome == "killed" else ""
@@ -198,42 +191,17 @@ def _failed(said: str) -> list[str]:
     return re.findall(r"^(?:FAILED|ERROR) (\S+\.py.*?)(?: - .*)?$", said, re.MULTILINE)
 
 
-def share(judged: Sequence[Judged]) -> float:
-    """Of those that count, how many were killed, in percent."""
-    counted = [one for one in judged if one.outcome != "equivalent"]
-    return 100 * sum(one.outcome != "survived" for one in counted) / (len(counted) or 1)
-
-
-def table(judged: Sequence[Judged]) -> Iterator[str]:
-    yield "| code | mutants | killed | timed out | survived | equivalent | killed of those that count |"
-    yield "|---|---|---|---|---|---|---|"
-    for name in [*dict.fromkeys(one.area.name for one in judged), "**all**"]:
-        mine = [one for one in judged if name in (one.area.name, "**all**")]
-        counts = [sum(one.outcome == outcome for one in mine) for outcome in OUTCOMES]
-        yield f"| {name} | {len(mine)} | {' | '.join(map(str, counts))} | {share(mine):.0f} % |"
-
-
-def report(judged: Sequence[Judged], all_: int, seed: int, bar: float, seconds: float) -> str:
-    """The page of results."""
-    page = PAGE.format(
-        date=time.strftime("%Y-%m-%d"),
-        where=f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}",
-        minutes=f"{seconds / 60:.0f}",
-        seed=seed,
-        drawn=len(judged),
-        all=all_,
-        share=f"{share(judged):.0f} %",
-        bar=f"{bar:g}",
-        table="\n".join(table(judged)),
-    )
-    for outcome, title in (("survived", "Survivors"), ("equivalent", "Equivalent")):
-        some = [one for one in judged if one.outcome == outcome]
-        page += f"\n## {title}\n" if some else ""
-        for one in some:
-            why = f": {one.by}" if outcome == "equivalent" else ""
-            change = f"```diff\n- {one.mutant.was}\n+ {one.mutant.now}\n```"
-            page += f"\n`{one.mutant.key}` {one.mutant.file}{why}\n\n{change}\n"
-    return page
+def killed_before(log: Path | None, drawn: dict[Mutant, Area]) -> dict[Mutant, Judged]:
+    """Of these, those that an earlier run with the same log killed. A key changes with its line and file."""
+    if log is None or not log.exists():
+        return {}
+    lines = map(json.loads, log.read_text(encoding="utf-8").splitlines())
+    killed = {line["key"]: line for line in lines if line["outcome"] in ("killed", "timed out")}
+    return {
+        mutant: Judged(mutant, area, line["outcome"], line["by"], line["seconds"])
+        for mutant, area in drawn.items()
+        if (line := killed.get(mutant.key))
+    }
 
 
 def asked(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -243,6 +211,7 @@ def asked(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="PATTERN", default="*", help="files to draw from, such as '*/_tp/*'")
     parser.add_argument("--mutant", metavar="KEY", help="this one alone, with what its tests print")
     parser.add_argument("--list", action="store_true", help="print those drawn, and run nothing")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="what was judged; what it killed is not judged again")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (1)")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for one run of pytest (1800)")
     parser.add_argument("--bar", type=float, default=90.0, help="percent that have to be killed (90)")
@@ -274,21 +243,26 @@ def run(options: argparse.Namespace, root: Path) -> int:
     if options.list:
         print(*drawn, sep="\n")
         return 0
-    judged: list[Judged] = []
-    kept = options.only == "*" and not options.mutant and options.root == HERE.parent
+    before = killed_before(options.log, {mutant: known[mutant] for mutant in drawn})
+    judged, todo = [*before.values()], [mutant for mutant in drawn if mutant not in before]
+    written = options.only == "*" and not options.mutant and options.root == HERE.parent
     one_by_one = partial(judge.judge, aloud=bool(options.mutant))
-    with ThreadPoolExecutor(options.jobs) as pool:
+
+    def say() -> str:
+        return page(judged, len(before), len(here), options.seed, options.bar, time.monotonic() - began)
+
+    with ThreadPoolExecutor(options.jobs) as pool, (options.log or Path(os.devnull)).open("a", encoding="utf-8") as log:
         try:
-            for one in pool.map(one_by_one, drawn, [known[mutant] for mutant in drawn]):
+            for one in pool.map(one_by_one, todo, [known[mutant] for mutant in todo]):
                 judged.append(one)
                 print(f"{len(judged):3}/{len(drawn)}  {one}", flush=True)
-                text = report(judged, len(here), options.seed, options.bar, time.monotonic() - began)
-                if kept:
-                    RESULTS.write_text(text, encoding="utf-8")
+                print(one.line(), file=log, flush=True)
+                if written:
+                    RESULTS.write_text(say(), encoding="utf-8")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             judge.stop()
-    print(text)
+    print(say())
     if unfit := judge.unfit(judged):
         print(f"These tests fail without a mutant too, so that what they killed says nothing: {', '.join(unfit)}")
         return 2

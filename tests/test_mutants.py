@@ -108,6 +108,20 @@ def test_planted_mutants_are_killed_and_survivors_reported(tiny: Path, capsys: p
     assert (tiny / "core/sizes.py").read_text(encoding="utf-8") == CODE, "only copies are changed"
 
 
+def test_what_a_log_killed_is_not_judged_again(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--only", "*/sizes.py", "--count", "4", "--bar", "75", "--log", str(tiny / "judged.jsonl"))
+    run(tiny, *asked)
+    assert "None of them were killed in an earlier run" in capsys.readouterr().out
+    run(tiny, *asked)
+    said = capsys.readouterr().out
+    assert re.findall(r"^ *\d/4  (\w+),.*\n.*\n.*\n    \+ (.*)$", said, re.MULTILINE) == [("survived", "if False:")]
+    assert "3 of them were killed in an earlier run" in said
+    assert "| **all** | 4 | 3 | 0 | 1 | 0 | 75 % |" in said
+    (tiny / "core/sizes.py").write_text(CODE.replace("one - other", "other - one"), encoding="utf-8")
+    run(tiny, *asked)
+    assert "2 of them were killed in an earlier run" in capsys.readouterr().out
+
+
 def test_too_many_survivors_fail_and_equivalent_mutants_do_not_count(
     tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
