@@ -27,7 +27,7 @@ class Meter:
         self._job = job
         stages = job.dist.gather_stages(model.flops_per_token(job.config.train.sequence))
         flops = sum(one for one in stages if one) if all(stages) else None
-        peak = _peak(job) * job.dist.world if flops else 0.0
+        peak = flops and _peak(job) * job.dist.world
         self._flops_share = flops / peak if flops and peak else None
         self._since = 0.0
         self._tokens = 0
