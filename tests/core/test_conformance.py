@@ -25,7 +25,7 @@ BUILT_IN = [found.name for found in discover() if found.distribution == DISTRIBU
 
 
 CHEAPER = {"compile": {"compile.backend": "aot_eager"}}
-"""Without a C++ compiler for minutes: tests/plugins/test_compile.py and tests/dist/test_compositions.py try inductor."""
+"""Without inductor's C++: tests/plugins/test_compile.py and tests/dist/test_compositions.py have that."""
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
