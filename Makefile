@@ -7,6 +7,8 @@ TORCH ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 TESTED := constraints/tested.txt
+# Tests of layouts that `make test` leaves to `make test-dist`: all but one layout of two ranks of each kind.
+LAYOUTS := $(filter-out %/test_two_ranks.py,$(wildcard tests/dist/test_*.py))
 # The tested versions, but with the torch that is there.
 CONSTRAINTS := $(VENV)/.constraints.txt
 
@@ -23,13 +25,13 @@ help: ## what can be made
 train: $(VENV)/.ready ## train a model: the preset quickstart, or what ARGS says
 	@$(VENV)/bin/forge train $(ARGS)
 
-test: $(VENV)/.ready-dev ## run the tests but for test-dist, two files at a time; or those that ARGS names
-	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile --ignore tests/dist)
+test: $(VENV)/.ready-dev ## run the tests on each change: all but test-dist, two files at a time; or those that ARGS names
+	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile $(addprefix --ignore=,$(LAYOUTS)))
 
-test-dist: $(VENV)/.ready-dev ## run the tests of layouts over two to eight processes, two files at a time
-	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile tests/dist)
+test-dist: $(VENV)/.ready-dev ## run the other tests, in CI: layouts of two to eight processes, two files at a time
+	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile $(LAYOUTS))
 
-verify-all: $(VENV)/.ready-dev ## verify every composition of layouts against one process; ARGS="tp4 dp3" picks some
+verify-all: $(VENV)/.ready-dev ## now and then: verify every composition of layouts; ARGS="tp4 dp3" picks some
 	@$(PY) benchmarks/verify_all.py $(ARGS)
 
 mutants: $(VENV)/.ready-dev ## plant small faults in the code, and report those that the tests miss; ARGS="--count 9" for fewer

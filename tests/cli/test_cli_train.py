@@ -203,8 +203,8 @@ def test_a_run_that_diverges(forge: Forge) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_an_interrupted_run_saves_and_says_how_to_go_on(folder: Path, number: signal.Signals) -> None:
+def test_an_interrupted_run_saves_and_says_how_to_go_on(folder: Path) -> None:
+    """By Ctrl-C; tests/core/test_engine.py knows the other signals."""
     command = [sys.executable, "-m", "forge_train_cli", "train", "tiny.toml", "--name", "mine", "-s"]
     environment = {**os.environ, "FORGE_SET": "checkpoint.every=0;train.evaluate_every=0"}
     started = subprocess.Popen(
@@ -214,10 +214,10 @@ def test_an_interrupted_run_saves_and_says_how_to_go_on(folder: Path, number: si
     deadline = time.monotonic() + 600
     while not metrics.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    started.send_signal(number)
+    started.send_signal(signal.SIGINT)
     out, err = started.communicate(timeout=600)
     assert started.returncode == 75, err
-    assert number.name in err
+    assert "SIGINT" in err
     assert "forge train --resume runs/mine" in out
     step = len(metrics.read_text().splitlines())
     assert (folder / "runs" / "mine" / "checkpoints" / f"step-{step:08d}").is_dir()

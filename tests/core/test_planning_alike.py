@@ -21,17 +21,14 @@ pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 16), pytest.mark.tim
 QUICK = {"text.baseline": False, "run.device": "cpu", "train.evaluate_every": 0, "decoder.dim": 32}
 CASES: dict[str, tuple[int, tuple[str, ...], Mapping[str, Any]]] = {
     "none": (1, (), {}),
-    "fsdp2": (8, ("fsdp2",), {}),
-    "fsdp2, micro-batches": (2, ("fsdp2",), {"train.micro_batch": 1, "fsdp2.reshard": "step"}),
+    "fsdp2, tied": (8, ("fsdp2",), {"decoder.tied": True}),
+    "fsdp2, micro-batches, ac": (2, ("fsdp2", "ac"), {"train.micro_batch": 1, "fsdp2.reshard": "step"}),
     "zero1, bf16": (4, ("zero1",), {"train.precision": "bf16"}),
-    "tp": (2, ("tp",), {"parallel.tp": 2}),
     "fsdp2, tp": (4, ("fsdp2", "tp"), {"parallel.tp": 2}),
-    "ac": (2, ("fsdp2", "ac"), {}),
     "ac selective": (1, ("ac",), {"ac.mode": "selective"}),
     "ac of every second": (1, ("ac",), {"ac.every": 2, "decoder.layers": 12}),
     "moe, ep": (4, ("fsdp2", "moe", "ep"), {"parallel.ep": 2}),
     "moe, dense first": (1, ("moe",), {"moe.dense_first": 2, "decoder.layers": 9}),
-    "tied": (2, ("fsdp2",), {"decoder.tied": True}),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -66,6 +67,18 @@ def test_a_rank_that_dies_is_named_with_what_it_said(ranks: Pool) -> None:
         ranks.run(pool_cases.die_on, 2, rank=0)
     assert "about to die" in str(error.value)
     assert ranks.run(pool_cases.total, 2, value=1.0) == [3.0, 3.0]
+
+
+def test_ranks_are_forked_by_one_process_and_those_of_a_pool_that_ended_are_gone(tmp_path: Path) -> None:
+    with Pool(tmp_path) as own:
+        ranks = own.run("os:getpid", 2)
+        starters = own.run("os:getppid", 2)
+        assert len({*starters, *ranks}) == 3
+        os.kill(own._starter.process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        own._starter.process.wait()  # type: ignore[union-attr]
+        again = own.run("os:getpid", 2)
+        assert not {*again} & {*ranks}
+    assert not any(map(_runs, [*starters, *ranks, *again]))
 
 
 def test_a_result_that_is_not_json_is_an_error(ranks: Pool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from forge_train.config import Request
 from forge_train.testing import Verifier
 
 pytestmark = [pytest.mark.dist]
+STEPS = 3
+"""The second and third see weights that the optimizer moved; `make verify-all` takes more."""
 
 Settings = Mapping[str, Any]
 
@@ -32,7 +34,7 @@ def plain(value: object) -> str:
 @pytest.mark.parametrize("composition", compositions.covering(), ids=plain)
 def test_all_pairs_agree_with_one_process(verify: Verifier, composition_file: Path, composition: Composition) -> None:
     reference = composition.reference(composition_file)
-    verdict = verify(composition.request(composition_file), composition.world, reference=reference)
+    verdict = verify(composition.request(composition_file), composition.world, steps=STEPS, reference=reference)
     assert verdict.agree, f"seed {SEED}: {verdict}"
     by_name = {check.name: check for check in verdict.checks}
     assert by_name["loss"].says == by_name["grad_norm"].says == "relative", "free runs part"
@@ -89,7 +91,7 @@ def test_options_agree(
     plugins = ("cases:Probe",) if MASK.items() <= model.items() else ()
     request = composition.request(composition_file, plugins, **layout, **model)
     reference = composition.reference(composition_file, plugins, **model)
-    verdict = verify(request, composition.world, reference=reference)
+    verdict = verify(request, composition.world, steps=STEPS, reference=reference)
     assert verdict.agree, verdict
 
 
@@ -110,7 +112,7 @@ def test_compiled_layouts_agree(
     plugins = ("ac", "compile") if BUDGET.items() <= settings.items() else ("compile",)
     request = composition.request(composition_file, plugins, **settings)
     reference = composition.reference(composition_file)
-    verdict = verify(request, composition.world, reference=reference)
+    verdict = verify(request, composition.world, steps=STEPS, reference=reference)
     assert verdict.agree, verdict
 
 
@@ -119,8 +121,8 @@ def test_compiled_layouts_agree(
 @pytest.mark.parametrize(
     ("layout", "precision", "head"),
     [
-        *itertools.product(("dp2", "ddp2", "zero1×2"), ("bf16", "fp16"), ("untied", "tied")),
-        ("hsdp2×2", "bf16", "tied"),
+        *(("dp2", "bf16", "tied"), ("dp2", "fp16", "untied"), ("ddp2", "bf16", "untied"), ("ddp2", "fp16", "tied")),
+        *(("zero1×2", "bf16", "tied"), ("zero1×2", "fp16", "untied"), ("hsdp2×2", "bf16", "tied")),
         ("tp2", "bf16", "tied"),
         ("tp2×dp2", "bf16", "untied"),
     ],
@@ -131,7 +133,7 @@ def test_narrow_layouts_are_near_one_process(
 ) -> None:
     composition = Composition(layout, "no ac", "three", head, "packed")
     settings = {"train.precision": precision}
-    verdict = verify(composition.request(composition_file, **settings), composition.world, steps=3)
+    verdict = verify(composition.request(composition_file, **settings), composition.world, steps=STEPS)
     gradients = next(check for check in verdict.checks if check.name == "gradients")
     print(f"{composition}, {precision}: {gradients.worst:.1e}, allowed {gradients.tolerance:.1e}")
     assert 1e-5 < gradients.tolerance < 1e-2
@@ -179,10 +181,18 @@ def _sabotaged(file: Path, name: str) -> Request:
 def test_the_array_has_every_pair_and_is_small(seed: int) -> None:
     array = compositions.covering(seed)
     assert array == compositions.covering(seed)
-    found = {pair for one in array for pair in itertools.combinations(vars(one).items(), 2)}
-    every = {pair for one in compositions.product() for pair in itertools.combinations(vars(one).items(), 2)}
-    assert found == every
-    assert len(array) <= 1.25 * len(LAYOUTS) * len(compositions.AC)
+    assert pairs(array) == pairs(compositions.product())
+    assert len(array) <= 1.25 * 2 * len(LAYOUTS)
+
+
+def pairs(found: Iterable[Composition]) -> set[tuple[tuple[str, str], ...]]:
+    """Where a layout meets activation checkpointing, its plugins do."""
+    met = {pair for one in found for pair in itertools.combinations(vars(one).items(), 2)}
+    names = [tuple(name for name, _ in pair) for pair in met]
+    return {
+        pair if name != ("layout", "ac") else (("plugins", compositions.kind(pair[0][1])), pair[1])
+        for name, pair in zip(names, met, strict=True)
+    }
 
 
 def test_another_seed_gives_another_array() -> None:

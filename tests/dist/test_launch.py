@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import forge_cli
 import toys
 from forge_train.ground import records
 from forge_train.storage.checkpoint import check, found
@@ -42,6 +44,12 @@ def forge(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedPro
         [*FORGE, "train", *arguments, "--without", "fsdp2"],
         cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
+
+
+def here(folder: Path, *arguments: str, **more: str) -> forge_cli.Ended:
+    """As `forge`, launched by this process: its ranks have processes of their own."""
+    with contextlib.chdir(folder):
+        return forge_cli.forge("train", *arguments, "--without", "fsdp2", environment=environment(**more))
 
 
 def start(folder: Path, *arguments: str, command: tuple[str, ...] = FORGE, **more: str) -> subprocess.Popen[str]:
@@ -112,15 +120,15 @@ def test_a_killed_rank_is_survived(two: subprocess.CompletedProcess[str], tmp_pa
 @pytest.mark.accept("dist", 2)
 def test_the_first_that_failed_is_named(tmp_path: Path) -> None:
     file = config(tmp_path, "Trouble", **{"trouble.what": "raise"})
-    done = forge(tmp_path, file, "--nproc", "2", "--json", "--name", "raised")
-    assert done.returncode == 1
-    assert "Rank 1: ValueError: something of this rank's own" in done.stderr
-    assert "in plugin 'trouble'" in done.stderr
-    assert done.stderr.count("Traceback") == 0
-    assert "Rank 0 ended because of it" in done.stderr
+    done = here(tmp_path, file, "--nproc", "2", "--json", "--name", "raised")
+    assert done.code == 1
+    assert "Rank 1: ValueError: something of this rank's own" in done.err
+    assert "in plugin 'trouble'" in done.err
+    assert done.err.count("Traceback") == 0
+    assert "Rank 0 ended because of it" in done.err
     log = tmp_path / "runs" / "raised" / "log" / "rank-1.log"
     assert log.read_text().count("ValueError: something") == 1
-    result = json.loads(done.stdout)
+    result = json.loads(done.out)
     error = {
         "type": "plugin", "message": "ValueError: something of this rank's own", "rank": 1, "phase": "step",
         "plugin": "trouble", "hook": "on_gradients", "key": "",
@@ -135,40 +143,40 @@ def test_the_first_that_failed_is_named(tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs_is_named_with_its_stack(tmp_path: Path) -> None:
     file = config(tmp_path, "Trouble", **{"trouble.what": "hang", "run.timeout": 10.0})
-    done = forge(tmp_path, file, "--nproc", "2", "--name", "hung")
-    assert done.returncode == 1
-    assert re.search(r"Rank 1 hangs after step [23]; the others waited for it in all_reduce\.", done.stderr)
-    assert "layouts.py" in done.stderr
-    assert "in on_gradients" in done.stderr
-    assert "forge train --resume runs/hung" in done.stderr
+    done = here(tmp_path, file, "--nproc", "2", "--name", "hung")
+    assert done.code == 1
+    assert re.search(r"Rank 1 hangs after step [23]; the others waited for it in all_reduce\.", done.err)
+    assert "layouts.py" in done.err
+    assert "in on_gradients" in done.err
+    assert "forge train --resume runs/hung" in done.err
 
 
 @pytest.mark.accept("dist", 2)
 def test_a_mistake_ends_it_once_for_all(tmp_path: Path) -> None:
     """Found while composing, on every rank: exit code 2, no other attempt, nothing left."""
     file = config(tmp_path, "Columns", **{"columns.plan": ["gate"]})
-    done = forge(tmp_path, file, "--nproc", "2", "--max-restarts", "2", "--name", "wrong")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "Error: Plugin 'columns': the plan's entry 'gate' matches nothing.\n"
+    done = here(tmp_path, file, "--nproc", "2", "--max-restarts", "2", "--name", "wrong")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "Error: Plugin 'columns': the plan's entry 'gate' matches nothing.\n"
     assert not (tmp_path / "runs" / "wrong").exists()
 
 
 def test_mistakes_that_need_no_process(tmp_path: Path) -> None:
-    done = forge(tmp_path, config(tmp_path), "--nproc", "3")
-    assert done.returncode == 2
-    assert "micro_batch × data-parallel ranks = 2 × 3 = 6" in done.stderr
+    done = here(tmp_path, config(tmp_path), "--nproc", "3")
+    assert done.code == 2
+    assert "micro_batch × data-parallel ranks = 2 × 3 = 6" in done.err
     assert not (tmp_path / "runs").exists()
     world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
-    done = forge(tmp_path, config(tmp_path), "--nproc", "2", **world)
-    assert done.returncode == 2
-    assert "--nproc 2: this process was started by torchrun as rank 0 of 2 already" in done.stderr
+    done = here(tmp_path, config(tmp_path), "--nproc", "2", **world)
+    assert done.code == 2
+    assert "--nproc 2: this process was started by torchrun as rank 0 of 2 already" in done.err
 
 
 @pytest.mark.accept("trial", "other")
 @pytest.mark.accept("trial", "10")
 def test_signals_and_orphans(two: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
     """Ctrl-C saves and ends with 75; the same command goes on; SIGKILL of the launcher leaves no process behind, and a lock
-    that the next command takes over."""
+    that the next command takes over, on one process this time."""
     file = config(tmp_path, "Slow", **{"train.steps": 400, "slow.seconds": 0.05, "checkpoint.every": 0})
     arguments = (file, "--nproc", "2", "--name", "stopped")
     run = tmp_path / "runs" / "stopped"
@@ -193,9 +201,9 @@ def test_signals_and_orphans(two: subprocess.CompletedProcess[str], tmp_path: Pa
         time.sleep(0.1)
     assert not any(map(_alive, workers))
     assert list(run.glob(".lock.*")), "it could not let go"
-    last = forge(tmp_path, *arguments, "-s", f"train.steps={len(numbers(run)) + 2}")
-    assert last.returncode == 0, last.stderr
-    assert f"took the lock over from process {second.pid} on" in last.stderr
+    last = here(tmp_path, file, "--name", "stopped", "-s", f"train.steps={len(numbers(run)) + 2}")
+    assert last.code == 0, last.err
+    assert f"took the lock over from process {second.pid} on" in last.err
     assert not list(run.glob(".lock.*"))
     assert [line["step"] for line in numbers(run)][: before + 3] == list(range(1, before + 4))
 
@@ -218,19 +226,24 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_two_agents(tmp_path: Path) -> None:
-    """torchrun with two nodes on this machine and one shared run folder; then with another plugin on one of them."""
-    file, other = config(tmp_path), tmp_path / "other"
-    other.mkdir()
-    again = config(other, "Slow", **{"slow.seconds": 0.0})
+    """torchrun with two nodes on this machine and one shared run folder."""
+    file = config(tmp_path)
     codes, _, errors = _agents(tmp_path, [file, file], "shared")
     assert codes == [0, 0], errors
     run = tmp_path / "runs" / "shared"
     assert [line["step"] for line in numbers(run)] == list(range(1, STEPS + 1))
     assert json.loads((run / "environment.json").read_text())["launcher"] == "torchrun"
-    codes, _, errors = _agents(tmp_path, [file, again], "differing")
-    assert all(codes)
-    assert "The processes do not agree" in "".join(errors)
-    assert "plugin slow: None on rank 0" in "".join(errors)
+
+
+def test_nodes_with_different_plugins(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    files = config(tmp_path), config(tmp_path / "other", "Slow", **{"slow.seconds": 0.0})
+    port = _free_port()
+    tasks = [start(tmp_path, file, "--name", "differing", **_task(rank, port)) for rank, file in enumerate(files)]
+    errors = [task.communicate(timeout=600)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [2, 2], errors
+    assert all("The processes do not agree" in error for error in errors)
+    assert all("plugin slow: None on rank 0" in error for error in errors)
     assert not (tmp_path / "runs" / "differing").exists()
 
 

@@ -1,5 +1,5 @@
 """The laws among several ranks. Law 2 is in test_compositions.py; law 3 in test_topologies.py, and with a rank that is
-killed in tests/e2e/test_killed_rank.py; law 6 also in test_launch.py and test_bad_layouts.py."""
+killed in test_killed_rank.py; law 6 also in test_launch.py and test_bad_layouts.py."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import toys
-from test_launch import forge
+from test_launch import here
 
 PLUGIN = """
 import os
@@ -30,11 +30,11 @@ def test_a_file_on_two_processes_and_resumed(tmp_path: Path) -> None:
     (tmp_path / "seen.py").write_text(PLUGIN, encoding="utf-8")
     values = {"train.steps": 2, "checkpoint.every": 1}
     file = toys.write_config(tmp_path, "layouts:Replicas", **values)
-    done = forge(tmp_path, str(file), "-p", "./seen.py", "--nproc", "2", "--name", "seen")
-    assert done.returncode == 0, done.stderr
+    done = here(tmp_path, str(file), "-p", "./seen.py", "--nproc", "2", "--name", "seen")
+    assert done.code == 0, done.err
     for rank in (0, 1):
         (tmp_path / f"seen-{rank}").unlink()
-    resumed = forge(tmp_path, "--resume", "runs/seen", "-s", "train.steps=3", "--nproc", "2")
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = here(tmp_path, "--resume", "runs/seen", "-s", "train.steps=3", "--nproc", "2")
+    assert resumed.code == 0, resumed.err
     assert (tmp_path / "seen-0").exists()
     assert (tmp_path / "seen-1").exists()

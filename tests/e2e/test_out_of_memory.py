@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forge_cli import DECODER, TESTS, Ended, command, environment, one_message
+from forge_cli import DECODER, TESTS, Ended, environment, forge, one_message
 from forge_train.loop.out_of_memory import Held, Memory, requested
 from forge_train.registry.discovery import discover, find, load
 
@@ -126,12 +127,10 @@ def test_the_parts_are_what_the_run_held(ended: dict[str, Ended]) -> None:
 
 
 def test_of_several_ranks_the_first_is_told_once(folder: Path) -> None:
-    process = command("train", "capped.toml", "--quiet", "--nproc", 2, "--name", "two", *CASES["backward"])
-    env = environment(PYTHONPATH=str(TESTS))
-    done = subprocess.run(
-        [*process, "-s", "cap.rank=1"], cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False
-    )
-    message = one_message(Ended(done.returncode, done.stdout, done.stderr), 1)
+    arguments = ("--quiet", "--nproc", 2, "--name", "two", *CASES["backward"], "-s", "cap.rank=1")
+    with contextlib.chdir(folder):
+        ended = forge("train", "capped.toml", *arguments, environment={"PYTHONPATH": str(TESTS)})
+    message = one_message(ended, 1)
     assert message.startswith("Rank 1: Out of memory on cpu (step 1, backward): ")
     assert message.count("Out of memory") == 1
     assert "Rank 0 ended because of it" in message

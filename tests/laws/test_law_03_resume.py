@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import toys
-from forge_cli import DECODER, environment, forge_process, start
+from forge_cli import DECODER, environment, forge, forge_process, start
 from forge_train.ground.layout import Layout
 from forge_train.ground.records import TIMINGS, read
 from forge_train.processes.distributed import DistributedContext
@@ -194,7 +194,7 @@ def test_killed_and_resumed_is_the_uninterrupted_run(kinds: list[Kind], tmp_path
         done.append(kill(kind, tmp_path, chance))
         whole(tmp_path / "run")
     print(kind.name, *done, sep="; ")
-    ended = forge_process(*train(tmp_path, kind.arguments, "run"), timeout=600)
+    ended = forge(*train(tmp_path, kind.arguments, "run"))  # in this process: another one to go on in
     assert ended.code == 0, (done, ended.err)
     assert numbers(tmp_path / "run") == numbers(kind.run), done
     assert evaluations(tmp_path / "run") == evaluations(kind.run), done

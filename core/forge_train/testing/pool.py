@@ -12,6 +12,7 @@ import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,6 +46,7 @@ class Pool:
     def __init__(self, folder: Path, size: int = 8, threads: int = 1) -> None:
         self._folder, self._size, self._threads = folder, size, threads
         self._workers: list[_Worker] = []
+        self._starter: _Starter | None = None
         self._store: TCPStore | None = None
         self._numbers = itertools.count()
 
@@ -88,11 +90,17 @@ class Pool:
             why = "did not end" if failed else f"hung for {timeout:g} s"
             places = _where_they_hang([workers[rank] for rank in silent])
             text += [f"rank {rank} {why}:\n{place}" for rank, place in places.items()]
-            self.close()
+            self._end_ranks()
         raise PoolError("\n".join(text))
 
     def close(self) -> None:
         """End the processes; the next case starts others."""
+        self._end_ranks()
+        if self._starter:
+            self._starter.end()
+        self._starter = None
+
+    def _end_ranks(self) -> None:
         for worker in self._workers:
             worker.end()
         self._workers = []
@@ -108,13 +116,17 @@ class Pool:
         """Have that many processes; the port of the store they meet at."""
         from torch.distributed import TCPStore
 
-        if any(worker.process.poll() is not None for worker in self._workers):
+        if self._starter and self._starter.process.poll() is not None:
             self.close()
+        if any(worker.process.poll() is not None for worker in self._workers):
+            self._end_ranks()
+        if self._starter is None:
+            self._starter = _Starter.start(self._folder, self._threads)
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         while len(self._workers) < world:
             rank = len(self._workers)
-            self._workers.append(_Worker.start(rank, self._store.port, self._folder, self._threads))
+            self._workers.append(_Worker.start(self._starter, rank, self._store.port, self._folder))
         return int(self._store.port)
 
     def _collect(self, workers: Sequence[_Worker], timeout: float) -> dict[int, dict[str, Any]]:
@@ -136,43 +148,94 @@ class Pool:
 
 
 @dataclass
+class _Starter:
+    """The process that starts ranks, from outside."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    output: Path
+
+    @classmethod
+    def start(cls, folder: Path, threads: int) -> Self:
+        ours, theirs = socket.socketpair()
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "FORGE_POOL": json.dumps({"control": theirs.fileno(), "parent": os.getpid()}),
+        }
+        output = folder / "ranks.log"
+        with theirs, output.open("ab") as out:
+            command = [sys.executable, "-m", "forge_train.testing.worker"]
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, pass_fds=(theirs.fileno(),)
+            )
+        return cls(process, ours, output)
+
+    def ask(self, *files: int, **what: Any) -> Any:
+        try:
+            socket.send_fds(self.control, [json.dumps(what).encode()], files)
+            return json.loads(self.control.recv(4096))
+        except (OSError, ValueError):
+            said = self.output.read_text(errors="replace")[-4000:].rstrip()
+            raise PoolError(f"the process that starts ranks ended with {self.process.wait()}\n{said}") from None
+
+    def end(self) -> None:
+        self.control.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class _Process:
+    """A rank, which is a child of the process that started it."""
+
+    pid: int
+    starter: _Starter
+    code: int | None = None
+
+    def poll(self, *, block: bool = False) -> int | None:
+        if self.code is None:
+            try:
+                self.code = self.starter.ask(wait=self.pid, block=block)
+            except PoolError:  # with which its ranks end
+                self.code = -signal.SIGKILL
+        return self.code
+
+    def wait(self) -> int | None:
+        return self.poll(block=True)
+
+    def send_signal(self, number: int) -> None:
+        if self.code is None:  # until then nobody else gets its number
+            os.kill(self.pid, number)
+
+
+@dataclass
 class _Worker:
     """One rank's process, from outside."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: _Process
+    requests: IO[bytes]
     replies: IO[bytes]
     output: Path
     began: int = 0
     """Where in the output the case at hand began."""
 
     @classmethod
-    def start(cls, rank: int, port: int, folder: Path, threads: int) -> Self:
-        read, write = os.pipe()
+    def start(cls, starter: _Starter, rank: int, port: int, folder: Path) -> Self:
+        (read, requests), (replies, write) = os.pipe(), os.pipe()
         output = folder / f"rank-{rank}.log"
-        environment = os.environ | {
-            "OMP_NUM_THREADS": str(threads),
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "FORGE_POOL": json.dumps({"rank": rank, "port": port, "replies": write, "parent": os.getpid()}),
-        }
         with output.open("ab") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "forge_train.testing.worker"],
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                pass_fds=(write,),
-            )
+            process = _Process(starter.ask(read, write, out.fileno(), rank=rank, port=port), starter)
+        os.close(read)
         os.close(write)
-        return cls(rank, process, os.fdopen(read, "rb"), output)
+        return cls(rank, process, os.fdopen(requests, "wb"), os.fdopen(replies, "rb"), output)
 
     def begin(self, request: dict[str, Any]) -> None:
         self.began = self.output.stat().st_size
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has died: `reply` says how
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.flush()
+            self.requests.write(json.dumps(request).encode() + b"\n")
+            self.requests.flush()
 
     def reply(self) -> dict[str, Any]:
         line = self.replies.readline()
@@ -187,11 +250,10 @@ class _Worker:
         return self.output.read_bytes()[self.began :].decode(errors="replace")[-4000:].rstrip()
 
     def end(self) -> None:
-        self.process.kill()
+        self.process.send_signal(signal.SIGKILL)
         self.process.wait()
-        if self.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.requests.close()
         self.replies.close()
 
 
