@@ -1,9 +1,10 @@
-"""Writes what pages of the documentation take from the code, so that it can be read in the repository too.
+"""Writes what the documentation takes from the code, so that it can be read in the repository too.
 
-    python docs/write.py            write it
-    python docs/write.py --check    exit 1, and name the pages, where one is stale
+    python docs/write.py            lists, tables, the API reference, and a page for each built-in plugin
+    python docs/write.py --all      also transcripts and the picture, from real runs: this takes minutes
+    python docs/write.py --check    write nothing, name the stale pages, and exit 1 if there are any
 
-A page says where: between `<!-- write: NAME -->` and `<!-- end -->`.
+A page says where a list goes: between `<!-- write: NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from forge_train.registry.discovery import load
 from forge_train_cli.presets import everything
 
 DOCS = Path(__file__).parent
 sys.path.append(str(DOCS))
 
-import reference  # noqa: E402  # beside this file
+import lists  # noqa: E402  # beside this file
+import reference  # noqa: E402
+import screen  # noqa: E402
 import transcripts  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- write: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -34,42 +38,52 @@ def presets() -> str:
     return "\n".join(rows)
 
 
-PARTS: dict[str, Callable[[], str]] = {"api": reference.api, "mine": transcripts.mine, "presets": presets}
-TYPED: dict[str, Callable[[], str]] = {"first_run": transcripts.first_run}
-"""Transcripts: they take a minute, and are stale only where something else than a number differs."""
+PARTS: dict[str, Callable[[], str]] = {
+    "api": reference.api,
+    "hooks": lists.hooks,
+    "laws": lists.laws,
+    "plugins": lists.plugins,
+    "presets": presets,
+    "sections": lists.sections,
+}
 
 
 def written(page: str) -> str:
     """A page's text, with what it takes from the code."""
-
-    def write(found: re.Match[str]) -> str:
-        name = found[2]
-        if name in TYPED:
-            new = f"{found[1]}\n{TYPED[name]()}\n\n{found[3]}"
-            return found[0] if transcripts.masked(new) == transcripts.masked(found[0]) else new
-        return f"{found[1]}\n{PARTS[name]()}\n\n{found[3]}"
-
-    return BLOCK.sub(write, page)
+    return BLOCK.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n\n{found[3]}", page)
 
 
 def stale() -> dict[Path, str]:
-    """Pages that do not say what the code says → what they should be."""
-    found = {}
-    for page in sorted([*DOCS.rglob("*.md"), DOCS.parent / "README.md"]):
-        text = page.read_text(encoding="utf-8")
-        if (now := written(text)) != text:
-            found[page] = now
-    return found
+    """Pages that do not say what the code says → what they should be; the empty string for one that should not be."""
+    folder = DOCS / "plugins"
+    pages = {
+        path: path.read_text(encoding="utf-8") for path in sorted([*DOCS.rglob("*.md"), DOCS.parent / "README.md"])
+    }
+    wanted = {path: written(text) for path, text in pages.items() if path.parent != folder or path.stem == "index"}
+    wanted |= {folder / f"{found.name}.md": lists.plugin_page(found, load(found)) for found in lists.builtin()}
+    found = {path: text for path, text in wanted.items() if pages.get(path) != text}
+    return found | dict.fromkeys(pages.keys() - wanted.keys(), "")
 
 
 def main() -> int:
     """Write, or check."""
+    check = "--check" in sys.argv
     pages = stale()
     for page, text in pages.items():
         print(page.relative_to(DOCS.parent))
-        if "--check" not in sys.argv:
+        if check:
+            continue
+        if text:
             page.write_text(text, encoding="utf-8")
-    return 1 if pages and "--check" in sys.argv else 0
+        else:
+            page.unlink()
+    if "--all" in sys.argv:
+        for name in transcripts.SESSIONS:
+            page = DOCS / name
+            page.write_text(transcripts.written(name, page.read_text(encoding="utf-8")), encoding="utf-8")
+            print(page.relative_to(DOCS.parent))
+        screen.TARGET.write_text(screen.picture(), encoding="utf-8")
+    return 1 if pages and check else 0
 
 
 if __name__ == "__main__":

@@ -149,9 +149,9 @@ def _show_memory(made: Plan) -> None:
         ("buffers", memory.buffers, "exact"),
         ("gradients", memory.gradients, "exact"),
         ("optimizer", memory.optimizer, "exact, after its first step"),
-        ("activations", memory.activations, "estimate: the most at once of all else"),
+        ("activations", memory.activations, "estimate: peak of everything else"),
         ("  logits", memory.logits, "of these"),
-        ("peak", memory.peak, "estimate: what kernels and the allocator need for themselves comes on top"),
+        ("peak", memory.peak, "estimate: without the workspaces of kernels and the allocator's reserve"),
     ]
     sizes = column([size for _, size, _ in rows])
     screen.table(("", "", ""), [(row[0], size, row[2]) for row, size in zip(rows, sizes, strict=True)], right=(1,))
@@ -170,7 +170,7 @@ def _show_communication(made: Plan) -> None:
     for axis, least in made.expected_bytes.items():
         sent = sum(one.bytes for one in made.communication if one.axis == axis)
         if least:
-            screen.line(f"  along {axis}: {gib(sent)}, {sent / least:.3g} × the textbook's {gib(least)}")
+            screen.line(f"  along {axis}: {gib(sent)}, {sent / least:.3g} × the expected {gib(least)}")
 
 
 def _show_work(made: Plan) -> None:

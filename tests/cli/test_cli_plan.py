@@ -261,13 +261,13 @@ def test_each_parameter_is_where_its_placement_says(forge: Forge) -> None:
     assert counts["total"] == sum(counts["by_module"].values()) == planned(forge)["parameters"]["total"]
 
 
-def test_the_textbook_beside_what_is_counted(forge: Forge) -> None:
+def test_the_expected_bytes_beside_what_is_counted(forge: Forge) -> None:
     plan = planned(forge, *SPLIT)
     assert plan["expected_bytes"].keys() == {"tp", "dp_shard"}
     for axis, least in plan["expected_bytes"].items():
         sent = sum(one["bytes"] for one in plan["communication"] if one["axis"] == axis)
         assert 0.8 * least < sent <= 1.05 * least
-    assert "× the textbook's" in forge("plan", "tiny.toml", *SPLIT).out
+    assert "× the expected" in forge("plan", "tiny.toml", *SPLIT).out
 
 
 def test_micro_batches_between_the_first_and_the_last_count_too(forge: Forge) -> None:

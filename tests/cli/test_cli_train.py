@@ -44,7 +44,7 @@ def test_trains_and_shows_it(forge: Forge) -> None:
     assert "step 6/6 · loss " in done.out
     assert "held out: loss " in done.out
     assert done.err == ""
-    assert re.search(r"^text: tokenised 1 documents, 0\.0 MB, .* MB/s, in \d+:\d\d$", done.out, re.MULTILINE)
+    assert re.search(r"^text: tokenised 1 document, 0\.0 MB, .* MB/s, in \d+:\d\d$", done.out, re.MULTILINE)
     assert done.out.count("tokenis") == 1
 
 

@@ -124,7 +124,7 @@ class Unclipped(Replicas):
 
 
 class Peers(Plugin):
-    """Stands in for tensor parallelism: ranks that share a data index all do the same."""
+    """Stands in for tensor parallelism: ranks with the same data-parallel rank all do the same."""
 
     api = (1, 0)
 
@@ -137,7 +137,7 @@ class Peers(Plugin):
 
 
 class RankData(Plugin):
-    """Data by rank instead of by data index."""
+    """Data by rank instead of by data-parallel rank."""
 
     api = (1, 0)
 

@@ -113,7 +113,7 @@ FAULTS: dict[str, Fault] = {
     "data by rank": Fault(
         "sabotage:RankText",
         {"peers", "loss", "grad_norm", "gradients", "replicas"},
-        r"were fed different batches \(rank 1 and rank 0 \(data index 0\)\)",
+        r"were fed different batches \(rank 1 and rank 0 \(data-parallel rank 0\)\)",
         TP,
         TP2,
         instead="text",

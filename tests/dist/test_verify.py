@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import os
 import subprocess
@@ -21,6 +23,7 @@ from forge_train_tools.verification import Verdict, verify_against
 pytestmark = [pytest.mark.dist]
 STEPS = 4
 TESTS = Path(__file__).parent.parent
+ROOT = TESTS.parent
 Judge = Callable[..., Verdict]
 
 
@@ -83,7 +86,7 @@ def test_a_norm_left_unsynchronised(judge: Judge) -> None:
 def test_peers_fed_different_data(judge: Judge) -> None:
     verdict = judge("Peers", "RankData", **{"parallel.tp": 2})
     assert "peers" in failed(verdict)
-    assert "rank 1 and rank 0 (data index 0)" in verdict.advice[0]
+    assert "rank 1 and rank 0 (data-parallel rank 0)" in verdict.advice[0]
     assert "job.dist.data_rank" in verdict.advice[0]
 
 
@@ -146,3 +149,21 @@ def test_the_command(tmp_path: Path) -> None:
         assert answer["agree"] is (code == 0)
         assert {"name", "worst", "tolerance", "ok"} <= answer["checks"][0].keys()
     assert not list(tmp_path.glob("forge-*")), "something was left behind"
+
+
+@pytest.mark.accept("house", 4)
+def test_the_transcript_in_the_documentation(verify: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/docs checks the others: this one takes four ranks."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    transcripts = importlib.import_module("transcripts")
+
+    def compare(request: Request, nproc: int, *, steps: int) -> Verdict:
+        text = f"text.path={Path('texts').resolve()}"
+        here = dataclasses.replace(request, config=str(Path(request.config).resolve()), set=(*request.set, text))
+        return verify(here, nproc, steps=steps)
+
+    monkeypatch.setattr("forge_train_tools.verification.verify", compare)
+    page = "how-to/verify.md"
+    session = dataclasses.replace(transcripts.SESSIONS[page], slow="forge verify --against")
+    monkeypatch.setitem(transcripts.SESSIONS, page, session)
+    transcripts.written(page, (ROOT / "docs" / page).read_text(encoding="utf-8"), quick=True)

@@ -90,6 +90,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     assert (tmp_path / "site" / "hooks" / "parallelize" / "index.html").is_file()
+    assert '<pre class="mermaid">' in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
 
 
 # -- what pages say about the code ------------------------------------------------------------------------------------
@@ -145,6 +146,19 @@ def test_the_architecture_page_has_every_module_of_the_core() -> None:
     assert [name for name in known if f"`{name}`" not in text and f"`nn.{name}`" not in text] == []
     named = re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE)
     assert [name for name in named if name not in (*known, "config")] == []
+
+
+def test_the_reading_tour_leads_to_code() -> None:
+    rows = page("architecture.md").partition("## A reading tour")[2].partition("\nTo read")[0].splitlines()
+    places = [
+        re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", row.rpartition(" | ")[2]) for row in rows if row[:1] == "|"
+    ]
+    assert len(places[2:]) == 5
+    for file, names in (place for row in places[2:] for place in row):
+        code = (ROOT / "core" / "forge_train" / file).read_text(encoding="utf-8")
+        defined = {node.name for node in ast.walk(ast.parse(code)) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        assert set(re.findall(r"\w+", names)) <= defined, file
+    assert all(places[2:])
 
 
 def test_the_order_of_phases_is_that_of_the_code() -> None:

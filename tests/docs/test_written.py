@@ -1,9 +1,11 @@
-"""What pages take from the code is what the code says."""
+"""What pages take from the code is what the code says, and what they show is what it prints."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +15,87 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.accept("house", 4)
+sys.path.append(str(ROOT / "docs"))
+matching, screen, transcripts, write = (
+    importlib.import_module(name) for name in ("matching", "screen", "transcripts", "write")
+)
+
+pytestmark = pytest.mark.accept("house", 4)
+
+OUTSIDE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/**/*.md"))}
+PAGES["README.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_no_page_is_stale() -> None:
-    spec = importlib.util.spec_from_file_location("docs_write", ROOT / "docs" / "write.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    stale = [str(page.relative_to(ROOT)) for page in module.stale()]
-    assert stale == [], "run `python docs/write.py`"
+    assert [str(page.relative_to(ROOT)) for page in write.stale()] == [], "run `python docs/write.py`"
 
 
-@pytest.mark.accept("house", 4)
+@pytest.mark.parametrize("page", transcripts.SESSIONS)
+def test_no_transcript_is_stale(page: str) -> None:
+    transcripts.written(page, PAGES[f"docs/{page}"], quick=True)
+
+
+def test_every_transcript_is_checked() -> None:
+    shown = {page for page, text in PAGES.items() for block in OUTSIDE.findall(text) if output(block)}
+    assert shown == {f"docs/{page}" for page in transcripts.SESSIONS}
+
+
+def output(block: str) -> bool:
+    return any(below.strip() for _, below in transcripts.commands(block))
+
+
+def test_a_line_is_found_for_what_stands_around_its_numbers() -> None:
+    printed = ["forge · cpu · 60 steps", "", "step 30/60 · loss 2.9 · grad norm 1.5 · 0:04 left", "done"]
+    shown = ["forge · cpu · 6 steps", "…", "step 3/6 · loss 4.1 · … · 1:30 left", "done"]
+    assert matching.matched(shown, printed) == (
+        "forge · cpu · 60 steps\n…\nstep 30/60 · loss 2.9 · … · 0:04 left\ndone\n"
+    )
+    steps = ["step 1/3 · loss 3", "step 2/3 · loss 2", "held out: 4", "step 3/3 · loss 1", "held out: 3"]
+    assert matching.matched(["…", "step 9/9 · loss 9", "held out: 9"], steps) == "…\nstep 2/3 · loss 2\nheld out: 4\n"
+    assert matching.matched(["…", "step 3/3 · loss 9", "held out: 9"], steps) == "…\nstep 3/3 · loss 1\nheld out: 3\n"
+    for wrong in (["forge · cuda · 6 steps"], ["done"], ["…", "done", "…", "step 3/6 · … left"], ["…", "Done"]):
+        with pytest.raises(matching.StaleError):
+            matching.matched(wrong, printed)
+
+
+def test_the_picture_shows_what_the_preset_shows_now() -> None:
+    """And a model that has learned more than pairs of bytes predict."""
+    settings = ("train.steps=2", "train.evaluate_batches=1", f"text.path={ROOT / 'docs'}")
+    kept = screen.words(screen.TARGET.read_text(encoding="utf-8"))
+    assert matching.masked(screen.words(screen.picture(*settings))) == matching.masked(kept)
+    found = re.search(r"held out [\d.]+ ([\d.]+) bits per byte · ([\d.]+) trigram bits per byte", kept)
+    assert found
+    assert float(found[1]) < float(found[2])
+
+
+COMMANDS = sorted(
+    {
+        (page, command)
+        for page, text in PAGES.items()
+        for block in OUTSIDE.findall(text)
+        for command, _ in transcripts.commands(block)
+        if command.startswith("forge ") and command != "forge --version"
+    }
+)
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS)
+def test_every_command_has_the_options_that_it_is_shown_with(page: str, line: str) -> None:
+    from click import Context, Group
+
+    from forge_train_cli.app import forge
+
+    words = shlex.split(line, comments=True)[1:]
+    command, context = forge, Context(forge)
+    while isinstance(command, Group):
+        name, *words = words
+        found = command.get_command(context, name)
+        assert found is not None, name
+        command = found
+    command.make_context(line, words)
+
+
 def test_the_slurm_script_is_bash(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "how-to" / "slurm.md").read_text(encoding="utf-8")
     (tmp_path / "job.sh").write_text(page.partition('title="train.sbatch"\n')[2].partition("```")[0], encoding="utf-8")
@@ -32,7 +103,6 @@ def test_the_slurm_script_is_bash(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.accept("house", 4)
 def test_use_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "how-to" / "python.md").read_text(encoding="utf-8")
     code = page.partition("```python\n")[2].partition("```")[0]
@@ -45,7 +115,6 @@ def test_use_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().out.startswith("done 2 ")
 
 
-@pytest.mark.accept("house", 4)
 @pytest.mark.parametrize(("shell", "words", "found"), [("bash", "forge pl", "plugins"), ("zsh", "forge tra", "train")])
 def test_the_shell_completes(shell: str, words: str, found: str) -> None:
     environment = {**os.environ, "_FORGE_COMPLETE": f"{shell}_complete", "COMP_WORDS": words, "COMP_CWORD": "1"}

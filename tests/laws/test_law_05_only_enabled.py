@@ -1,4 +1,4 @@
-"""Law 5. Nothing runs because it is installed: only enabled plugins are imported; a broken one breaks no other."""
+"""Law 5. Installing a plugin never runs it: only enabled plugins are imported, and a broken one breaks no other."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_a_run_imports_the_plugins_it_enables_and_no_other(tmp_path: Path) -> No
     enabled = {"forge_train_plugins.observers.console", "forge_train_contrib.ema"}
     plugins = {found.module: found.name for found in discover()}
     assert {module for module in plugins if module in modules} == enabled
-    private = {module for module in modules if module.startswith("forge_train_plugins._")}
-    assert {module.split(".")[1] for module in private} <= {"_console"}
+    parts = {name for module in modules for name in module.split(".")[1:] if name.startswith("_")}
+    assert parts <= {"_console"}
 
 
 def test_a_plugin_that_is_not_enabled_is_not_even_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,5 +71,6 @@ def test_a_plugin_that_is_not_enabled_is_not_even_looked_at(tmp_path: Path, monk
 def test_a_default_that_steps_aside_is_not_imported(tmp_path: Path) -> None:
     modules = imported("config", "show", toys.write_config(tmp_path), "-p", "lion")
     assert "forge_train_plugins.optimizers.lion" in modules
-    assert not modules & {f"forge_train_plugins.{name}" for name in ("adamw", "decoder", "text", "sample")}
+    assert "forge_train_plugins.optimizers.adamw" in {found.module for found in discover()}
+    assert not {module for module in modules if module.rpartition(".")[2] in ("adamw", "decoder", "text", "sample")}
     assert "torch" not in modules

@@ -59,7 +59,7 @@ class Applied:
     """Parameter names that did not exist before."""
     expected_bytes: Mapping[str, float] = field(default_factory=dict, kw_only=True)
     """Axis of the dense domain (a flattened one too) → bytes that each rank has to send along it in a step, by the
-    textbook's count for the technique; `forge plan` shows it beside its own."""
+    technique's formula; `forge plan` shows them beside the bytes that it counts."""
     on_micro_batch: Callable[[MicroBatch], None] | None = field(default=None, kw_only=True)
     """Called before each micro-batch that passes through this part; switches gradient synchronisation."""
     after_backward: Callable[[], None] | None = field(default=None, kw_only=True)

@@ -132,12 +132,12 @@ class DistributedContext:
 
     @property
     def data_rank(self) -> int:
-        """The index of the data this process works on; processes that share it see the same batches."""
+        """The data-parallel rank: processes that share it see the same batches."""
         return self.mesh("batch", "dp").get_local_rank() if self.world > 1 else 0
 
     @property
     def data_ranks(self) -> int:
-        """How many different data indices there are."""
+        """How many data-parallel ranks there are."""
         return self.layout.dp
 
     def mesh(self, domain: Domain, *axes: str) -> DeviceMesh:

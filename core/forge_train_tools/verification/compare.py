@@ -139,7 +139,7 @@ def _judged(
     )
     checks = (
         Check("initial weights", len(start), 0, "parameters that start differently", few(list(start))),
-        Check("peers", peers, 0, "ranks that share a data index and saw another batch", peers_at),
+        Check("peers", peers, 0, "ranks that saw another batch than their data-parallel peers", peers_at),
         Check("data", data, 0, "steps whose sequences are not those of one process", data_at),
         *(() if until == 0 else steps),
         *(_buffers(one.buffers, layout.buffers) if until is None else ()),

@@ -30,13 +30,13 @@ def diagnose(
         yield _start(check.where, one, layout)
     if check := failed.get("peers"):
         yield (
-            f"Ranks that share a data index were fed different batches ({check.where}): `build_data` must place its "
-            "micro-batches by job.dist.data_rank and job.dist.data_ranks, never by the rank."
+            f"Ranks with the same data-parallel rank were fed different batches ({check.where}): `build_data` must "
+            "place its micro-batches by job.dist.data_rank and job.dist.data_ranks, never by the rank."
         )
     elif check := failed.get("data"):
         yield (
             f"The layout trains on other sequences ({check.where}): a rank's n-th micro-batch must be number "
-            "n × data ranks + data index of the global stream, whatever the number of ranks."
+            "n × data ranks + data-parallel rank of the global stream, whatever the number of ranks."
         )
     if BEFORE & failed.keys():
         return

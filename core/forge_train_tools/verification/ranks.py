@@ -28,13 +28,13 @@ def up_to(until: int | None) -> str:
 
 
 def peers_apart(ranks: Sequence[Record]) -> tuple[int, str]:
-    """Ranks that share a data index and saw other batches."""
+    """Ranks that saw other batches than a rank with the same data-parallel rank."""
     leaders: dict[int, Record] = {}
     apart = []
     for rank in ranks:
         leader = leaders.setdefault(rank.data_rank, rank)
         if leader.batches != rank.batches:
-            apart.append(f"rank {rank.rank} and rank {leader.rank} (data index {rank.data_rank})")
+            apart.append(f"rank {rank.rank} and rank {leader.rank} (data-parallel rank {rank.data_rank})")
     return len(apart), few(apart)
 
 

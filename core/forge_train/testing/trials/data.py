@@ -87,7 +87,7 @@ def feeds_any_number_of_ranks(bench: Bench) -> None:
     given = [_take(loader, 2) for loader in pair]
     require(
         _same([given[0][0], given[1][0], given[0][1], given[1][1]], alone),
-        "micro-batch g must go to data index g mod ranks: two ranks together get other batches than one",
+        "micro-batch g must go to data-parallel rank g mod ranks: two ranks together get other batches than one",
     )
     require(pair[0].state_dict() == pair[1].state_dict(), "the state differs between ranks")
     one = bench.loader("train")

@@ -38,7 +38,7 @@ class TextLoader:
 
     Args:
         split: the tokens.
-        job: gives sequence, micro-batch, data index and number of data ranks, and the device.
+        job: gives sequence, micro-batch, data-parallel rank and number of data ranks, and the device.
         seed: of the permutation, or None to keep the order.
         fixed: whether every epoch has the permutation of epoch 0.
         isolate: see above.

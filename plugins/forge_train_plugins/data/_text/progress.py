@@ -48,9 +48,8 @@ class Progress:
         return f"tokenising: {self._counted(seconds)}, {left} left"
 
     def _counted(self, seconds: float) -> str:
-        return (
-            f"{self._done:,} documents, {self._bytes / 1e6:,.1f} MB, {self._bytes / 1e6 / max(seconds, 1e-9):,.1f} MB/s"
-        )
+        documents, size = "document" if self._done == 1 else "documents", self._bytes / 1e6
+        return f"{self._done:,} {documents}, {size:,.1f} MB, {size / max(seconds, 1e-9):,.1f} MB/s"
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         seconds = time.perf_counter() - self._began

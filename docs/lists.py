@@ -1,0 +1,126 @@
+"""What pages take from the code: lists of hooks, sections, plugins and laws, and a page for each built-in plugin."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from forge_train import Plugin
+from forge_train.config.sections import CORE_SECTIONS
+from forge_train.contract import hookspecs
+from forge_train.contract.plugin import PROJECT
+from forge_train.contract.reference import PluginRef
+from forge_train.registry.discovery import DISTRIBUTION, discover
+from forge_train.registry.write import describe_type, field_docs
+
+ROOT = Path(__file__).parents[1]
+ELSEWHERE = {2: "tests/dist/test_compositions.py", 7: "tests/core/test_conformance.py"}
+"""Laws whose tests need several ranks, or every plugin."""
+
+
+def builtin() -> list[PluginRef]:
+    return [found for found in discover() if found.distribution == DISTRIBUTION]
+
+
+def plugin_page(found: PluginRef, plugin: type[Plugin]) -> str:
+    summary, _, rest = inspect.cleandoc(plugin.__doc__ or "").partition("\n")
+    hooks = [name for name in hookspecs.KINDS if hasattr(getattr(plugin, name, None), f"{PROJECT}_impl")]
+    facts = [
+        f"Hooks: {', '.join(f'[`{name}`](../hooks/{name}.md)' for name in hooks)}.",
+        f'Enable it with `--plugins {found.name}` or `plugins = ["{found.name}"]`.',
+    ]
+    facts += [f"Requires: {', '.join(f'`{name}`' for name in plugin.requires)}."] if plugin.requires else []
+    facts += [f"Conflicts with: {', '.join(f'`{name}`' for name in plugin.conflicts)}."] if plugin.conflicts else []
+    facts += [f"Needs `{module}`: `{command}`." for module, command in plugin.needs.items()]
+    options = table(plugin.Config)
+    parts = [
+        f"# {found.name}",
+        summary,
+        rest.strip(),
+        "\n".join(f"- {fact}" for fact in facts),
+        f"## `[{found.name}]`",
+        options or "No options.",
+        f"Source: `{found.object}`",
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def hooks() -> str:
+    rows = ["| hook | kind | what it is |", "|---|---|---|"]
+    for name, kind in hookspecs.KINDS.items():
+        kind_text = f"{kind}, may stay empty" if name in hookspecs.OPTIONAL else kind
+        rows.append(f"| [`{name}`]({name}.md) | {kind_text} | {first_line(getattr(hookspecs, name))} |")
+    return "\n".join(rows)
+
+
+def plugins() -> str:
+    rows = ["| plugin | what it is |", "|---|---|"]
+    rows += [f"| [`{found.name}`]({found.name}.md) | {found.summary} |" for found in builtin()]
+    return "\n".join(rows)
+
+
+def sections() -> str:
+    return "\n\n".join(
+        f"### `[{name}]`\n\n{first_line(section)}\n\n{table(section)}" for name, section in CORE_SECTIONS.items()
+    )
+
+
+def laws() -> str:
+    rows = ["| law | test | its docstring |", "|---|---|---|"]
+    files = {int(file.stem.split("_")[2]): file for file in (ROOT / "tests" / "laws").glob("test_law_*.py")}
+    for number, file in sorted((files | {law: ROOT / file for law, file in ELSEWHERE.items()}).items()):
+        says = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
+        rows.append(f"| {number} | `{file.relative_to(ROOT)}` | {' '.join(says.split())} |")
+    return "\n".join(rows)
+
+
+def first_line(thing: object) -> str:
+    return inspect.cleandoc(getattr(thing, "__doc__", None) or "").partition("\n")[0]
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def table(section: type) -> str:
+    """The options of a section as a table, or the empty string where it has none."""
+    head = ["| option | type | default | what it is |", "|---|---|---|---|"]
+    body = [f"| {' | '.join(row)} |" for row in rows(section)]
+    return "\n".join(head + body) if body else ""
+
+
+def rows(section: type, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    docs = field_docs(section)
+    hints = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        name, text = prefix + field.name, docs.get(field.name, "").replace("|", "\\|")
+        if dataclasses.is_dataclass(inner := hints[field.name]):
+            yield f"`{name}`", "table", "", text
+            yield from rows(typing.cast(type, inner), f"{name}.")
+        else:
+            yield f"`{name}`", f"`{describe_type(section, field.name)}`", default(field), text
+
+
+def default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"`{toml(field.default)}`"
+    if field.default_factory is not dataclasses.MISSING:
+        return f"`{toml(field.default_factory())}`"
+    return "required"
+
+
+def toml(value: Any) -> str:
+    """A value as one writes it in the configuration; None, which TOML lacks, is `none`."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(toml, value))}]"
+    return str(value)
