@@ -227,6 +227,7 @@ SESSIONS = {
     "how-to/first-run.md": Session(before=_texts),
     "how-to/plan.md": Session(before=_larger, slow=r".* (--device h100|-p ac|train.micro_batch=1)"),
     "how-to/resume.md": Session(before=_mine, never="forge train --resume"),
+    "how-to/schedules.md": Session(before=_mine, never="forge train"),
     "how-to/verify.md": Session(before=_mine, slow="forge verify"),
 }
 """Pages with transcripts."""
