@@ -216,7 +216,7 @@ def _mine() -> None:
 
 def _larger() -> None:
     """A configuration whose heads can be split over eight ranks."""
-    mine = 'preset = "quickstart"\n[train]\nglobal_batch = 64\n[decoder]\ndim = 1024\nlayers = 2\nheads = 16\n'
+    mine = 'preset = "quickstart"\n[train]\nglobal_batch = 64\n[decoder]\ndim = 256\nlayers = 2\nheads = 16\n'
     Path("mine.toml").write_text(mine, encoding="utf-8")
 
 
