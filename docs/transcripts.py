@@ -177,6 +177,7 @@ def _place(session: Session, *, quick: bool) -> Iterator[None]:
     variables |= {"FORGE_SET": session.few} if quick else {}
     log, progress = logging.getLogger("forge_train"), logging.getLogger("forge_train.progress")
     before = dict(os.environ), list(sys.path), sys.dont_write_bytecode, log.level, log.propagate, list(log.handlers)
+    progress.handlers.clear()  # with any handler there, the command line would add none
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         site = Path.cwd() / "site"
         (site / "pip").mkdir(parents=True)
@@ -193,6 +194,7 @@ def _place(session: Session, *, quick: bool) -> Iterator[None]:
             environment, sys.path[:], sys.dont_write_bytecode, log.level, log.propagate, log.handlers[:] = before
             os.environ |= environment
             progress.handlers.clear()
+            progress.propagate = True
 
 
 # -- what pages take for granted --------------------------------------------------------------------------------------
@@ -214,7 +216,7 @@ def _mine() -> None:
 
 def _larger() -> None:
     """A configuration whose heads can be split over eight ranks."""
-    mine = 'preset = "quickstart"\n[train]\nglobal_batch = 64\n[decoder]\ndim = 1024\nlayers = 2\nheads = 16\n'
+    mine = 'preset = "quickstart"\n[train]\nglobal_batch = 64\n[decoder]\ndim = 256\nlayers = 2\nheads = 16\n'
     Path("mine.toml").write_text(mine, encoding="utf-8")
 
 

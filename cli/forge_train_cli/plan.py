@@ -180,9 +180,7 @@ def _show_work(made: Plan) -> None:
     else:
         screen.line(f"  {counted(made.flops_per_token, 'FLOP')} per token, as MFU counts them: {FLOPS_CONVENTION}")
     if made.kernel_flops:
-        screen.line(
-            f"  {counted(made.kernel_flops, 'FLOP')} in a rank's kernels a step, what is computed again included"
-        )
+        screen.line(f"  {counted(made.kernel_flops, 'FLOP')} in a rank's kernels a step, recomputation included")
     roof = made.roofline
     if roof is None:
         return

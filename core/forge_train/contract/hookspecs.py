@@ -207,7 +207,7 @@ def lr_schedule(optimizer: torch.optim.Optimizer, job: Job) -> Schedule:
 
 @_hook("slot", optional=True)
 def loss_scale(job: Job) -> LossScale:
-    """Scaling of the loss, off where nobody provides it."""
+    """Scaling of the loss, off if no plugin provides it."""
     raise AssertionError
 
 
