@@ -99,8 +99,7 @@ def _show(verdict: Verdict) -> None:
     screen.line("")
     if verdict.agree:
         screen.line("They agree.", "bold green")
-        return
-    if verdict.undecided:
+    elif verdict.undecided:
         screen.line("Undecided: they agree in what could be compared.", "bold yellow")
     else:
         screen.line("They do not agree.", "bold red")

@@ -74,6 +74,6 @@ def equip(job: Job, model: Model, watcher: Watcher | None = None) -> Stepper:
     schedule = job.hooks.lr_schedule(optimizer)
     stepper = Stepper(job, model, optimizer, schedule, watcher.data(job, "train"), watcher)
     if job.config.train.evaluate_every:
-        stepper.hold_out(watcher.data(job, "validation"))
+        stepper.held_out = watcher.data(job, "validation")
     watcher.on_assembled(stepper)
     return stepper

@@ -16,9 +16,7 @@ from forge_train.contract.run import Run
 from forge_train.ground.files import write_json
 from forge_train.ground.world import World
 from forge_train.loop.assembly import joined, prepare_process
-from forge_train.loop.resume import capture
 from forge_train.registry.setup import Setup, resolve
-from forge_train.storage import checkpoint
 
 from .recording import Recording
 from .routing import tie_of
@@ -72,9 +70,7 @@ def leave(setup: Setup, steps: int, folder: Path) -> None:
         dist, watched.folder = watched.job.dist, folder
         watched.take(min(steps, watched.job.steps))
         parameters, buffers = _held(watched)
-        with watched.job.hooks.span("save")():
-            state = capture(watched.stepper, watched.progress)
-            checkpoint.write(folder / "checkpoint", steps, state, dist, beside=[])
+        watched.save(folder / "checkpoint")
         watched.seen.saved = watched.hashes()
         write_json(folder / f"rank-{dist.rank}.json", asdict(watched.seen))
         if watched.keeps:
