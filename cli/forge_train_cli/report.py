@@ -13,7 +13,7 @@ import click
 
 from forge_train import __version__
 from forge_train.ground.errors import ConfigError
-from forge_train.ground.present import duration, quantity
+from forge_train_tools.present import duration, quantity
 
 from .curves import Curve, chart, colour
 from .history import History, differences

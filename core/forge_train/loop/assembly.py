@@ -10,6 +10,7 @@ import torch
 from ..composition.compose import Composition, compose
 from ..contract.job import Job
 from ..contract.model import Model
+from ..contract.run import Run
 from ..ground.errors import ConfigError
 from ..ground.failure import during
 from ..ground.layout import Layout
@@ -33,6 +34,15 @@ def joined(setup: Setup) -> Iterator[DistributedContext]:
     with DistributedContext.join(layout, config.run.device, timeout=config.run.start_timeout) as dist:
         dist.agree({**config.values(), **{f"plugin {entry['name']}": entry for entry in plugin_list(setup.hooks)}})
         yield dist
+
+
+@contextmanager
+def prepared(setup: Setup, run: Run) -> Iterator[Job]:
+    """A job on the processes of a run, prepared: for whoever does not train."""
+    with joined(setup) as dist:
+        job = Job.of(setup.config, setup.hooks, run, dist)
+        prepare_process(job)
+        yield job
 
 
 def prepare_process(job: Job) -> None:

@@ -192,12 +192,15 @@ class Watched(Watcher):
 
 def _begin(hooks: Hooks, stepper: Stepper) -> None:
     """Tell the plugins of the start. An observer that asks for neither model nor optimizer can change neither: it is
-    told nothing."""
+    told nothing. One that only shows the run is told no more than this."""
     for name, enabled in hooks.enabled.items():
         if enabled.observer and not hooks.arguments(name, "on_start") & {"model", "optimizer"}:
             hooks.mute(name)
     with _silently():
         hooks.on_start(stepper.model, stepper.optimizer)
+    for name, enabled in hooks.enabled.items():
+        if enabled.observer and enabled.cls.display:
+            hooks.mute(name)
 
 
 def _silently() -> contextlib.AbstractContextManager[Any]:

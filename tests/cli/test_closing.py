@@ -1,0 +1,34 @@
+"""What is suggested after a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toys
+from forge_train import hookimpl
+from forge_train.registry.setup import Setup
+from forge_train_cli.closing import next_commands
+
+pytestmark = [pytest.mark.unit, pytest.mark.accept("house", 4)]
+
+
+class Exports(toys.Bare):
+    """Fails when it is asked where its model goes."""
+
+    @hookimpl
+    def export_hf(self, job: Any) -> Any:
+        raise LookupError("no such layer")
+
+
+def test_an_export_that_fails_is_told_and_not_suggested(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = toys.run(tmp_path, Exports, steps=1)
+    caplog.clear()
+    commands = [command for _, command in next_commands(run.finished, Setup(run.job.config, run.job.hooks))]
+    assert any("runs show" in one for one in commands)
+    assert not any("checkpoint export" in one for one in commands)
+    (told,) = caplog.messages
+    assert told.startswith("Plugin 'exports' failed in export_hf, so its model can't be exported as it is: ")
+    assert "no such layer" in told
