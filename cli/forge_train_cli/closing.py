@@ -7,7 +7,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from forge_train.config.rules import total_steps
-from forge_train.ground.errors import describe
+from forge_train.ground.errors import ConfigError, describe
 from forge_train.ground.failure import Failure
 from forge_train.ground.world import World
 
@@ -67,6 +67,8 @@ def _exports(setup: Setup) -> bool:
     """Whether the run's model has a place in Hugging Face layout."""
     try:
         return setup.hooks.export_hf() is not None
+    except ConfigError:  # by which the plugin says that this model has none
+        return False
     except Exception as error:  # the run is done and saved: a suggestion fails no run
         found = Failure.of(error)
         whose = f"Plugin {found.plugin!r}" if found.plugin else "A plugin"
