@@ -83,28 +83,23 @@ class ToyModel(Plugin):
         return Tower(self.config.layers, tied=self.config.tied)
 
 
-class ToyLoader:
-    """Sequences that are a pure function of their place; every one masks another number of labels."""
+class PlacedLoader:
+    """Micro-batches of sequences by their places in the global stream; a subclass says what is where."""
 
-    def __init__(self, job: Any, mask: bool, offset: int) -> None:
-        self.job, self.mask, self.offset, self.position = job, mask, offset, 0
+    def __init__(self, job: Any) -> None:
+        self.job, self.position = job, 0
+
+    def batch(self, places: Tensor) -> Batch:
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        train = self.job.config.train
-        rows = []
-        for row in range(train.micro_batch):
-            index = self.position + self.job.dist.data_rank * train.micro_batch + row + self.offset
-            generator = torch.Generator().manual_seed(index)
-            start, stride = torch.randint(0, VOCABULARY, (2,), generator=generator).tolist()
-            rows.append((start + stride * torch.arange(train.sequence + 1)) % VOCABULARY)
-            if self.mask:
-                rows[-1][1 : 1 + (index * 5) % train.sequence] = MASKED
-        tokens = torch.stack(rows)
-        self.position += train.micro_batch * self.job.dist.data_ranks
-        return Batch(tokens[:, :-1].clamp(min=0), tokens[:, 1:])
+        size, dist = self.job.config.train.micro_batch, self.job.dist
+        first = self.position + dist.data_rank * size
+        self.position += size * dist.data_ranks
+        return self.batch(torch.arange(first, first + size))
 
     def state_dict(self) -> dict[str, Any]:
         return {"sequences": self.position}
@@ -114,6 +109,25 @@ class ToyLoader:
 
     def skip(self, sequences: int) -> None:
         self.position += sequences
+
+
+class ToyLoader(PlacedLoader):
+    """Every sequence masks another number of labels."""
+
+    def __init__(self, job: Any, mask: bool, offset: int) -> None:
+        super().__init__(job)
+        self.mask, self.offset = mask, offset
+
+    def batch(self, places: Tensor) -> Batch:
+        length, rows = self.job.config.train.sequence, []
+        for index in (places + self.offset).tolist():
+            generator = torch.Generator().manual_seed(index)
+            start, stride = torch.randint(0, VOCABULARY, (2,), generator=generator).tolist()
+            rows.append((start + stride * torch.arange(length + 1)) % VOCABULARY)
+            if self.mask:
+                rows[-1][1 : 1 + (index * 5) % length] = MASKED
+        tokens = torch.stack(rows)
+        return Batch(tokens[:, :-1].clamp(min=0), tokens[:, 1:])
 
 
 class ToyData(Plugin):
@@ -272,17 +286,25 @@ TOYS = ("toys:ToyModel", "toys:ToyData")
 Wanted = str | type[Plugin]
 
 
+def _own(more: dict[str, Any]) -> list[type[Plugin]]:
+    """The toys that `without` does not name; it keeps the rest."""
+    own = {"toy_model": ToyModel, "toy_data": ToyData}
+    without = more.pop("without", ())
+    more["without"] = [name for name in without if name not in own]
+    return [toy for name, toy in own.items() if name not in without]
+
+
 def run(
     folder: Path, *plugins: Wanted, steps: int = 4, config: Mapping[str, Any] | None = None, **more: Any
 ) -> TinyRun:
     """A toy run in this process; `more` as for `run_forge`."""
-    wanted = [ToyModel, ToyData, *plugins]
+    wanted = [*_own(more), *plugins]
     return run_forge(wanted, {**SMALL, **(config or {})}, steps=steps, preset="", folder=folder, **more)
 
 
 def setup(*plugins: Wanted, folder: Path, config: Mapping[str, Any] | None = None, **more: Any) -> Setup:
     """A toy run, resolved."""
-    wanted = [ToyModel, ToyData, *plugins]
+    wanted = [*_own(more), *plugins]
     with prepared(wanted, {**SMALL, **(config or {})}, preset="", folder=folder, **more) as made:
         return made
 

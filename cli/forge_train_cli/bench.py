@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_train.config.layers import Request
-from forge_train.ground.present import gib, short
+from forge_train.ground.present import gib
 from forge_train.ground.strict_json import dumps
+from forge_train_tools.present import short
 
 from . import screen
 from .options import json_option, run_options

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from typing import TYPE_CHECKING
 
+from forge_train.ground.errors import ConfigError, describe
+from forge_train.ground.failure import Failure
 from forge_train.ground.world import World
 
 if TYPE_CHECKING:
     from forge_train.contract.events import Finished
     from forge_train.registry.setup import Setup
+
+log = logging.getLogger("forge_train")
 
 PROMPT = "prompt.txt"
 """The artifact in which a data plugin leaves a prompt from the run's held-out text."""
@@ -61,5 +66,10 @@ def _exports(setup: Setup) -> bool:
     """Whether the run's model has a place in Hugging Face layout."""
     try:
         return setup.hooks.export_hf() is not None
-    except Exception:  # a plugin's, whose processes have parted by now: a suggestion fails no run
+    except ConfigError:  # by which the plugin says that this model has none
+        return False
+    except Exception as error:  # the run is done and saved: a suggestion fails no run
+        found = Failure.of(error)
+        whose = f"Plugin {found.plugin!r}" if found.plugin else "A plugin"
+        log.warning("%s failed in export_hf, so its model can't be exported as it is: %s", whose, describe(error))
         return False

@@ -9,7 +9,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from forge_train.config.validate import check_section, plain
+from forge_train.config.schema import check_section
+from forge_train.config.validate import plain
 from forge_train.contract.calls import implemented
 from forge_train.contract.hookspecs import KINDS
 from forge_train.ground.errors import ConfigError, PluginError

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forge_train.config.layers import Request
-from forge_train.ground.present import column, counted, few, gib, short, time_span
+from forge_train.ground.present import few, gib
 from forge_train.ground.strict_json import dumps
 from forge_train_tools.planning import DEVICES, FLOPS_CONVENTION
 from forge_train_tools.planning.meshes import grid, groups
+from forge_train_tools.present import column, counted, short, time_span
 
 from . import screen
 from .options import json_option, run_options

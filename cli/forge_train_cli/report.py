@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from forge_train import __version__
-from forge_train.ground.present import duration, quantity
+from forge_train_tools.present import duration, quantity
 
 from . import screen
 from .curves import Curve, chart, colour

@@ -10,8 +10,8 @@ import click
 
 from forge_train.config.layers import Request, lay
 from forge_train.ground.errors import ConfigError, ForgeError
-from forge_train.ground.present import sparkline
 from forge_train.ground.strict_json import dumps
+from forge_train_tools.present import sparkline
 
 from . import screen
 from .options import json_option, nproc_option, run_options
@@ -99,8 +99,7 @@ def _show(verdict: Verdict) -> None:
     screen.line("")
     if verdict.agree:
         screen.line("They agree.", "bold green")
-        return
-    if verdict.undecided:
+    elif verdict.undecided:
         screen.line("Undecided: they agree in what could be compared.", "bold yellow")
     else:
         screen.line("They do not agree.", "bold red")

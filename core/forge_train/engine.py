@@ -22,7 +22,7 @@ from .ground.files import write_json
 from .ground.lock import Lock
 from .loop.assembly import assemble, joined, prepare_process
 from .loop.out_of_memory import Memory
-from .loop.resume import compare
+from .loop.resume import check_allowed, compare
 from .loop.step import Watcher
 from .loop.training import Training
 from .processes.distributed import DistributedContext
@@ -71,8 +71,10 @@ def train(
         job = Job.of(config, hooks, run, dist)
         found = _found(run, start, dist)
         _check_shared(job, start, found)
-        if found is not None:
-            compare(job, found)  # before anything is written: a refused run stays as it is
+        if found is not None:  # before anything is written: a refused run stays as it is
+            compare(job, found)
+        else:
+            check_allowed(job, {})
         if finished := dist.on_main(lambda: _finished_before(job, start)):
             return finished
         prepare_process(job)

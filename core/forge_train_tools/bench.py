@@ -159,7 +159,7 @@ class ByHand:
         train = job.config.train
         self.part, self.optimizer, self.loader, self.device = part, optimizer, loader, job.device
         self.task, self.clip_norm = job.hooks.task(), train.clip_norm
-        self.accumulation = train.global_batch // train.micro_batch
+        self.accumulation = job.dist.layout.micro_batches(train.global_batch, train.micro_batch)
 
     def step(self) -> None:
         import torch

@@ -5,13 +5,14 @@ Each counts in `uses` how often what it gave was really used: not the hook's cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import toys
 from forge_train import MASKED, Batch, Job, Model, Plugin, Task, hookimpl
 
 VOCABULARY = 256
@@ -38,30 +39,15 @@ class OutsideData(Outside):
         return OutsideLoader(job, self)
 
 
-class OutsideLoader:
+class OutsideLoader(toys.PlacedLoader):
     def __init__(self, job: Job, owner: Outside) -> None:
-        train = job.config.train
-        self.rows, self.columns = train.micro_batch, torch.arange(train.sequence + 1)
-        self.rank, self.ranks, self.owner, self.position = job.dist.data_rank, job.dist.data_ranks, owner, 0
+        super().__init__(job)
+        self.owner = owner
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
+    def batch(self, places: Tensor) -> Batch:
         self.owner.use()
-        first = self.position + self.rank * self.rows
-        self.position += self.rows * self.ranks
-        tokens = (torch.arange(first, first + self.rows)[:, None] * 7 + self.columns) % VOCABULARY
+        tokens = (places[:, None] * 7 + torch.arange(self.job.config.train.sequence + 1)) % VOCABULARY
         return Batch(tokens[:, :-1], tokens[:, 1:])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sequences": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["sequences"]
-
-    def skip(self, sequences: int) -> None:
-        self.position += sequences
 
 
 class OutsideTokenizer(Outside):

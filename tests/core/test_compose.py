@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from forge_train import (
     hookimpl,
     swap,
 )
-from forge_train.composition.compose import Composition, compose, needed, order
+from forge_train.composition.compose import Composition, compose, order
+from forge_train.composition.coverage import check_added, needed
 from forge_train.ground.axes import CONFIGURED
 from forge_train.ground.layout import Layout
 from forge_train.registry.discovery import discover
@@ -578,3 +580,13 @@ def test_a_forward_that_would_hide_the_class_is_refused() -> None:
     module.forward = module.forward  # type: ignore[method-assign]
     with pytest.raises(PluginError, match="replaced the forward of one Linear"):
         Specialisation(lambda own: Doubled)(module)
+
+
+@pytest.mark.parametrize(("ep", "place"), [(1, "experts"), (2, "norm"), (2, "experts")])
+def test_what_is_added_to_spread_experts_is_split_as_they_are(ep: int, place: str) -> None:
+    """A whole one would differ between ranks: nothing sums its gradients, and a checkpoint holds that of one rank."""
+    part = nn.ModuleDict({"experts": nn.Linear(2, 2), "norm": nn.Linear(2, 2)})
+    part["experts"].domain = "expert"
+    told = pytest.raises(ConfigError, match="Plugin 'x' adds 'experts.bias' to experts, which parallel.ep = 2 spreads")
+    with told if (ep, place) == (2, "experts") else nullcontext():
+        check_added("Plugin 'x'", Layout(dp_shard=2, ep=ep), [part], {f"{place}.bias"})

@@ -77,5 +77,6 @@ def test_its_section_is_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mine.toml:1: section \[alltoall\] belongs to a plugin that is not enabled"):
         setup("fp32", 1, config=str(file))
     assert "alltoall" in setup("fp32", 1, "moe", config=str(file)).hooks.enabled
-    dense = resolve(Request(config=str(file), plugins=("moe",), without=("moe",)))
+    file.write_text(f'plugins = ["moe"]\n{file.read_text(encoding="utf-8")}', encoding="utf-8")
+    dense = resolve(Request(config=str(file), without=("moe",)))
     assert "alltoall" not in dense.hooks.enabled, "a file serves with and without what it is for"

@@ -171,6 +171,18 @@ def test_what_differs_is_spelled_out_and_what_is_allowed_may(tmp_path: Path) -> 
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("name", ["nobody", "nobody.lr"])
+def test_changes_are_allowed_of_what_there_is(tmp_path: Path, name: str) -> None:
+    """Neither this run nor the checkpoint knows it, whether there is a checkpoint or not."""
+    config = {"checkpoint.allow_changes": [name]}
+    with pytest.raises(ConfigError, match=rf"checkpoint\.allow_changes: there is no .* '{name}'\."):
+        toys.run(tmp_path, config=config, name="a")
+    first = toys.run(tmp_path, name="a", steps=2)
+    with pytest.raises(ConfigError, match=f"there is no .* '{name}'"):
+        toys.run(tmp_path, config=config, resume=str(first.run), steps=4)
+
+
+@pytest.mark.unit
 def test_another_optimizer_goes_on_with_its_own_rate_where_the_schedule_is(tmp_path: Path) -> None:
     config = {"adamw.lr": 0.01, "cosine.floor": 0.0, "checkpoint.every": 2}
     one = toys.run(tmp_path, name="a", steps=4, config=config, stop_at=2)

@@ -93,10 +93,19 @@ class Mapped(toys.Bare):
         device: torch.device = torch.device("cpu")
 
 
-def test_an_option_of_a_type_that_toml_lacks(tmp_path: Path) -> None:
-    message = told(tmp_path, ConfigError, Mapped)
-    assert "'mapped' (under-test 0): its Config is not a section: class Mapped.Config (" in message
-    assert "has an option of a type that no TOML value has; use int, " in message
+class Phased(toys.Bare):
+    """The same, of a type that pydantic knows, deep inside another."""
+
+    @section
+    class Config:
+        phases: tuple[dict[str, complex | None], ...] = ()
+
+
+@pytest.mark.parametrize(("plugin", "option"), [(Mapped, "device: device"), (Phased, "phases: complex")])
+def test_an_option_of_a_type_that_toml_lacks(tmp_path: Path, plugin: type[toys.Bare], option: str) -> None:
+    message = told(tmp_path, ConfigError, plugin)
+    assert f"under-test 0): its Config is not a section: class {plugin.__name__}.Config (" in message
+    assert f"has an option of a type that no TOML value has ({option}); use int, " in message
 
 
 @pytest.mark.parametrize(

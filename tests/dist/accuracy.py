@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import toys
 from forge_train import MASKED, Batch, Evaluator, Job, Plugin, hookimpl
 from forge_train.nn import full_tensor
 from forge_train.testing import run_forge
@@ -38,32 +39,14 @@ class Accuracy(Plugin):
         return Evaluator("counting", lambda: CountingUp(job), measure, sums, metrics, batches=3)
 
 
-class CountingUp:
+class CountingUp(toys.PlacedLoader):
     """Sequence n is the bytes n, n + 1, …; of every fifth label it says nothing."""
 
-    def __init__(self, job: Job) -> None:
-        self.size, self.length = job.config.train.micro_batch, job.config.train.sequence
-        self.rank, self.ranks, self.position = job.dist.data_rank, job.dist.data_ranks, 0
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        first = self.position + self.rank * self.size
-        self.position += self.size * self.ranks
-        tokens = (torch.arange(first, first + self.size)[:, None] + torch.arange(self.length + 1)) % 256
+    def batch(self, places: Tensor) -> Batch:
+        tokens = (places[:, None] + torch.arange(self.job.config.train.sequence + 1)) % 256
         labels = tokens[:, 1:].clone()
         labels[labels % 5 == 0] = MASKED
         return Batch(tokens[:, :-1], labels)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sequences": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["sequences"]
-
-    def skip(self, sequences: int) -> None:
-        self.position += sequences
 
 
 class Unmeasured(Accuracy):

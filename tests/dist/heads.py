@@ -3,13 +3,13 @@ own fills these slots, or gives the data. As `heads:ClassHead`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import toys
 from forge_train import Batch, HeadSpec, Job, Plugin, hookimpl
 from forge_train.nn import Linear
 
@@ -113,27 +113,8 @@ class Counting(Plugin):
         return CountingLoader(job)
 
 
-class CountingLoader:
-    def __init__(self, job: Job) -> None:
-        train = job.config.train
-        self.rows, self.columns = train.micro_batch, torch.arange(train.sequence)
-        self.rank, self.ranks, self.position = job.dist.data_rank, job.dist.data_ranks, 0
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        first = self.position + self.rank * self.rows
-        self.position += self.rows * self.ranks
-        numbers = torch.arange(first, first + self.rows)
-        classes = numbers * 7 % CLASSES
-        return Batch(12 * classes[:, None] + (numbers[:, None] + self.columns) % 12, classes)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sequences": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["sequences"]
-
-    def skip(self, sequences: int) -> None:
-        self.position += sequences
+class CountingLoader(toys.PlacedLoader):
+    def batch(self, places: Tensor) -> Batch:
+        classes = places * 7 % CLASSES
+        columns = torch.arange(self.job.config.train.sequence)
+        return Batch(12 * classes[:, None] + (places[:, None] + columns) % 12, classes)

@@ -45,12 +45,12 @@ class Rollouts(Plugin):
         self.loader.said = state["said"]
 
 
-class RolloutLoader:
+class RolloutLoader(toys.PlacedLoader):
     """Rows of a rollout, in the order of the global stream."""
 
     def __init__(self, job: Job, every: int, offset: int) -> None:
-        train = job.config.train
-        self.job, self.offset, self.position = job, offset, 0
+        super().__init__(job)
+        train, self.offset = job.config.train, offset
         self.size, self.length = every * train.global_batch, train.sequence + 1
         self.said = torch.zeros(self.size, self.length, dtype=torch.int64)
         """Rows of all data ranks, the same on every rank."""
@@ -74,26 +74,11 @@ class RolloutLoader:
     def _owner(self, place: int) -> int:
         return place // self.job.config.train.micro_batch % self.job.dist.data_ranks
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        micro = self.job.config.train.micro_batch
-        first = self.position % self.size + self.job.dist.data_rank * micro
-        tokens = self.said[first : first + micro]
-        self.position += micro * self.job.dist.data_ranks
+    def batch(self, places: Tensor) -> Batch:
+        tokens = self.said[places % self.size]
         labels = tokens[:, 1:].clone()
         labels[:, : PROMPT - 1] = MASKED
         return Batch(tokens[:, :-1], labels)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sequences": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["sequences"]
-
-    def skip(self, sequences: int) -> None:
-        self.position += sequences
 
 
 def _prompt(index: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import toys
+from forge_train import ConfigError
 from forge_train.storage.checkpoint import found, shapes
 from forge_train.testing import Pool, PoolError
 from forge_train.testing.runs import prepared
@@ -148,6 +149,18 @@ def test_mistakes_are_told(
 ) -> None:
     with pytest.raises(PoolError, match=says):
         train(ranks, tmp_path, steps=1, config=settings(taught, **change))
+
+
+def test_a_model_that_can_not_be_composed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}
+    for name, value in {**launched, "MASTER_ADDR": "here"}.items():
+        monkeypatch.setenv(name, str(value))
+    config = {**toys.SMALL, "parallel.dp_shard": 2, "distill.without": ["fsdp2"]}
+    with (
+        prepared([*toys.TOYS, "distill_cases:Distill", "fsdp2"], config, preset="", folder=tmp_path) as setup,
+        pytest.raises(ConfigError, match="The extra model 'teacher': parallel.dp_shard is 2, but no enabled plugin covers"),
+    ):
+        plan(setup, world=2)
 
 
 def test_other_weights_are_refused_at_resume(ranks: Pool, tmp_path: Path, taught: dict[str, Any]) -> None:

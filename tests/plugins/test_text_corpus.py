@@ -83,6 +83,19 @@ class TestReading:
         write(tmp_path, {"notes.log": "hello"})
         assert texts(corpus(store, tmp_path / "notes.log", held_out=0.0).train) == ["hello"]
 
+    @pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
+    def test_a_byte_order_mark_is_no_text(self, store: Path, tmp_path: Path, name: str) -> None:
+        write(tmp_path, {name: b"\xef\xbb\xbf" + (b"hi" if name == "x.txt" else b'{"text": "hi"}')})
+        assert texts(corpus(store, tmp_path / name, held_out=0.0).train) == ["hi"]
+
+    def test_a_field_that_no_file_has_lines_for(self, tmp_path: Path) -> None:
+        write(tmp_path, {"x.txt": "hi", "y.jsonl": '{"body": "hi"}'})
+        config: Any = SimpleNamespace(train=SimpleNamespace(init_from=""))
+        for path in (tmp_path / "x.txt", ""):
+            (problem,) = plugin(store, path, field="body").check_config(config)
+            assert (problem.key, problem.message[:14]) == ("text.field", "has no effect:")
+        assert not [*plugin(store, tmp_path, field="body").check_config(config)]
+
     def test_another_field(self, store: Path, tmp_path: Path) -> None:
         write(tmp_path, {"x.jsonl": '{"body": "hi"}'})
         assert texts(corpus(store, tmp_path / "x.jsonl", field="body", held_out=0.0).train) == ["hi"]

@@ -23,8 +23,8 @@ from ..ground.failure import during
 from ..ground.places import place
 from ..ground.present import few
 from ..registry.unused import note_unused
-from .coverage import check_coverage, check_kernel
-from .extra import extra_jobs
+from .coverage import check_added, check_coverage, check_kernel, needed
+from .extra import extra_jobs, told_of
 from .initialise import declared, materialise, retie, tied_groups
 
 Named = tuple[str, Transform]  # with the name of its plugin
@@ -83,7 +83,8 @@ def _extra(job: Job, spec: ExtraModel, own: Job, composition: Composition) -> tu
     """Compose an extra model, and have it take part in the first one's steps."""
     if any(spec.name in dict(part.named_children()) for part in composition.model.parts):
         raise ConfigError(f"The extra model {spec.name!r} has the name of a module of the first; choose another.")
-    made = _composed(own, frozen=not spec.trained)
+    with told_of(f"The extra model {spec.name!r}"):
+        made = _composed(own, frozen=not spec.trained)
     job.extra[spec.name] = Extra(spec, made.model)
     composition.model.join(spec.name, made.model, trained=spec.trained)
     composition.report += [{**row, "model": spec.name} for row in made.report]
@@ -131,12 +132,6 @@ def _composed(job: Job, *, frozen: bool = False, change: Callable[[nn.Module], N
     for _, one in applied:
         expected_bytes.update(one.expected_bytes)
     return Composition(Model(parts, applied), report, idle, starts, expected_bytes)
-
-
-def needed(transforms: Sequence[Named]) -> list[Named]:
-    """Without the fallbacks for what others cover."""
-    covered = {axis for _, transform in transforms if not transform.fallback for axis in transform.covers}
-    return [named for named in transforms if not (named[1].fallback and covered.issuperset(named[1].covers))]
 
 
 def order(transforms: Iterable[Named], enabled: Mapping[str, EnabledPlugin] = MappingProxyType({})) -> list[Named]:
@@ -262,6 +257,7 @@ def _check(
     for path, table, hook in before.hooks:
         if (path, table, id(hook)) not in kept and _is_here(path, parts, job.dist.layout.pp):
             raise PluginError(f"{who} lost a hook of module {path!r} ({table}); replace modules with forge_train.swap.")
+    check_added(who, job.dist.layout, parts, added)
     _check_ties(who, before.ties, parts)
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+
+from torch import nn
 
 from ..contract.attention import KernelCapabilities
 from ..contract.job import Job
 from ..contract.transform import Transform
 from ..ground.errors import ConfigError
+from ..ground.layout import Layout
 from ..registry import kernels
 from ..registry.discovery import discover
+
+
+def needed(transforms: Sequence[tuple[str, Transform]]) -> list[tuple[str, Transform]]:
+    """Without the fallbacks for what others cover."""
+    covered = {axis for _, transform in transforms if not transform.fallback for axis in transform.covers}
+    return [named for named in transforms if not (named[1].fallback and covered.issuperset(named[1].covers))]
 
 
 def check_coverage(job: Job, transforms: Iterable[Transform]) -> None:
@@ -29,6 +38,24 @@ def check_coverage(job: Job, transforms: Iterable[Transform]) -> None:
         raise ConfigError(
             f"train.precision is {precision!r}, but no enabled plugin covers 'precision'.{_covering(job, 'precision')}"
         )
+
+
+def check_added(who: str, layout: Layout, parts: Iterable[nn.Module], added: Collection[str]) -> None:
+    """Whether parameters that were added to experts are split as the experts are.
+
+    Raises:
+        ConfigError: for one that is not: nothing sums its gradients over ep, and a checkpoint would hold one rank's.
+    """
+    if layout.ep == 1 or not added:
+        return
+    for part in parts:
+        inside = tuple(f"{path}." for path, one in part.named_modules() if getattr(one, "domain", "") == "expert")
+        for name, parameter in part.named_parameters():
+            if name in added and name.startswith(inside) and not hasattr(parameter, "placements"):
+                raise ConfigError(
+                    f"{who} adds {name!r} to experts, which parallel.ep = {layout.ep} spreads over ranks, and does not "
+                    "split it; do as with their weights: distribute_tensor(…, weight.device_mesh, weight.placements)."
+                )
 
 
 def check_kernel(job: Job) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ..config import Config
 from ..config.layers import DEFAULT, Value
@@ -30,10 +31,18 @@ def extra_jobs(job: Job) -> Iterator[tuple[ExtraModel, Job]]:
                 f"{job.hooks.whose('extra_models', plugin)}: {spec.name!r} is taken, or is no identifier."
             )
         taken.add(spec.name)
-        try:
-            yield spec, _job(job, spec)
-        except ConfigError as error:
-            raise ConfigError(f"{job.hooks.whose('extra_models', plugin)}, model {spec.name!r}: {error}") from error
+        with told_of(f"{job.hooks.whose('extra_models', plugin)}, model {spec.name!r}"):
+            made = _job(job, spec)
+        yield spec, made
+
+
+@contextmanager
+def told_of(what: str) -> Iterator[None]:
+    """Mistakes in the block are told of this."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from error
 
 
 def _job(job: Job, spec: ExtraModel) -> Job:

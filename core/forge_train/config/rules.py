@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from ..ground.errors import Problem
+from ..ground.errors import Problem, nearest
 from ..ground.layout import Layout, LayoutError
+from ..ground.names import canonical
 from . import Config
 
 LONGEST_NAME = 200
@@ -21,6 +22,11 @@ def check(config: Config, world: int) -> Iterator[Problem]:
     if bool(train.steps) == bool(train.tokens):
         found = "both" if train.steps else "neither"
         yield Problem("train.steps", f"say how long to train, either in steps or in tokens; found {found}.")
+    sections, keys = {*config.everything()}, [*config.values()]
+    for name in config.checkpoint.allow_changes:
+        section, dot, _ = canonical(name).partition(".")
+        if dot and section in sections and canonical(name) not in keys:
+            yield Problem("checkpoint.allow_changes", f"there is no key {name!r}.{nearest(canonical(name), keys)}")
     if not train.init_from:
         needs = {
             "train.init_missing": train.init_missing,

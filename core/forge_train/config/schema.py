@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar, dataclass_transform
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, dataclass_transform
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from ..ground.errors import PluginError
+from ..ground.places import place
 
 __all__ = ["FilePath", "Ge", "Gt", "Le", "Lt", "Volatile", "section"]
 
@@ -57,3 +61,47 @@ def section(cls: type[_C]) -> type[_C]:
         "revalidate_instances": "always",  # a default that is a section is looked into
     }
     return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+_VALUES = (bool, int, float, str, type(None), Path, Any, tuple, list, dict, Mapping, Sequence)
+"""Types of which a TOML value is one, or can be read as one and written again."""
+
+
+def check_section(cls: Any) -> None:
+    """Whether a class, and every class inside it, is a section whose options a file can hold.
+
+    Raises:
+        PluginError: if one is not.
+    """
+    if not dataclasses.is_dataclass(cls) or "__pydantic_config__" not in vars(cls):
+        raise _undecorated(cls)
+    for name, annotation in typing.get_type_hints(cls).items():
+        for kind in _classes(annotation):
+            if dataclasses.is_dataclass(kind):
+                check_section(kind)
+            elif kind not in _VALUES:
+                raise no_toml(typing.cast(type, cls), f" ({name}: {kind.__qualname__})")
+
+
+def _classes(annotation: Any) -> Iterator[type]:
+    """What a type is made of."""
+    if typing.get_origin(annotation) in (typing.Literal, typing.ClassVar):
+        return
+    for inner in typing.get_args(annotation):
+        yield from _classes(inner)
+    if isinstance(annotation, type) and typing.get_origin(annotation) is None:
+        yield annotation
+
+
+def _undecorated(cls: Any) -> PluginError:
+    return PluginError(
+        f"class {getattr(cls, '__qualname__', cls)} ({place(cls)}) lacks @section; write @section above it"
+    )
+
+
+def no_toml(cls: type, option: str = "") -> PluginError:
+    """What to tell the author of a section with an option that no file can hold."""
+    return PluginError(
+        f"class {cls.__qualname__} ({place(cls)}) has an option of a type that no TOML value has{option}; use int, "
+        "float, bool, str, Literal, tuples, dictionaries and sections"
+    )

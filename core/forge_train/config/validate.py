@@ -14,10 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..ground.errors import PluginError, nearest
-from ..ground.places import place
+from ..ground.errors import nearest
 from .layers import Origin, Value
-from .schema import FilePath
+from .schema import FilePath, check_section, no_toml
 from .toml import Key
 
 _M = TypeVar("_M")
@@ -77,10 +76,7 @@ def _adapter(cls: type) -> Any:
     try:
         return pydantic.TypeAdapter(cls)
     except pydantic.PydanticSchemaGenerationError as error:
-        raise PluginError(
-            f"class {cls.__qualname__} ({place(cls)}) has an option of a type that no TOML value has; use int, float, "
-            f"bool, str, Literal, tuples, dictionaries and sections"
-        ) from error
+        raise no_toml(cls) from error
 
 
 def read_text(cls: type, key: Key, text: str) -> Any:
@@ -169,31 +165,6 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return tuple(inner for member in typing.get_args(annotation) for inner in _members(member))
     return (annotation,)
-
-
-def check_section(cls: Any) -> None:
-    """Whether a class, and every class inside it, is a section.
-
-    Raises:
-        PluginError: if one is not.
-    """
-    if not dataclasses.is_dataclass(cls):
-        raise _undecorated(cls)
-    _check_decorated(cls)
-
-
-def _check_decorated(cls: Any) -> None:
-    if dataclasses.is_dataclass(cls) and "__pydantic_config__" not in vars(cls):
-        raise _undecorated(cls)
-    inner = typing.get_type_hints(cls).values() if dataclasses.is_dataclass(cls) else typing.get_args(cls)
-    for annotation in inner:
-        _check_decorated(annotation)
-
-
-def _undecorated(cls: Any) -> PluginError:
-    return PluginError(
-        f"class {getattr(cls, '__qualname__', cls)} ({place(cls)}) lacks @section; write @section above it"
-    )
 
 
 def _nest(table: dict[str, Any], key: Key, value: Any) -> None:

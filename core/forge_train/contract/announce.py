@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Events(ABC):
-    """One method for each event."""
+    """One method for each event; `only` is the one plugin to tell, for tools that tell them one by one."""
 
     _calls: Calls
 
@@ -36,11 +36,11 @@ class Events(ABC):
     def on_log(self, record: LogRecord) -> None:
         self._calls.tell("on_log", "record", record)
 
-    def on_evaluate(self, evaluation: Evaluation) -> None:
-        self._calls.tell("on_evaluate", "evaluation", evaluation)
+    def on_evaluate(self, evaluation: Evaluation, only: str | None = None) -> None:
+        self._calls.tell("on_evaluate", "evaluation", evaluation, only)
 
-    def on_checkpoint(self, event: CheckpointEvent) -> None:
-        self._calls.tell("on_checkpoint", "event", event)
+    def on_checkpoint(self, event: CheckpointEvent, only: str | None = None) -> None:
+        self._calls.tell("on_checkpoint", "event", event, only)
 
     def on_finish(self, finished: Finished) -> None:
         self._calls.tell("on_finish", "finished", finished)

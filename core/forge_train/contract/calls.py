@@ -124,16 +124,18 @@ class Calls:
 
     def collect(self, hook: str, arguments: Mapping[str, Any], only: str | None = None) -> list[tuple[str, Any]]:
         """Call a hook's implementations (or one plugin's); what each returned, by plugin name."""
-        calls = [call for call in self._calls[hook] if only is None or call.owner.name == only]
-        return [(call.owner.name, self._invoke(hook, call, arguments)) for call in calls]
+        return [(call.owner.name, self._invoke(hook, call, arguments)) for call in self._of(hook, only)]
 
-    def tell(self, hook: str, argument: str, event: Any) -> None:
+    def _of(self, hook: str, only: str | None) -> list[_Call]:
+        return [call for call in self._calls[hook] if only is None or call.owner.name == only]
+
+    def tell(self, hook: str, argument: str, event: Any, only: str | None = None) -> None:
         """Call an event's implementations with its one argument; see `announce` for what a failure means."""
-        self.announce(hook, {argument: event}, owned=event if hasattr(event, "owner") else None)
+        self.announce(hook, {argument: event}, event if hasattr(event, "owner") else None, only)
 
-    def announce(self, hook: str, arguments: Mapping[str, Any], owned: Any = None) -> None:
-        """Call an event's implementations. An observer's failure is a warning, and the last that it is asked."""
-        for call in list(self._calls[hook]):
+    def announce(self, hook: str, arguments: Mapping[str, Any], owned: Any = None, only: str | None = None) -> None:
+        """Call an event's implementations (or one plugin's). An observer's failure is a warning, and its last call."""
+        for call in self._of(hook, only):
             if owned is not None:
                 owned.owner = call.owner.name
             if not call.owner.observer:

@@ -87,6 +87,10 @@ class Layout:
         """Ranks that work on different data."""
         return math.prod(getattr(self, axis.name) for axis in AXES.values() if axis.splits_data)
 
+    def micro_batches(self, global_batch: int, micro_batch: int) -> int:
+        """Micro-batches of a step, on each rank."""
+        return global_batch // (micro_batch * self.dp)
+
     @property
     def grad_average_size(self) -> int:
         """R: the ranks that SHARD transforms average gradients over."""

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -18,11 +19,7 @@ def canonical(name: str) -> str:
 
 def locate(module: str) -> Path | None:
     """A module's file (a package's folder gives its `__init__.py`), found without importing its parents."""
-    top, *rest = module.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return None
+    spec, rest = _top(module)
     if spec is None:
         return None
     if not rest:
@@ -35,13 +32,18 @@ def locate(module: str) -> Path | None:
     return None
 
 
+def _top(module: str) -> tuple[ModuleSpec | None, list[str]]:
+    """The spec of the first part of a dotted name, and the other parts."""
+    top, *rest = module.split(".")
+    try:
+        return importlib.util.find_spec(top), rest
+    except (ImportError, ValueError):
+        return None, rest
+
+
 def folder(package: str) -> Path | None:
     """A package's folder, found without importing anything."""
-    top, *rest = package.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return None
+    spec, rest = _top(package)
     roots = (spec.submodule_search_locations if spec else None) or ()
     return next((path for root in roots if (path := Path(root, *rest)).is_dir()), None)
 

@@ -10,6 +10,7 @@ import torch
 from ..composition.compose import Composition, compose
 from ..contract.job import Job
 from ..contract.model import Model
+from ..contract.run import Run
 from ..ground.errors import ConfigError
 from ..ground.failure import during
 from ..ground.layout import Layout
@@ -33,6 +34,15 @@ def joined(setup: Setup) -> Iterator[DistributedContext]:
     with DistributedContext.join(layout, config.run.device, timeout=config.run.start_timeout) as dist:
         dist.agree({**config.values(), **{f"plugin {entry['name']}": entry for entry in plugin_list(setup.hooks)}})
         yield dist
+
+
+@contextmanager
+def prepared(setup: Setup, run: Run) -> Iterator[Job]:
+    """A job on the processes of a run, prepared: for whoever does not train."""
+    with joined(setup) as dist:
+        job = Job.of(setup.config, setup.hooks, run, dist)
+        prepare_process(job)
+        yield job
 
 
 def prepare_process(job: Job) -> None:
@@ -74,6 +84,6 @@ def equip(job: Job, model: Model, watcher: Watcher | None = None) -> Stepper:
     schedule = job.hooks.lr_schedule(optimizer)
     stepper = Stepper(job, model, optimizer, schedule, watcher.data(job, "train"), watcher)
     if job.config.train.evaluate_every:
-        stepper.hold_out(watcher.data(job, "validation"))
+        stepper.held_out = watcher.data(job, "validation")
     watcher.on_assembled(stepper)
     return stepper

@@ -30,14 +30,19 @@ class Evaluations:
                 raise ConfigError(f"Two evaluations are named {one.name!r}: {first} and {second}.")
         self._others = [(one, whose, _Data.of(_made(one.data, whose))) for whose, one in named]
 
-    def run(self, step: int) -> Evaluation:
-        """What was found; the plugins are to be told."""
-        batches = self._forward.job.config.train.evaluate_batches
+    def run(self, step: int, batches: int | None = None) -> Evaluation:
+        """What was found; the plugins are to be told.
+
+        Args:
+            step: where the run is.
+            batches: global batches of each evaluation, if not those that the configuration and its plugin say.
+        """
+        usual = self._forward.job.config.train.evaluate_batches
         held_out = self._held_out.from_start()
-        loss, weight = self._forward.mean_loss(held_out, batches * self._forward.accumulation)
+        loss, weight = self._forward.mean_loss(held_out, (batches or usual) * self._forward.accumulation)
         evaluation = Evaluation(step, loss, int(weight))
         for evaluator, whose, data in self._others:
-            count = (evaluator.batches or batches) * self._forward.accumulation
+            count = (batches or evaluator.batches or usual) * self._forward.accumulation
             sums = self._forward.measure(evaluator, data.from_start(), count, whose)
             evaluation.owner = evaluator.name
             for name, value in evaluator.metrics(sums).items():

@@ -35,7 +35,7 @@ class Forward:
         self.job, self.model = job, model
         self.task: Task = job.hooks.task()
         self.executor: Executor = job.hooks.executor(model, self.task)
-        self.accumulation = train.global_batch // (train.micro_batch * job.dist.data_ranks)
+        self.accumulation = job.dist.layout.micro_batches(train.global_batch, train.micro_batch)
         self._prepare = job.hooks.prepare_batch()
 
     def take_batches(self, loader: Loader, count: int, whose: str = "") -> list[Batch]:

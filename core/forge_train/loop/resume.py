@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..config import MAY_DIFFER, differences
 from ..contract.job import Job
-from ..ground.errors import ConfigError
+from ..ground.errors import ConfigError, nearest
 from ..ground.failure import during
 from ..ground.names import canonical
+from ..registry.discovery import discover
 from ..storage import checkpoint
 from ..storage.placement import check_alike, describe_odd, reduce_partial
 from ..storage.run import plugin_list, saved_plugins
@@ -171,6 +172,7 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
     if (step := saved["progress"]["step"]) > job.steps:
         raise ConfigError(f"{path}: is of step {step}, and the run would end at step {job.steps} (train.steps).")
     allowed = {canonical(name) for name in job.config.checkpoint.allow_changes}
+    check_allowed(job, saved)
     changes: list[str] = []
     refused: list[str] = []
 
@@ -207,6 +209,24 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
     if unused:
         log.info("checkpoint.allow_changes names %s, which did not change.", ", ".join(sorted(unused)))
     return changes
+
+
+def check_allowed(job: Job, saved: Mapping[str, Any]) -> None:
+    """Whether all that may differ is a section, a key or a plugin of this run, an installed one, or the checkpoint's.
+
+    Raises:
+        ConfigError: naming what is none.
+    """
+    mine, plugins = job.config.everything(), {entry["name"] for entry in saved.get("enabled", ())}
+    plugins |= {one.name for one in discover()}
+    known = {*mine, *plugins, *job.config.values(), *saved.get("config", ()), "tokenizer"}
+    for name in job.config.checkpoint.allow_changes:
+        section, dot, _ = canonical(name).partition(".")
+        if canonical(name) not in known and (section in mine or section not in plugins):
+            what = "key" if dot else "section or plugin"
+            raise ConfigError(
+                f"checkpoint.allow_changes: there is no {what} {name!r}.{nearest(canonical(name), known)}"
+            )
 
 
 def _warn_of_changed_code(job: Job, path: Path) -> None:

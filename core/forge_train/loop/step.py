@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class Stepper(Forward):
         super().__init__(job, model)
         self.optimizer, self.schedule, self.loader = optimizer, schedule, loader
         self.held_out: Loader | None = None
-        self.held_out_start: dict[str, Any] = {}
+        """What the held-out loss is of, where it begins."""
         self._watcher = watcher
         model.watch(watcher.on_micro_batch)
         self.loss_scale: LossScale | None = job.hooks.loss_scale()
@@ -81,10 +81,6 @@ class Stepper(Forward):
         self.tokenizer = tokenizer_digest(job)
         self._around_backward = job.hooks.span("forward_backward")
         self._around_optimizer = job.hooks.span("optimizer")
-
-    def hold_out(self, loader: Loader) -> None:
-        """Evaluate on these batches, from where the loader is now."""
-        self.held_out, self.held_out_start = loader, loader.state_dict()
 
     @during("step")
     def run(self, progress: Progress) -> StepResult:
@@ -119,12 +115,6 @@ class Stepper(Forward):
         if self.loss_scale is not None:
             self.loss_scale.update(bool(update.vetoed))
         return lr
-
-    def evaluate(self, count: int) -> tuple[float, float]:
-        """The mean loss over some held-out micro-batches of each rank, the same ones every time, and their weight."""
-        assert self.held_out is not None
-        self.held_out.load_state_dict(self.held_out_start)
-        return self.mean_loss(self.held_out, count)
 
     @during("forward")
     def gradients(self, step: int, batches: Sequence[Batch], counts: Counts) -> Update:

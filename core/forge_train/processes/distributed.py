@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from ..ground.axes import AXES, FLATTENED, Domain
 from ..ground.errors import ConfigError, ForgeError, PluginError
 from ..ground.layout import Device, Layout
-from ..ground.world import Topology, World
+from ..ground.world import World
 from .meshes import build_meshes
 from .process_group import join, leave
 
@@ -119,11 +119,6 @@ class DistributedContext:
     @property
     def local_rank(self) -> int:
         return self.place.local_rank
-
-    @property
-    def topology(self) -> Topology:
-        """Which ranks share a node."""
-        return Topology.of(self.place)
 
     @property
     def main(self) -> bool:

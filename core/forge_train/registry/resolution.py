@@ -27,6 +27,8 @@ class Resolution:
     training: bool = True
     world: int = 1
     mistakes: list[str] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
+    """What to tell beside mistakes: it may be why there are any."""
     known: dict[str, list[PluginRef]] = field(default_factory=dict)
     specs: list[str] = field(default_factory=list)
     """Plugins that were asked for, as they were written."""
@@ -48,12 +50,22 @@ class Resolution:
         unwanted = [(name, str(o)) for name, o in self._listed("without") if canonical(name) not in again] + [
             (n, "--without") for n in self.request.without
         ]
+        self.mistakes += [
+            f"--without {name}: --plugins asks for it too; leave one of the two out."
+            for name in self.request.without
+            if canonical(name) in again
+        ]
         wanted, on_demand = self._wanted_defaults()
         removed = {canonical(name) for name, _ in unwanted}
         founds: dict[str, PluginRef] = {}
         for spec, where in asked:
             asked_for = self._find(spec, where) if plugin_name(spec) not in removed else None
             if asked_for is not None:
+                if not is_name(spec) and (known := self.known.get(asked_for.name, [asked_for])[0]) != asked_for:
+                    self.hints.append(
+                        f"{where}: {spec} is named after its class, so it takes the place of the installed plugin "
+                        f"{known.label}. Rename the class to have both."
+                    )
                 if founds.setdefault(asked_for.name, asked_for) != asked_for:
                     other = founds[asked_for.name].object
                     self.mistakes.append(f"{where}: {asked_for.object} and {other} are both {asked_for.name!r}.")

@@ -49,11 +49,11 @@ def resolve(request: Request, *, world: int = 1, training: bool = True, data: bo
     layered = _lay(request)
     resolution = Resolution(layered.tree, request, training, world, layered.tree.mistakes)
     enabled = resolution.enable()
-    _raise(resolution.mistakes)
+    _raise(resolution.mistakes, resolution.hints)
     sections = _sections(layered.tree, enabled, resolution)
     tree, mistakes = layered.tree, resolution.mistakes
     core = {name: validate(name, cls, tree.below((name,)), mistakes) for name, cls in CORE_SECTIONS.items()}
-    _raise(resolution.mistakes)
+    _raise(resolution.mistakes, resolution.hints)
     hooks = Hooks([(plugin, instance(plugin, sections[plugin.name])) for plugin in enabled], resolution.defaults)
     hooks.check_slots()
     config = Config(
@@ -100,9 +100,9 @@ def _lay(request: Request) -> Layered:
         raise ConfigError(f"{error} It is a plugin: use --plugins {error.name}.") from None
 
 
-def _raise(mistakes: Iterable[str]) -> None:
+def _raise(mistakes: Iterable[str], hints: Iterable[str] = ()) -> None:
     if lines := list(dict.fromkeys(mistakes)):
-        raise ConfigError("\n".join(lines), key=getattr(lines[0], "key", ""))
+        raise ConfigError("\n".join((*lines, *hints)), key=getattr(lines[0], "key", ""))
 
 
 def _sections(tree: Tree, enabled: list[EnabledPlugin], resolution: Resolution) -> dict[str, Any]:

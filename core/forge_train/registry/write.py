@@ -10,7 +10,6 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.layers import CONDITIONAL, Request, lay
@@ -57,19 +56,6 @@ def to_toml(config: Config, hooks: Hooks, *, comments: bool = False, notes: Mapp
                 table[key[-1]].comment(note)
         document[name] = table
     return tomlkit.dumps(document)
-
-
-def comments_in(preset: Path) -> dict[Key, str]:
-    """The comments beside the keys of a preset's sections."""
-    import tomlkit
-
-    tables = {name: table for name, table in tomlkit.parse(preset.read_text(encoding="utf-8")).items() if table}
-    return {
-        (name, key): comment
-        for name, table in tables.items()
-        for key in table
-        if (comment := table[key].trivia.comment.lstrip("# "))
-    }
 
 
 def _in_tables(slots: Mapping[str, str]) -> dict[str, Any]:

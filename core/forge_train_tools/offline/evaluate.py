@@ -10,9 +10,8 @@ from typing import Any
 
 from forge_train.composition.compose import compose
 from forge_train.contract.calls import implemented
-from forge_train.contract.job import Job
 from forge_train.ground.world import World
-from forge_train.loop.assembly import joined, prepare_process
+from forge_train.loop.assembly import prepared
 from forge_train.loop.evaluation import Evaluations
 from forge_train.loop.forward import Forward
 from forge_train.loop.weights import load_extra, load_weights
@@ -75,13 +74,11 @@ def _evaluate(path: Path, wanted: Wanted) -> Evaluated:
     path = checkpoint.resolve(path)
     saved, world = checkpoint.read_state(path), World.here().size
     setup = setup_of(path, saved, world=world, wanted=wanted)
-    config, hooks = setup.config, setup.hooks
-    with joined(setup) as dist:
-        job = Job.of(config, hooks, ReadOnlyRun(run_folder(path)), dist)
-        prepare_process(job)
+    hooks = setup.hooks
+    with prepared(setup, ReadOnlyRun(run_folder(path))) as job:
         model = compose(job).model
         load_extra(job)
-        load_weights(model, job, path, base=config.train.init_from)
+        load_weights(model, job, path, base=setup.config.train.init_from)
         found = Evaluations(Forward(job, model), hooks.build_data("validation")).run(saved["progress"]["step"])
         hooks.on_evaluate(found)
         unlike = [

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from forge_train.config.toml import Key
 from forge_train.ground.errors import ConfigError, describe
 from forge_train.ground.present import few
 
@@ -180,3 +181,16 @@ def _write_file(
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return dtype.itemsize * torch.Size(shape).numel()
+
+
+def comments_in(preset: Path) -> dict[Key, str]:
+    """The comments beside the keys of a preset's sections."""
+    import tomlkit
+
+    tables = {name: table for name, table in tomlkit.parse(preset.read_text(encoding="utf-8")).items() if table}
+    return {
+        (name, key): comment
+        for name, table in tables.items()
+        for key in table
+        if (comment := table[key].trivia.comment.lstrip("# "))
+    }

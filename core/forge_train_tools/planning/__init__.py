@@ -21,6 +21,7 @@ from forge_train.registry.setup import Setup
 
 from . import advice, meshes
 from .roofline import DEVICES, Device, Roofline, roofline
+from .topology import Topology
 
 if TYPE_CHECKING:
     from forge_train.composition.compose import Composition
@@ -138,7 +139,7 @@ def plan(
         rehearsed = counted(rehearse_alike(job, composition, units) or rehearse(job, model))
         memory = _memory(held, rehearsed)
         traffic = _traffic(rehearsed, names)
-        topology, domains = context.topology, meshes.domains(layout)
+        topology, domains = Topology.of(context.place), meshes.domains(layout)
         expected_bytes = _expected_bytes(composition, names)
     roof = None
     if sheet is not None and memory.activations is not None:
@@ -164,7 +165,7 @@ def plan(
         memory=memory,
         communication=traffic,
         expected_bytes=expected_bytes,
-        accumulation=config.train.global_batch // (config.train.micro_batch * layout.dp),
+        accumulation=layout.micro_batches(config.train.global_batch, config.train.micro_batch),
         flops_per_token=flops,
         kernel_flops=sum(kernel.flops * times for kernel, times in rehearsed.kernels.items()),
         roofline=roof,

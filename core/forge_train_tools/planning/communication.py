@@ -14,6 +14,7 @@ from forge_train.ground.axes import FLATTENED, of_domain
 from forge_train.processes.distributed import DistributedContext
 
 from . import meshes
+from .topology import Topology
 from .watch import Watch
 
 FUNCTIONAL = {
@@ -132,7 +133,7 @@ class Names:
 
     def crosses_nodes(self, group: str) -> bool:
         """Whether its ranks lie on several nodes."""
-        topology = self._context.topology
+        topology = Topology.of(self._context.place)
         return len({topology.node(rank) for rank in self.ranks(group)}) > 1
 
     def ranks(self, group: str) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forge_train.ground.present import few
 
-from .diagnose import BEFORE, diagnose
+from .diagnose import BEFORE, diagnose, of_no_update
 from .explain import Explanation
 from .follow import Followed
 from .later import (
@@ -37,6 +37,7 @@ from .ranks import (
     peers_apart,
     pieces_apart,
     scalars_apart,
+    side_effect_check,
     union,
     up_to,
 )
@@ -85,7 +86,7 @@ def compare(
         verdict = replace(verdict, checks=(*verdict.checks[: len(BEFORE)], *routing, *verdict.checks[len(BEFORE) :]))
         verdict = _followed(verdict, one, layout, followed, exact, coarsest(one, layout, allowed))
     if verdict.agree:
-        return verdict
+        return replace(verdict, advice=tuple(filter(None, [of_no_update(layout)])))
     at_first = verdict.routing_difference is not None and verdict.routing_difference.step == 1
     asks = not (exact or at_first) and unexplained(verdict.offenders, layout)
     return replace(verdict, advice=tuple(diagnose(verdict, one, layout, followed, explain() if asks else None)))
@@ -98,7 +99,7 @@ def _followed(
     gradient for all replicas, and weights that are what the optimizer makes of these."""
     if any(pieces_apart([getattr(rank, kept) for rank in layout.ranks]) for kept in ("gradients", "last_gradients")):
         return verdict
-    updates = () if "checkpoint" in verdict.failed else update_checks(followed)
+    updates = () if {"checkpoint", "evaluation"} & verdict.failed else update_checks(followed)
     verdict = replace(verdict, checks=(*verdict.checks, *updates), updates=beyond(followed.updates) if updates else ())
     if {"updates", "optimizer", "checkpoint", "buffers", "replicas"} & verdict.failed:
         return verdict
@@ -144,7 +145,11 @@ def _judged(
         *(() if until == 0 else steps),
         *(_buffers(one.buffers, layout.buffers) if until is None else ()),
         Check("replicas", len(apart) + spoken, 0, "parameters that are not bit-equal on all ranks", few(list(apart))),
-        Check("checkpoint", len(saved), 0, "tensors that one process loads differently", few(saved)),
+        *(
+            side_effect_check(layout.ranks, "checkpoint")
+            or (Check("checkpoint", len(saved), 0, "tensors that one process loads differently", few(saved)),)
+        ),
+        *side_effect_check(layout.ranks, "evaluation"),
     )
     return Verdict(
         title=f"{len(layout.ranks)} processes ({_axes(layout)}) against one",

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from forge_train.ground.present import few
 
-from .diagnose_later import of_evaluation, of_updates
+from .diagnose_later import of_evaluation, of_side_effects, of_updates
 from .explain import Explanation
 from .follow import Followed
 from .patterns import axes_apart, group, of_gradients, size_hint
-from .ranks import other_starts
+from .ranks import other_starts, side_effects
 from .recording import Recording
 from .routing import TIE, RoutingDifference
 from .verdict import Verdict
 
 BEFORE = frozenset({"initial weights", "peers", "data"})
 """Checks without which no other says anything."""
+CHANCE = frozenset({"loss", "grad_norm", "gradients", "later gradients"})
+"""Checks that fail where the forward pass is left to chance."""
 FOUND = frozenset({"updates", "optimizer", "later gradients", "buffers", "replicas"})
 """Checks that say why the losses of later steps differ."""
 
@@ -40,6 +43,11 @@ def diagnose(
         )
     if BEFORE & failed.keys():
         return
+    yield from of_side_effects(layout)
+    if of_chance(layout) and CHANCE & failed.keys():
+        yield of_chance(layout)
+        return
+    yield from of_vetoes(layout, followed)
     parted = verdict.routing_difference
     moved = {"buffers", "updates", "optimizer"} & failed.keys()  # from which later choices follow
     if parted and (parted.tie or parted.step == 1 or not (verdict.offenders or moved)):
@@ -52,7 +60,7 @@ def diagnose(
                 f"A persistent buffer ends otherwise ({check.where}): what moves it must be counted once, over the "
                 "tokens of all ranks."
             )
-    if check := failed.get("checkpoint"):
+    if (check := failed.get("checkpoint")) and not side_effects(layout.ranks, "checkpoint"):
         yield (
             f"One process does not load what the layout saved ({check.where}): a parameter that is sharded must be a "
             "DTensor, under its global name, and so must its optimizer state."
@@ -61,8 +69,43 @@ def diagnose(
         yield from of_updates(verdict, layout, followed)
     if verdict.later and not verdict.offenders:
         yield from of_gradients(verdict.later, layout, later=True)
-    if check := failed.get("evaluation"):
+    if (check := failed.get("evaluation")) and not side_effects(layout.ranks, "evaluation"):
         yield of_evaluation(check, layout, followed)
+
+
+def of_chance(layout: Recording) -> str:
+    """What to tell of a model that draws random numbers; empty for one that draws none."""
+    if not any(rank.draws for rank in layout.ranks):
+        return ""
+    return (
+        "The model draws random numbers in training, as dropout does, and every rank draws its own: no layout repeats "
+        "one process. Verify it without them (dropout = 0), or make them a function of seed, step and sample."
+    )
+
+
+def of_vetoes(layout: Recording, followed: Followed) -> Iterator[str]:
+    """Steps that one side leaves out, or some ranks; those whose norm is not finite are left out for that."""
+    ours = followed.record.vetoes
+    for step in sorted({step for rank in layout.ranks for step in rank.vetoes} | ours.keys(), key=int):
+        ranks = [rank for rank in layout.ranks if step in rank.vetoes]
+        if not math.isfinite(layout.first.norms[int(step) - 1]) or (step in ours and len(ranks) == len(layout.ranks)):
+            continue
+        sides = ["one process"] * (step in ours) + [f"rank {rank.rank} of the layout" for rank in ranks]
+        reason = ranks[0].vetoes[step] if ranks else ours[step]
+        yield (
+            f"A plugin vetoes step {step} in on_gradients on {few(sides)} alone ({reason!r}): there the weights stay "
+            "as they were. What it decides must be the same on all ranks, and on one process."
+        )
+
+
+def of_no_update(layout: Recording) -> str:
+    """What to tell where no step was taken; empty where one was."""
+    vetoes = layout.first.vetoes
+    if not vetoes or len(vetoes) < len(layout.first.losses):
+        return ""
+    return (
+        f"Every step was vetoed ({few(dict.fromkeys(vetoes.values()))}), so no update was compared: try more --steps."
+    )
 
 
 def _start(where: str, one: Recording, layout: Recording) -> str:

@@ -9,7 +9,8 @@ from forge_train.ground.present import few
 
 from .follow import Followed
 from .patterns import group, size_hint
-from .recording import Recording
+from .ranks import side_effects
+from .recording import Recording, SideEffect
 from .updates import WEIGHT, Moved
 from .verdict import Check, Offender, Verdict
 
@@ -108,11 +109,20 @@ def _power(factor: float, base: float) -> bool:
     return any(abs(factor - base**power) < 5 * NEAR * factor for power in (1, 2))
 
 
+def of_side_effects(layout: Recording) -> Iterator[str]:
+    """Who changes the model or the optimizer in evaluating or in saving."""
+    kinds: dict[SideEffect, str] = {"evaluation": "Evaluating", "checkpoint": "Saving"}
+    for kind, what in kinds.items():
+        for who, names in side_effects(layout.ranks, kind).items():
+            yield (
+                f"{who or what} changes {few(names)}: evaluating and saving must leave weights, buffers and the "
+                "optimizer's state as they are."
+            )
+
+
 def of_evaluation(check: Check, layout: Recording, followed: Followed) -> str:
     """Why a held-out loss may differ from the same weights."""
     ours, theirs = followed.record, layout.first
-    if disturbed := sorted({name for rank in layout.ranks for name in rank.disturbed}):
-        return f"Evaluation changes {few(disturbed)}: it must leave the model as it was."
     if abs(theirs.evaluation[0] - theirs.evaluation[1]) > check.tolerance * abs(theirs.evaluation[0]):
         return (
             f"The same evaluation done twice gives {theirs.evaluation[0]:.7g} and {theirs.evaluation[1]:.7g}: it draws "

@@ -152,7 +152,8 @@ class _Following(Watched):
         put(self.model.named_parameters(), given)
         found.norm = float(total_norm(present(update.parameters), self.job.dist)), float(norm)
         self.steps.append(found)
-        return _given(update, norm.to(self.job.device))
+        self._update = _given(update, norm.to(self.job.device))
+        return self._update
 
     def leave(self, update: Update, present: Mapping[str, Tensor]) -> None:
         pass  # of one's own gradients
@@ -161,7 +162,7 @@ class _Following(Watched):
         super().evaluate()
         held_out = self.stepper.held_out
         assert held_out is not None
-        held_out.load_state_dict(self.stepper.held_out_start)
+        held_out.load_state_dict(self.held_out_start)
         batches, counts = self.stepper.fetch(held_out, self.stepper.accumulation)
         self.training_loss = float(self.stepper.executor.train(batches, 0.0)) / (counts.weight or 1.0)
         self.model.after_backward()

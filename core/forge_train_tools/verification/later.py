@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge_train.ground.present import few
-
 from .follow import Followed, FollowedStep
 from .numbers import finite, relative, typical
+from .ranks import side_effects
 from .recording import Record, Recording
 from .routing import routing_difference
 from .updates import UPDATE, WEIGHT, Moved
@@ -75,7 +74,7 @@ def later_checks(
         checks = (Check("later gradients", gap, allowed, says, step.differ[0].name if step.differ else ""),)
         limit = max(allowed, GRADIENT)
         offenders = () if checks[0].ok else tuple(found for found in step.differ if not found.error <= limit)
-    if ours.evaluation and not tied:
+    if ours.evaluation and not tied and not side_effects(theirs, "evaluation"):
         decided = routing_difference([[ours.decided]], [[rank.decided] for rank in theirs], allowed)
         if decided is None or not decided.tie:
             checks += (_evaluation(ours, theirs, exact),)
@@ -114,13 +113,11 @@ def in_parts(one: Recording, layout: Recording) -> bool:
 
 
 def _evaluation(ours: Record, ranks: Sequence[Record], exact: Record | None) -> Check:
-    """Of the held-out loss, which comes of the same sequences, repeats itself and changes nothing."""
+    """Of the held-out loss, which comes of the same sequences and repeats itself."""
     (right, _), (found, again) = ours.evaluation, ranks[0].evaluation
     own = LUCK * _relative(exact.evaluation[0], right) if exact else 0.0
     where = f"{right:.8g} and {found:.8g}"
     says = "relative, of the held-out loss after the last step"
-    if disturbed := sorted({name for rank in ranks for name in rank.disturbed}):
-        return Check("evaluation", len(disturbed), 0, "weights and buffers that it changes", few(disturbed))
     if _relative(found, again) > LOSS:
         return Check("evaluation", _relative(found, again), LOSS, "relative, of the same evaluation, done twice", where)
     return Check("evaluation", finite(_relative(right, found)), max(LOSS, own), says, where)

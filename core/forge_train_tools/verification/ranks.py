@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from forge_train.ground.present import few
 
-from .recording import Fingerprint, Record, Recording
+from .recording import Fingerprint, Record, Recording, SideEffect
 from .routing import RoutingDifference, routing_difference
+from .verdict import Check
 
 
 def other_starts(one: Recording, layout: Recording) -> dict[str, list[int]]:
@@ -63,6 +64,22 @@ def pieces_apart(pieces: Sequence[Mapping[str, Fingerprint]]) -> dict[str, set[s
 def scalars_apart(ranks: Sequence[Record]) -> int:
     """Whether losses and norms are the same doubles everywhere."""
     return int(any(_spoken(rank) != _spoken(ranks[0]) for rank in ranks))
+
+
+def side_effects(ranks: Sequence[Record], kind: SideEffect) -> dict[str, list[str]]:
+    """Who changed what in evaluating or in saving, on any rank."""
+    found: dict[str, set[str]] = {}
+    for rank in ranks:
+        for who, names in rank.disturbed.get(kind, {}).items():
+            found.setdefault(who, set()).update(names)
+    return {who: sorted(names) for who, names in sorted(found.items())}
+
+
+def side_effect_check(ranks: Sequence[Record], kind: SideEffect) -> tuple[Check, ...]:
+    """A check for what is changed in evaluating or in saving, if anything is."""
+    names = sorted({name for names in side_effects(ranks, kind).values() for name in names})
+    what = {"evaluation": "evaluating", "checkpoint": "saving"}[kind]
+    return (Check(kind, len(names), 0, f"tensors that {what} changes", few(names)),) if names else ()
 
 
 def different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

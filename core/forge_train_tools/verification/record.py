@@ -11,14 +11,11 @@ from typing import Any, TypeVar
 import torch
 
 from forge_train.config import Request
-from forge_train.contract.job import Job
 from forge_train.contract.run import Run
 from forge_train.ground.files import write_json
 from forge_train.ground.world import World
-from forge_train.loop.assembly import joined, prepare_process
-from forge_train.loop.resume import capture
+from forge_train.loop.assembly import prepared
 from forge_train.registry.setup import Setup, resolve
-from forge_train.storage import checkpoint
 
 from .recording import Recording
 from .routing import tie_of
@@ -45,13 +42,10 @@ def watching(kind: type[W], setup: Setup, folder: Path, *, rounding: bool = True
         folder: where it leaves things.
         rounding: whether plugins that round below the run's precision do so.
     """
-    config, hooks = setup.config, setup.hooks
-    for enabled in hooks.enabled.values():
+    for enabled in setup.hooks.enabled.values():
         if enabled.cls.rounds and not rounding:
-            hooks.mute(enabled.name)
-    with joined(setup) as dist:
-        job = Job.of(config, hooks, Run(folder / "run"), dist)
-        prepare_process(job)
+            setup.hooks.mute(enabled.name)
+    with prepared(setup, Run(folder / "run")) as job:
         yield kind(job)
 
 
@@ -72,9 +66,7 @@ def leave(setup: Setup, steps: int, folder: Path) -> None:
         dist, watched.folder = watched.job.dist, folder
         watched.take(min(steps, watched.job.steps))
         parameters, buffers = _held(watched)
-        with watched.job.hooks.span("save")():
-            state = capture(watched.stepper, watched.progress)
-            checkpoint.write(folder / "checkpoint", steps, state, dist, beside=[])
+        watched.save(folder / "checkpoint")
         watched.seen.saved = watched.hashes()
         write_json(folder / f"rank-{dist.rank}.json", asdict(watched.seen))
         if watched.keeps:

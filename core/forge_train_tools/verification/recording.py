@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from forge_train.registry.setup import Setup
 
 from .routing import TIE, RoutingCounts, Step, tie_of
 
+SideEffect = Literal["evaluation", "checkpoint"]
 Fingerprint = tuple[str, str]
 """Which piece of a tensor a rank holds, and a hash of its bytes: equal pieces must have equal hashes."""
 
@@ -50,8 +51,12 @@ class Record:
     """A hash of each held-out sequence."""
     decided: Step = field(default_factory=dict)
     """What the model has decided in the evaluation."""
-    disturbed: list[str] = field(default_factory=list)
-    """Weights and buffers that the evaluation changed."""
+    vetoes: dict[str, str] = field(default_factory=dict)
+    """Step → why its update was left out."""
+    draws: bool = False
+    """Whether a step's forward and backward pass drew from torch's global random numbers, as dropout does."""
+    disturbed: dict[SideEffect, dict[str, list[str]]] = field(default_factory=dict)
+    """In evaluating and in saving: who changed what of the model and the optimizer. Either must leave them alone."""
 
 
 @dataclass
@@ -100,7 +105,7 @@ class Recording:
             parameters |= stage["parameters"]
             buffers |= stage["buffers"]
         train, layout = setup.config.train, Layout.of(setup.config.parallel, world)
-        accumulation = train.global_batch // (train.micro_batch * layout.dp)
+        accumulation = layout.micro_batches(train.global_batch, train.micro_batch)
         gradients = read_gradients(folder, 1)[0] if ranks[0].losses else {}
         tie = tie_of(train.precision)
         return cls(ranks, gradients, parameters, layout, tie, buffers, accumulation, train.micro_batch)

@@ -16,19 +16,23 @@ from torch import Tensor
 from forge_train.composition.initialise import local_window
 from forge_train.contract.batch import Batch
 from forge_train.contract.choices import heard_by
-from forge_train.contract.events import Update
+from forge_train.contract.events import CheckpointEvent, Update
 from forge_train.contract.hooks import Hooks
 from forge_train.contract.job import Job
 from forge_train.contract.protocols import Loader
+from forge_train.contract.transform import MicroBatch
 from forge_train.ground.tensors import full_tensor, local
 from forge_train.loop.assembly import assemble
+from forge_train.loop.evaluation import Evaluations
 from forge_train.loop.resume import capture
 from forge_train.loop.step import Progress, Stepper, Watcher
 from forge_train.loop.weights import load_extra, load_initial
+from forge_train.storage import checkpoint
+from forge_train.storage.state import optimizer_state
 from forge_train.storage.tree import split
 
 from .peak import to_peak
-from .recording import Fingerprint, Record, gradients_file
+from .recording import Fingerprint, Record, SideEffect, gradients_file
 from .routing import TIES, Counter
 
 
@@ -42,8 +46,11 @@ class Watched(Watcher):
         self.job, self.rows, self.progress = job, list[str](), Progress()
         self.seen = Record(job.dist.rank, job.dist.data_rank)
         self.first_gradients: dict[str, Tensor] = {}
+        self._update: Update | None = None
+        self._random: Tensor | None = None  # when a step's first micro-batch began
         self.stepper = assemble(job, self)
         self.model, self.optimizer = self.stepper.model, self.stepper.optimizer
+        self.held_out_start = self.stepper.held_out.state_dict() if self.stepper.held_out else {}
         _begin(job.hooks, self.stepper)
         load_extra(job)
         load_initial(self.model, job)
@@ -59,6 +66,14 @@ class Watched(Watcher):
     def data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
         return WatchedLoader(super().data(job, split), self.rows)
 
+    def on_micro_batch(self, micro: MicroBatch) -> None:
+        if self._random is None:
+            self._random = self._random_state()
+
+    def _random_state(self) -> Tensor:
+        device = self.job.device
+        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
     def take(self, steps: int) -> None:
         """Take steps, evaluate, and write down what each gave."""
         self.model.train()
@@ -68,6 +83,8 @@ class Watched(Watcher):
                 result = self.stepper.run(self.progress)
             self.job.hooks.on_step(result)
             self.job.control.take()
+            if self._update is not None and self._update.vetoed:
+                self.seen.vetoes[str(result.step)] = self._update.vetoed
             self.seen.losses.append(float(result.loss))
             self.seen.norms.append(float(result.grad_norm))
             self.seen.batches.append(list(self.rows))
@@ -77,20 +94,62 @@ class Watched(Watcher):
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Once as a run does, and once more: that gives the same and changes nothing, or it is no evaluation."""
-        for _ in range(2):
+        """The held-out loss, and then all that a run evaluates: it gives the same, and changes nothing."""
+        held_out = self.stepper.held_out
+        assert held_out is not None
+        with self.leaves_alone("evaluation"), self._around_evaluate():
             self.rows.clear()
-            with self._around_evaluate(), heard_by(self._counter):
-                self.seen.evaluation.append(self.stepper.evaluate(self.stepper.accumulation)[0])
-            self.seen.evaluated = list(self.rows)
-            self.seen.decided = self._counter.end()
-        after = self._fingerprints()
-        self.seen.disturbed = [name for name, before in self.seen.weights.items() if after[name] != before]
+            with heard_by(self._counter):
+                loss, _ = self.stepper.mean_loss(held_out, self.stepper.accumulation)
+            self.seen.evaluated, self.seen.decided = list(self.rows), self._counter.end()
+            held_out.load_state_dict(self.held_out_start)
+            found = Evaluations(self.stepper, held_out).run(self.progress.step, batches=1)
+        self.seen.evaluation = [loss, found.loss]
+        hooks = self.job.hooks
+        for name in hooks.implementers("on_evaluate"):
+            with self.leaves_alone("evaluation", hooks.whose("on_evaluate", name)), _silently():
+                hooks.on_evaluate(found, only=name)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint, as a run does."""
+        hooks, step = self.job.hooks, self.progress.step
+        with self.leaves_alone("checkpoint"), self.job.hooks.span("save")():
+            for kind in ("saving", "saved"):
+                for name in hooks.implementers("on_checkpoint"):
+                    with self.leaves_alone("checkpoint", hooks.whose("on_checkpoint", name)), _silently():
+                        hooks.on_checkpoint(CheckpointEvent(kind, step, folder), only=name)
+                if kind == "saving":
+                    checkpoint.write(folder, step, capture(self.stepper, self.progress), self.job.dist, beside=[])
+
+    @contextlib.contextmanager
+    def leaves_alone(self, kind: SideEffect, who: str = "") -> Iterator[None]:
+        """Write down what changes of the model and the optimizer within the block, bit for bit.
+
+        Args:
+            kind: what is going on.
+            who: the plugin and its hook; by default the evaluation, or the saving, itself.
+        """
+        before, known = self._pieces(), sum(map(len, self.seen.disturbed.get(kind, {}).values()))
+        yield
+        after, found = self._pieces(), self.seen.disturbed.setdefault(kind, {})
+        if sum(map(len, found.values())) > known:
+            return  # somebody inside, who is named, did it
+        if changed := [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]:
+            found[who] = sorted({*found.get(who, []), *changed})
+
+    def _pieces(self) -> dict[str, Fingerprint]:
+        """Of weights, buffers, and the tensors of the optimizer's state."""
+        tensors: dict[str, Tensor] = {}
+        split(optimizer_state(self.optimizer, self.model)["state"], "optimizer", tensors)
+        return self._fingerprints() | {name: fingerprint(tensor) for name, tensor in tensors.items()}
 
     def _fingerprints(self) -> dict[str, Fingerprint]:
         return {name: fingerprint(tensor) for name, tensor in self.model.state_dict().items()}
 
     def on_backward(self, update: Update) -> Update:
+        self._update = update
+        self.seen.draws |= self._random is not None and not torch.equal(self._random, self._random_state())
+        self._random = None
         present = {name: p.grad.detach() for name, p in self.model.named_parameters() if p.grad is not None}
         self.seen.last_gradients = {name: fingerprint(gradient) for name, gradient in present.items()}
         if update.step == 1:
@@ -132,16 +191,20 @@ class Watched(Watcher):
 
 
 def _begin(hooks: Hooks, stepper: Stepper) -> None:
-    """Tell the plugins of the start. A logger asks for neither model nor optimizer, and is not told; another observer
-    could change them, and is told of this and no more."""
-    observers = [name for name, enabled in hooks.enabled.items() if enabled.observer]
-    for name in observers:
-        if not hooks.arguments(name, "on_start") & {"model", "optimizer"}:
+    """Tell the plugins of the start. An observer that asks for neither model nor optimizer can change neither: it is
+    told nothing. One that only shows the run is told no more than this."""
+    for name, enabled in hooks.enabled.items():
+        if enabled.observer and not hooks.arguments(name, "on_start") & {"model", "optimizer"}:
             hooks.mute(name)
-    with contextlib.redirect_stdout(io.StringIO()):
+    with _silently():
         hooks.on_start(stepper.model, stepper.optimizer)
-    for name in observers:
-        hooks.mute(name)
+    for name, enabled in hooks.enabled.items():
+        if enabled.observer and enabled.cls.display:
+            hooks.mute(name)
+
+
+def _silently() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 class WatchedLoader:

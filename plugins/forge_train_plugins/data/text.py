@@ -56,6 +56,7 @@ class Text(Plugin):
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         from ._text.sources import find
 
+        lines = False
         if not self.config.path:  # walking the standard library would only repeat what opening the corpus does
             if config.train.init_from:
                 yield Problem(
@@ -66,9 +67,12 @@ class Text(Plugin):
                 )
         else:
             try:
-                find(self.config.path)
+                lines = any(source.lines for source in find(self.config.path))
             except ConfigError as error:
                 yield Problem("text.path", str(error).removeprefix("text.path: "), data=True)
+                return
+        if not lines and self.config.field != "text":
+            yield Problem("text.field", "has no effect: there is no .jsonl file under text.path.", data=True)
 
     @hookimpl
     def kernel_needs(self) -> KernelCapabilities | None:

@@ -127,7 +127,7 @@ class Sharding:
         )
         self.offload = CPUOffloadPolicy() if offload else OffloadPolicy()
         train = job.config.train
-        self.micro_batches = train.global_batch // (train.micro_batch * job.dist.data_ranks)
+        self.micro_batches = job.dist.layout.micro_batches(train.global_batch, train.micro_batch)
         self.widths = (job.precision.param.itemsize, job.precision.reduce.itemsize)
 
     def apply(self, part: nn.Module) -> Applied:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import logging
@@ -155,7 +156,7 @@ def _refuse_pointer(source: Source) -> None:
 
 def _read(source: Source) -> bytes:
     try:
-        return source.path.read_bytes()
+        return source.path.read_bytes().removeprefix(codecs.BOM_UTF8)  # no text: some editors begin files with it
     except OSError as error:
         raise ConfigError(f"text.path: {source.path} can't be read: {error.strerror}") from error
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 
-from forge_train.ground.present import duration
+from forge_train_tools.present import duration
 
 EVERY = 0.5
 """Seconds between two reports."""

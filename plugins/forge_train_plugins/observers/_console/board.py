@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forge_train.contract.hookspecs import KINDS
-from forge_train.ground.present import quantity, short
 from forge_train.ground.records import METRICS
+from forge_train_tools.present import quantity, short
 
 if TYPE_CHECKING:
     from forge_train import Evaluation, Finished, Job, LogRecord, Model

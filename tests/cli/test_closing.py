@@ -1,0 +1,40 @@
+"""What is suggested after a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toys
+from forge_train import ConfigError, hookimpl
+from forge_train.registry.setup import Setup
+from forge_train_cli.closing import next_commands
+
+pytestmark = [pytest.mark.unit, pytest.mark.accept("house", 4)]
+
+
+class Exports(toys.Bare):
+    """Fails when it is asked where its model goes."""
+
+    error: Exception = LookupError("no such layer")
+
+    @hookimpl
+    def export_hf(self, job: Any) -> Any:
+        raise self.error
+
+
+def test_an_export_that_fails_is_told_and_not_suggested(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = toys.run(tmp_path, Exports, steps=1)
+    run.plugin("exports").error = ConfigError("a model without a place there")
+    caplog.clear()
+    next_commands(run.finished, Setup(run.job.config, run.job.hooks))
+    assert not caplog.messages, "that is an answer"
+    run.plugin("exports").error = LookupError("no such layer")
+    commands = [command for _, command in next_commands(run.finished, Setup(run.job.config, run.job.hooks))]
+    assert any("runs show" in one for one in commands)
+    assert not any("checkpoint export" in one for one in commands)
+    (told,) = caplog.messages
+    assert told.startswith("Plugin 'exports' failed in export_hf, so its model can't be exported as it is: ")
+    assert "no such layer" in told
