@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fakes
+from forge_train import ParameterGroup
 from forge_train_plugins.optimizers._lion import SignMomentum
 from forge_train_plugins.optimizers.adamw import AdamW
 from forge_train_plugins.optimizers.lion import Lion
@@ -144,6 +145,28 @@ def test_a_resumed_schedule_goes_on() -> None:
         optimizer.step()
         scheduler.step()
     assert made.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+
+
+@pytest.mark.accept("parts", 1)
+@pytest.mark.parametrize("match", ["embedding.*", "head.weight"])
+def test_a_tied_parameter_counts_once_and_matches_by_each_of_its_names(match: str) -> None:
+    part = fakes.decoder(tied=True)
+    made = optimizer(Lion, part, groups=(ParameterGroup(match=match, lr=2.0),))
+    (group,) = (group for group in made.param_groups if "match" in group)
+    assert len(group["params"]) == 1
+    assert sum(len(group["params"]) for group in made.param_groups) == len(list(part.parameters()))
+
+
+@pytest.mark.accept("parts", 1)
+def test_the_schedule_multiplies_every_group() -> None:
+    values = {"groups": (ParameterGroup(match="layers.*.attention.*", lr=0.5),), "lr": 2.0}
+    made = optimizer(Lion, fakes.decoder(), **values)
+    plan = fakes.make(Cosine, warmup=2, floor=0.1).lr_schedule(made, fakes.job())
+    for _ in range(8):
+        rates = {group.get("match"): group["lr"] for group in made.param_groups}
+        assert rates["layers.*.attention.*"] == pytest.approx(rates[None] / 2)
+        made.step()
+        plan.step()
 
 
 @pytest.mark.parametrize(("warmup", "keys"), [(9, []), (10, ["cosine.warmup"])])
