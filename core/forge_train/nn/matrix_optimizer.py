@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -18,12 +18,12 @@ from .update_rule import UpdateRule, state_beside, state_piece
 
 @dataclass
 class _Held:
-    """A parameter in this step: its local part, gradient and momentum `[stack, rows, columns]`, and its settings."""
+    """A parameter in this step: its local part, gradient and momentum `[stack, rows, columns]`, and its group."""
 
     weight: Tensor
     gradient: Tensor | None
     momentum: Tensor | None
-    settings: Mapping[str, Any]
+    group: Mapping[str, Any]
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -94,9 +94,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._held = []
-        for group in self.param_groups[: self._count]:
-            self._held += self._advance(group)
+        self._held = [held for group in self.param_groups[: self._count] for held in self._hold(group)]
         for batch in self._batches:
             self._update_own([matrix for matrix in batch if self._held[matrix.parameter].gradient is not None])
         for traffic in self._traffic:
@@ -108,33 +106,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._rest.step()
         return loss
 
-    # -- elementwise --------------------------------------------------------------------------------------------------
-
-    def _advance(self, group: Mapping[str, Any]) -> list[_Held]:
-        """Momentum and weight decay of matrices."""
-        found = []
-        weights: list[Tensor] = []
-        gradients: list[Tensor] = []
-        momenta: list[Tensor] = []
+    def _hold(self, group: Mapping[str, Any]) -> Iterator[_Held]:
+        """The parameters of a group in this step."""
         for parameter in group["params"]:
             if parameter.grad is None:
-                found.append(_Held(stacked(local(parameter)), None, None, group))
+                yield _Held(stacked(local(parameter)), None, None, group)
                 continue
             state = self.state[parameter]
             if "momentum" not in state:
                 state["momentum"] = torch.zeros_like(parameter)
-            weight, gradient = stacked(local(parameter)), stacked(local(_placed_as(parameter, parameter.grad)))
-            momentum = stacked(local(state["momentum"]))
-            found.append(_Held(weight, gradient, momentum, group))
-            weights.append(weight)
-            gradients.append(gradient)
-            momenta.append(momentum)
-        if weights:
-            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        return found
-
-    # -- full matrices ------------------------------------------------------------------------------------------------
+            gradient = local(_placed_as(parameter, parameter.grad))
+            momentum = local(state["momentum"])
+            yield _Held(stacked(local(parameter)), stacked(gradient), stacked(momentum), group)
 
     def _update_own(self, batch: Sequence[Matrix]) -> None:
         """Matrices that this rank holds in full, all of one shape."""
@@ -192,19 +175,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return self.rule.direction(momentum, state).to(self.rule.dtype)
 
     def _momentum(self, index: int, box: Box) -> Tensor:
-        """A copy of what the rule is given of a part of a parameter."""
+        """Move a part of the momentum on; a copy of what the rule is given of it. Part by part, while it is cached."""
         held, origin = self._held[index], self._regions[index][self._rank]
         if held.gradient is None or held.momentum is None:
             return held.weight.new_zeros(box.shape)
-        momentum = box.of(held.momentum, origin)
-        if not held.settings["nesterov"]:
-            return momentum.clone()
-        return torch.lerp(box.of(held.gradient, origin), momentum, held.settings["momentum"])
+        momentum, gradient, decay = box.of(held.momentum, origin), box.of(held.gradient, origin), held.group["momentum"]
+        momentum.lerp_(gradient, 1 - decay)
+        return torch.lerp(gradient, momentum, decay) if held.group["nesterov"] else momentum.clone()
 
     def _move(self, matrix: Matrix, box: Box, update: Tensor) -> None:
         held, origin = self._held[matrix.parameter], self._regions[matrix.parameter][self._rank]
-        lr = held.settings["lr"] * self.rule.factor(*matrix.box.shape[1:])
-        box.of(held.weight, origin).add_(update.to(held.weight.device), alpha=-lr)
+        lr, decay = held.group["lr"], held.group["weight_decay"]
+        weight = box.of(held.weight, origin).mul_(1 - lr * decay)
+        weight.add_(update.to(weight.device), alpha=-lr * self.rule.factor(*matrix.box.shape[1:]))
 
     # -- the rule's state ---------------------------------------------------------------------------------------------
 
