@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +54,36 @@ def alone(plugins: tuple[str, ...], config: Mapping[str, Any]) -> tuple[tuple[st
     return kept, {key: value for key, value in config.items() if not key.startswith("parallel.")}
 
 
+@pytest.fixture(scope="module")
+def ends_alone(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Where one process ends, trained once for each model and optimizer."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def ends(plugins: tuple[str, ...], config: Mapping[str, Any]) -> dict[str, Any]:
+        key = repr((plugins, config))
+        if key not in known:
+            folder = tmp_path_factory.mktemp("alone")
+            train(ranks, folder, 1, plugins, config)
+            known[key] = saved(folder)
+        return known[key]
+
+    return ends
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("optimizer", "settings"), [("muon", FP32), ("normuon", NORMUON)])
 def test_ends_where_one_process_does(
-    ranks: Pool, tmp_path: Path, layout: str, optimizer: str, settings: Mapping[str, Any]
+    ranks: Pool,
+    tmp_path: Path,
+    ends_alone: Callable[..., dict[str, Any]],
+    layout: str,
+    optimizer: str,
+    settings: Mapping[str, Any],
 ) -> None:
     world, plugins, config = LAYOUTS[layout]
     plugins, config = (optimizer, *plugins), {**config, **settings}
-    train(ranks, tmp_path / "one", 1, *alone(plugins, config))
-    train(ranks, tmp_path / "many", world, plugins, config)
-    one, many = saved(tmp_path / "one"), saved(tmp_path / "many")
+    train(ranks, tmp_path, world, plugins, config)
+    one, many = ends_alone(*alone(plugins, config)), saved(tmp_path)
     distance, name = farthest(many, one)
     assert distance <= 1e-3, name
     for key, value in one["state"].items():
