@@ -41,7 +41,7 @@ def matrices() -> list[nn.Parameter]:
     return made
 
 
-def seconds(*works: Callable[[], Any], times: int = 10) -> list[float]:
+def seconds(*works: Callable[[], Any], times: int = 4) -> list[float]:
     """The least CPU time of several kinds of work, taken in turns, after one of each to warm up."""
     best = [float("inf")] * len(works)
     for turn in range(times + 1):

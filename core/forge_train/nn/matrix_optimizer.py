@@ -136,25 +136,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     view.copy_(new)
 
     def _update_shared(self, traffic: Traffic, there: Message, back: Message) -> None:
-        """A round: gather what this rank owns, compute, and send it back."""
+        """A round: gather what this rank owns, compute, and send it back. Each buffer is dropped before the next."""
         sizes = self._sizes
-        sent = there.buffer(self._device, sizes)
-        for piece, part in there.parts(sent, sizes):
-            held = self._held[piece.matrix.parameter]
-            if not piece.name:
-                part.copy_(self._momentum(piece.matrix.parameter, piece.box))
-            elif held.gradient is not None:
-                part.copy_(self._state(piece))
-            else:
-                part.zero_()
-        received = traffic.send(sent, there, back, sizes)
-        del sent
+        received = traffic.send(self._packed(there), there, back, sizes)
         full = back.gather(received, self._device, sizes)
         del received
-        for tensors in full.values():
-            momentum = tensors[""]
-            del tensors[""]
-            tensors[""] = self._direction(momentum, tensors)
+        for shape in full:
+            full[shape][""] = self._direction(full[shape].pop(""), full[shape])
         answer = back.buffer(self._device, sizes)
         back.scatter(full, answer, sizes)
         del full
@@ -167,6 +155,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self._state(piece).copy_(part)
             else:
                 self._move(piece.matrix, piece.box, part)
+
+    def _packed(self, there: Message) -> Tensor:
+        """What this rank holds of what others own."""
+        buffer = there.buffer(self._device, self._sizes)
+        for piece, part in there.parts(buffer, self._sizes):
+            if not piece.name:
+                part.copy_(self._momentum(piece.matrix.parameter, piece.box))
+            elif self._held[piece.matrix.parameter].gradient is not None:
+                part.copy_(self._state(piece))
+            else:
+                part.zero_()
+        return buffer
 
     def _sizes(self, name: str) -> torch.dtype:
         return torch.float32 if name else self.rule.dtype
