@@ -5,6 +5,7 @@
     python benchmarks/run.py parallel   # several processes: benchmarks/results/distributed.md
     python benchmarks/run.py experts    # experts: benchmarks/results/experts.md
     python benchmarks/run.py low_precision   # fp8 and its like: benchmarks/results/low-precision.md
+    python benchmarks/run.py optimizers      # muon: benchmarks/results/optimizers.md
 
 Each ratio is of two things measured alternately in one go, by the CPU time of one thread, and the best of each counts:
 other work on the machine adds time and never takes any away.
@@ -28,6 +29,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "core.md"
 DISTRIBUTED = HERE / "results" / "distributed.md"
 EXPERTS = HERE / "results" / "experts.md"
+OPTIMIZERS = HERE / "results" / "optimizers.md"
 FORGE = [sys.executable, "-m", "forge_train_cli"]
 
 
@@ -227,6 +229,36 @@ def experts() -> list[Row]:
     return rows
 
 
+def optimizers() -> list[Row]:
+    """Muon on one process and on four ranks."""
+    done = subprocess.run([sys.executable, str(HERE / "optimizers.py")], check=True, capture_output=True, text=True)
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    of = "24 matrices 512 × 2048"
+    rows = [
+        Row(
+            f"muon's speed on one process, {of}, over torch.optim.Muon's",
+            f"{found['speed']:.2f}",
+            "≥ 1.0",
+            found["speed"] >= 1,
+        ),
+        Row(
+            f"CPU time of a rank of four without its collectives, {of}, over a quarter of one process's iterations",
+            f"{found['cpu']:.2f}",
+            "≤ 1.15",
+            found["cpu"] <= 1.15,
+        ),
+        Row(
+            "bytes sent, over each shard to its owner and back once",
+            f"{found['bytes']:.3f}",
+            "≤ 1.05",
+            found["bytes"] <= 1.05,
+        ),
+        Row("extra memory of a rank's step, in fp32 matrices", f"{found['memory']:.2f}", "≤ 2", found["memory"] <= 2),
+    ]
+    OPTIMIZERS.write_text(table(rows, "Optimizers", "python benchmarks/run.py optimizers"), encoding="utf-8")
+    return rows
+
+
 def trials() -> list[Row]:
     environment = {**os.environ, "FORGE_TRIALS": "20", "FORGE_EXAMPLES": "3000"}
     rows = []
@@ -242,9 +274,9 @@ def trials() -> list[Row]:
 
 PARTS: dict[str, Callable[[], list[Row]]] = {
     part.__name__: part
-    for part in (startup, first, loop, loss, data, quickstart, trials, parallel, experts, low_precision)
+    for part in (startup, first, loop, loss, data, quickstart, trials, parallel, experts, low_precision, optimizers)
 }
-APART = {"parallel", "experts", "low_precision"}
+APART = {"parallel", "experts", "low_precision", "optimizers"}
 """Those that have a table of their own."""
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from forge_train.config.layers import DEFAULT, Request
+from forge_train.config.validate import plain
 from forge_train.ground.errors import ConfigError
 from forge_train.ground.strict_json import dumps
 
@@ -112,17 +113,17 @@ def _values(resolved: Config) -> Iterator[tuple[str, Any, str]]:
         origins = [origin for key, origin in resolved.origins.items() if key[0] == "defaults" and key[-1] == slot]
         yield f"defaults.{slot}", plugin, str(origins[0] if origins else DEFAULT)
     for name, section in resolved.everything().items():
-        for path, value in _leaves(section, (name,)):
+        for path, value in _leaves(section, plain(section), (name,)):
             yield ".".join(path), value, str(resolved.origin(path))
 
 
-def _leaves(section: Any, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for one in dataclasses.fields(section):
-        value, path = getattr(section, one.name), (*prefix, one.name)
-        if dataclasses.is_dataclass(value):
-            yield from _leaves(value, path)
+def _leaves(section: Any, values: Mapping[str, Any], prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in values.items():
+        inner, path = getattr(section, name), (*prefix, name)
+        if dataclasses.is_dataclass(inner):
+            yield from _leaves(inner, value, path)
         else:
-            yield path, list(value) if isinstance(value, tuple) else value
+            yield path, value
 
 
 def _words(value: Any) -> str:

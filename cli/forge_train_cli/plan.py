@@ -71,6 +71,7 @@ def _show(made: Plan, setup: Setup, request: Request, world: int) -> None:
     _show_slots(made, setup, request)
     _show_meshes(made)
     _show_parameters(made)
+    _show_optimizer(made)
     _show_memory(made)
     if made.communication:
         _show_communication(made)
@@ -140,6 +141,22 @@ def _show_parameters(made: Plan) -> None:
         screen.line(f"  {counts.trainable:,} of them are trained")
     for group in counts.tied:
         screen.line(f"  tied: {' = '.join(group)}", "dim")
+
+
+def _show_optimizer(made: Plan) -> None:
+    screen.heading("Parameter groups")
+    rows = [
+        (
+            one.match or "–",
+            f"{one.parameters:,}",
+            f"{one.elements:,}",
+            "–" if one.lr is None else f"{one.lr:.3g}",
+            f"× {one.lr_factor:g}",
+            "–" if one.weight_decay is None else f"{one.weight_decay:g}",
+        )
+        for one in made.optimizer
+    ]
+    screen.table(("match", "parameters", "elements", "lr", "factor", "decay"), rows, right=(1, 2, 3, 4, 5))
 
 
 def _show_memory(made: Plan) -> None:

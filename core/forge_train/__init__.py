@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .contract.events import StepResult as StepResult
     from .contract.events import Update as Update
     from .contract.extra import ExtraModel as ExtraModel
+    from .contract.groups import ParameterGroup as ParameterGroup
     from .contract.job import Job as Job
     from .contract.model import Model as Model
     from .contract.plugin import Plugin as Plugin
@@ -79,6 +80,7 @@ _HOME = {
     "contract.choices": "record_choices",
     "contract.events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
     "contract.extra": "ExtraModel",
+    "contract.groups": "ParameterGroup",
     "contract.job": "Job",
     "contract.model": "Model",
     "contract.plugin": "Plugin hookimpl",

@@ -344,3 +344,23 @@ def test_plans_what_trains(forge: Forge, options: tuple[str, ...]) -> None:
         memory = planned(forge, *FOUR, *options, "--world", world)["memory"]
         assert memory["notes"] == []
         assert memory["peak"] > memory["activations"] > 0
+
+
+@pytest.mark.accept("parts", 1)
+def test_shows_the_groups_of_parameters_that_patterns_make(forge: Forge) -> None:
+    groups = 'adamw.groups=[{match="layers.*.attention.*", lr=0.5}, {match="embedding.weight", weight_decay=0.3}]'
+    made = forge("plan", "-s", groups, "-s", "decoder.layers=2", "-s", "adamw.lr=0.002", "--json").json
+    by_match = {(one["match"], one["weight_decay"]): one for one in made["optimizer"]}
+    attention = by_match["layers.*.attention.*", 0.1]
+    assert (attention["parameters"], attention["lr"], attention["lr_factor"]) == (8, 0.001, 0.5)
+    assert by_match["embedding.weight", 0.3]["lr"] == 0.002
+    assert sum(one["elements"] for one in made["optimizer"]) == made["parameters"]["total"]
+    assert "layers.*.attention.*           8" in forge("plan", "-s", groups, "-s", "decoder.layers=2").out
+
+
+@pytest.mark.accept("parts", 1)
+def test_a_pattern_for_one_of_many_layers_is_planned_and_one_for_none_is_refused(forge: Forge) -> None:
+    made = forge("plan", "--json", "-s", "decoder.layers=16", "-s", 'adamw.groups=[{match="layers.7.*", lr=0.5}]').json
+    assert sum(one["parameters"] for one in made["optimizer"] if one["match"] == "layers.7.*") > 0
+    refused = forge("plan", "-s", 'adamw.groups=[{match="layer.*"}]', fails=2)
+    assert "adamw.groups: 'layer.*' matches no trainable parameter." in refused.err

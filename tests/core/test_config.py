@@ -31,6 +31,15 @@ class Inner:
 
 
 @section
+class Item:
+    """A table in a list."""
+
+    match: str
+    lr: Annotated[float, Gt(0)] = 1.0
+    decay: float | None = None
+
+
+@section
 class Deep:
     high: Annotated[float, Gt(0)] = float("inf")
 
@@ -63,6 +72,7 @@ class Wide(toys.Bare):
         after_table: Annotated[int, Volatile()] = 7
         maybe: int | None = None
         mapping: dict[str, int] = field(default_factory=dict)
+        items: tuple[Item, ...] = ()
 
 
 def asked(folder: Path, text: str = "", **more: Any) -> Request:
@@ -319,6 +329,15 @@ sequence = 2.5
             "my.toml:3: plugin: expected a section [plugin], found ['lion']. Did you mean 'plugins'?",
         ),
         ("[train.deep]", "my.toml:3: train.deep: there is no such key."),
+        (
+            '[[wide.items]]\nmatch = "a"\nlr = 0',
+            "my.toml:3: wide.items.0.lr: expected a number greater than 0.0, found 0.",
+        ),
+        ('[[wide.items]]\nmatch = "a"\nlr = nan', "wide.items.0.lr: "),
+        ('[[wide.items]]\nmatch = "a"\n[[wide.items]]\nlr = 2.0', "my.toml:3: wide.items.1.match: is required."),
+        ('[[wide.items]]\nmatch = "a"\nmach = 1', "wide.items.0.mach: there is no such key. Did you mean 'match'?"),
+        ("[wide.items]\nlr = 1", "wide.items: expected a list, found {'lr': 1}."),
+        ("wide.items = [1]", "wide.items: expected a table, found 1."),
     ],
 )
 def test_one_mistake(tmp_path: Path, text: str, says: str) -> None:
@@ -459,7 +478,13 @@ def test_what_is_written_is_read_again(tmp_path: Path, forge_plugins: Installed,
         set=(
             *("train.steps=7", "run.name=mine", "checkpoint.allow_changes=a,b", "defaults.loss_scale="),
             *("wide.table.theta=5.5", "wide.names=x,y", "wide.text=a \"quoted\" 'text' # é\\", "wide.after_table=8"),
-            *("wide.ratio=1e-30", "wide.mapping={a = 1}", "lion.lr=0.1", "cosine.warmup=2"),
+            *(
+                "wide.ratio=1e-30",
+                "wide.mapping={a = 1}",
+                'wide.items=[{match="a*"}, {match="b", decay=0.5}]',
+                "lion.lr=0.1",
+                "cosine.warmup=2",
+            ),
         ),
     )
     first = resolve(request)

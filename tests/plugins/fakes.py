@@ -60,7 +60,8 @@ class Hooks:
 
 def job(**hooks: Any) -> Any:
     """A job with the defaults behind its hooks."""
-    made = SimpleNamespace(steps=10)
+    dist = SimpleNamespace(rank=0, gather_stages=lambda value: [value])
+    made = SimpleNamespace(steps=10, dist=dist, device=torch.device("cpu"))
     made.hooks = Hooks(made, **hooks)
     return made
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fakes
+from forge_train import ParameterGroup
 from forge_train_plugins.optimizers._lion import SignMomentum
 from forge_train_plugins.optimizers.adamw import AdamW
 from forge_train_plugins.optimizers.lion import Lion
@@ -96,3 +97,13 @@ def test_an_optimizer_continues_where_it_was_saved(plugin: type[Any]) -> None:
     step(part, made, 2)
     step(resumed, again, 2)
     assert all(torch.equal(a, b) for a, b in zip(part.parameters(), resumed.parameters(), strict=True))
+
+
+@pytest.mark.accept("parts", 1)
+@pytest.mark.parametrize("match", ["embedding.*", "head.weight"])
+def test_a_tied_parameter_counts_once_and_matches_by_each_of_its_names(match: str) -> None:
+    part = fakes.decoder(tied=True)
+    made = optimizer(Lion, part, groups=(ParameterGroup(match=match, lr=2.0),))
+    (group,) = (group for group in made.param_groups if "match" in group)
+    assert len(group["params"]) == 1
+    assert sum(len(group["params"]) for group in made.param_groups) == len(list(part.parameters()))

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .annotations import mark
 from .layers import DEFAULT, Origin, Request
 from .schema import Volatile
 from .sections import CORE_SECTIONS, CheckpointSection, LogSection, ParallelSection, RunSection, TrainSection
 from .toml import Key
-from .validate import mark, plain
+from .validate import plain
 
 __all__ = ["Config", "Origin", "Request"]
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import json
 import re
 import tomllib
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..ground.errors import nearest
+from .annotations import annotation_of, mark, members_of, table_type
 from .layers import Origin, Value
 from .schema import FilePath, check_section, no_toml
 from .toml import Key
-
-_M = TypeVar("_M")
 
 
 class Mistake(str):
@@ -82,7 +79,7 @@ def _adapter(cls: type) -> Any:
 def read_text(cls: type, key: Key, text: str) -> Any:
     """A value from the command line: read as its field's own type, else as TOML, else as a string."""
     annotation = annotation_of(cls, key)
-    members = _members(annotation)
+    members = members_of(annotation)
     if str in members and not (text.startswith(("[", "{")) and len(members) > 1):
         return text
     if any(typing.get_origin(member) is typing.Literal and text in typing.get_args(member) for member in members):
@@ -91,7 +88,7 @@ def read_text(cls: type, key: Key, text: str) -> Any:
         return text if value is None else value
     items = next((typing.get_args(m) for m in members if typing.get_origin(m) in (tuple, list)), None)
     if items is not None:
-        numbers = None if str in _members(items[0]) else _toml(f"[{text}]")
+        numbers = None if str in members_of(items[0]) else _toml(f"[{text}]")
         return [part.strip() for part in text.split(",")] if numbers is None else numbers
     if float in members and _DECIMAL.fullmatch(text):
         return float(text)
@@ -118,31 +115,6 @@ def _toml(text: str) -> Any:
     return found["value"] if len(found) == 1 and "\n" not in text else None
 
 
-def annotation_of(cls: type, key: Key) -> Any:
-    """The declared type of a field, or Any where the section has none of that name."""
-    if not key or not dataclasses.is_dataclass(cls):
-        return Any
-    hints = _hints(cls)
-    if key[0] not in hints:
-        return Any
-    annotation = hints[key[0]]
-    if len(key) == 1:
-        return annotation
-    inner = next((member for member in _members(annotation) if dataclasses.is_dataclass(member)), None)
-    return annotation_of(typing.cast(type, inner), key[1:]) if inner else Any
-
-
-@functools.cache
-def _hints(section: type) -> dict[str, Any]:
-    return typing.get_type_hints(section, include_extras=True)
-
-
-def mark(cls: type, key: Key, kind: type[_M]) -> _M | None:
-    """The mark of a kind (`Volatile`, `FilePath`) on a field, or None."""
-    marks = getattr(annotation_of(cls, key), "__metadata__", ())
-    return next((one for one in marks if isinstance(one, kind)), None)
-
-
 def plain(section: Any) -> dict[str, Any]:
     """A section as JSON values."""
     return {f.name: _plain(getattr(section, f.name)) for f in dataclasses.fields(section)}
@@ -156,15 +128,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
-
-
-def _members(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union without their annotations; the type itself otherwise."""
-    if typing.get_origin(annotation) is typing.Annotated:
-        return _members(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return tuple(inner for member in typing.get_args(annotation) for inner in _members(member))
-    return (annotation,)
 
 
 def _nest(table: dict[str, Any], key: Key, value: Any) -> None:
@@ -186,14 +149,17 @@ def _dotted(name: str, key: Key) -> str:
 
 
 def _real_key(location: tuple[int | str, ...], values: Any) -> Key:
-    """pydantic's location without the union tags and list indices that are no keys."""
+    """pydantic's location without the union tags and list indices that are no keys. A table in a list has its place as
+    a key."""
     key: list[str] = []
     for part in location:
-        if isinstance(values, dict) and part in values:
+        items = values[part : part + 1] if isinstance(values, list) and isinstance(part, int) else []
+        if (isinstance(values, dict) and part in values) or any(isinstance(item, dict) for item in items):
             key.append(str(part))
             values = values[part]
-        elif not key:
+        elif not key or isinstance(values, dict):
             key.append(str(part))  # a required key that is missing
+            break
     return tuple(key)
 
 
@@ -219,7 +185,7 @@ _BOUNDS = {
 
 def _sentence(name: str, cls: type, key: Key, problem: Any, values: Mapping[Key, Value]) -> str:
     kind, context = problem["type"], problem.get("ctx", {})
-    origin = next((value.origin for k, value in values.items() if k[: len(key)] == key), None)
+    origin = next((value.origin for k, value in values.items() if k[: len(key)] == key or key[: len(k)] == k), None)
     start = f"{origin}: {_dotted(name, key)}: " if origin else f"{_dotted(name, key)}: "
     if origin is None and not kind.startswith("missing"):
         start += "the default that its section declares: "
@@ -229,7 +195,7 @@ def _sentence(name: str, cls: type, key: Key, problem: Any, values: Mapping[Key,
         known = f" [{'.'.join((name, *key[:-1]))}] has {', '.join(names)}." if names else f" [{name}] has no options."
         return f"{start}there is no such key.{nearest(key[-1], names) or known}"
     if kind == "too_long" or (kind == "missing" and isinstance(problem["loc"][-1], int)):
-        sizes = [len(typing.get_args(m)) for m in _members(annotation_of(cls, key)) if typing.get_origin(m) is tuple]
+        sizes = [len(typing.get_args(m)) for m in members_of(annotation_of(cls, key)) if typing.get_origin(m) is tuple]
         return f"{start}expected a list of {' or '.join(map(str, sizes))} values, found {found!r}."
     if kind in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return f"{start}is required."
@@ -248,14 +214,14 @@ def _sentence(name: str, cls: type, key: Key, problem: Any, values: Mapping[Key,
 
 
 def _options(cls: type, key: Key) -> list[Any]:
-    members = _members(annotation_of(cls, key))
+    members = members_of(annotation_of(cls, key))
     return [option for m in members if typing.get_origin(m) is typing.Literal for option in typing.get_args(m)]
 
 
 def _field_names(cls: type, key: Key) -> Iterator[str]:
     if key:
-        inner = next((m for m in _members(annotation_of(cls, key)) if dataclasses.is_dataclass(m)), None)
+        inner = table_type(annotation_of(cls, key))
         if inner is None:
             return
-        cls = typing.cast(type, inner)
+        cls = inner
     yield from (f.name for f in dataclasses.fields(cls))

@@ -4,7 +4,8 @@ Every module here that owns parameters says how they start, `initial(name) → I
 non-persistent buffers fills them in `reset_buffers()`: models are built on the meta device, so what a constructor
 computes is lost, and core calls both once memory is there.
 
-Techniques stay out of this package. Importing it imports torch.
+What optimizers share is here too: parameter groups, and updates of full matrices. Techniques stay out of this
+package. Importing it imports torch.
 """
 
 from __future__ import annotations
@@ -12,23 +13,34 @@ from __future__ import annotations
 from ..ground.tensors import full_tensor
 from .basic import Embedding, LayerNorm, Linear, RMSNorm
 from .cache import KVCache
-from .declare import TensorStyle, decay_groups, depth_scaled, flops_per_token
+from .declare import TensorStyle, depth_scaled, flops_per_token
+from .groups import decay_groups, decays, parameter_groups
+from .matrices import fused_rows, hidden_matrices
+from .matrix_optimizer import MatrixOptimizer
 from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
+from .update_rule import Kept, UpdateRule
 
 __all__ = [
     "Embedding",
     "KVCache",
+    "Kept",
     "LayerNorm",
     "Linear",
     "LinearScaling",
     "Llama3Scaling",
+    "MatrixOptimizer",
     "RMSNorm",
     "RoPE",
     "Scaling",
     "TensorStyle",
+    "UpdateRule",
     "YarnScaling",
     "decay_groups",
+    "decays",
     "depth_scaled",
     "flops_per_token",
     "full_tensor",
+    "fused_rows",
+    "hidden_matrices",
+    "parameter_groups",
 ]

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..contract.model import Model
+from typing import Literal
 
 TensorStyle = Literal["vocabulary", "colwise", "rowwise", "sequence", "gather", "tokens", "summed", "heads", "logits"]
 """How tensor parallelism treats a module; a model's `tensor_plan()` maps module names to these.
@@ -43,25 +37,3 @@ def flops_per_token(sequence: int, *, weights: int, width: int = 0) -> int:
             half of the sequence is seen on average.
     """
     return 6 * weights + 6 * sequence * width
-
-
-def decay_groups(model: Model, weight_decay: float, *, decay_embeddings: bool) -> list[dict[str, Any]]:
-    """Parameter groups in which matrices decay, while vectors (norms, biases) and, on demand, embeddings do not.
-
-    A group holds the parameters of one device mesh only, since torch (2.13) refuses fused and foreach updates over
-    several of them, and over a mix of DTensors and plain tensors.
-    """
-    groups: dict[tuple[bool, Any], list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        decays = parameter.ndim > 1 and (decay_embeddings or not is_embedding(model.roles, name))
-        groups.setdefault((decays, getattr(parameter, "device_mesh", None)), []).append(parameter)
-    return [
-        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
-        for (decays, _), parameters in groups.items()
-    ]
-
-
-def is_embedding(roles: Mapping[str, str], name: str) -> bool:
-    return roles.get(name) == "embedding"

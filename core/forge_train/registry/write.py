@@ -87,8 +87,11 @@ def _fill(table: Any, section: type, values: Mapping[str, Any], *, comments: boo
     import tomlkit
 
     docs = field_docs(section) if comments else {}
-    for key, value in sorted(values.items(), key=lambda pair: isinstance(pair[1], Mapping)):
+    for key, value in sorted(values.items(), key=lambda pair: isinstance(pair[1], Mapping) or _are_tables(pair[1])):
         if value is None:
+            continue
+        if _are_tables(value):
+            table.add(key, _tables(_item_type(section, key) or section, value))
             continue
         item = tomlkit.table() if isinstance(value, Mapping) else tomlkit.item(value)
         if isinstance(value, Mapping):
@@ -101,6 +104,28 @@ def _fill(table: Any, section: type, values: Mapping[str, Any], *, comments: boo
                 table.add(tomlkit.comment(line))
             item.comment(describe_type(section, key))
         table.add(key, item)
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def _tables(section: type, items: Iterable[Mapping[str, Any]]) -> Any:
+    """A list of tables, `[[section.key]]`."""
+    import tomlkit
+
+    written = tomlkit.aot()
+    for values in items:
+        table = tomlkit.table()
+        _fill(table, section, values, comments=False)
+        written.append(table)
+    return written
+
+
+def _item_type(section: type, key: str) -> type | None:
+    """The dataclass of the items of a list."""
+    items = typing.get_args(typing.get_type_hints(section).get(key))
+    return next((item for item in items if dataclasses.is_dataclass(item) and isinstance(item, type)), None)
 
 
 def _table_type(section: type, key: str) -> type | None:

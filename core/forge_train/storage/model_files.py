@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import Config
+from ..config.annotations import mark
 from ..config.schema import FilePath
-from ..config.validate import mark
 
 if TYPE_CHECKING:
     from ..contract.hooks import Hooks

@@ -20,6 +20,7 @@ from forge_train.ground.world import World
 from forge_train.registry.setup import Setup
 
 from . import advice, meshes
+from .optimizer import ParameterSet, parameter_sets
 from .roofline import DEVICES, Device, Roofline, roofline
 from .topology import Topology
 
@@ -80,6 +81,7 @@ class Plan:
     crossing: tuple[str, ...]
     """Axes of the dense and the expert domain along which some neighbours lie on different nodes."""
     parameters: Parameters
+    optimizer: tuple[ParameterSet, ...]
     memory: Memory
     communication: list[Traffic]
     expected_bytes: Mapping[str, float]
@@ -122,7 +124,7 @@ def plan(
     from .imagined import imagined
     from .parameters import count, giants
     from .record import counted
-    from .rehearsal import rehearse
+    from .rehearsal import imagine_optimizer, rehearse
 
     config = setup.config
     layout = Layout.of(config.parallel, world)
@@ -136,7 +138,10 @@ def plan(
         stored = {id(p): p for one in (model, *job.models.values()) for p in one.parameters()}  # frozen ones, too
         held = held_bytes(stored.values())
         flops = model.flops_per_token(config.train.sequence)
-        rehearsed = counted(rehearse_alike(job, composition, units) or rehearse(job, model))
+        alike = rehearse_alike(job, composition, units)
+        recorded = alike or rehearse(job, model)
+        rehearsed = counted(recorded)
+        sets = parameter_sets(imagine_optimizer(job, model).param_groups) if alike else recorded.sets
         memory = _memory(held, rehearsed)
         traffic = _traffic(rehearsed, names)
         topology, domains = Topology.of(context.place), meshes.domains(layout)
@@ -162,6 +167,7 @@ def plan(
         nodes=topology.nodes,
         crossing=crossing,
         parameters=parameters,
+        optimizer=sets,
         memory=memory,
         communication=traffic,
         expected_bytes=expected_bytes,

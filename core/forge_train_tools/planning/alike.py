@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from forge_train.composition.compose import Composition, compose
 from forge_train.contract.job import Job
 from forge_train.contract.transform import HOOK_TABLES
+from forge_train.ground.errors import ConfigError
 from forge_train.ground.tensors import local
 
 from .growth import grown, rule
@@ -106,7 +107,10 @@ def rehearse_alike(job: Job, composition: Composition, units: Units, *, least: i
             return None
         if [_without(form, own) for form in some.forms(short)] != [*whole[: gone.start], *whole[gone.stop :]]:
             return None
-        records.append(rehearse(job, short.model))
+        try:
+            records.append(rehearse(job, short.model))
+        except ConfigError:  # a pattern of a section may match a unit that was left out
+            return None
     return _laid_out(records, found.times - FEW)
 
 

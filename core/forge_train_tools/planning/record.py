@@ -9,6 +9,7 @@ from forge_train.ground.errors import describe
 
 from .communication import Collective
 from .growth import Event
+from .optimizer import ParameterSet
 from .roofline import Kernel
 
 END = Event("end", ())
@@ -25,6 +26,8 @@ class Recorded:
     """Bytes of the gradients that the optimizer is given; where a step could not be taken, of what they belong to."""
     optimizer: int | None = None
     """Bytes of its state."""
+    sets: tuple[ParameterSet, ...] = ()
+    """The parameters of its groups."""
     changes: list[Event] = field(default_factory=list)
     """Bytes that a storage gained or lost, in order of time; `END` where the backward pass has ended."""
     calls: list[Event] = field(default_factory=list)

@@ -31,6 +31,7 @@ from forge_train.loop.step import Watcher
 from .communication import Collective, Collectives
 from .growth import Event
 from .ledger import Ledger
+from .optimizer import parameter_sets
 from .record import END, Recorded
 from .watch import AnyDtype
 from .work import Work
@@ -52,13 +53,12 @@ def rehearse(job: Job, model: Model) -> Recorded:
     found = Recorded(parameters=held_bytes(model.parameters()))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
-        for one in (model, *job.models.values()):
-            for part in one.parts:
-                _allocate(part)
+        _allocate_all(job, model)
         found.buffers = held_bytes(_buffers(model))
         found.gradients = held_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
         rehearsal = _Rehearsal(job, model, found)
         optimizer = rehearsal.stepper.optimizer
+        found.sets = parameter_sets(optimizer.param_groups)
         try:
             _first_step(model, optimizer)
             found.optimizer = held_bytes(state_of(optimizer))
@@ -75,6 +75,19 @@ def rehearse(job: Job, model: Model) -> Recorded:
         found.failed = True
         found.not_found("activations and communication", error)
     return found
+
+
+def imagine_optimizer(job: Job, model: Model) -> torch.optim.Optimizer:
+    """The optimizer of a model that was composed on the meta device, and gets fake weights."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _allocate_all(job, model)
+        return job.hooks.optimizer(model)
+
+
+def _allocate_all(job: Job, model: Model) -> None:
+    for one in (model, *job.models.values()):
+        for part in one.parts:
+            _allocate(part)
 
 
 @contextmanager

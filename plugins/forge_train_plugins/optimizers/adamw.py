@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from forge_train import Ge, Gt, Lt, Plugin, hookimpl, section
+from forge_train import Ge, Gt, Lt, ParameterGroup, Plugin, hookimpl, section
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,8 @@ class AdamW(Plugin):
         """Of matrices; norms and biases do not decay."""
         decay_embeddings: bool = False
         """Decay the embedding too, which shrinks rows of rare tokens between their occurrences."""
+        groups: tuple[ParameterGroup, ...] = ()
+        """Parameters by pattern, with a learning rate or a decay of their own."""
 
     config: Config
 
@@ -42,5 +44,12 @@ class AdamW(Plugin):
         from forge_train.nn import decay_groups
 
         config = self.config
-        groups = decay_groups(model, config.weight_decay, decay_embeddings=config.decay_embeddings)
+        groups = decay_groups(
+            model,
+            job,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            decay_embeddings=config.decay_embeddings,
+            groups=config.groups,
+        )
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

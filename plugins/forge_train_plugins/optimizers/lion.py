@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from forge_train import Ge, Gt, Lt, Plugin, hookimpl, section
+from forge_train import Ge, Gt, Lt, ParameterGroup, Plugin, hookimpl, section
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,8 @@ class Lion(Plugin):
         """Of matrices; norms and biases do not decay. With a smaller lr it takes a larger one."""
         decay_embeddings: bool = False
         """Decay the embedding too."""
+        groups: tuple[ParameterGroup, ...] = ()
+        """Parameters by pattern, with a learning rate or a decay of their own."""
 
     config: Config
 
@@ -40,5 +42,12 @@ class Lion(Plugin):
         from ._lion import SignMomentum
 
         config = self.config
-        groups = decay_groups(model, config.weight_decay, decay_embeddings=config.decay_embeddings)
+        groups = decay_groups(
+            model,
+            job,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            decay_embeddings=config.decay_embeddings,
+            groups=config.groups,
+        )
         return SignMomentum(groups, lr=config.lr, betas=config.betas)

@@ -1,0 +1,222 @@
+"""An optimizer whose updates are functions of full matrices, however these are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from ..ground.tensors import local
+from .exchange import Message, Piece, Traffic, group_of
+from .matrices import Box, Matrix, matrices_of, regions, sharded_axes, stacked
+from .owners import batches, exchanges, split_local
+from .update_rule import UpdateRule, state_beside, state_piece
+
+
+@dataclass
+class _Held:
+    """A parameter in this step: its local part, gradient and momentum `[stack, rows, columns]`, and its group."""
+
+    weight: Tensor
+    gradient: Tensor | None
+    momentum: Tensor | None
+    group: Mapping[str, Any]
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """Momentum, decoupled weight decay and a rule over full matrices:
+
+    m ← β m + (1 − β) g;  u = rule((1 − β) g + β m, or m);  θ ← θ − lr λ θ − lr factor u
+
+    Each matrix that several ranks hold is gathered by one of them, its owner, which sends the update back. Owners are
+    balanced by the cost of their matrices. All ranks take part in rounds, in each of which an owner gathers no more
+    than the largest matrix; a round is two all-to-alls. Replicas of a matrix compute the same, each for itself.
+
+    Args:
+        groups: parameter groups of matrices `[rows, columns]` and of stacks `[stack, rows, columns]`, with `lr`,
+            `weight_decay`, `momentum` and `nesterov`.
+        rule: of matrices.
+        rest: the optimizer of all other parameters. Its groups and its state become part of this one's.
+        rank: this process's, of all.
+        device: where the rule computes.
+        fused: id of a parameter → rows of the matrices stacked in it (`fused_rows`).
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        rule: UpdateRule,
+        *,
+        rest: torch.optim.Optimizer | None = None,
+        rank: int = 0,
+        device: torch.device | str = "cpu",
+        fused: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        matrices = list(groups)
+        super().__init__([*matrices, *(rest.param_groups if rest else ())], {})
+        self._count, self._rest = len(matrices), rest
+        self.rule, self._rank, self._device = rule, rank, device
+        fused = fused or {}
+        self._parameters = [p for group in matrices for p in group["params"]]
+        self._parts = [max(1, len(fused.get(id(p), ()))) for p in self._parameters]
+        self._regions = {index: regions(p, rank) for index, p in enumerate(self._parameters)}
+        everything = [
+            matrix
+            for index, p in enumerate(self._parameters)
+            for matrix in matrices_of(index, p.shape, fused.get(id(p), ()))
+        ]
+        own, shared = split_local(everything, self._regions, rank)
+        stacks = [local(p).numel() for p in self._parameters if p.ndim == 3]
+        room = max([*stacks, *(matrix.box.numel for matrix in everything)], default=0)
+        self._batches = batches(own, room)
+        self._traffic = [
+            Traffic.of(exchange, self._regions, rank, self._pieces, group_of(exchange.ranks, self._a_mesh(exchange)))
+            for exchange in exchanges(shared, self._regions, room)
+        ]
+        self._held: list[_Held] = []
+
+    def _a_mesh(self, exchange: Any) -> tuple[Any, list[int]]:
+        """A mesh of the ranks of an exchange, and the axes along which they differ."""
+        first = next(m for ranks in exchange.rounds[0].owned for m in ranks)
+        parameter: Any = self._parameters[first.parameter]
+        return parameter.device_mesh, sharded_axes(parameter)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._held = [held for group in self.param_groups[: self._count] for held in self._hold(group)]
+        for batch in self._batches:
+            self._update_own([matrix for matrix in batch if self._held[matrix.parameter].gradient is not None])
+        for traffic in self._traffic:
+            for there, back in traffic.rounds:
+                self._update_shared(traffic, there, back)
+        self._held = []
+        if self._rest is not None:
+            self._rest.param_groups, self._rest.state = self.param_groups[self._count :], self.state
+            self._rest.step()
+        return loss
+
+    def _hold(self, group: Mapping[str, Any]) -> Iterator[_Held]:
+        """The parameters of a group in this step."""
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                yield _Held(stacked(local(parameter)), None, None, group)
+                continue
+            state = self.state[parameter]
+            if "momentum" not in state:
+                state["momentum"] = torch.zeros_like(parameter)
+            gradient = local(_placed_as(parameter, parameter.grad))
+            momentum = local(state["momentum"])
+            yield _Held(stacked(local(parameter)), stacked(gradient), stacked(momentum), group)
+
+    def _update_own(self, batch: Sequence[Matrix]) -> None:
+        """Matrices that this rank holds in full, all of one shape."""
+        if not batch:
+            return
+        momentum = _joined([self._momentum(matrix.parameter, matrix.box).to(self._device) for matrix in batch])
+        views = {name: [self._state(piece) for piece in self._state_pieces(batch, name)] for name in self.rule.keeps}
+        state = {name: _joined([view.to(self._device) for view in parts]) for name, parts in views.items()}
+        update = self._direction(momentum, state)
+        counts = [matrix.box.shape[0] for matrix in batch]
+        for matrix, part in zip(batch, torch.split(update, counts), strict=True):
+            self._move(matrix, matrix.box, part)
+        for name, parts in views.items():
+            for view, new in zip(parts, torch.split(state[name], counts), strict=True):
+                if view.data_ptr() != new.data_ptr():
+                    view.copy_(new)
+
+    def _update_shared(self, traffic: Traffic, there: Message, back: Message) -> None:
+        """A round: gather what this rank owns, compute, and send it back. Each buffer is dropped before the next."""
+        sizes = self._sizes
+        received = traffic.send(self._packed(there), there, back, sizes)
+        full = back.gather(received, self._device, sizes)
+        del received
+        for shape in full:
+            full[shape][""] = self._direction(full[shape].pop(""), full[shape])
+        answer = back.buffer(self._device, sizes)
+        back.scatter(full, answer, sizes)
+        del full
+        returned = traffic.send(answer, back, there, sizes)
+        del answer
+        for piece, part in there.parts(returned, sizes):
+            if self._held[piece.matrix.parameter].gradient is None:
+                continue
+            if piece.name:
+                self._state(piece).copy_(part)
+            else:
+                self._move(piece.matrix, piece.box, part)
+
+    def _packed(self, there: Message) -> Tensor:
+        """What this rank holds of what others own."""
+        buffer = there.buffer(self._device, self._sizes)
+        for piece, part in there.parts(buffer, self._sizes):
+            if not piece.name:
+                part.copy_(self._momentum(piece.matrix.parameter, piece.box))
+            elif self._held[piece.matrix.parameter].gradient is not None:
+                part.copy_(self._state(piece))
+            else:
+                part.zero_()
+        return buffer
+
+    def _sizes(self, name: str) -> torch.dtype:
+        return torch.float32 if name else self.rule.dtype
+
+    def _direction(self, momentum: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        return self.rule.direction(momentum, state).to(self.rule.dtype)
+
+    def _momentum(self, index: int, box: Box) -> Tensor:
+        """Move a part of the momentum on; a copy of what the rule is given of it. Part by part, while it is cached."""
+        held, origin = self._held[index], self._regions[index][self._rank]
+        if held.gradient is None or held.momentum is None:
+            return held.weight.new_zeros(box.shape)
+        momentum, gradient, decay = box.of(held.momentum, origin), box.of(held.gradient, origin), held.group["momentum"]
+        momentum.lerp_(gradient, 1 - decay)
+        return torch.lerp(gradient, momentum, decay) if held.group["nesterov"] else momentum.clone()
+
+    def _move(self, matrix: Matrix, box: Box, update: Tensor) -> None:
+        held, origin = self._held[matrix.parameter], self._regions[matrix.parameter][self._rank]
+        lr, decay = held.group["lr"], held.group["weight_decay"]
+        weight = box.of(held.weight, origin).mul_(1 - lr * decay)
+        weight.add_(update.to(weight.device), alpha=-lr * self.rule.factor(*matrix.box.shape[1:]))
+
+    # -- the rule's state ---------------------------------------------------------------------------------------------
+
+    def _pieces(self, matrix: Matrix, region: Box) -> list[Piece]:
+        """What a rank with this region of a parameter holds of a matrix: of its momentum, and of the rule's state."""
+        part = matrix.box & region
+        if not part.numel:
+            return []
+        return [Piece(matrix, "", part, matrix.box)] + [
+            state_piece(matrix, name, kept, part) for name, kept in self.rule.keeps.items()
+        ]
+
+    def _state_pieces(self, batch: Sequence[Matrix], name: str) -> list[Piece]:
+        return [state_piece(matrix, name, self.rule.keeps[name], matrix.box) for matrix in batch]
+
+    def _state(self, piece: Piece) -> Tensor:
+        """This rank's part of the rule's state."""
+        index, kept = piece.matrix.parameter, self.rule.keeps[piece.name]
+        parameter, region = self._parameters[index], self._regions[index][self._rank]
+        known = self.state[parameter]
+        known[piece.name], part, box = state_beside(parameter, known.get(piece.name), kept, region, self._parts[index])
+        return piece.box.of(part, box)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _placed_as(parameter: Any, gradient: Any) -> Any:
+    placements = getattr(parameter, "placements", None)
+    same = placements is None or gradient.placements == placements
+    return gradient if same else gradient.redistribute(placements=placements)
