@@ -369,7 +369,7 @@ def test_conflicts(here: Installed, conflicts: tuple[str, ...], other: str) -> N
 
 def test_needs(here: Installed) -> None:
     class Needy(toys.Bare):
-        needs = {"no_such_module.inner": "pip install no-such", "json": "pip install json"}  # noqa: RUF012
+        needs = {"no_such_module.inner": "pip install no-such", "json": "pip install json"}
 
     here.add(Needy)
     expected = "Plugin 'needy' (under-test 0) needs 'no_such_module.inner'. Install it: pip install no-such"

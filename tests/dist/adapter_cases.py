@@ -146,8 +146,13 @@ def adapted(
     values = {**toys.SMALL, "train.micro_batch": 1, **(config or {})}
     own = ["adapter_cases:Adapters"] if adapters else []
     run: TinyRun = run_forge(
-        [*toys.TOYS, "toys:Noise", *own, "cases:Probe", *plugins], values, steps=steps, preset="", folder=Path(folder), **more
-    )  # fmt: skip
+        [*toys.TOYS, "toys:Noise", *own, "cases:Probe", *plugins],
+        values,
+        steps=steps,
+        preset="",
+        folder=Path(folder),
+        **more,
+    )
     probe = run.plugin("probe")
     trained = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
     return {

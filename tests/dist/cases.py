@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from forge_train import Batch, Job, Model, Plugin, Update, hookimpl, section, BatchPhase, PrepareBatch
-from forge_train_tools.planning.communication import Collective, Collectives
+from forge_train import Batch, BatchPhase, Job, Model, Plugin, PrepareBatch, Update, hookimpl, section
 from forge_train.contract.protocols import Span, SpanName
 from forge_train.testing.runs import TinyRun, run_forge
+from forge_train_tools.planning.communication import Collective, Collectives
 
 
 class Probe(Plugin):
@@ -169,9 +169,9 @@ def global_norm() -> dict[str, float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from forge_train.processes.distributed import DistributedContext
-    from forge_train.loop.gradients import clip, total_norm
     from forge_train.ground.layout import Layout
+    from forge_train.loop.gradients import clip, total_norm
+    from forge_train.processes.distributed import DistributedContext
 
     world = torch.distributed.get_world_size()
     root = init_device_mesh("cpu", (world,), mesh_dim_names=("world",))

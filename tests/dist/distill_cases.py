@@ -7,7 +7,6 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -106,7 +105,9 @@ def distilled(
             for prefix, model in models.items()
             for name, tensor in model.named_parameters()
         },
-        "placements": sorted({str(getattr(p, "placements", "")) for m in run.job.models.values() for p in m.parameters()}),
+        "placements": sorted(
+            {str(getattr(p, "placements", "")) for m in run.job.models.values() for p in m.parameters()}
+        ),
         "training": [part.training for model in run.job.models.values() for part in model.parts],
         "report": cases.composition(run),
         "run": str(run.run),

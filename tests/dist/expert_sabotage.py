@@ -15,8 +15,8 @@ from forge_train import Applied, Transform, hookimpl, record_choices
 from forge_train_plugins.experts._moe.block import Routed
 from forge_train_plugins.experts._moe.router import Router, kept
 from forge_train_plugins.experts._moe.watch import Watch
-from forge_train_plugins.parallel.ep import ExpertParallel
 from forge_train_plugins.experts.moe import MoE
+from forge_train_plugins.parallel.ep import ExpertParallel
 
 
 class Unscaled(ExpertParallel):

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cases import tiny, whole
 from forge_train import Job, Model, Plugin, Update, hookimpl
+from forge_train_plugins.precision._low_precision.gather import PackedGather, gather_packed, packed, unpack
 from forge_train_tools.planning.communication import Collective, Collectives
 from forge_train_tools.verification.record import worker
-from forge_train_plugins.precision._low_precision.gather import PackedGather, gather_packed, packed, unpack
 
 LOW = ("even", "uneven", "across", "experts", "shared")
 """Modules that multiply in float8; the weight of the last is another module's too."""

@@ -1,4 +1,4 @@
-"""Attention kernels of a third party that can do more or less, and an attention that asks for more. As `kernels:Plain`."""
+"""Attention kernels of a third party that can do more or less, an attention that asks for more (`kernels:Plain`)."""
 
 from __future__ import annotations
 

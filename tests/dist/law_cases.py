@@ -13,8 +13,8 @@ from torch import nn
 
 import toys
 from forge_train import Applied, ConfigError, Phase, Plugin, Transform, hookimpl
-from forge_train.processes.distributed import DistributedContext
 from forge_train.ground.layout import Layout
+from forge_train.processes.distributed import DistributedContext
 from forge_train.testing import run_forge
 from hot_path import Watch, counting, waits
 from layouts import Replicas

@@ -1,4 +1,4 @@
-"""What ranks do for test_matrix_optimizers.py: train with matrix optimizers, and say where they ended and what they sent."""
+"""What ranks do for test_matrix_optimizers.py: train with matrix optimizers, say where they ended and what was sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An outside pipeline: each of two processes holds half of a tower, and all micro-batches go forward before one comes back."""
+"""An outside pipeline: two processes hold half of a tower each; all micro-batches go forward before one comes back."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -67,7 +67,9 @@ class RolloutLoader(toys.PlacedLoader):
             hidden = model(rows)
             logits = task.outputs(model.parts[-1], hidden, Batch(rows, rows))
             rows = torch.cat([rows, cases.whole(logits)[:, -1:].argmax(-1)], 1)
-        gathered = zip(self.job.dist.gather_tensors(torch.tensor(mine)), self.job.dist.gather_tensors(rows), strict=True)
+        gathered = zip(
+            self.job.dist.gather_tensors(torch.tensor(mine)), self.job.dist.gather_tensors(rows), strict=True
+        )
         for places, said in gathered:
             self.said[places % self.size] = said
 

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import Applied, Phase, Plugin, Transform, hookimpl, section
+from forge_train_plugins.data.text import Text
+from forge_train_plugins.feed_forward.swiglu import SwiGLU
 from forge_train_plugins.models.decoder import Decoder
 from forge_train_plugins.parallel.fsdp2 import FSDP2
 from forge_train_plugins.parallel.sequential import Sequential
-from forge_train_plugins.feed_forward.swiglu import SwiGLU
-from forge_train_plugins.data.text import Text
 from forge_train_plugins.parallel.tp import TensorParallel
 
 

@@ -1,5 +1,5 @@
-"""Batches of a third party: labels that are distributions, `[batch, sequence, vocabulary]`, a target with its axes the other
-way round, and plugins whose names are in the wrong order. As `soft_targets:SoftTask`."""
+"""Batches of a third party: labels that are distributions, `[batch, sequence, vocabulary]`, a target with its axes
+exchanged, and plugins whose names are in the wrong order. As `soft_targets:SoftTask`."""
 
 from __future__ import annotations
 

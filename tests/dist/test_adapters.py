@@ -53,13 +53,19 @@ def test_a_module_says_itself_what_its_gradients_are(verify: Verifier, adapted_f
     """And is believed: what it says here is wrong."""
     composition = Composition("tp2", "no ac", "one", "untied", "packed")
     wrong = {"adapters.declared": True}
-    verdict = verify(composition.request(adapted_file, **wrong), 2, reference=composition.reference(adapted_file, **wrong))
+    verdict = verify(
+        composition.request(adapted_file, **wrong), 2, reference=composition.reference(adapted_file, **wrong)
+    )
     assert not verdict.agree
     assert "lora" in str(verdict)
 
 
-@pytest.mark.parametrize(("partial", "same", "says"), [(True, True, "is the same on"), (False, False, "differs between")])
-def test_an_added_gradient_that_is_not_as_expected_is_refused(ranks: Pool, partial: bool, same: bool, says: str) -> None:
+@pytest.mark.parametrize(
+    ("partial", "same", "says"), [(True, True, "is the same on"), (False, False, "differs between")]
+)
+def test_an_added_gradient_that_is_not_as_expected_is_refused(
+    ranks: Pool, partial: bool, same: bool, says: str
+) -> None:
     for reply in ranks.run("tp_cases:judge", 2, partial=partial, same=same, added=True):
         assert f"'weight' was added to the model, and its gradient {says} the 2 ranks" in reply
         assert f"partial_gradients = {not partial}" in reply
@@ -154,7 +160,9 @@ def test_goes_on_on_another_layout_and_starts_a_run_without_its_base(ranks: Pool
 def test_another_base_is_refused_at_resume_and_a_copy_is_not(ranks: Pool, tmp_path: Path, base: Path) -> None:
     train(ranks, tmp_path / "runs", config=start(base), name="run", stop_at=2)
     other = newest(train(ranks, tmp_path / "other", adapters=False, steps=1)[0])
-    with pytest.raises(PoolError, match=r"holds a part of the weights, and the others are those of .*; .* holds others"):
+    with pytest.raises(
+        PoolError, match=r"holds a part of the weights, and the others are those of .*; .* holds others"
+    ):
         train(ranks, tmp_path / "runs", config=start(other), name="run")
     copy = shutil.copytree(base, tmp_path / "copy")
     assert len(train(ranks, tmp_path / "runs", config=start(copy), name="run")[0]["losses"]) == 4
@@ -164,11 +172,17 @@ def test_another_base_is_refused_at_resume_and_a_copy_is_not(ranks: Pool, tmp_pa
     ("change", "says"),
     [
         ({"train.init_missing": []}, r"holds another model:\s+head\.lora_down: absent in the checkpoint"),
-        ({"train.init_missing": [*ADDED, "*.nothing"]}, r"train\.init_missing: '\*\.nothing' fits nothing that .* lacks"),
+        (
+            {"train.init_missing": [*ADDED, "*.nothing"]},
+            r"train\.init_missing: '\*\.nothing' fits nothing that .* lacks",
+        ),
         ({"train.init_unexpected": ["x"]}, r"train\.init_unexpected: 'x' fits nothing that .* holds beside the model"),
         ({"checkpoint.only": ["*.lora_up"]}, r"checkpoint\.only leaves out .* and \d+ more, which this run trains"),
         ({"checkpoint.only": [*ADDED, "x"]}, r"checkpoint\.only: 'x' fits nothing that is a parameter of this model"),
-        ({"train.init_from": "", "train.init_missing": []}, r"checkpoint\.only: needs a checkpoint .* set train\.init_from"),
+        (
+            {"train.init_from": "", "train.init_missing": []},
+            r"checkpoint\.only: needs a checkpoint .* set train\.init_from",
+        ),
         ({"train.init_from": "", "checkpoint.only": []}, r"train\.init_missing: needs a checkpoint"),
     ],
 )

@@ -1,5 +1,4 @@
-"""Evaluations that a plugin names, with data and metrics of its own: in a run and by `forge eval`, on one process and on
-two."""
+"""Evaluations that a plugin names, with data and metrics of its own: in a run, by `forge eval`, on two ranks."""
 
 from __future__ import annotations
 
@@ -92,7 +91,9 @@ def test_what_can_not_be_evaluated_is_refused(run_forge: RunForge, tmp_path: Pat
         ended = forge("eval", *arguments)
         assert ended.code == 2
         assert says in ended.err
-    with pytest.raises(PluginError, match=r"'counting' must measure \['right', 'wrong'\], found \['count', 'right', 's"):
+    with pytest.raises(
+        PluginError, match=r"'counting' must measure \['right', 'wrong'\], found \['count', 'right', 's"
+    ):
         run_forge([Unmeasured], EVALUATED)
     with pytest.raises(ConfigError, match=r"Two evaluations are named 'counting': Plugin 'accuracy' .* 'silent'"):
         run_forge([Accuracy, Silent], EVALUATED)

@@ -77,7 +77,9 @@ def test_two_ranks_equal_one_process(
         assert sum(reply["extra_bytes"] for reply in replies) < 1.3 * alone["extra_bytes"]
 
 
-def test_a_frozen_one_costs_its_weights_and_nothing_else(alone: dict[str, Any], taught: dict[str, Any], trained: bool) -> None:
+def test_a_frozen_one_costs_its_weights_and_nothing_else(
+    alone: dict[str, Any], taught: dict[str, Any], trained: bool
+) -> None:
     own = {name: one for name, one in alone["weights"].items() if name.startswith("teacher:")}
     before = {f"teacher{name}": one for name, one in taught["weights"].items()}
     held = shapes(newest(alone))
@@ -158,7 +160,9 @@ def test_a_model_that_can_not_be_composed_is_named(tmp_path: Path, monkeypatch: 
     config = {**toys.SMALL, "parallel.dp_shard": 2, "distill.without": ["fsdp2"]}
     with (
         prepared([*toys.TOYS, "distill_cases:Distill", "fsdp2"], config, preset="", folder=tmp_path) as setup,
-        pytest.raises(ConfigError, match="The extra model 'teacher': parallel.dp_shard is 2, but no enabled plugin covers"),
+        pytest.raises(
+            ConfigError, match="The extra model 'teacher': parallel.dp_shard is 2, but no enabled plugin covers"
+        ),
     ):
         plan(setup, world=2)
 

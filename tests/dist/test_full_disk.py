@@ -46,7 +46,9 @@ def test_every_rank_says_the_same_wherever_a_save_stops(
     expected = rf"{target}: can't save the checkpoint: No space left on device \(the disk at .* left\)\. {newest}"
     assert re.fullmatch(rf"{expected} Make room there, then go on\.", message)
     assert not [path for path in (tmp_path / "run").rglob("*") if "partial" in path.name]
-    assert [saved.path.name for saved in found(target.parent) if not check(saved.path, contents=True)] == [kept] * bool(kept)
+    assert [saved.path.name for saved in found(target.parent) if not check(saved.path, contents=True)] == [kept] * bool(
+        kept
+    )
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text(encoding="utf-8"))
     assert (outcome["outcome"], outcome["code"]) == ("failed", 1)
     assert "Traceback" not in (tmp_path / "run" / "log" / "rank-0.log").read_text(encoding="utf-8")
@@ -71,7 +73,7 @@ def test_three_processes_on_a_disk_that_fills_up_and_stays_full(tmp_path: Path, 
 
     def forge(*more: str) -> str:
         ended = subprocess.run(
-            [sys.executable, "-P", "-m", "forge_train_cli", "train", str(config), "--without", "fsdp2", "--quiet", *more],
+            [sys.executable, "-P", "-m", "forge_train_cli", "train", str(config), "--without=fsdp2", "--quiet", *more],
             cwd=disk, capture_output=True, text=True, timeout=300, check=False,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "dist")])},
         )  # fmt: skip

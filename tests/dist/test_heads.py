@@ -1,4 +1,4 @@
-"""A head, a task and a loss of a third party fit each other, on one process and on two; those that do not are refused."""
+"""A head, a task and a loss of a third party fit each other, on one and two ranks; those that do not are refused."""
 
 from __future__ import annotations
 
@@ -48,16 +48,18 @@ def test_sequences_are_learned_alike_on_one_process_and_on_two(
         (
             ("heads:ClassHead",),
             [
-                "Plugin 'next_token' (forge-train 0.1.0) takes 'token_logits' from the slot 'head', but plugin "
-                "'class_head'",
+                "Plugin 'next_token' (forge-train 0.1.0) takes 'token_logits' from the slot 'head', but plugin 'class_hea",
                 "gives 'class_logits'. Enable another plugin for one of them.",
                 "Plugin 'cross_entropy' (forge-train 0.1.0) takes 'token_logits' from the slot 'head'",
             ],
         ),
-        (("heads:ClassTask",), ["Plugin 'class_task'", "takes 'class_logits' from the slot 'head', but plugin 'lm_head'"]),
+        (
+            ("heads:ClassTask",),
+            ["Plugin 'class_task'", "takes 'class_logits' from the slot 'head', but plugin 'lm_head'"],
+        ),
         (
             ("heads:ClassHead", "heads:ClassTask"),
-            ["Plugin 'cross_entropy' (forge-train 0.1.0) takes 'token_labels' from the slot 'task', but plugin 'class_"],
+            ["Plugin 'cross_entropy' (forge-train 0.1.0) takes 'token_labels' from the slot 'task', but plugin 'cla"],
         ),
     ],
 )

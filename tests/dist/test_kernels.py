@@ -59,9 +59,13 @@ def test_it_is_refused_where_documents_are_kept_apart_with_the_names_of_others(
 
 
 def test_what_layers_and_the_device_ask_for_is_refused_too(run_forge: RunForge) -> None:
-    with pytest.raises(ConfigError, match=r"'wide' .* without heads of 8 features; a layer asks for it\. Inst.*: sdpa\."):
+    with pytest.raises(
+        ConfigError, match=r"'wide' .* without heads of 8 features; a layer asks for it\. Inst.*: sdpa\."
+    ):
         run_forge([kernels.Wide])
-    with pytest.raises(ConfigError, match=r"'elsewhere' .* without the device 'cpu'; the run is on it\. Inst.*: sdpa\."):
+    with pytest.raises(
+        ConfigError, match=r"'elsewhere' .* without the device 'cpu'; the run is on it\. Inst.*: sdpa\."
+    ):
         run_forge([kernels.Elsewhere])
 
 

@@ -175,7 +175,7 @@ def test_mistakes_that_need_no_process(tmp_path: Path) -> None:
 @pytest.mark.accept("trial", "other")
 @pytest.mark.accept("trial", "10")
 def test_signals_and_orphans(two: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
-    """Ctrl-C saves and ends with 75; the same command goes on; SIGKILL of the launcher leaves no process behind, and a lock
+    """Ctrl-C saves and ends with 75; the same command goes on; SIGKILL of the launcher leaves no process, and a lock
     that the next command takes over, on one process this time."""
     file = config(tmp_path, "Slow", **{"train.steps": 400, "slow.seconds": 0.05, "checkpoint.every": 0})
     arguments = (file, "--nproc", "2", "--name", "stopped")
@@ -271,7 +271,8 @@ def test_nodes_without_a_shared_file_system(tmp_path: Path) -> None:
     assert [task.returncode for task in tasks] == [2, 2], ends
     for _, err in ends:
         assert re.fullmatch(
-            r"Error: runs/far: rank 1 on \S+ does not see what rank 0 on \S+ has there \(1 of 2 ranks do not\)\..+\n", err
+            r"Error: runs/far: rank 1 on \S+ does not see what rank 0 on \S+ has there \(1 of 2 ranks do not\)\..+\n",
+            err,
         )
     assert not (nodes[0] / "runs" / "far").exists()
 

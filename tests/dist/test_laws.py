@@ -52,11 +52,9 @@ def test_6_every_rank_hears_who_differs_in_what(ranks: Pool) -> None:
 def test_9_nothing_is_read_between_logged_steps_on_two_ranks(
     ranks: Pool, tmp_path: Path, name: str, plugins: list[str], config: dict[str, int]
 ) -> None:
-    """But twice a step on the CPU: weight and tokens of all ranks' batches, and whether anybody asked for something, which is
+    """But twice a step on the CPU: weight and tokens of all ranks' batches, and whether anybody asked for something, in
     the answer of the step before."""
-    for counts in ranks.run(
-        law_cases.reads, 2, folder=str(tmp_path), name=name, plugins=plugins, **config
-    ):
+    for counts in ranks.run(law_cases.reads, 2, folder=str(tmp_path), name=name, plugins=plugins, **config):
         assert counts == {
             "tolist forward.py": 6,
             "__bool__ distributed.py": 5,

@@ -26,7 +26,13 @@ TP2, EP2 = {"parallel.tp": 2}, {"parallel.ep": 2}
 CASES: dict[str, tuple[int, tuple[str, ...], Mapping[str, Any], tuple[str, ...], Mapping[str, Any]]] = {
     # What it is: ranks; plugins and settings of both sides; what the layout adds.
     "fsdp2": (2, FP8, {}, ("fsdp2",), {}),
-    "fsdp2 over three": (3, FP8, {"train.global_batch": 6, "train.micro_batch": 6}, ("fsdp2",), {"train.micro_batch": 2}),
+    "fsdp2 over three": (
+        3,
+        FP8,
+        {"train.global_batch": 6, "train.micro_batch": 6},
+        ("fsdp2",),
+        {"train.micro_batch": 2},
+    ),
     "tp2": (2, FP8, {}, ("tp",), TP2),
     "tp2, rowwise": (2, FP8, ROWS, ("tp",), TP2),
     "ep2": (2, ("fp8", "moe"), {}, ("ep", "fsdp2"), EP2),

@@ -28,7 +28,9 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], Mapping[str, Any]]] = {
 }
 
 
-def train(ranks: Pool, folder: Path, world: int, plugins: tuple[str, ...], config: Mapping[str, Any], **more: Any) -> Any:
+def train(
+    ranks: Pool, folder: Path, world: int, plugins: tuple[str, ...], config: Mapping[str, Any], **more: Any
+) -> Any:
     folder.mkdir(exist_ok=True)
     return ranks.run(
         "muon_cases:train", world, timeout=300, folder=str(folder), plugins=plugins, config=dict(config), **more

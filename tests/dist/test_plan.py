@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import plan_cases
-from forge_train_tools.planning import Plan, plan
 from forge_train.testing import Pool
 from forge_train.testing.runs import prepared
+from forge_train_tools.planning import Plan, plan
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 5)]
 
@@ -62,9 +62,7 @@ def test_is_what_a_rank_holds_and_sends(
     base = TINY if preset == "tiny" else {**QUICK, "text.path": str(tmp_path / ".testing" / "text")}
     config = {**base, **config}
     made: Plan = planned(preset, world, plugins, config)
-    real = ranks.run(
-        plan_cases.measure, world, folder=str(tmp_path), plugins=plugins, config=config, preset=preset
-    )[0]
+    real = ranks.run(plan_cases.measure, world, folder=str(tmp_path), plugins=plugins, config=config, preset=preset)[0]
     memory = made.memory
     resident = memory.parameters + memory.buffers + (memory.optimizer or 0)
     assert memory.notes == ()

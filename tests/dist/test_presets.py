@@ -23,9 +23,7 @@ SEVERAL = [one for one in everything() if one.processes > 1]
 
 def case(name: str, text: str, folder: str) -> dict[str, Any]:
     """What a rank does."""
-    request = Request(
-        config=name, without=("console", "tensorboard"), set=preset_settings.values(Path(text), name)
-    )
+    request = Request(config=name, without=("console", "tensorboard"), set=preset_settings.values(Path(text), name))
     setup = resolve(request, world=int(os.environ["WORLD_SIZE"]))
     finished = train(setup, run_dir=Path(folder), resume="never")
     axes = {axis: size for axis, size in setup.config.parallel.__dict__.items() if size > 1}

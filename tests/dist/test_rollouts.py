@@ -18,7 +18,9 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {"one": (1, ()), "fsdp2": (2, 
 def train(ranks: Pool, folder: Path, layout: str, **more: Any) -> list[dict[str, Any]]:
     world, plugins = LAYOUTS[layout]
     folder.mkdir(exist_ok=True)
-    replies: list[dict[str, Any]] = ranks.run("rollout_cases:rolled", world, folder=str(folder), plugins=plugins, **more)
+    replies: list[dict[str, Any]] = ranks.run(
+        "rollout_cases:rolled", world, folder=str(folder), plugins=plugins, **more
+    )
     return replies
 
 

@@ -14,7 +14,12 @@ import compositions
 from forge_train.config import Request
 from forge_train.testing import Verifier
 
-pytestmark = [pytest.mark.dist, pytest.mark.accept("trial", 17), pytest.mark.accept("dist", 1), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.accept("trial", 17),
+    pytest.mark.accept("dist", 1),
+    pytest.mark.timeout(300),
+]
 
 BATCH = {"train.global_batch": 12, "train.micro_batch": 2}
 WARM = {"train.steps": 10_000, "cosine.warmup": 2000}
@@ -157,7 +162,7 @@ FAULTS: dict[str, Fault] = {
     "gradients doubled after their norm": Fault(
         "sabotage:AfterNorm",
         {"updates", "optimizer"},
-        "The optimizer's state is that of gradients 2 times as large: they are changed after their global norm was taken",
+        "The optimizer's state is that of gradients 2 times as large: they are changed after their global norm",
     ),
     "no clipping": Fault(
         "optimizer_sabotage:Unclipped",
@@ -208,7 +213,10 @@ def test_other_settings_of_the_optimizer_are_read_out(verify: Verifier, composit
     """Where parameter groups show them; the first step of Adam does not depend on β2, but its state does."""
     verdict = verify(Fault("optimizer_sabotage:OtherGroups", set(), "").request(composition_file), 2, steps=1)
     assert verdict.failed == {"optimizer"}
-    assert verdict.advice[0] == "The optimizer's setting betas is (0.9, 0.95) on one process and (0.9, 0.999) on the layout."
+    assert (
+        verdict.advice[0]
+        == "The optimizer's setting betas is (0.9, 0.95) on one process and (0.9, 0.999) on the layout."
+    )
 
 
 def test_a_norm_that_a_plugin_changes_is_found_where_clipping_hides_it(

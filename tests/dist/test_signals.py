@@ -11,8 +11,8 @@ import pytest
 
 import toys
 from forge_cli import environment, forge, forge_process
-from forge_train.storage.checkpoint import check, found
 from forge_train.ground.records import TIMINGS, read
+from forge_train.storage.checkpoint import check, found
 from signalling import Signals
 
 pytestmark = [pytest.mark.accept("trial", "other"), pytest.mark.timeout(400)]
@@ -26,7 +26,10 @@ def test_one_signal_lets_it_finish(tmp_path: Path, number: int) -> None:
     config = {"checkpoint.every": 2, "signals": {"numbers": [int(number)]}}
     stopped = toys.run(tmp_path, Signals, name="a", steps=STEPS, config=config)
     assert (stopped.finished.outcome, stopped.finished.code, stopped.finished.step) == ("interrupted", 75, 3)
-    assert [(saved.step, check(saved.path, contents=True)) for saved in found(stopped.run / "checkpoints")] == [(3, ""), (2, "")]
+    assert [(saved.step, check(saved.path, contents=True)) for saved in found(stopped.run / "checkpoints")] == [
+        (3, ""),
+        (2, ""),
+    ]
     again = toys.run(tmp_path, Signals, name="a", steps=STEPS, config={"checkpoint.every": 2})
     assert again.numbers == toys.run(tmp_path, Signals, name="b", steps=STEPS).numbers
 
@@ -54,7 +57,9 @@ def test_a_signal_counts_also_where_nothing_can_be_told(tmp_path: Path, logger: 
 @pytest.mark.e2e
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("nproc", "numbers", "code"), [(1, (15, 15), 143), (2, (10,), 75), (2, (2, 15), 143)], ids=["alone", "once", "twice"]
+    ("nproc", "numbers", "code"),
+    [(1, (15, 15), 143), (2, (10,), 75), (2, (2, 15), 143)],
+    ids=["alone", "once", "twice"],
 )
 def test_signals_in_processes_of_their_own(tmp_path: Path, nproc: int, numbers: tuple[int, ...], code: int) -> None:
     more = {"checkpoint.every": 2, "signals.at": 4, "train.steps": STEPS}

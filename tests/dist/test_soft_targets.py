@@ -26,7 +26,9 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 def train(ranks: Pool, folder: Path, world: int, plugins: tuple[str, ...], config: dict[str, Any]) -> dict[str, Any]:
     folder.mkdir()
     config = {"train.micro_batch": 6, "train.evaluate_every": 2, **config}
-    reply: dict[str, Any] = ranks.run("cases:train", world, folder=str(folder), plugins=plugins, config=config, steps=4)[0]
+    reply: dict[str, Any] = ranks.run(
+        "cases:train", world, folder=str(folder), plugins=plugins, config=config, steps=4
+    )[0]
     return reply
 
 
@@ -56,7 +58,9 @@ def test_what_reaches_the_task_is_made_of_the_whole_sequence_and_cut_along_its_o
 
 
 def test_a_tensor_that_does_not_lie_along_its_axes_is_refused(run_forge: RunForge) -> None:
-    with pytest.raises(PluginError, match=r"hook prepare_batch .*'weights' is \[32, 5\], and its batch axis is said to"):
+    with pytest.raises(
+        PluginError, match=r"hook prepare_batch .*'weights' is \[32, 5\], and its batch axis is said to"
+    ):
         run_forge([soft_targets.Misshapen])
 
 

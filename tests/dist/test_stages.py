@@ -1,4 +1,4 @@
-"""Stages of a pipeline in different processes, by an outside plugin: one process's numbers, and nothing lost at resume."""
+"""Stages of a pipeline in different processes, by an outside plugin: one process's numbers, nothing lost at resume."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ def test_goes_on_bit_for_bit(ranks: Pool, tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [("one", "pp2"), ("pp2", "one"), ("pp2", "pp2 × dp2")])
-def test_goes_on_on_another_layout(
-    ranks: Pool, tmp_path: Path, alone: dict[str, Any], before: str, after: str
-) -> None:
+def test_goes_on_on_another_layout(ranks: Pool, tmp_path: Path, alone: dict[str, Any], before: str, after: str) -> None:
     config = {"noise.scale": 0.0}
     train(ranks, tmp_path / "runs", before, stop_at=2, config=config)
     resumed = train(ranks, tmp_path / "runs", after, config=config)

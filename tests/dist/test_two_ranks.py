@@ -1,4 +1,4 @@
-"""A layout of two ranks of each kind against one process: what `make test` has of what `make test-dist` tries at length."""
+"""A layout of two ranks of each kind against one process: what `make test` has of all that `make test-dist` tries."""
 
 from __future__ import annotations
 

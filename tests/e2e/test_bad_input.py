@@ -61,7 +61,7 @@ def test_a_missing_dependency() -> None:
     class Needy(toys.Bare):
         """It needs what is not there."""
 
-        needs = {"no_such_package": "pip install 'no-such[fast]'"}  # noqa: RUF012
+        needs = {"no_such_package": "pip install 'no-such[fast]'"}
 
     with installed([Needy]):
         message = refused("-p", "needy")
