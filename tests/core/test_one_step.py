@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -183,6 +183,9 @@ def test_an_attached_loss_weighs_the_same_however_the_batch_is_split(tmp_path: P
 class Apart(nn.Module):
     """A block with a weight that only its attached loss trains."""
 
+    terms: ClassVar[list[tuple[float, int]]] = []
+    """Of each forward pass: the derivative by that weight, summed over tokens, and how many they are."""
+
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -192,7 +195,9 @@ class Apart(nn.Module):
         return Init("ones") if name == "extra" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return attach_loss(self.inner(x), (self.extra * (1 + x.detach().square())).square().sum())
+        squares = (1 + x.detach().square()).square().sum()
+        self.terms.append((2 * float(squares), x.shape[:2].numel()))
+        return attach_loss(self.inner(x), self.extra.square().sum() * squares)
 
 
 class MeanOfOne(Plugin):
@@ -236,8 +241,10 @@ def test_an_attached_loss_weighs_the_same_however_many_labels_are_masked(tmp_pat
         config = {"train.micro_batch": micro, "toy_data.mask": False, **config}
         return gradients(tmp_path, MeanOfOne, *plugins, config=config, without=("toy_model",), steps=1)
 
+    Apart.terms.clear()
     expected = run().gradients[0]["layers.1.extra"]
-    assert float(expected) > 1
+    sums, tokens = zip(*Apart.terms, strict=True)
+    assert float(expected) == pytest.approx(sum(sums) / sum(tokens), rel=1e-5)
     for plugins in ((Mask,), (Mask, Weighted)):
         got = run(*plugins, **{"mask.left": LEFT[left]}).gradients[0]["layers.1.extra"]
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)

@@ -100,7 +100,7 @@ def fill(tensor: Tensor, name: str, init: Init, seed: int) -> None:
         return
     if piece.numel() == 0:
         return
-    shape = tuple(tensor.shape) if tensor.dim() > 1 else (1, *tensor.shape) if tensor.dim() else (1, 1)
+    shape = (1, 1, *tensor.shape)[-max(tensor.dim(), 2) :]
     if tensor.dim() <= 1:
         piece, window = piece.reshape(1, -1), [(0, 1), *window] if tensor.dim() else [(0, 1), (0, 1)]
     leading, (row_from, row_to), columns = window[:-2], window[-2], slice(*window[-1])

@@ -18,7 +18,7 @@ from ..ground.failure import during
 from ..ground.names import canonical
 from ..registry.discovery import discover
 from ..storage import checkpoint
-from ..storage.placement import check_alike, describe_odd, reduce_partial
+from ..storage.placement import check_alike, describe_odd
 from ..storage.run import plugin_list, saved_plugins
 from ..storage.state import (
     all_random_states,
@@ -82,7 +82,6 @@ def optimizer_to_save(stepper: Stepper) -> dict[str, Any]:
         PluginError: naming what can't.
     """
     job = stepper.job
-    reduce_partial(stepper.optimizer)
     state = optimizer_state(stepper.optimizer, stepper.model)
     split(state, "optimizer", {})
     check_alike(state, stepper.model, job.dist)

@@ -22,6 +22,7 @@ from ..ground.failure import during
 from ..ground.present import few
 from ..ground.tensors import full_tensor, present, scale
 from ..registry.unused import note_unused
+from ..storage.placement import reduce_partial
 from .forward import Counts, Forward
 from .gradients import clip, total_norm
 
@@ -146,6 +147,8 @@ class Stepper(Forward):
             clip(gradients, update.grad_norm, limit)
         with self._around_optimizer():
             self.optimizer.step()
+        if self.job.dist.world > 1:
+            reduce_partial(self.optimizer)
         self.schedule.step()
 
 
