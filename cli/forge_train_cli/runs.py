@@ -172,7 +172,7 @@ def _results(histories: list[History]) -> dict[str, list[Any]]:
     tables = [
         {
             "outcome": history.outcome,
-            **{key: value for key, value in history.last.items() if key != "timing"},
+            **{key: value for key, value in history.last.items() if key not in ("timing", "version")},
             **{f"held out {key}": value for key, value in history.evaluation.items() if key != "step"},
         }
         for history in histories

@@ -61,6 +61,7 @@ def test_a_killed_run_shows_what_there_is(forge: Forge, two: Path) -> None:
 
 def test_compare(forge: Forge, two: Path) -> None:
     found = forge("runs", "compare", "first", "second", "--json").json
+    assert "version" not in found["results"], "that is the schema's, and no result"
     assert found["runs"] == ["runs/first", "runs/second"]
     assert found["config"]["train.steps"] == {"runs/first": 6, "runs/second": 4}
     assert found["config"]["lion.lr"]["runs/first"] is None

@@ -111,7 +111,7 @@ def test_an_option_of_a_type_that_toml_lacks(tmp_path: Path, plugin: type[toys.B
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("train", "lion"), "It is a plugin: use --plugins lion."),
+        (("train", "wsd"), "It is a plugin: use --plugins wsd."),
         (("train", "{run}"), "To repeat that run, train {run}/config.toml; to continue it, use --resume {run}."),
         (
             ("train", "-p", "package.module"),

@@ -200,8 +200,8 @@ class Piecewise(Plugin):
         steps, ends = config.train.total_steps, [0, *self._ends(config)]
         if not steps:
             return
-        for number, (first, last) in enumerate(pairwise(ends), 1):
-            if last <= first:
+        for number, (until, (first, last)) in enumerate(zip(mine.until, pairwise(ends), strict=True), 1):
+            if last < first or (last == first and until > 1):  # a short run may have no whole step of a share
                 yield Problem(
                     "piecewise.until", f"phase {number} ends at step {last:,}, where it begins, or before ({first:,})."
                 )
