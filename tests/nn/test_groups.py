@@ -91,6 +91,7 @@ def test_a_decay_of_its_own_reaches_vectors() -> None:
         (("heed",), r"adamw\.groups: 'heed' matches no trainable parameter\. Did you mean 'head'\?"),
         (("*", "h*"), r"adamw\.groups: '\*' and 'h\*' both match 'head'\. Each parameter belongs to one group\."),
         (("frozen",), "'frozen' matches no trainable parameter"),
+        (("head",), r"adamw\.groups: 'head' changes nothing; set its lr or its weight_decay\."),
     ],
 )
 def test_patterns_that_are_mistakes(patterns: tuple[str, ...], says: str) -> None:

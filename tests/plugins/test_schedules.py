@@ -166,6 +166,19 @@ def test_a_run_follows_the_schedule_over_accumulation_and_a_stop(tmp_path: Path)
     assert resumed.numbers == through.numbers
 
 
+@pytest.mark.parametrize("plugin", [Cosine, WSD, Piecewise])
+def test_a_run_that_is_made_longer_or_shorter_follows_its_new_curve_at_once(tmp_path: Path, plugin: Any) -> None:
+    name = getattr(plugin, "name", "piecewise")
+    config = {"adamw.lr": PEAK, "checkpoint.every": 2, "checkpoint.keep": 9, "log.every": 1}
+    first = toys.run(tmp_path, name, steps=6, config=config, name="first")
+    for steps in (12, 5):
+        curve = learning_rates(plugin, run_of(steps))
+        for step in (4, 6)[: 1 + (steps > 6)]:
+            saved = str(first.run / f"checkpoints/step-{step:08}")
+            again = toys.run(tmp_path, name, steps=steps, config=config, name=f"to{steps}-{step}", resume=saved)
+            assert [line["lr"] for line in again.metrics] == pytest.approx(curve[step:steps])
+
+
 def test_wsd_decays_from_any_checkpoint(tmp_path: Path) -> None:
     config = {"adamw.lr": 0.01, "wsd.decay": 2, "checkpoint.every": 2, "checkpoint.keep": 9}
     long = toys.run(tmp_path, "wsd", steps=8, config=config, name="long")
@@ -205,6 +218,8 @@ def test_every_group_keeps_its_ratio() -> None:
         (Piecewise, {"until": [4, 11]}, "until: the last phase ends at step 11, after the run (10 steps)."),
         (Piecewise, {"until": [0.01, 1]}, ""),
         (Piecewise, {"until": [5, 0.4]}, "until: phase 2 ends at step 4, where it begins, or before (5)."),
+        (Piecewise, {"until": [0.5, 0.5]}, "until: phase 2 ends at step 5, where it begins, or before (5)."),
+        (Piecewise, {"start": 0.0, "to": [0.0, 0.0]}, "to: the learning rate is 0 throughout."),
         (Piecewise, {"to": [1.0]}, "to: expected one for each of the 2 phases, found 1."),
         (Piecewise, {"curve": ["sqrt"]}, "curve: expected one for each of the 2 phases, found 1."),
     ],

@@ -23,6 +23,7 @@ from ..storage.run import plugin_list, saved_plugins
 from ..storage.state import (
     all_random_states,
     by_group,
+    follow_new_curve,
     keep_rates,
     load_optimizer_state,
     merged_groups,
@@ -117,6 +118,9 @@ def restore(stepper: Stepper, progress: Progress, path: Path) -> list[str]:
         stepper.schedule.load_state_dict(schedule)
         if not kept:
             keep_rates(stepper.optimizer, stepper.schedule, state["optimizer"])
+        now = job.config.values()
+        if changes or any(state["config"].get(key) != now[key] for key in ("train.steps", "train.tokens")):
+            follow_new_curve(stepper.schedule)
     else:
         for _ in range(progress.step):
             stepper.schedule.step()

@@ -40,7 +40,7 @@ def parameter_groups(
             carries its pattern as `match` and its factor as `lr_factor`, which `forge plan` shows.
 
     Raises:
-        ConfigError: for a pattern that matches nothing, and for a parameter that two patterns match.
+        ConfigError: for a pattern that matches or changes nothing, and for a parameter that two patterns match.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     indices = _indices(model, job, trained, groups) if groups else {}
@@ -106,6 +106,8 @@ def _indices(
         if index not in used:
             hint = nearest(group.match, everybody) or f" There are {few(everybody)}."
             raise ConfigError(f"{key}: {group.match!r} matches no trainable parameter.{hint}", key=key)
+        if group.lr == 1 and group.weight_decay is None:
+            raise ConfigError(f"{key}: {group.match!r} changes nothing; set its lr or its weight_decay.", key=key)
     return {name: found[0] for name, found in hits.items() if found}
 
 

@@ -137,6 +137,17 @@ def keep_rates(optimizer: torch.optim.Optimizer, schedule: Any, saved: Mapping[s
             group["lr"] = group["initial_lr"] * old["lr"] / old["initial_lr"]
 
 
+def follow_new_curve(schedule: Any) -> None:
+    """Have a resumed schedule whose curve is another one now begin on it, and not with the rate that was saved. torch's
+    other schedules than `LambdaLR` know no curve, but only steps from one rate to the next."""
+    if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
+        shares = [curve(schedule.last_epoch) for curve in schedule.lr_lambdas]
+        rates = [base * share for base, share in zip(schedule.base_lrs, shares, strict=True)]
+        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        schedule._last_lr = rates
+
+
 def _names(optimizer: torch.optim.Optimizer, model: Model) -> list[str]:
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     names = [known.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]

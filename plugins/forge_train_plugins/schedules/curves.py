@@ -197,11 +197,15 @@ class Piecewise(Plugin):
                 yield Problem(
                     f"piecewise.{key}", f"expected one for each of the {len(mine.until)} phases, found {len(values)}."
                 )
+        if not any((mine.start, *mine.to)):
+            yield Problem("piecewise.to", "the learning rate is 0 throughout.")
         steps, ends = config.train.total_steps, [0, *self._ends(config)]
         if not steps:
             return
-        for number, (until, (first, last)) in enumerate(zip(mine.until, pairwise(ends), strict=True), 1):
-            if last < first or (last == first and until > 1):  # a short run may have no whole step of a share
+        for number, (first, last) in enumerate(pairwise(ends), 1):
+            before, until = (0.0, *mine.until)[number - 1 : number + 1]
+            rounded = before < until <= 1  # a short run may have no whole step of a share
+            if last < first or (last == first and not rounded):
                 yield Problem(
                     "piecewise.until", f"phase {number} ends at step {last:,}, where it begins, or before ({first:,})."
                 )
