@@ -39,7 +39,8 @@ def enabled(run: Path) -> set[str]:
     return {one["name"] for one in json.loads((run / "plugins.json").read_text())}
 
 
-def test_trains_and_shows_it(forge: Forge) -> None:
+def test_trains_and_shows_it(forge: Forge, folder: Path) -> None:
+    (folder / "corpus.txt").write_text("a text that no other test has tokenised\n" * 200, encoding="utf-8")
     done = forge("train", "tiny.toml")
     assert "step 6/6 · loss " in done.out
     assert "held out: loss " in done.out
