@@ -80,7 +80,7 @@ class Training:
         return self._finish("done", 0)
 
     def _log(self, result: StepResult) -> None:
-        """The one place where the host waits for the device."""
+        """Write a line of metrics: here the host waits for the device."""
         line = self._meter.line(result)
         self.loss = line["loss"]
         self._check_finite(line["loss"], line["grad_norm"], result)
