@@ -327,7 +327,9 @@ def test_a_run_without_a_checkpoint_says_that_it_starts_over_and_keeps_the_old_f
 def test_damaged_checkpoints_are_kept_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = toys.run(tmp_path, name="a").run
     (run / "checkpoints" / "step-00000004" / "state.json").unlink()
+    (run / "checkpoints" / ".step-00000008.partial").mkdir()
     assert toys.run(tmp_path, name="a", steps=5).finished.step == 5
+    assert not [*run.rglob(".step-*")], "what a killed save left is no use to anybody"
     assert "The values are not the same:\n  train.steps: 4 then, 5 now" in caplog.text
     assert (run / "attempt-1" / "checkpoints" / "step-00000004" / "manifest.json").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from .strict_json import dumps
@@ -24,3 +25,9 @@ def write_whole(file: Path, text: str) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def remove_remains(checkpoints: Path) -> None:
+    """Remove what a process left that was killed while it saved or pruned a checkpoint."""
+    for left in checkpoints.glob(".step-*"):
+        shutil.rmtree(left, ignore_errors=True)

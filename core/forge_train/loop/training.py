@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from ..contract.control import Requests
-from ..contract.events import CheckpointEvent, Finished, LogRecord, StepResult
+from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
 from ..ground.errors import ConfigError, DivergedError
 from ..ground.failure import during
 from ..storage import checkpoint, model_files
@@ -168,9 +168,9 @@ class Training:
                 self._event("checkpoint_pruned", path=gone.path.name)
                 self.job.hooks.on_checkpoint(CheckpointEvent("pruned", gone.step, gone.path))
 
-    def _finish(self, outcome: str, code: int, reason: str = "") -> Finished:
+    def _finish(self, outcome: Outcome, code: int, reason: str = "") -> Finished:
         generates = bool(self.job.hooks.provider("tokenizer")) and not self.model.looks_ahead
-        finished = Finished(outcome, self.progress.step, self.loss, code, self.job.run.dir, reason, generates)  # type: ignore[arg-type]
+        finished = Finished(outcome, self.progress.step, self.loss, code, self.job.run.dir, reason, generates)
         self._event("run_finished", outcome=outcome, loss=self.loss, reason=reason, error=None)
         self.job.hooks.on_finish(finished)
         if self.job.dist.main:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..ground import disk
 from ..ground.errors import ConfigError, ForgeError
-from ..ground.files import write_json, write_whole
+from ..ground.files import remove_remains, write_json, write_whole
 from ..ground.strict_json import loads
 from ..processes.distributed import DistributedContext
 from . import dcp
@@ -58,8 +58,7 @@ def save(folder: Path, step: int, state: Mapping[str, Any], dist: DistributedCon
         ForgeError: if the disk refuses; earlier checkpoints stay as they are.
     """
     if dist.main:
-        for left in folder.glob(".step-*"):  # by a process that was killed while it saved or pruned
-            shutil.rmtree(left, ignore_errors=True)
+        remove_remains(folder)
     return write(folder / f"step-{step:08d}", step, state, dist, beside=beside, latest=folder / "latest")
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..contract.run import Run, writing
-from ..ground.files import write_json, write_whole
+from ..ground.files import remove_remains, write_json, write_whole
 from ..ground.strict_json import loads
 from ..ground.world import World
 from ..registry.write import to_toml
@@ -54,6 +54,7 @@ def set_aside(run: Run) -> Path:
             shutil.copyfile(run.dir / name, aside / name)
         if (tokenizer := run.dir / model_files.FOLDER).is_dir():  # the configuration may name the files in it
             shutil.copytree(tokenizer, aside / model_files.FOLDER)
+        remove_remains(run.checkpoints)
         for path in sorted(run.dir.iterdir()):
             if not _stays(path.name):
                 path.rename(aside / path.name)
