@@ -61,10 +61,13 @@ def orthogonalise(
     if one:
         x = x[0]  # torch's plain products are faster than its batched ones
     product = torch.addmm if one else torch.baddbmm
+    other, gram = torch.empty_like(x), x.new_empty(*x.shape[:-1], x.shape[-2])
+    change = torch.empty_like(gram)
     for a, b, c in polynomials(coefficients, steps):
-        gram = x @ x.mT
-        change = product(gram, gram, gram, beta=b, alpha=c)
-        x = product(x, change, x, beta=a)
+        torch.matmul(x, x.mT, out=gram)
+        product(gram, gram, gram, beta=b, alpha=c, out=change)
+        product(x, change, x, beta=a, out=other)
+        x, other = other, x
     if one:
         x = x[None]
     return x.mT if tall else x
