@@ -87,7 +87,7 @@ def first_line(thing: object) -> str:
 
 
 def table(section: type) -> str:
-    """The options of a section as a table, or the empty string where it has none."""
+    """The options of a section as a table, those of a list's tables (`groups[].lr`) among them, or the empty string."""
     head = ["| option | type | default | what it is |", "|---|---|---|---|"]
     body = [f"| {' | '.join(row)} |" for row in rows(section)]
     return "\n".join(head + body) if body else ""
@@ -103,6 +103,8 @@ def rows(section: type, prefix: str = "") -> Iterator[tuple[str, str, str, str]]
             yield from rows(typing.cast(type, inner), f"{name}.")
         else:
             yield f"`{name}`", f"`{describe_type(section, field.name)}`", default(field), text
+            for item in filter(dataclasses.is_dataclass, typing.get_args(inner)):
+                yield from rows(typing.cast(type, item), f"{name}[].")
 
 
 def default(field: dataclasses.Field[Any]) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .contract.batch import BatchPhase as BatchPhase
     from .contract.batch import PrepareBatch as PrepareBatch
     from .contract.choices import record_choices as record_choices
+    from .contract.dtypes import dtype_borders as dtype_borders
     from .contract.events import CheckpointEvent as CheckpointEvent
     from .contract.events import Evaluation as Evaluation
     from .contract.events import Finished as Finished
@@ -78,6 +79,7 @@ _HOME = {
     "contract.auxiliary": "attach_loss",
     "contract.batch": "Axes Batch BatchPhase MASKED PrepareBatch",
     "contract.choices": "record_choices",
+    "contract.dtypes": "dtype_borders",
     "contract.events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
     "contract.extra": "ExtraModel",
     "contract.groups": "ParameterGroup",

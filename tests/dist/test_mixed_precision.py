@@ -105,3 +105,47 @@ def test_a_scaler_without_fp16_is_refused(run_forge: RunForge) -> None:
 def test_a_narrow_precision_without_its_plugin_is_refused(run_forge: RunForge) -> None:
     with pytest.raises(ConfigError, match="no enabled plugin covers 'precision'"):
         run_forge(config={"train.precision": "bf16"}, without=["precision"])
+
+
+# -- rules by module --------------------------------------------------------------------------------------------------
+
+RULES = {
+    "train.precision": "bf16",
+    "decoder.qk_norm": True,
+    "precision.rules": [{"match": "*norm"}, {"match": "layers.0.feed_forward"}, {"match": "head"}],
+}
+LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
+    "fsdp2 ×3": (3, (), {}),
+    "zero1 ×2": (2, ("zero1",), {}),
+    "ddp ×2": (2, ("ddp",), {}),
+    "tp2": (2, ("tp",), {"parallel.tp": 2, "parallel.dp_shard": 1}),
+    "tp2 × fsdp2": (4, ("tp",), {"parallel.tp": 2, "parallel.dp_shard": 2}),
+    "recomputed and compiled": (2, ("ac", "compile"), {"compile.backend": "aot_eager"}),
+    "experts": (2, ("moe", "ep"), {"parallel.ep": 2, "parallel.dp_shard": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rules_count_under_every_sharding(ranks: Pool, tmp_path: Path, layout: str) -> None:
+    """Every module computes in its rule's dtype, and the gradients are those of one process to what bf16 leaves."""
+    world, plugins, config = LAYOUTS[layout]
+    experts = tuple(name for name in plugins if name == "moe")
+    arguments = {"config": {**STEP, **RULES, **config}, "folder": str(tmp_path / "many")}
+    many = ranks.run("precision_cases:dtypes", world, plugins=plugins, **arguments)
+    alone = {"config": {**STEP, **RULES}, "folder": str(tmp_path / "one")}
+    one = ranks.run("precision_cases:dtypes", 1, plugins=experts, **alone)[0]
+    narrow = {"config": {**STEP, "train.precision": "bf16", "decoder.qk_norm": True}, "folder": str(tmp_path / "bf16")}
+    plain = ranks.run("precision_cases:dtypes", 1, plugins=experts, **narrow)[0]
+    for reply in many:
+        assert reply["dtypes"] == one["dtypes"]
+        assert reply["norm"] == pytest.approx(one["norm"], rel=2e-2)
+    wide = {name for name, dtype in one["dtypes"].items() if dtype == "torch.float32"}
+    assert {"norm", "head", "layers.0.feed_forward", "layers.1.attention.q_norm"} <= wide
+    assert "layers.1.feed_forward" not in wide
+    assert set(plain["dtypes"].values()) == {"torch.bfloat16"}
+
+
+def test_fsdp2_refuses_a_rule_for_one_of_two_that_share_a_weight(train: Any) -> None:
+    rule = {"precision.rules": [{"match": "head"}], "decoder.tied": True}
+    with pytest.raises(Exception, match="'head' computes in float32 and shares a weight with another module"):
+        train(2, "bf16", rule)

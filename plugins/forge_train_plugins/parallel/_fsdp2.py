@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from forge_train import Applied, ConfigError, Job, MicroBatch
+from forge_train import Applied, ConfigError, Job, MicroBatch, dtype_borders
 from forge_train.ground.tensors import local
 
 if TYPE_CHECKING:
@@ -119,19 +119,13 @@ class Sharding:
     ) -> None:
         self.mesh_of, self.reshard, self.reduce_each = mesh_of, reshard, reduce_each
         self.experts = job.dist.layout.ep * job.dist.layout.etp > 1
-        narrow = job.precision.param is not torch.float32
-        self.precision = (
-            MixedPrecisionPolicy(param_dtype=job.precision.param, reduce_dtype=job.precision.reduce)
-            if narrow
-            else MixedPrecisionPolicy()
-        )
+        self.precision = job.precision
         self.offload = CPUOffloadPolicy() if offload else OffloadPolicy()
         train = job.config.train
         self.micro_batches = job.dist.layout.micro_batches(train.global_batch, train.micro_batch)
-        self.widths = (job.precision.param.itemsize, job.precision.reduce.itemsize)
 
     def apply(self, part: nn.Module) -> Applied:
-        groups = groups_of(part, experts=self.experts)
+        groups = self._groups(part)
         expected_bytes = self._expected_bytes(part)
         for group in groups:
             # The loss may call the head in chunks: it is gathered once, and kept until its last chunk's backward.
@@ -152,6 +146,28 @@ class Sharding:
             free_gathered=step.free_gathered,
         )
 
+    def _groups(self, part: nn.Module) -> list[Group]:
+        """Modules with a `compute_dtype` of their own are groups too, since a group is gathered in one dtype."""
+        groups = groups_of(part, experts=self.experts)
+        known = {group.name for group in groups}
+        spread = [f"{name}." for name, _ in expert_modules(part)] if self.experts else []
+        for name, (own, _) in dtype_borders(part, self.precision.param).items():
+            module = part.get_submodule(name)
+            if _is_tied(part, name):
+                raise ConfigError(
+                    f"{name!r} computes in {str(own).removeprefix('torch.')} and shares a weight with another module, "
+                    "which FSDP2 gathers in one dtype. Leave it as it is, or untie them."
+                )
+            if name not in known and any(True for _ in module.parameters()):
+                groups.append(Group(name, module, "expert" if name.startswith(tuple(spread)) else "dense"))
+        return groups if len(groups) == len(known) else sorted(groups, key=lambda group: -group.name.count("."))
+
+    def _policy(self, module: nn.Module) -> MixedPrecisionPolicy:
+        dtype = getattr(module, "compute_dtype", self.precision.param)
+        if dtype is self.precision.master:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=self.precision.reduce)
+
     def _shard(self, module: nn.Module, domain: Domain, *, keep: bool) -> None:
         mesh = self.mesh_of(domain)
         fully_shard(
@@ -159,7 +175,7 @@ class Sharding:
             mesh=mesh,
             shard_placement_fn=partial(_placement, shards=mesh.size(mesh.ndim - 1)),
             reshard_after_forward=not keep,
-            mp_policy=self.precision,
+            mp_policy=self._policy(module),
             offload_policy=self.offload,
         )
 
@@ -168,27 +184,25 @@ class Sharding:
         of a shard sum its gradients (arXiv:1910.02054, §7). Experts on meshes of their own are left out."""
         elsewhere = {id(p) for _, module in expert_modules(part) for p in module.parameters()} if self.experts else ()
         mine = [p for p in part.parameters() if id(p) not in elsewhere]
-        gathered, reduced = (
-            sum(local(p).numel() for p in some) for some in (mine, [p for p in mine if p.requires_grad])
-        )
+        dtypes = {id(p): self._policy(m).param_dtype for m in part.modules() for p in m.parameters(recurse=False)}
+        gathered = sum(local(p).numel() * (dtypes[id(p)] or self.precision.master).itemsize for p in mine)
+        reduced = sum(local(p).numel() for p in mine if p.requires_grad) * self.precision.reduce.itemsize
         mesh = self.mesh_of("dense")
         shards, copies = mesh.size(-1), mesh.size() // mesh.size(-1)
         gathers = {"always": 2 * self.micro_batches, "never": self.micro_batches, "step": 1}[self.reshard]
         reductions = self.micro_batches if self.reduce_each else 1
-        compute, reduce = self.widths
         *outer, inner = mesh.mesh_dim_names or ()
-        whole = gathers * gathered * compute + reductions * reduced * reduce
+        whole = gathers * gathered + reductions * reduced
         found = {inner: whole * (shards - 1) / shards}
         for axis in outer:
-            found[axis] = 2 * reductions * reduced / shards * reduce * (copies - 1) / copies
+            found[axis] = 2 * reductions * reduced / shards * (copies - 1) / copies
         return found
 
     def _note(self) -> str:
         mesh = self.mesh_of("dense")
         axes = " × ".join(f"{name} {size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         zero = {"always": "ZeRO-3", "never": "ZeRO-2", "step": "ZeRO-1"}[self.reshard]
-        dtype = self.precision.param_dtype or torch.float32
-        return f"{zero} over {axes}, gathered in {str(dtype).removeprefix('torch.')}"
+        return f"{zero} over {axes}, gathered in {str(self.precision.param).removeprefix('torch.')}"
 
 
 def _placement(parameter: nn.Parameter, *, shards: int) -> Shard | None:

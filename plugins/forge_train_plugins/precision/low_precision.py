@@ -42,7 +42,7 @@ class LowPrecisionPlugin(Plugin):
     @hookimpl
     def parallelize(self, job: Job) -> list[Transform]:
         self._conversion = self._convert(job)
-        return [Transform(Phase.FLOAT8, "fp8", self._conversion.apply)]
+        return [Transform(Phase.FLOAT8, "fp8", self._conversion.apply, after=("compute_dtypes",))]
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:

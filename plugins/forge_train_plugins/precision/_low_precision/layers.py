@@ -75,6 +75,8 @@ class Candidate:
 
     def unfit(self) -> str:
         """Why it can't; empty if it can."""
+        if (dtype := getattr(self.module, "compute_dtype", None)) is not None:
+            return f"a rule has it compute in {str(dtype).removeprefix('torch.')}"
         if not self.experts and not hasattr(self.module, "product"):
             if type(self.module).forward is not nn.Linear.forward:
                 return f"{type(self.module).__name__} has a forward of its own"
