@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forge_train.nn import PerBatch
+
 
 @dataclass(frozen=True)
 class _Seen:
-    """What decides which keys a query sees."""
+    """What decides which keys a query sees, beside the documents."""
 
     queries: int
     keys: int
@@ -19,8 +21,6 @@ class _Seen:
     window: int | None
     dtype: torch.dtype
     device: torch.device
-    version: int = 0
-    """Of the document ids: how often they were changed in place."""
 
 
 class Kernel:
@@ -35,8 +35,7 @@ class Kernel:
     """
 
     def __init__(self) -> None:
-        self._made: tuple[Tensor | None, _Seen, Tensor] | None = None
-        """The last mask, after what it was made for."""
+        self._mask: PerBatch[Tensor] = PerBatch()
 
     def __call__(
         self,
@@ -56,7 +55,7 @@ class Kernel:
         mask = None
         if document_ids is not None or narrow or (offset, queries) not in ((0, keys), (keys - 1, 1)):
             seen = _Seen(queries, keys, offset, window if narrow else None, query.dtype, query.device)
-            mask = self._mask(seen, document_ids)
+            mask = self._mask(document_ids, seen, lambda: make_mask(seen, document_ids))
         out_BHTD = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -68,14 +67,6 @@ class Kernel:
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return out_BHTD.transpose(1, 2)
-
-    def _mask(self, seen: _Seen, document_ids: Tensor | None) -> Tensor:
-        if torch.compiler.is_compiling() or (document_ids is not None and document_ids.is_inference()):
-            return make_mask(seen, document_ids)
-        seen = seen if document_ids is None else replace(seen, version=document_ids._version)
-        if self._made is None or self._made[0] is not document_ids or self._made[1] != seen:
-            self._made = document_ids, seen, make_mask(seen, document_ids)
-        return self._made[2]
 
 
 def make_mask(seen: _Seen, document_ids: Tensor | None) -> Tensor:
