@@ -200,9 +200,11 @@ def test_the_core_names_no_plugin_package() -> None:
 AXES = {"tp", "ep"}
 """Mesh axes are the kernel's; the plugins that cover two of them bear their names."""
 WORDS = {
+    "auto",
     "compile",
     "console",
     "constant",
+    "eager",
     "linear",
     "precision",
     "sample",

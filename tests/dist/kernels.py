@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from forge_train import Job, KernelCapabilities, Layer, Plugin, hookimpl
 from forge_train.nn import Linear
+from forge_train_plugins.attention._auto import measure as measuring
+from forge_train_plugins.attention.auto import Auto
+from forge_train_plugins.attention.flex import Flex
+from forge_train_plugins.attention.packed import Varlen
 
 
 def attend(
@@ -113,6 +118,43 @@ class Elsewhere(Plugin):
     @hookimpl
     def attention_kernel(self, job: Job) -> Any:
         return attend
+
+
+class Leaking(Varlen):
+    """Keeps documents apart on one process, and on several forgets to."""
+
+    @hookimpl
+    def attention_kernel(self, job: Job) -> Any:
+        kernel = super().attention_kernel(job)
+        if job.dist.world == 1:
+            return kernel
+        return lambda query, key, value, document_ids=None, **asked: kernel(query, key, value, **asked)
+
+
+class Grouping(Flex):
+    """On several processes, has heads share keys in the wrong order."""
+
+    @hookimpl
+    def attention_kernel(self, job: Job) -> Any:
+        kernel = super().attention_kernel(job)
+        if job.dist.world == 1:
+            return kernel
+        return lambda query, key, value, **asked: kernel(query, key.flip(2), value.flip(2), **asked)
+
+
+class Opinions(Auto):
+    """Each rank would find another kernel the fastest; rank 0 alone may measure."""
+
+    @hookimpl
+    def on_start(self, job: Job) -> None:
+        def measure(kernel: Any, shape: Any, best: float) -> float:
+            assert job.dist.rank == 0
+            return float(type(kernel).__module__.endswith("_sdpa")) + 1
+
+        with patch.object(measuring, "measure", measure):
+            super().on_start(job)
+        job.dist.agree({"kernel": self.state_dict()["kernel"]})
+        assert self.state_dict()["kernel"] == "varlen"
 
 
 class Local(Plugin):

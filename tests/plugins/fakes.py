@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_train import Attention, AttentionKernel, FeedForward, Head, HeadSpec, Layer, LossFunction, Plugin
+from forge_train import (
+    Attention,
+    AttentionKernel,
+    FeedForward,
+    Head,
+    HeadSpec,
+    KernelCapabilities,
+    Layer,
+    LossFunction,
+    Plugin,
+)
 from forge_train_plugins.attention.gqa import GQA
 from forge_train_plugins.attention.sdpa import SDPA
 from forge_train_plugins.feed_forward.swiglu import SwiGLU
@@ -32,6 +42,7 @@ class Hooks:
         self._job, self._tokenizer = job, tokenizer
         self.gqa, self.sdpa, self.swiglu = make(GQA), make(SDPA), make(SwiGLU, activation=activation)
         self.cross_entropy, self.lm_head = make(CrossEntropy), make(LanguageModelHead)
+        self.asked_of_kernel: list[KernelCapabilities] = []
 
     def provider(self, slot: str) -> str | None:
         return "text" if slot == "tokenizer" and self._tokenizer is not None else None
@@ -51,6 +62,9 @@ class Hooks:
     def attention_kernel(self, needs: object = None) -> AttentionKernel:
         return self.sdpa.attention_kernel(self._job)  # type: ignore[no-any-return]
 
+    def kernel_needs(self, config: object) -> list[tuple[str, KernelCapabilities]]:
+        return []
+
     def feed_forward(self, layer: Layer) -> FeedForward:
         return self.swiglu.feed_forward(layer, self._job)  # type: ignore[no-any-return]
 
@@ -61,7 +75,7 @@ class Hooks:
 def job(**hooks: Any) -> Any:
     """A job with the defaults behind its hooks."""
     dist = SimpleNamespace(rank=0, gather_stages=lambda value: [value])
-    made = SimpleNamespace(steps=10, dist=dist, device=torch.device("cpu"))
+    made = SimpleNamespace(steps=10, dist=dist, device=torch.device("cpu"), config=None)
     made.hooks = Hooks(made, **hooks)
     return made
 

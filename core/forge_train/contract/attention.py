@@ -74,7 +74,8 @@ class AttentionKernel(Protocol):
 
         Keyword arguments, those but `scale` only for a kernel that declares them in `Plugin.kernel_capabilities`:
             scale: of the logits, 1/√head_dim by default.
-            document_ids: `[batch, key_sequence]` int64 of the keys, and of the queries at their positions.
+            document_ids: `[batch, key_sequence]` int64 of the keys, and of the queries at their positions. A kernel may
+                count on the tokens of a document being neighbours.
             offset: position of the first query, counted from the first key; key_sequence - sequence by default, so that
                 the last query sees every key of a cache. Every query sees a key at least.
             window: positions that a query sees, itself included; all by default.

@@ -4,8 +4,9 @@ Every module here that owns parameters says how they start, `initial(name) → I
 non-persistent buffers fills them in `reset_buffers()`: models are built on the meta device, so what a constructor
 computes is lost, and core calls both once memory is there.
 
-What optimizers share is here too: parameter groups, and updates of full matrices. Techniques stay out of this
-package. Importing it imports torch.
+What optimizers share is here too: parameter groups, and updates of full matrices; and what attention kernels share:
+which keys a query sees, documents' bounds, and exact attention in tiles for where no fused kernel runs. Techniques stay
+out of this package. Importing it imports torch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from .groups import decay_groups, decays, parameter_groups
 from .matrices import fused_rows, hidden_matrices
 from .matrix_optimizer import MatrixOptimizer
 from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
+from .spans import PerBatch, document_bounds, first_visible, is_imagined, neighbours
+from .tiled import TiledAttention
 from .update_rule import Kept, UpdateRule
 
 __all__ = [
@@ -29,18 +32,24 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "MatrixOptimizer",
+    "PerBatch",
     "RMSNorm",
     "RoPE",
     "Scaling",
     "TensorStyle",
+    "TiledAttention",
     "UpdateRule",
     "YarnScaling",
     "decay_groups",
     "decays",
     "depth_scaled",
+    "document_bounds",
+    "first_visible",
     "flops_per_token",
     "full_tensor",
     "fused_rows",
     "hidden_matrices",
+    "is_imagined",
+    "neighbours",
     "parameter_groups",
 ]

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from forge_train import ConfigError
+from forge_train.nn import PerBatch
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def missing(backend: str, device: torch.device, precision: str, *, masked: bool) -> str:
+    """Why a backend can't run, in a clause; empty if nothing is known to stand against it."""
+    if backend in ("efficient", "cudnn") and device.type != "cuda":
+        return f"it runs on CUDA only, and the run is on {device.type}; take 'auto', 'flash' or 'math'"
+    if backend == "cudnn" and not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
+        return "this torch has no cuDNN"
+    if device.type == "cuda" and backend in ("flash", "cudnn") and precision == "fp32":
+        return "on CUDA it computes in bf16 or fp16 only, and train.precision is 'fp32'"
+    if device.type == "cuda" and backend == "flash" and masked:
+        return (
+            "on CUDA it takes no mask, and the run needs one for documents or windows; take the kernel varlen or flex"
+        )
+    return ""
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What decides which keys a query sees."""
+    """What decides which keys a query sees, beside the documents."""
 
     queries: int
     keys: int
@@ -19,8 +47,6 @@ class _Seen:
     window: int | None
     dtype: torch.dtype
     device: torch.device
-    version: int = 0
-    """Of the document ids: how often they were changed in place."""
 
 
 class Kernel:
@@ -34,9 +60,9 @@ class Kernel:
     for each layer would outgrow all other activations.
     """
 
-    def __init__(self) -> None:
-        self._made: tuple[Tensor | None, _Seen, Tensor] | None = None
-        """The last mask, after what it was made for."""
+    def __init__(self, backend: str = "auto") -> None:
+        self._backend = backend
+        self._mask: PerBatch[Tensor] = PerBatch()
 
     def __call__(
         self,
@@ -56,26 +82,37 @@ class Kernel:
         mask = None
         if document_ids is not None or narrow or (offset, queries) not in ((0, keys), (keys - 1, 1)):
             seen = _Seen(queries, keys, offset, window if narrow else None, query.dtype, query.device)
-            mask = self._mask(seen, document_ids)
-        out_BHTD = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None and queries > 1,
-            scale=scale,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
+            mask = self._mask(document_ids, seen, lambda: make_mask(seen, document_ids))
+        with nullcontext() if self._backend == "auto" else only(self._backend, query, mask, dropout):
+            out_BHTD = F.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                key.transpose(1, 2),
+                value.transpose(1, 2),
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None and queries > 1,
+                scale=scale,
+                enable_gqa=query.shape[2] != key.shape[2],
+            )
         return out_BHTD.transpose(1, 2)
 
-    def _mask(self, seen: _Seen, document_ids: Tensor | None) -> Tensor:
-        if torch.compiler.is_compiling() or (document_ids is not None and document_ids.is_inference()):
-            return make_mask(seen, document_ids)
-        seen = seen if document_ids is None else replace(seen, version=document_ids._version)
-        if self._made is None or self._made[0] is not document_ids or self._made[1] != seen:
-            self._made = document_ids, seen, make_mask(seen, document_ids)
-        return self._made[2]
+
+@contextmanager
+def only(backend: str, query: Tensor, mask: Tensor | None, dropout: float) -> Iterator[None]:
+    """Have torch take this backend, or none.
+
+    Raises:
+        ConfigError: if it can't compute what is asked.
+    """
+    try:
+        with sdpa_kernel(BACKENDS[backend]):
+            yield
+    except RuntimeError as error:
+        if not str(error).startswith(("No available kernel", "No viable backend")):
+            raise
+        asked = [f"{query.dtype} on {query.device.type}, heads of {query.shape[-1]} features"]
+        asked += ["a mask"] * (mask is not None) + ["dropout"] * (dropout > 0)
+        raise ConfigError(f"sdpa.backend = {backend!r}: torch can't compute {', '.join(asked)} with it.") from error
 
 
 def make_mask(seen: _Seen, document_ids: Tensor | None) -> Tensor:

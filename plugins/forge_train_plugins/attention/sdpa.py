@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from forge_train import AttentionKernel, KernelCapabilities, Plugin, hookimpl
+from forge_train import AttentionKernel, ConfigError, KernelCapabilities, Plugin, hookimpl, section
 
 if TYPE_CHECKING:
     from forge_train import Job
 
 
 class SDPA(Plugin):
-    """Attention by torch's scaled_dot_product_attention: runs everywhere, the reference for other kernels."""
+    """Attention by torch's scaled_dot_product_attention: runs everywhere.
+
+    Documents and windows need a dense mask, which torch's flash kernels on CUDA do not take; `varlen` and `flex` need
+    none.
+    """
 
     api = (1, 0)
     kernel_capabilities = KernelCapabilities(documents=True, offsets=True, windows=True, dropout=True)
+
+    @section
+    class Config:
+        backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
+        """Torch's implementation; auto lets torch choose for each call."""
+
+    config: Config
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -23,7 +34,12 @@ class SDPA(Plugin):
     @hookimpl
     def attention_kernel(self, job: Job) -> AttentionKernel:
         """The same for every layer that asks: they share a batch's mask."""
-        from ._sdpa import Kernel
+        from ._sdpa import Kernel, missing
 
-        self._kernel = self._kernel or Kernel()
+        backend = self.config.backend
+        if self._kernel is None and backend != "auto":
+            masked = any(needs.documents or needs.windows for _, needs in job.hooks.kernel_needs(job.config))
+            if why := missing(backend, job.device, job.config.train.precision, masked=masked):
+                raise ConfigError(f"sdpa.backend = {backend!r}: {why}.")
+        self._kernel = self._kernel or Kernel(backend)
         return self._kernel

@@ -1,0 +1,201 @@
+"""Exact attention in tiles, in plain torch operations: no queries × keys matrix is ever held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .spans import PerBatch, check_neighbours, first_visible, is_imagined
+
+TILE = 128
+"""Queries of a tile: on a CPU 64 to 128 were fastest, from documents of 256 tokens to those of 8,192 (torch 2.13)."""
+
+
+class Tile(NamedTuple):
+    """Queries that are computed together, and the keys that any of them sees."""
+
+    rows: slice
+    start: int
+    stop: int
+    first: int
+    last: int
+    """One beyond the last key."""
+
+
+class Plan(NamedTuple):
+    """The tiles of a batch, and the first key that each query sees."""
+
+    first: Tensor
+    offset: int
+    tiles: tuple[Tile, ...]
+
+
+class TiledAttention:
+    """Causal grouped-query attention for devices without a fused kernel; see `forge_train.AttentionKernel`.
+
+    Time and memory grow with what queries see: documents and windows make it cheaper, where a dense mask makes it
+    dearer. The backward pass computes each tile's weights again (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
+    All sums are in float32, or in float64 for such inputs.
+    """
+
+    def __init__(self) -> None:
+        self._plan: PerBatch[Plan] = PerBatch()
+        # A compiled graph would unroll the tiles of one batch.
+        self._tiles: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(self._attend)  # type: ignore[no-untyped-call]
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        offset: int | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        log_sum_exp: bool = False,
+        scale: float | None = None,
+    ) -> Any:
+        """As the protocol has it; documents must be runs of neighbouring tokens.
+
+        Raises:
+            ValueError: if a document comes back after another one.
+        """
+        offset = key.shape[1] - query.shape[1] if offset is None else offset
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        out, lse = self._tiles(query, key, value, sinks, document_ids, offset, window, scale, soft_cap)
+        return (out, lse.flatten(1, 2).float()) if log_sum_exp else out
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        document_ids: Tensor | None,
+        offset: int,
+        window: int | None,
+        scale: float,
+        soft_cap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        facts = (query.shape[1], key.shape[1], offset, window, query.device)
+        plan = self._plan(document_ids, facts, lambda: make_plan(document_ids, *facts))
+        found: tuple[Tensor, Tensor] = _Tiles.apply(query, key, value, sinks, plan, scale, soft_cap)  # type: ignore[no-untyped-call]
+        return found
+
+
+def make_plan(
+    document_ids: Tensor | None, queries: int, keys: int, offset: int, window: int | None, device: torch.device
+) -> Plan:
+    """Tiles for all rows at once, or with documents for each row; reads the documents' bounds from the device."""
+    first = first_visible(document_ids, queries, keys, offset=offset, window=window, device=device)
+    if document_ids is None:
+        rows = [slice(None)]
+    elif is_imagined(document_ids):  # a tile of the longest span stands for all of them
+        stop = min(TILE, queries)
+        return Plan(first, offset, (Tile(slice(0, 1), queries - stop, queries, 0, offset + queries),))
+    else:
+        check_neighbours(document_ids)
+        rows = [slice(row, row + 1) for row in range(len(first))]
+    starts = range(0, queries, TILE)
+    lows = torch.stack([first[:, start : start + TILE].amin(1) for start in starts], 1).tolist()
+    tiles = tuple(
+        Tile(row, start, stop := min(start + TILE, queries), low, offset + stop)
+        for row, of_row in zip(rows, lows, strict=True)
+        for start, low in zip(starts, of_row, strict=True)
+    )
+    return Plan(first, offset, tiles)
+
+
+class _Tiles(torch.autograd.Function):
+    """Output `[batch, queries, heads, head_dim]` and log-sum-exp `[batch, kv_heads, group, queries]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: Plan, scale: float, cap: Any
+    ) -> tuple[Tensor, Tensor]:
+        ctx.plan, ctx.scale, ctx.cap = plan, scale, cap
+        batch, queries, heads, _ = query.shape
+        kv_heads = key.shape[2]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out = torch.empty_like(query)
+        lse = query.new_empty(batch, kv_heads, heads // kv_heads, queries, dtype=wide)
+        keys_BKSD, values_BKSD = (one.transpose(1, 2).to(wide) for one in (key, value))
+        grouped_sinks = None if sinks is None else sinks.to(wide).view(kv_heads, -1, 1)
+        for tile in plan.tiles:
+            rows, start, stop, first, last = tile
+            logits, _ = _logits(query, keys_BKSD, tile, plan, scale, cap)
+            total = logits.logsumexp(-1)
+            if grouped_sinks is not None:
+                total = torch.logaddexp(total, grouped_sinks.expand_as(total))
+            lse[rows, :, :, start:stop] = total
+            weights = logits.sub_(total[..., None]).exp_().flatten(2, 3)
+            mixed = weights @ values_BKSD[rows, :, first:last]
+            out[rows, start:stop] = _apart(mixed, stop - start).to(out.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        plan, wide = ctx.plan, lse.dtype
+        kv_heads = key.shape[2]
+        keys_BKSD, values_BKSD = (one.transpose(1, 2).to(wide) for one in (key, value))
+        query_grad = torch.empty_like(query)
+        key_grad, value_grad = (torch.zeros_like(one) for one in (keys_BKSD, values_BKSD))
+        # What a logit's gradient is shifted by: Σ weights · their gradients, which is out · out_grad.
+        shift_BTH = (out.to(wide) * out_grad.to(wide)).sum(-1)
+        shift = torch.unflatten(shift_BTH, -1, (kv_heads, -1)).permute(0, 2, 3, 1) - lse_grad
+        for tile in plan.tiles:
+            rows, start, stop, first, last = tile
+            logits, slope = _logits(query, keys_BKSD, tile, plan, ctx.scale, ctx.cap)
+            weights = logits.sub_(lse[rows, :, :, start:stop, None]).exp_()
+            mixed_grad = _together(out_grad[rows, start:stop].to(wide), kv_heads)
+            value_grad[rows, :, first:last] += weights.flatten(2, 3).mT @ mixed_grad
+            grad = (mixed_grad @ values_BKSD[rows, :, first:last].mT).view_as(weights)
+            grad = grad.sub_(shift[rows, :, :, start:stop, None]).mul_(weights)
+            grad = (grad if slope is None else grad.mul_(slope)).mul_(ctx.scale).flatten(2, 3)
+            key_grad[rows, :, first:last] += grad.mT @ _together(query[rows, start:stop].to(wide), kv_heads)
+            query_grad[rows, start:stop] = _apart(grad @ keys_BKSD[rows, :, first:last], stop - start).to(query.dtype)
+        sink_grad = None
+        if sinks is not None:
+            of_sinks = (sinks.to(wide).view(kv_heads, -1, 1) - lse).exp_()
+            sink_grad = -(of_sinks * shift).sum((0, 3)).flatten().to(sinks.dtype)
+        key_grad, value_grad = (
+            grad.transpose(1, 2).to(like.dtype) for grad, like in ((key_grad, key), (value_grad, value))
+        )
+        return query_grad, key_grad, value_grad, sink_grad, None, None, None
+
+
+def _logits(
+    query: Tensor, keys_BKSD: Tensor, tile: Tile, plan: Plan, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """`[rows, kv_heads, group, queries, keys]`, −∞ where a query sees no key; and the slope of the soft cap."""
+    rows, start, stop, first, last = tile
+    keys = keys_BKSD[rows, :, first:last]
+    logits = _together(query[rows, start:stop].to(keys.dtype), keys.shape[1]) @ keys.mT
+    logits = torch.unflatten(logits.mul_(scale), 2, (-1, stop - start))
+    slope = None
+    if cap is not None:
+        bent = logits.div_(cap).tanh_()
+        slope, logits = 1 - bent.square(), bent * cap
+    columns = torch.arange(first, last, device=query.device)
+    positions = torch.arange(plan.offset + start, plan.offset + stop, device=query.device)[:, None]
+    seen_from = plan.first[rows, start:stop, None]
+    return logits.masked_fill_(((columns > positions) | (columns < seen_from))[:, None, None], -torch.inf), slope
+
+
+def _together(x_BTHD: Tensor, kv_heads: int) -> Tensor:
+    """`[batch, queries, heads, features]` → `[batch, kv_heads, group × queries, features]`."""
+    return torch.unflatten(x_BTHD, 2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _apart(x_BKND: Tensor, queries: int) -> Tensor:
+    """The way back."""
+    return torch.unflatten(x_BKND, 2, (-1, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)

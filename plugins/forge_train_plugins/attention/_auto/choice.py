@@ -1,0 +1,111 @@
+"""The kernel that hands each call to the one that was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+from forge_train import AttentionKernel, ConfigError, Job, KernelCapabilities
+from forge_train.registry.discovery import find, load
+
+KEYWORDS = {
+    "document_ids": "documents",
+    "offset": "offsets",
+    "window": "windows",
+    "dropout": "dropout",
+    "soft_cap": "soft_caps",
+    "sinks": "sinks",
+    "log_sum_exp": "log_sum_exp",
+}
+"""Keyword of a call → the capability that it needs."""
+
+
+class Choice:
+    """Causal grouped-query attention; see `forge_train.AttentionKernel`.
+
+    Args:
+        names: of kernels, in order of preference.
+        job: of the run.
+
+    Raises:
+        ConfigError: if none of them can do what the run needs.
+    """
+
+    def __init__(self, names: tuple[str, ...], job: Job) -> None:
+        self._job = job
+        self.needs = KernelCapabilities()
+        self.kernels: dict[str, AttentionKernel] = {}
+        """Those that run on this device, in order of preference."""
+        self.refused: dict[str, str] = {}
+        self._capabilities: dict[str, KernelCapabilities] = {}
+        here = KernelCapabilities(devices=(job.device.type,))
+        for name in names:
+            cls = load(find(name))
+            if lacking := [*cls.kernel_capabilities.lacks(here)]:
+                self.refused[name] = f"it is without {lacking[0]}"
+                continue
+            try:
+                kernel: Any = cls(cls.Config())
+                self.kernels[name] = kernel.attention_kernel(job)
+                self._capabilities[name] = cls.kernel_capabilities
+            except (ConfigError, ImportError) as error:
+                self.refused[name] = str(error)
+        self.taken = self.able()[0]
+        self._by_asked: dict[frozenset[str], AttentionKernel] = {}
+
+    def able(self) -> list[str]:
+        """Kernels that can do what plugins and layers have asked for so far.
+
+        Raises:
+            ConfigError: if there is none.
+        """
+        job = self._job
+        asked = [needs for _, needs in job.hooks.kernel_needs(job.config)]
+        self.needs = union([*asked, *job.hooks.asked_of_kernel])
+        if found := [name for name, one in self._capabilities.items() if not [*one.lacks(self.needs)]]:
+            return found
+        reasons = [f"{name}: {', '.join(one.lacks(self.needs))}" for name, one in self._capabilities.items()]
+        reasons += [f"{name}: {why}" for name, why in self.refused.items()]
+        raise ConfigError(f"auto.kernels: none of them can do what the run needs. Missing: {'; '.join(reasons)}")
+
+    def take(self, name: str) -> None:
+        """Hand calls to this kernel from now on.
+
+        Raises:
+            ConfigError: if it does not run here.
+        """
+        if name not in self.kernels:
+            raise ConfigError(f"auto: rank 0 takes the kernel {name!r}, which does not run here: {self.refused[name]}")
+        self.taken = name
+        self._by_asked.clear()
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **asked: Any) -> Any:
+        needed = [flag for keyword, flag in KEYWORDS.items() if keyword in asked]
+        if query.shape[1] != key.shape[1]:
+            needed.append("offsets")
+        return self._kernel(frozenset(needed))(query, key, value, **asked)
+
+    def _kernel(self, needed: frozenset[str]) -> AttentionKernel:
+        if needed not in self._by_asked:
+            flags: dict[str, Any] = dict.fromkeys(needed, True)
+            wanted = KernelCapabilities(**flags)
+            names = [self.taken, *(name for name in self.kernels if name != self.taken)]
+            able = [name for name in names if not [*self._capabilities[name].lacks(wanted)]]
+            if not able:
+                raise ConfigError(f"auto.kernels: none of {', '.join(names)} has {' and '.join(sorted(needed))}.")
+            self._by_asked[needed] = self.kernels[able[0]]
+        return self._by_asked[needed]
+
+
+def union(asked: Iterable[KernelCapabilities]) -> KernelCapabilities:
+    """Everything that any of them asks for."""
+    found: dict[str, Any] = {}
+    for needs in asked:
+        for one in fields(needs):
+            value = getattr(needs, one.name)
+            before = found.get(one.name, type(value)())
+            found[one.name] = before or value if isinstance(value, bool) else tuple(sorted({*before, *value}))
+    return KernelCapabilities(**found)

@@ -1,0 +1,161 @@
+"""Measuring kernels, and remembering what was found."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_train import AttentionKernel, Job, KernelCapabilities
+
+from .choice import Choice
+
+HEADS, KV_HEADS = 8, 2
+"""Of what is measured: a kernel does not know the model's. The order of kernels hardly depends on it."""
+MOST_TOKENS = 8192
+"""Measured at once, so that a dense mask of a long row takes neither minutes nor all memory."""
+DOCUMENTS = 8
+"""Of a row."""
+REPEATS = 3
+
+
+def fastest(choice: Choice, job: Job, folder: str) -> tuple[str, str]:
+    """The kernel to take, and why in a clause."""
+    able = choice.able()
+    if len(able) == 1:
+        return able[
+            0
+        ], f"the only one of {', '.join((*choice.kernels, *choice.refused))} that can do what the run needs"
+    rivals = able if able[-1] != list(choice.kernels)[-1] else able[:-1]
+    shape = Shape(job, choice.needs)
+    file = cached(folder, {**shape.facts(), "kernels": rivals})
+    times, how = _recall(file, rivals), f"measured before, {file}"
+    if times is None:
+        times, how = {}, "measured now"
+        for name in rivals:
+            times[name] = measure(choice.kernels[name], shape, best=min(times.values(), default=math.inf))
+        _remember(file, times)
+    name = min(rivals, key=lambda one: times[one])
+    if math.isinf(times[name]):
+        return able[-1], f"{', '.join(rivals)} failed when they were measured"
+    told = ", ".join(f"{one} {_told(times[one])}" for one in sorted(rivals, key=lambda one: times[one]))
+    return name, f"{told} for {shape} ({how})"
+
+
+class Shape:
+    """What is measured: the run's sequence, rows, dtype and head size, with everything that it needs."""
+
+    def __init__(self, job: Job, needs: KernelCapabilities) -> None:
+        train = job.config.train
+        self.device, self.needs, self.dtype = job.device, needs, job.precision.compute
+        self.sequence = min(train.sequence, MOST_TOKENS)
+        self.rows = max(1, min(train.micro_batch, MOST_TOKENS // self.sequence))
+        self.head_dim = max(needs.head_dims, default=64)
+
+    def __str__(self) -> str:
+        return f"{self.rows} × {self.sequence:,} tokens, heads of {self.head_dim} features"
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that the times depend on."""
+        cuda = self.device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name(self.device) if cuda else f"{platform.machine()}, {os.cpu_count()}",
+            "threads": 0 if cuda else torch.get_num_threads(),
+            "torch": torch.__version__,
+            "shape": [self.rows, self.sequence, HEADS, KV_HEADS, self.head_dim, str(self.dtype)],
+            "needs": repr(self.needs),
+        }
+
+    def draw(self) -> tuple[list[Tensor], dict[str, Any]]:
+        """Query, key and value, and the keywords. Torch's own random state stays as it is."""
+        generator = torch.Generator(self.device).manual_seed(0)
+
+        def normal(heads: int) -> Tensor:
+            shape = (self.rows, self.sequence, heads, self.head_dim)
+            return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype, requires_grad=True)
+
+        asked: dict[str, Any] = {}
+        if self.needs.documents:
+            positions = torch.arange(self.sequence, device=self.device)
+            asked["document_ids"] = (positions * DOCUMENTS // self.sequence).expand(self.rows, -1).contiguous()
+        if self.needs.windows:
+            asked["window"] = max(1, self.sequence // 4)
+        if self.needs.soft_caps:
+            asked["soft_cap"] = 30.0
+        if self.needs.sinks:
+            asked["sinks"] = torch.zeros(HEADS, device=self.device, dtype=self.dtype, requires_grad=True)
+        if self.needs.log_sum_exp:
+            asked["log_sum_exp"] = True
+        return [normal(HEADS), normal(KV_HEADS), normal(KV_HEADS)], asked
+
+
+def measure(kernel: AttentionKernel, shape: Shape, best: float = math.inf) -> float:
+    """Seconds of a forward and a backward pass, the best of some; infinite for a kernel that fails at this shape.
+
+    A kernel whose second call takes thrice the best so far is not called again.
+    """
+    least = math.inf
+    with torch.device(shape.device), torch.enable_grad():
+        given, asked = shape.draw()
+        try:
+            for turn in range(REPEATS + 1):
+                _wait(shape.device)
+                started = time.perf_counter()
+                out = kernel(*given, **asked)
+                out = out[0] if isinstance(out, tuple) else out
+                torch.autograd.grad(out.sum(), given)
+                _wait(shape.device)
+                if turn:  # the first call compiles, and fills caches
+                    least = min(least, time.perf_counter() - started)
+                    if least > 3 * best:
+                        break
+        except (RuntimeError, ValueError):  # out of memory, a shape that the device's kernel does not take
+            return math.inf
+    return least
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _told(seconds: float) -> str:
+    return "fails" if math.isinf(seconds) else f"{seconds * 1e3:.3g} ms"
+
+
+def cached(folder: str, facts: dict[str, Any]) -> Path:
+    """The file for the times under these facts."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    default = (Path(home) if home else Path.home() / ".cache") / "forge-train" / "attention"
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return (Path(folder).expanduser() if folder else default) / f"{name}.json"
+
+
+def _recall(file: Path, names: list[str]) -> dict[str, float] | None:
+    """The times that were found before; None for a file that is not there, or holds something else."""
+    try:
+        times = json.loads(file.read_text(encoding="utf-8"))
+        found = {name: math.inf if times[name] is None else float(times[name]) for name in names}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if all(one > 0 for one in found.values()) and min(found.values()) < math.inf else None
+
+
+def _remember(file: Path, times: dict[str, float]) -> None:
+    """Whole or not at all, and the last of several writers wins; failing is harmless: it is measured again."""
+    text = json.dumps({name: None if math.isinf(one) else one for name, one in times.items()})
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=".tmp-", delete=False) as part:
+            part.write(text)
+        Path(part.name).replace(file)

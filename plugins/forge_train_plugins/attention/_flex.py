@@ -1,0 +1,131 @@
+"""The kernel of the `flex` plugin on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from forge_train.nn import PerBatch, TiledAttention, first_visible, is_imagined, neighbours
+
+BLOCK = 128
+"""Queries, and keys, of a block: FlexAttention's default."""
+
+
+class FlexKernel:
+    """Causal grouped-query attention; see `forge_train.AttentionKernel`.
+
+    Args:
+        attention: `flex_attention`, compiled.
+    """
+
+    def __init__(self, attention: Callable[..., Any] | None = None) -> None:
+        self._attention = attention or torch.compile(flex_attention)
+        self._block_mask: PerBatch[BlockMask] = PerBatch()
+        # Within a compiled graph each layer would make its own.
+        self._shared_mask: Callable[..., BlockMask] = torch.compiler.disable(self._mask)  # type: ignore[no-untyped-call]
+        self._imagined = TiledAttention()  # what `forge plan` sees: memory of the same size, and no compilation
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        offset: int | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        log_sum_exp: bool = False,
+        scale: float | None = None,
+    ) -> Any:
+        queries = query.shape[1]
+        offset = key.shape[1] - queries if offset is None else offset
+        if is_imagined(query):
+            asked: Any = {"document_ids": document_ids, "offset": offset, "window": window, "soft_cap": soft_cap}
+            return self._imagined(query, key, value, sinks=sinks, log_sum_exp=log_sum_exp, scale=scale, **asked)
+        kept = offset + queries
+        out_BHTD, aux = self._attention(
+            query.transpose(1, 2),
+            key[:, :kept].transpose(1, 2),
+            value[:, :kept].transpose(1, 2),
+            score_mod=None if soft_cap is None else capped(soft_cap),
+            block_mask=self._shared_mask(document_ids, queries, offset, window, query.device),
+            scale=scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+            return_aux=AuxRequest(lse=True),
+        )
+        out, lse_BHT = out_BHTD.transpose(1, 2), aux.lse
+        if sinks is not None:
+            # A sink adds exp(sink) to each query's sum of exponentials, which the weights are divided by.
+            total = torch.logaddexp(lse_BHT, sinks.to(lse_BHT.dtype)[:, None].expand_as(lse_BHT))
+            out = out * (lse_BHT - total).exp().transpose(1, 2)[..., None].to(out.dtype)
+            lse_BHT = total
+        return (out, lse_BHT.float()) if log_sum_exp else out
+
+    def _mask(
+        self, document_ids: Tensor | None, queries: int, offset: int, window: int | None, device: torch.device
+    ) -> BlockMask:
+        facts = (queries, offset, window, device)
+        return self._block_mask(document_ids, facts, lambda: make_block_mask(document_ids, *facts))
+
+
+@cache
+def capped(cap: float) -> Callable[..., Tensor]:
+    """The same function for the same cap: FlexAttention is compiled for each."""
+
+    def bend(score: Tensor, *indices: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return bend
+
+
+def make_block_mask(
+    document_ids: Tensor | None, queries: int, offset: int, window: int | None, device: torch.device
+) -> BlockMask:
+    """Blocks of keys that some queries of a block see, and those that all of them see in full.
+
+    A query sees one run of keys, so the bounds of these runs are enough: `create_block_mask` would make a mask of all
+    queries × keys first. Nothing is read from the device.
+    """
+    keys = offset + queries
+    first = first_visible(
+        None if document_ids is None else document_ids[:, :keys],
+        queries,
+        keys,
+        offset=offset,
+        window=window,
+        device=device,
+    )
+    if document_ids is not None:
+        torch._assert_async(neighbours(document_ids[:, :keys]), "the tokens of a document must be neighbours")
+    lowest, highest = (
+        torch.unflatten(F.pad(first, (0, -queries % BLOCK), value=beyond), 1, (-1, BLOCK)) for beyond in (keys, -1)
+    )
+    lowest, highest = lowest.amin(2), highest.amax(2)
+    begin = torch.arange(0, queries, BLOCK, device=device)
+    end = (begin + BLOCK).clamp(max=queries)
+    key_begin = torch.arange(0, keys, BLOCK, device=device)
+    key_end = key_begin + BLOCK
+    seen = (key_begin < (offset + end)[:, None]) & (key_end > lowest[:, :, None])
+    full = (key_begin >= highest[:, :, None]) & (key_end <= (offset + begin + 1)[:, None])
+    full &= (end - begin == BLOCK)[:, None]
+
+    def visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return (column <= row + offset) & (column >= first[batch if len(first) > 1 else 0, row])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(seen & ~full), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(queries, keys)
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The number of blocks of each row, and their indices first: `[batch, 1, rows]`, `[batch, 1, rows, columns]`."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None].contiguous()

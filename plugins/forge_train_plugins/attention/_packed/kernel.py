@@ -1,0 +1,86 @@
+"""The kernels of `varlen` and `flash`: batches become packed documents, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from forge_train.nn import PerBatch, TiledAttention, document_bounds, is_imagined
+
+from .functions import Bounds, PackedFunction
+
+
+class TiledKernel:
+    """Without a fused kernel; see `forge_train.AttentionKernel`."""
+
+    def __init__(self) -> None:
+        self._tiled = TiledAttention()
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        offset: int | None = None,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        out: Tensor = self._tiled(
+            query, key, value, document_ids=document_ids, offset=offset, window=window, scale=scale
+        )
+        return out
+
+
+class PackedKernel:
+    """With a fused kernel; see `forge_train.AttentionKernel`."""
+
+    def __init__(self, function: PackedFunction) -> None:
+        self._function = function
+        self._bounds: PerBatch[Bounds] = PerBatch()
+        # Within a compiled graph each layer would make its own.
+        self._shared_bounds: Callable[..., Bounds] = torch.compiler.disable(self._of_batch)  # type: ignore[no-untyped-call]
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        offset: int | None = None,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        queries = query.shape[1]
+        offset = key.shape[1] - queries if offset is None else offset
+        kept = offset + queries
+        bounds = self._shared_bounds(document_ids, len(query), queries, offset, query.device)
+        out = self._function(
+            query.flatten(0, 1),
+            key[:, :kept].flatten(0, 1),
+            value[:, :kept].flatten(0, 1),
+            bounds,
+            query.shape[-1] ** -0.5 if scale is None else scale,
+            window,
+        )
+        return torch.unflatten(out, 0, (-1, queries))
+
+    def _of_batch(
+        self, document_ids: Tensor | None, batch: int, queries: int, offset: int, device: torch.device
+    ) -> Bounds:
+        facts = (batch, queries, offset, device)
+        return self._bounds(document_ids, facts, lambda: make_bounds(document_ids, *facts))
+
+
+def make_bounds(document_ids: Tensor | None, batch: int, queries: int, offset: int, device: torch.device) -> Bounds:
+    """Reads from the device how many documents there are, and how long the longest is."""
+    if document_ids is None or is_imagined(document_ids):
+        rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        return Bounds(rows * queries, rows * (offset + queries), queries, offset + queries)
+    ends = document_bounds(document_ids, queries, offset=offset)
+    most = torch.stack([end.diff().amax() for end in ends]).tolist()
+    return Bounds(ends[0].int(), ends[1].int(), *most)

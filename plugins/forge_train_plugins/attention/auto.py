@@ -1,0 +1,123 @@
+"""The fastest attention kernel, by measurement."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+from forge_train import (
+    AttentionKernel,
+    ConfigError,
+    KernelCapabilities,
+    Plugin,
+    Problem,
+    Volatile,
+    hookimpl,
+    section,
+)
+
+if TYPE_CHECKING:
+    from forge_train import Job
+
+    from ._auto.choice import Choice
+
+log = logging.getLogger("forge_train")
+
+
+class Auto(Plugin):
+    """Attention by the fastest of several kernels that can do what the run needs, measured when the run starts.
+
+    Rank 0 measures forward and backward at the run's shape and tells the others; what it found is kept for the next
+    run on such a device. A resumed run keeps its kernel, and says so if that one can't run any more. A call that needs
+    more than the run said beforehand, as generation does, goes to the first kernel of the list that can. `forge plan`
+    and offline commands measure nothing: they take the first kernel of the list that can, too.
+    """
+
+    api = (1, 0)
+    kernel_capabilities = KernelCapabilities(
+        documents=True,
+        offsets=True,
+        windows=True,
+        dropout=True,
+        soft_caps=True,
+        sinks=True,
+        log_sum_exp=True,
+    )
+
+    @section
+    class Config:
+        kernels: tuple[str, ...] = ("sdpa", "varlen", "flex", "flash", "eager")
+        """Installed kernels to choose from, each with its defaults; the last is taken only where no other can."""
+        cache: Annotated[str, Volatile()] = ""
+        """Folder for measurements; empty for forge-train/attention in $XDG_CACHE_HOME or ~/.cache."""
+
+    config: Config
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._choice: Choice | None = None
+        self._main = True
+
+    @hookimpl
+    def check_config(self) -> Iterator[Problem]:
+        from forge_train.registry.discovery import find
+
+        if not self.config.kernels:
+            yield Problem("auto.kernels", "names no kernel.")
+        for name in self.config.kernels:
+            try:
+                found = find(name)
+            except ConfigError as error:
+                yield Problem("auto.kernels", str(error))
+                continue
+            if "attention_kernel" not in found.hooks or found.object.endswith(":Auto"):
+                yield Problem("auto.kernels", f"{name!r} is no attention kernel to choose.")
+
+    @hookimpl
+    def attention_kernel(self, job: Job) -> AttentionKernel:
+        from ._auto.choice import Choice
+
+        if self._choice is None:
+            self._choice = Choice(self.config.kernels, job)
+        return self._choice
+
+    @hookimpl
+    def on_start(self, job: Job) -> None:
+        """Measure once the model is composed: by now every layer has said what it needs."""
+        from ._auto.measure import fastest
+
+        self._main = job.dist.main
+        if self._choice is not None:
+            choice = self._choice
+            name, why = job.dist.on_main(lambda: fastest(choice, job, self.config.cache))
+            choice.take(name)
+            if self._main:
+                _tell(f"auto: attention by {name}: {why}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which kernel the run has: another one rounds otherwise."""
+        return {"kernel": self._choice.taken if self._choice else ""}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._choice is None or not (name := state["kernel"]) or name == self._choice.taken:
+            return
+        if name in self._choice.able():
+            self._choice.take(name)
+            if self._main:
+                _tell(f"auto: attention by {name}, as before in this run")
+        else:
+            log.warning(
+                "auto: until here the run had the attention kernel %s, which can't run now: it goes on with %s, and "
+                "its numbers may differ by rounding",
+                name,
+                self._choice.taken,
+            )
+
+
+def _tell(text: str) -> None:
+    """In the run's log, and on the screen of a command that shows progress."""
+    log.info("%s", text)
+    shown = logging.getLogger("forge_train.progress")
+    if shown.handlers:
+        shown.info("%s", text)

@@ -1,0 +1,37 @@
+"""Attention as its formula has it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from forge_train import AttentionKernel, KernelCapabilities, Plugin, hookimpl
+
+if TYPE_CHECKING:
+    from forge_train import Job
+
+
+class Eager(Plugin):
+    """Attention written out in plain torch operations: does everything on every device, slowly; the reference."""
+
+    api = (1, 0)
+    kernel_capabilities = KernelCapabilities(
+        documents=True,
+        offsets=True,
+        windows=True,
+        dropout=True,
+        soft_caps=True,
+        sinks=True,
+        log_sum_exp=True,
+    )
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._kernel: AttentionKernel | None = None
+
+    @hookimpl
+    def attention_kernel(self, job: Job) -> AttentionKernel:
+        """The same for every layer that asks: they share a batch's mask."""
+        from ._eager import Kernel
+
+        self._kernel = self._kernel or Kernel()
+        return self._kernel

@@ -1,0 +1,322 @@
+"""What surrounds the fused kernels: block masks, documents' bounds, the choice of a version, refusals; on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+import fakes
+from forge_train import ConfigError
+from forge_train.nn import TiledAttention
+from forge_train.testing import RunForge
+from forge_train_plugins.attention import _flex
+from forge_train_plugins.attention._eager import Kernel as Eager
+from forge_train_plugins.attention._eager import hidden
+from forge_train_plugins.attention._flex import FlexKernel, make_block_mask
+from forge_train_plugins.attention._packed import functions, kernel, versions
+from forge_train_plugins.attention._packed.functions import Bounds, of_flash, of_torch
+from forge_train_plugins.attention._packed.kernel import PackedKernel
+from forge_train_plugins.attention.packed import Flash, Varlen
+from peak_memory import peak_memory
+
+pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 4)]
+
+SEQUENCE = 300
+DOCUMENTS = torch.stack(
+    [torch.arange(4).repeat_interleave(torch.tensor(sizes)) for sizes in ([1, 130, 168, 1], [128, 127, 1, 44])]
+)
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"window": 1},
+    {"window": 70},
+    {"document_ids": DOCUMENTS},
+    {"document_ids": DOCUMENTS, "window": 140},
+    {"queries": 1, "document_ids": DOCUMENTS},
+    {"queries": 50, "document_ids": DOCUMENTS, "window": 60},
+    {"queries": 140, "offset": 90, "document_ids": DOCUMENTS},
+    {"scale": 0.5},
+]
+MORE: list[dict[str, Any]] = [
+    {"soft_cap": 0.7, "document_ids": DOCUMENTS},
+    {"sinks": True, "document_ids": DOCUMENTS, "window": 70},
+    {"sinks": True, "log_sum_exp": True},
+    {"log_sum_exp": True, "soft_cap": 0.7, "sinks": True, "queries": 5},
+]
+
+
+def agree(attend: Any, asked: dict[str, Any], kv_heads: int = 2) -> None:
+    """Forward and backward are eager's."""
+    torch.manual_seed(0)
+    asked = dict(asked)
+    query = torch.randn(2, asked.pop("queries", SEQUENCE), 4, 8, requires_grad=True)
+    key, value = (torch.randn(2, SEQUENCE, kv_heads, 8, requires_grad=True) for _ in range(2))
+    given = [query, key, value]
+    if "sinks" in asked:
+        asked["sinks"] = torch.randn(4, requires_grad=True)
+        given.append(asked["sinks"])
+    found = []
+    for one in (attend, Eager()):
+        out = one(query, key, value, **asked)
+        out = out if isinstance(out, tuple) else (out,)
+        weights = [torch.randn(some.shape, generator=torch.Generator().manual_seed(1)) for some in out]
+        total = sum((some * by).sum() for some, by in zip(out, weights, strict=True))
+        found.append([*out, *torch.autograd.grad(total, given)])  # type: ignore[arg-type]
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-4)
+
+
+# -- flex -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [*ASKED, *MORE], ids=str)
+def test_what_flex_asks_of_flex_attention_is_attention(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses gradients on a CPU, and has an unfused backward pass all the same."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
+    agree(FlexKernel(torch_flex.flex_attention), asked, kv_heads=2)
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_block_masks_are_those_of_every_query_and_key(asked: dict[str, Any]) -> None:
+    queries, document_ids = asked.get("queries", SEQUENCE), asked.get("document_ids")
+    offset = asked.get("offset", SEQUENCE - queries)
+    cpu, keys = torch.device("cpu"), offset + queries
+    mask = make_block_mask(document_ids, queries, offset, asked.get("window"), cpu)
+    cut = None if document_ids is None else document_ids[:, :keys]
+    visible = ~hidden(cut, queries, keys, offset, asked.get("window"), cpu)[:, 0]
+    made = torch_flex.create_block_mask(
+        lambda b, h, q, k: visible[b if len(visible) > 1 else 0, q, k], len(visible), None, queries, keys, device="cpu"
+    )
+    wanted = made.to_dense().bool()
+    assert mask.shape[-2:] == (queries, keys)
+    assert not (wanted & ~mask.to_dense().bool()).any()  # nothing that is seen is left out
+    assert mask.to_dense().sum() <= 1.35 * wanted.sum()  # and hardly anything is looked at in vain
+    for batch, row in torch.cartesian_prod(*(torch.arange(n) for n in mask.full_kv_num_blocks[:, 0].shape)).tolist():
+        for block in mask.full_kv_indices[batch, 0, row, : mask.full_kv_num_blocks[batch, 0, row]].tolist():
+            assert visible[batch, row * 128 : (row + 1) * 128, block * 128 : (block + 1) * 128].all()
+
+
+def test_layers_share_a_block_mask_and_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
+    for module, name in ((_flex, "make_block_mask"), (kernel, "make_bounds")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, of=original, name=name: made.append(name) or of(*given))
+    for one in (FlexKernel(torch_flex.flex_attention), PackedKernel(of_flash(stand_in, "2"))):
+        query = torch.randn(2, SEQUENCE, 2, 8)
+        for _ in range(4):
+            one(query, query, query, document_ids=DOCUMENTS)
+    assert made == ["make_block_mask", "make_bounds"]
+
+
+# -- packed documents -------------------------------------------------------------------------------------------------
+
+
+def stand_in(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+) -> Tensor:
+    """What flash-attn documents: the causal mask and the window count from the bottom right of each document."""
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert causal
+    assert cu_seqlens_q.diff().max() == max_seqlen_q
+    assert cu_seqlens_k.diff().max() == max_seqlen_k
+    left, out = window_size[0], torch.full_like(q, torch.nan)
+    q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    assert (q_ends[-1], k_ends[-1]) == (len(q), len(k))
+    for index in range(len(q_ends) - 1):
+        mine, theirs = slice(*q_ends[index : index + 2]), slice(*k_ends[index : index + 2])
+        window = None if left in (-1, None) else left + 1  # type: ignore[operator]
+        if mine.stop > mine.start:
+            attended = Eager()(q[mine][None], k[theirs][None], v[theirs][None], window=window, scale=softmax_scale)
+            out = torch.cat([out[: mine.start], attended[0], out[mine.stop :]])
+    return out
+
+
+def stand_in_3(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **asked: Any) -> Any:
+    """Version 3 as it was at first: the log-sum-exp comes along."""
+    return stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, **asked), None
+
+
+def stand_in_4(q: Tensor, k: Tensor, v: Tensor, qv: None = None, *, window_size: Any, **asked: Any) -> Any:
+    """Version 4: another place for the bounds, and None for no window."""
+    assert -1 not in window_size
+    return stand_in(q, k, v, window_size=window_size, **asked), None
+
+
+def stand_in_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`varlen_attn` of torch 2.13: (-1, 0) is causal."""
+    assert window_size[1] == 0
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    return stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, True, window_size)
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [of_flash(stand_in, "2"), of_flash(stand_in_3, "3"), of_flash(stand_in_4, "4"), of_torch(stand_in_torch)],
+    ids=["flash2", "flash3", "flash4", "torch"],
+)
+def test_packed_documents_are_attended_to_apart(function: Any, asked: dict[str, Any]) -> None:
+    agree(PackedKernel(function), asked)
+
+
+def test_torchs_own_function_takes_what_it_is_given() -> None:
+    """It runs on CUDA only; on a CPU it gets as far as looking for its kernel."""
+    function = functions.torch_function()
+    assert function is not None
+    bounds = Bounds(torch.tensor([0, 4], dtype=torch.int32), torch.tensor([0, 4], dtype=torch.int32), 4, 4)
+    query = torch.randn(4, 2, 8)
+    with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
+        function(query, query, query, bounds, 0.5, None)
+
+
+@pytest.mark.parametrize("attend", [TiledAttention(), PackedKernel(of_flash(stand_in, "2"))], ids=["tiled", "packed"])
+def test_a_document_that_comes_back_is_an_error(attend: Any) -> None:
+    query = torch.randn(1, 6, 2, 8)
+    with pytest.raises(ValueError, match="come back after another document's; its tokens must be neighbours"):
+        attend(query, query, query, document_ids=torch.tensor([[0, 0, 1, 1, 0, 2]]))
+
+
+def test_so_it_is_for_flex_which_waits_for_no_device() -> None:
+    with pytest.raises(RuntimeError, match="must be neighbours"):
+        make_block_mask(torch.tensor([[0, 0, 1, 1, 0, 2]]), 6, 0, None, torch.device("cpu"))
+
+
+# -- versions and refusals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("modules", "found"),
+    [
+        ((), ()),
+        (("flash_attn", "flash_attn_2_cuda"), ("2",)),
+        (("flash_attn_interface",), ("3",)),
+        (("flash_attn/cute",), ("4",)),
+        (("flash_attn/cute", "flash_attn_interface", "flash_attn_2_cuda"), ("4", "3", "2")),
+    ],
+)
+def test_versions_are_found_without_an_import(
+    modules: tuple[str, ...], found: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in modules:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported')")
+    if modules:
+        (tmp_path / modules[0].partition("/")[0] / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert versions.installed() == found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "here", "major", "taken"),
+    [
+        ("auto", ("4", "3", "2"), 9, "4"),
+        ("auto", ("4", "3", "2"), 8, "2"),
+        ("auto", ("3", "2"), 10, "2"),
+        ("3", ("4", "3", "2"), 9, "3"),
+        ("3", ("3",), 8, ""),
+        ("auto", (), 9, ""),
+    ],
+)
+def test_the_newest_version_that_runs_is_taken(wanted: str, here: tuple[str, ...], major: int, taken: str) -> None:
+    assert versions.choose(wanted, here, major) == taken
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_flash_is_refused_where_it_is_not_installed(run_forge: RunForge) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_forge([Flash])
+    assert str(error.value) == (
+        "flash.version: flash-attn is not installed. Install it: pip install flash-attn --no-build-isolation"
+    )
+    with pytest.raises(ConfigError, match=r"flash-attn 3 is not installed \(package flash_attn_3\); installed: none\."):
+        run_forge([Flash], {"flash.version": "3"})
+
+
+def test_flash_on_a_cpu_is_refused_with_the_kernels_that_run_there(
+    run_forge: RunForge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "installed", lambda: ("2",))
+    monkeypatch.setattr(functions, "flash_function", lambda *given: of_flash(stand_in, "2"))
+    with pytest.raises(ConfigError, match=r"cuda"):
+        run_forge([Flash], {"train.precision": "bf16"})
+
+
+@pytest.mark.parametrize("plugin", [Varlen, Flash])
+def test_fp32_on_cuda_is_refused(plugin: Any) -> None:
+    job = fakes.job()
+    job.device, job.config = torch.device("cuda"), SimpleNamespace(train=SimpleNamespace(precision="fp32"))
+    with pytest.raises(ConfigError, match=r"computes in bf16 or fp16 only, and train.precision is 'fp32'; set it to"):
+        fakes.make(plugin).attention_kernel(job)
+
+
+def test_no_fused_kernel_for_a_device_names_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(functions, "installed", lambda: ("3", "2"))
+    with pytest.raises(
+        ConfigError,
+        match=r"varlen: no fused kernel for this device \(compute capability 7\.5\): found flash-attn 3, 2, ",
+    ):
+        functions.flash_function("auto", torch.device("cuda"), "varlen")
+
+
+# -- tiles ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [*ASKED, *MORE], ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_tiles_are_attention(asked: dict[str, Any], kv_heads: int) -> None:
+    agree(TiledAttention(), asked, kv_heads)
+
+
+def test_tiles_never_hold_queries_times_keys() -> None:
+    """Sixteen documents: a dense mask alone would be 2,048² × 4 bytes, and its kernel would hold more than one."""
+    document_ids = (torch.arange(2048) // 128)[None]
+    query = torch.randn(1, 2048, 2, 8, requires_grad=True)
+    attend = TiledAttention()
+    peak = peak_memory(lambda: attend(query, query, query, document_ids=document_ids).sum().backward())
+    assert peak < 2048**2 * 4 / 8
+
+
+def test_a_compiled_layer_gives_the_same_and_is_not_compiled_again_for_other_documents() -> None:
+    torch._dynamo.reset()
+    attend, layer = TiledAttention(), torch.nn.Linear(16, 16)
+
+    def mix(x: Tensor, document_ids: Tensor) -> Tensor:
+        heads = layer(x).unflatten(-1, (2, 8))
+        return torch.relu(attend(heads, heads, heads, document_ids=document_ids).flatten(2))
+
+    compiled = torch.compile(mix, backend="eager")
+    x = torch.randn(2, SEQUENCE, 16)
+    compiled(x, DOCUMENTS)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for document_ids in (DOCUMENTS, DOCUMENTS.flip(0), torch.zeros_like(DOCUMENTS)):
+        torch.testing.assert_close(compiled(x, document_ids), mix(x, document_ids))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs

@@ -1,0 +1,74 @@
+"""`sdpa.backend`: torch takes that implementation, or the run is refused in one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from forge_train import ConfigError
+from forge_train.testing import RunForge
+from forge_train_plugins.attention._eager import Kernel as Eager
+from forge_train_plugins.attention._sdpa import Kernel, missing
+from forge_train_plugins.attention.sdpa import SDPA
+
+pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 4)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "operator"), [("flash", "_flash_attention_for_cpu"), ("math", "_attention_math"), ("auto", "_flash")]
+)
+def test_torch_takes_the_backend(backend: str, operator: str) -> None:
+    query = torch.randn(2, 12, 4, 8)
+    document_ids = (torch.arange(12) >= 5).long().expand(2, -1)
+    with torch.profiler.profile() as recorded:
+        found = Kernel(backend)(query, query, query, document_ids=document_ids)
+    torch.testing.assert_close(found, Eager()(query, query, query, document_ids=document_ids))
+    assert any(operator in event.name for event in recorded.events())
+
+
+@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
+def test_what_runs_on_cuda_only_is_refused_at_start_up(backend: str, run_forge: RunForge) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_forge([SDPA], {"sdpa.backend": backend})
+    assert str(error.value) == (
+        f"sdpa.backend = {backend!r}: it runs on CUDA only, and the run is on cpu; take 'auto', 'flash' or 'math'."
+    )
+
+
+def test_a_run_with_a_backend_ends_where_the_default_does(run_forge: RunForge) -> None:
+    default, math = run_forge(), run_forge([SDPA], {"sdpa.backend": "math"})
+    assert math.losses == pytest.approx(default.losses, rel=1e-5)
+    assert math.finished.outcome == "done"
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision", "masked", "says"),
+    [
+        ("flash", "fp32", False, "computes in bf16 or fp16 only, and train.precision is 'fp32'"),
+        ("flash", "bf16", True, "takes no mask, and the run needs one for documents or windows; take the kernel"),
+        ("cudnn", "bf16", True, "this torch has no cuDNN"),
+        ("flash", "bf16", False, ""),
+        ("efficient", "fp32", True, ""),
+        ("math", "fp32", True, ""),
+    ],
+)
+def test_what_is_missing_on_cuda(
+    backend: str, precision: str, masked: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+    found = missing(backend, torch.device("cuda"), precision, masked=masked)
+    assert says in found
+    assert bool(says) == bool(found)
+
+
+@pytest.mark.parametrize(("asked", "with_what"), [({"dropout": 0.5}, ", dropout"), ({"window": 3}, ", a mask")])
+def test_what_only_a_call_shows_is_one_sentence_too(asked: dict[str, Any], with_what: str) -> None:
+    query = torch.randn(1, 8, 2, 8)
+    backend = "flash" if "dropout" in asked else "efficient"
+    with pytest.raises(ConfigError) as error:
+        Kernel(backend)(query, query, query, **asked)
+    assert str(error.value) == (
+        f"sdpa.backend = {backend!r}: torch can't compute torch.float32 on cpu, heads of 8 features{with_what} with it."
+    )
