@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,6 +48,10 @@ class EMA(Plugin):
     @hookimpl
     def around(self, span: SpanName) -> Span | None:
         return self._averaged if span == "evaluate" else None
+
+    @hookimpl
+    def evaluation_weights(self) -> Mapping[str, float]:
+        return {"plugins.ema.average.{name}": 1.0}
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:

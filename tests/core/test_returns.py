@@ -117,6 +117,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         ("accuracy", "expected an Evaluator, a list of Evaluator or None, found 'accuracy'"),
         ([3], "found a list, and in it 3"),
     ],
+    "evaluation_weights": [("ema", "expected a dictionary of number or None, found 'ema'")],
     "kernel_needs": [({"documents": True}, "expected a KernelCapabilities or None, found a dict")],
     "head": [(None, "found None"), (nn.Linear, "the class Linear itself"), (torch.tanh, "function tanh")],
     "attention_kernel": [(None, "found None"), (lambda query: query, "can't be called with (query, key, value")],
@@ -178,7 +179,12 @@ def test_every_hook_refuses_wrong_values(hook: str) -> None:
     for value, says in WRONG[hook]:
         assert says in f"expected {kind.words}, {kind.problem(value)}."
     accepted = [value for value in ANYWHERE if not kind.problem(value)]
-    functions = {"attention_kernel": [], "loss": [], "around": [Bare, generator, object]}
+    functions = {
+        "attention_kernel": [],
+        "loss": [],
+        "around": [Bare, generator, object],
+        "evaluation_weights": [{"a": 1}],
+    }
     assert accepted == functions.get(hook, [])
 
 

@@ -49,7 +49,8 @@ def train(
             sent.append(sum(out_of) - out_of[place])
         return original(output, given, into, out_of, group=group, **more)
 
-    settings = {"train.global_batch": 12, "train.micro_batch": 1, "cosine.warmup": 1, **config}
+    own = {} if "schedule_free" in plugins else {"cosine.warmup": 1}
+    settings = {"train.global_batch": 12, "train.micro_batch": 1, **own, **config}
     with patch("torch.distributed.all_to_all_single", counting):
         run = run_forge((*plugins, Begun), settings, steps=steps, folder=Path(folder), name=name, stop_at=stop_at)
     weights = {key: whole(parameter) for key, parameter in run.model.named_parameters()}
@@ -57,6 +58,7 @@ def train(
         f"{key}/{what}": whole(value)
         for key, parameter in run.model.named_parameters()
         for what, value in run.optimizer.state[parameter].items()
+        if isinstance(value, torch.Tensor)
     }
     if run.job.dist.main:
         everything = {"begun": run.plugin("begun").weights, "ended": weights, "state": state}

@@ -179,8 +179,7 @@ class Hooks(Events):
         return cast(LossFunction, guarded(self._slot("loss"), kind, self.whose("loss"), "the function"))
 
     def executor(self, model: Model, task: Task) -> Executor:
-        executor = self._slot("executor", model=model, task=task)
-        return cast(Executor, Guarded(executor, Executor, self.whose("executor")))
+        return cast(Executor, Guarded(self._slot("executor", model=model, task=task), Executor, self.whose("executor")))
 
     def optimizer(self, model: Model) -> torch.optim.Optimizer:
         return cast("torch.optim.Optimizer", self._slot("optimizer", model=model))
@@ -223,12 +222,10 @@ class Hooks(Events):
     # -- questions --------------------------------------------------------------------------------
 
     def check_config(self, config: Config) -> list[Problem]:
-        answers = self._calls.collect("check_config", {"config": config})
-        return [problem for _, found in answers for problem in found or ()]
+        return [one for _, found in self._calls.collect("check_config", {"config": config}) for one in found or ()]
 
     def extra_models(self) -> list[tuple[str, ExtraModel]]:
-        answers = self._calls.collect("extra_models", {"job": self.job})
-        return [(name, spec) for name, found in answers for spec in found or ()]
+        return [(n, one) for n, found in self._calls.collect("extra_models", {"job": self.job}) for one in found or ()]
 
     def kernel_needs(self, config: Config) -> list[tuple[str, KernelCapabilities]]:
         """What plugins will ask of the attention kernel, with who does."""
@@ -248,6 +245,9 @@ class Hooks(Events):
     def evaluators(self) -> list[tuple[str, Evaluator]]:
         """Every evaluator, with whose it is."""
         return [(self.whose("evaluators", name), one) for name, one in self._each("evaluators", Evaluator)]
+
+    def evaluation_weights(self) -> Mapping[str, float]:
+        return cast("Mapping[str, float]", self._only("evaluation_weights", {"job": self.job}) or {})
 
     def _slot(self, slot: str, **arguments: Any) -> Any:
         name = self.provider(slot)

@@ -221,6 +221,12 @@ def evaluators(job: Job) -> Evaluator | Iterable[Evaluator] | None:
     """Evaluations beside the loss on held-out data, each with its own data and metrics; asked once, at start-up."""
 
 
+@_hook("questions")
+def evaluation_weights(job: Job) -> Mapping[str, float] | None:
+    """The weights that a checkpoint is evaluated and exported with, if not its own: tensors of it, and their factors in
+    a sum."""
+
+
 # -- Hugging Face layout --------------------------------------------------------------------------
 
 

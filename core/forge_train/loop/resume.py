@@ -17,7 +17,7 @@ from ..ground.errors import ConfigError, nearest
 from ..ground.failure import during
 from ..ground.names import canonical
 from ..registry.discovery import discover
-from ..storage import checkpoint
+from ..storage import checkpoint, evaluated
 from ..storage.placement import check_alike, describe_odd
 from ..storage.run import plugin_list, saved_plugins
 from ..storage.state import (
@@ -61,6 +61,7 @@ def capture(stepper: Stepper, progress: Progress, base: Base | None = None) -> d
         "model": kept(stepper.model, job) if base else stepper.model.state_dict(),
         "base": dataclasses.asdict(base) if base else None,
         "optimizer": optimizer,
+        "evaluation": dict(job.hooks.evaluation_weights()),
         "odd": {kind: sorted({name for odd in stages for name in odd[kind]}) for kind in stages[0]},
         "schedule": stepper.schedule.state_dict(),
         "loss_scale": stepper.loss_scale.state_dict() if stepper.loss_scale else None,
@@ -84,7 +85,12 @@ def optimizer_to_save(stepper: Stepper) -> dict[str, Any]:
     """
     job = stepper.job
     state = optimizer_state(stepper.optimizer, stepper.model)
-    split(state, "optimizer", {})
+    tensors: dict[str, Tensor] = {}
+    split(state, "optimizer", tensors)
+    if state["state"] and (declared := job.hooks.evaluation_weights()):
+        split({name: plugin.state_dict() for name, plugin in _stateful(job)}, "plugins", tensors)
+        split(stepper.model.state_dict(), "model", tensors)
+        evaluated.check(declared, tensors, job.hooks.whose("evaluation_weights"))
     check_alike(state, stepper.model, job.dist)
     state["param_groups"] = merged_groups(job.dist.gather_stages(state["param_groups"]))
     return state

@@ -19,13 +19,11 @@ from ..ground.errors import ConfigError
 from ..ground.failure import during
 from ..ground.present import few
 from ..processes.distributed import DistributedContext
-from ..storage import checkpoint
+from ..storage import checkpoint, evaluated
+from ..storage.evaluated import MODEL
 from ..storage.seal import weights_digest
 
 log = logging.getLogger("forge_train")
-
-MODEL = "model."
-"""Where the name of a model's tensor begins in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def load_weights(
     missing: Sequence[str] = (),
     unexpected: Sequence[str] = (),
 ) -> Fit:
-    """Take only the weights from a checkpoint.
+    """Take only the weights from a checkpoint, those that it is evaluated with.
 
     Args:
         model: which gets them.
@@ -137,7 +135,7 @@ def _same(wanted: str, saved: str) -> str:
 
 
 def read(weights: Mapping[str, Tensor], fit: Fit, dist: DistributedContext, *, but: Path | None = None) -> None:
-    """Fill weights in place.
+    """Fill weights in place, with those that are evaluated where a checkpoint holds others too.
 
     Args:
         weights: of this rank.
@@ -153,6 +151,7 @@ def read(weights: Mapping[str, Tensor], fit: Fit, dist: DistributedContext, *, b
         }
         with torch.no_grad():
             checkpoint.load(path, like, dist, only=MODEL, elsewhere=elsewhere)
+            evaluated.put_in(path, {n.removeprefix(MODEL): one for n, one in like.items()}, alone=dist.world == 1)
 
 
 def places(path: Path, dist: DistributedContext, base: str = "") -> dict[str, Path]:

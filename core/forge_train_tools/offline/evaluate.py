@@ -82,6 +82,8 @@ def _evaluate(path: Path, wanted: Wanted) -> Evaluated:
         found = Evaluations(Forward(job, model), hooks.build_data("validation")).run(saved["progress"]["step"])
         hooks.on_evaluate(found)
         unlike = [
-            name for name, one in hooks.enabled.items() if "around" in implemented(one.cls) and name in saved["plugins"]
+            name
+            for name, one in hooks.enabled.items()
+            if {"around", "evaluation_weights"} & {*implemented(one.cls)} == {"around"} and name in saved["plugins"]
         ]
         return Evaluated(str(path), found.step, world, found.loss, found.tokens, found.metrics, tuple(unlike))

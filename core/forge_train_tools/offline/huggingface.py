@@ -22,11 +22,12 @@ from forge_train.contract.model import Model
 from forge_train.contract.protocols import HFModel
 from forge_train.ground.errors import ConfigError, ForgeError, PluginError, describe
 from forge_train.ground.files import write_json
-from forge_train.loop.weights import MODEL, places
+from forge_train.loop.weights import places
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
-from forge_train.storage import checkpoint, dcp, model_files
+from forge_train.storage import checkpoint, evaluated, model_files
+from forge_train.storage.evaluated import MODEL
 from forge_train.storage.model_files import TOKENIZER
 from forge_train.storage.run import plugin_list
 
@@ -254,7 +255,7 @@ def export_checkpoint(
             part,
             {name: stored[key][0] for name, key in own.items()},
             dtype,
-            lambda name: dcp.read_one(where[own[name]], own[name], *stored[own[name]]),
+            lambda name: evaluated.read_one(where[own[name]], own[name].removeprefix(MODEL), *stored[own[name]]),
             shard_bytes=shard_bytes,
         )
         for name, file in beside.items():

@@ -1,0 +1,93 @@
+"""An optimizer without a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+from forge_train import Ge, Gt, Lt, ParameterGroup, Plugin, Problem, Schedule, Span, SpanName, hookimpl, section
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_train import Job, Model
+    from forge_train.config import Config as RunConfig
+
+
+class ScheduleFree(Plugin):
+    """AdamW that needs no schedule: it trains at one point and evaluates a running average (Defazio et al. 2024,
+    arXiv:2405.15682)."""
+
+    api = (1, 0)
+    per_unit = True
+
+    @section
+    class Config:
+        lr: Annotated[float, Gt(0)] = 2.5e-3
+        """Learning rate after the warm-up; one to ten times AdamW's."""
+        warmup: Annotated[int, Ge(0)] = 0
+        """Steps over which the learning rate rises. It then stays: this plugin is its own `lr_schedule`."""
+        betas: tuple[Annotated[float, Gt(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
+        """Share of the average in the point that is trained, and decay of the running mean of squares."""
+        eps: Annotated[float, Gt(0)] = 1e-8
+        """Added to the root of the mean of squares."""
+        weight_decay: Annotated[float, Ge(0)] = 0.1
+        """Of matrices, at the point that is trained; norms and biases do not decay."""
+        decay_embeddings: bool = False
+        """Decay the embedding too."""
+        groups: tuple[ParameterGroup, ...] = ()
+        """Parameters by pattern, with a learning rate or a decay of their own."""
+
+    config: Config
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    @hookimpl
+    def optimizer(self, model: Model, job: Job) -> torch.optim.Optimizer:
+        from forge_train.nn import decay_groups
+
+        from ._schedule_free import ScheduleFreeAdamW
+
+        config = self.config
+        groups = decay_groups(
+            model,
+            job,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            decay_embeddings=config.decay_embeddings,
+            groups=config.groups,
+        )
+        return ScheduleFreeAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+    @hookimpl
+    def lr_schedule(self, optimizer: torch.optim.Optimizer) -> Schedule:
+        from torch.optim.lr_scheduler import LambdaLR
+
+        return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(self.config.warmup, 1)))
+
+    @hookimpl
+    def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        steps, warmup = config.train.total_steps, self.config.warmup
+        if steps and warmup >= steps:
+            yield Problem("schedule_free.warmup", f"{warmup:,} leave none of the run's {steps:,} steps to train at.")
+
+    @hookimpl
+    def on_start(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @hookimpl
+    def around(self, span: SpanName) -> Span | None:
+        from ._schedule_free import averaged
+
+        if span != "evaluate":
+            return None
+        return lambda: averaged(self._optimizer, self.config.betas[0]) if self._optimizer else nullcontext()
+
+    @hookimpl
+    def evaluation_weights(self) -> Mapping[str, float]:
+        from ._schedule_free import shares
+
+        return dict(zip(("model.{name}", "optimizer.state.{name}.z"), shares(self.config.betas[0]), strict=True))

@@ -1,0 +1,94 @@
+"""Any optimizer class, as an option."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from forge_train import Ge, Gt, ParameterGroup, Plugin, Problem, hookimpl, section
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_train import Job, Model
+
+EXACT = (
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "SGD",
+)
+"""Classes of `torch.optim` that treat each weight by itself, and so give the same on any shard."""
+OWN = ("lr", "weight_decay", "params")
+"""Arguments that are not in `options`."""
+
+
+class TorchOptimizer(Plugin):
+    """Any `torch.optim.Optimizer`, named as `module:Class`. Sharded parameters are for elementwise classes only:
+    ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop and SGD of `torch.optim`."""
+
+    api = (1, 0)
+    example = ("torch_optimizer.name=torch.optim:NAdam", "torch_optimizer.options.momentum_decay=0.01")
+
+    @section
+    class Config:
+        name: str
+        """`module:Class`, such as `torch.optim:RAdam`."""
+        lr: Annotated[float, Gt(0)] = 1e-3
+        """Peak learning rate."""
+        weight_decay: Annotated[float, Ge(0)] = 0.0
+        """Of matrices, in the way of the class; norms and biases do not decay."""
+        decay_embeddings: bool = False
+        """Decay the embedding too."""
+        options: Mapping[str, Any] = field(default_factory=dict)
+        """The other arguments of the class: `{ momentum = 0.9, nesterov = true }`."""
+        groups: tuple[ParameterGroup, ...] = ()
+        """Parameters by pattern, with a learning rate or a decay of their own."""
+
+    config: Config
+
+    @hookimpl
+    def check_config(self) -> Iterator[Problem]:
+        for name, value in self.config.options.items():
+            key = f"torch_optimizer.options.{name}"
+            if name in OWN:
+                yield Problem(
+                    key, f"is not for options; set torch_optimizer.{name}." if name != "params" else "is Forge's."
+                )
+            elif not all(math.isfinite(one) for one in _numbers(value)):
+                yield Problem(key, f"expected finite numbers, found {value!r}.")
+
+    @hookimpl
+    def optimizer(self, model: Model, job: Job) -> torch.optim.Optimizer:
+        from forge_train.nn import decay_groups
+
+        from ._torch_optimizer import check_sharding, find, make
+
+        config = self.config
+        cls = find(config.name)
+        check_sharding(cls, config.name, model, EXACT)
+        groups = decay_groups(
+            model,
+            job,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            decay_embeddings=config.decay_embeddings,
+            groups=config.groups,
+        )
+        return make(cls, config.name, groups, config.options)
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _numbers(one)
+    elif isinstance(value, (int, float)):
+        yield value
