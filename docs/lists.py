@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forge_train.metrics
 from forge_train import Plugin
 from forge_train.config.sections import CORE_SECTIONS
 from forge_train.contract import hookspecs
@@ -61,6 +62,17 @@ def hooks() -> str:
 def plugins() -> str:
     rows = ["| plugin | what it is |", "|---|---|"]
     rows += [f"| [`{found.name}`]({found.name}.md) | {found.summary} |" for found in builtin()]
+    return "\n".join(rows)
+
+
+def metrics() -> str:
+    """Every metric that comes with Forge, and what `update` takes."""
+    rows = ["| metric | `update` | what it is |", "|---|---|---|"]
+    for name in forge_train.metrics.__all__:
+        cls = getattr(forge_train.metrics, name)
+        takes = [one for one in inspect.signature(cls.update).parameters.values() if one.name != "self"]
+        shown = ", ".join(one.name if one.default is one.empty else f"{one.name}={one.default}" for one in takes)
+        rows.append(f"| [`{name}`](../api.md#{name.lower()}) | `{shown}` | {first_line(cls)} |")
     return "\n".join(rows)
 
 

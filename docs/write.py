@@ -42,6 +42,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "api": reference.api,
     "hooks": lists.hooks,
     "laws": lists.laws,
+    "metrics": lists.metrics,
     "plugins": lists.plugins,
     "presets": presets,
     "sections": lists.sections,

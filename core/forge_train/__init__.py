@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .contract.extra import ExtraModel as ExtraModel
     from .contract.groups import ParameterGroup as ParameterGroup
     from .contract.job import Job as Job
+    from .contract.metric import Bins as Bins
+    from .contract.metric import Metric as Metric
     from .contract.model import Model as Model
     from .contract.plugin import Plugin as Plugin
     from .contract.plugin import hookimpl as hookimpl
@@ -82,6 +84,7 @@ _HOME = {
     "contract.extra": "ExtraModel",
     "contract.groups": "ParameterGroup",
     "contract.job": "Job",
+    "contract.metric": "Bins Metric",
     "contract.model": "Model",
     "contract.plugin": "Plugin hookimpl",
     "contract.protocols": "Evaluator Executor FeedForward HFModel Head HeadSpec Init Layer"

@@ -26,6 +26,7 @@ from ..ground.errors import Problem
 from .attention import Attention, AttentionKernel, KernelCapabilities
 from .batch import Batch, PrepareBatch
 from .extra import ExtraModel
+from .metric import Metric
 from .plugin import PROJECT
 from .protocols import (
     Evaluator,
@@ -221,6 +222,12 @@ def evaluators(job: Job) -> Evaluator | Iterable[Evaluator] | None:
     """Evaluations beside the loss on held-out data, each with its own data and metrics; asked once, at start-up."""
 
 
+@_hook("questions")
+def metrics(job: Job) -> Mapping[str, Metric] | None:
+    """Numbers that this plugin observes in any step, by name; asked once, at start-up. They are added up over ranks and
+    logged as `plugin.name`, for the steps since the last logged one and for each evaluation."""
+
+
 # -- Hugging Face layout --------------------------------------------------------------------------
 
 
@@ -287,6 +294,6 @@ def on_error(error: BaseException) -> None:
     """The run failed, or diverged (`DivergedError`); `error` is raised again afterwards."""
 
 
-OBSERVERS = frozenset({"on_start", "on_log", "on_evaluate", "on_checkpoint", "on_finish", "on_error"})
+OBSERVERS = frozenset({"metrics", "on_start", "on_log", "on_evaluate", "on_checkpoint", "on_finish", "on_error"})
 """A plugin that implements only these watches the run: it changes no number, so it is left out of what must match at
 resume, and its failure is a warning instead of the run's end."""
