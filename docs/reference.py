@@ -14,7 +14,7 @@ from forge_train.registry.write import field_docs
 
 GROUPS = {
     "Plugins and their options": "Plugin hookimpl section Gt Ge Lt Le Volatile FilePath Problem",
-    "The run": "Job Finished LogRecord Evaluation CheckpointEvent StepResult Update",
+    "The run": "Job Tracker Metric Bins Finished LogRecord Evaluation CheckpointEvent StepResult Update",
     "The model and what changes it": "Model Phase Transform Applied swap Init Layer",
     "Inside the model": "attach_loss record_choices",
     "Errors": "ForgeError ConfigError PluginError CommunicationError DivergedError Failure",

@@ -46,6 +46,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "plugins": lists.plugins,
     "presets": presets,
     "sections": lists.sections,
+    "trackers": lists.trackers,
 }
 
 

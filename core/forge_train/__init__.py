@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from .contract.protocols import Task as Task
     from .contract.protocols import TokenDispatch as TokenDispatch
     from .contract.protocols import Tokenizer as Tokenizer
+    from .contract.tracker import Tracker as Tracker
     from .contract.transform import Applied as Applied
     from .contract.transform import MicroBatch as MicroBatch
     from .contract.transform import Phase as Phase
@@ -89,6 +90,7 @@ _HOME = {
     "contract.plugin": "Plugin hookimpl",
     "contract.protocols": "Evaluator Executor FeedForward HFModel Head HeadSpec Init Layer"
     " Loader LossFunction LossScale RolloutLoader Schedule Span SpanName Task TokenDispatch Tokenizer",
+    "contract.tracker": "Tracker",
     "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
     "ground.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",
     "ground.failure": "Failure",
