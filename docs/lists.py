@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from forge_train import Plugin
+import forge_train.metrics
+from forge_train import Plugin, Tracker
 from forge_train.config.sections import CORE_SECTIONS
 from forge_train.contract import hookspecs
 from forge_train.contract.plugin import PROJECT
 from forge_train.contract.reference import PluginRef
-from forge_train.registry.discovery import DISTRIBUTION, discover
+from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from forge_train.registry.write import describe_type, field_docs
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +62,29 @@ def hooks() -> str:
 def plugins() -> str:
     rows = ["| plugin | what it is |", "|---|---|"]
     rows += [f"| [`{found.name}`]({found.name}.md) | {found.summary} |" for found in builtin()]
+    return "\n".join(rows)
+
+
+def metrics() -> str:
+    """Every metric that comes with Forge, and what `update` takes."""
+    rows = ["| metric | `update` | what it is |", "|---|---|---|"]
+    for name in forge_train.metrics.__all__:
+        cls = getattr(forge_train.metrics, name)
+        takes = [one for one in inspect.signature(cls.update).parameters.values() if one.name != "self"]
+        shown = ", ".join(one.name if one.default is one.empty else f"{one.name}={one.default}" for one in takes)
+        rows.append(f"| [`{name}`](../api.md#{name.lower()}) | `{shown}` | {first_line(cls)} |")
+    return "\n".join(rows)
+
+
+def trackers() -> str:
+    """The built-in trackers, and how to install what they need."""
+    rows = ["| plugin | what it does | install |", "|---|---|---|"]
+    for found in builtin():
+        if issubclass(plugin := load(found), Tracker):
+            needs = ", ".join(f"`{command}`" for command in dict.fromkeys(plugin.needs.values()))
+            rows.append(
+                f"| [`{found.name}`](../plugins/{found.name}.md) | {found.summary} | {needs or 'comes with Forge'} |"
+            )
     return "\n".join(rows)
 
 

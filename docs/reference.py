@@ -14,18 +14,18 @@ from forge_train.registry.write import field_docs
 
 GROUPS = {
     "Plugins and their options": "Plugin hookimpl section Gt Ge Lt Le Volatile FilePath Problem",
-    "The run": "Job Finished LogRecord Evaluation CheckpointEvent StepResult Update",
+    "The run": "Job Tracker Metric Bins Finished LogRecord Evaluation CheckpointEvent StepResult Update",
     "The model and what changes it": "Model Phase Transform Applied swap Init Layer",
     "Inside the model": "attach_loss record_choices",
     "Errors": "ForgeError ConfigError PluginError CommunicationError DivergedError Failure",
 }
 """Heading → names; what no heading names comes under the last one."""
 REST = "Protocols of slots and chains"
-NN = "forge_train.nn"
+BESIDE = ("forge_train.metrics", "forge_train.nn")
 
 
 def api() -> str:
-    """Everything that `forge_train` exports, grouped, then `forge_train.nn`."""
+    """Everything that `forge_train` exports, grouped, then `forge_train.metrics` and `forge_train.nn`."""
     package = importlib.import_module("forge_train")
     grouped = {heading: names.split() for heading, names in GROUPS.items()}
     named = {name for names in grouped.values() for name in names}
@@ -37,10 +37,9 @@ def api() -> str:
     for heading, names in grouped.items():
         parts.append(f"## {heading}")
         parts += [entry(name, getattr(package, name)) for name in names]
-    layers = importlib.import_module(NN)
-    parts.append(f"## `{NN}`")
-    parts.append(first(layers))
-    parts += [entry(name, getattr(layers, name)) for name in layers.__all__]
+    for module in map(importlib.import_module, BESIDE):
+        parts += [f"## `{module.__name__}`", first(module)]
+        parts += [entry(name, getattr(module, name)) for name in module.__all__]
     return "\n\n".join(filter(None, parts))
 
 

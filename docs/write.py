@@ -42,9 +42,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "api": reference.api,
     "hooks": lists.hooks,
     "laws": lists.laws,
+    "metrics": lists.metrics,
     "plugins": lists.plugins,
     "presets": presets,
     "sections": lists.sections,
+    "trackers": lists.trackers,
 }
 
 

@@ -29,7 +29,7 @@ MAY_IMPORT = {
 }
 ROOMS = ("ground", "config", "processes", "contract", "registry", "composition", "storage", "loop", "engine")
 """The rooms of the kernel. Each imports only those before it."""
-BESIDE = {"nn": ("ground", "contract")}
+BESIDE = {"metrics": ("ground", "contract"), "nn": ("ground", "contract")}
 """What stands beside the rooms, and what it may import of them."""
 
 

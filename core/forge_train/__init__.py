@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from .contract.extra import ExtraModel as ExtraModel
     from .contract.groups import ParameterGroup as ParameterGroup
     from .contract.job import Job as Job
+    from .contract.metric import Bins as Bins
+    from .contract.metric import Metric as Metric
     from .contract.model import Model as Model
     from .contract.plugin import Plugin as Plugin
     from .contract.plugin import hookimpl as hookimpl
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from .contract.protocols import Task as Task
     from .contract.protocols import TokenDispatch as TokenDispatch
     from .contract.protocols import Tokenizer as Tokenizer
+    from .contract.tracker import Tracker as Tracker
     from .contract.transform import Applied as Applied
     from .contract.transform import MicroBatch as MicroBatch
     from .contract.transform import Phase as Phase
@@ -84,10 +87,12 @@ _HOME = {
     "contract.extra": "ExtraModel",
     "contract.groups": "ParameterGroup",
     "contract.job": "Job",
+    "contract.metric": "Bins Metric",
     "contract.model": "Model",
     "contract.plugin": "Plugin hookimpl",
     "contract.protocols": "Evaluator Executor FeedForward HFModel Head HeadSpec Init Layer"
     " Loader LossFunction LossScale RolloutLoader Schedule Span SpanName Task TokenDispatch Tokenizer",
+    "contract.tracker": "Tracker",
     "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
     "ground.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",
     "ground.failure": "Failure",

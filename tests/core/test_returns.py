@@ -118,6 +118,10 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         ([3], "found a list, and in it 3"),
     ],
     "evaluation_weights": [("ema", "expected a dictionary of number or None, found 'ema'")],
+    "metrics": [
+        ([], "expected a dictionary of Metric or None, found a list"),
+        ({"loss": 1.0}, "found a dict, and in it 1.0"),
+    ],
     "kernel_needs": [({"documents": True}, "expected a KernelCapabilities or None, found a dict")],
     "head": [(None, "found None"), (nn.Linear, "the class Linear itself"), (torch.tanh, "function tanh")],
     "attention_kernel": [(None, "found None"), (lambda query: query, "can't be called with (query, key, value")],

@@ -3,6 +3,7 @@ logged steps, and no hook is asked again. What the loop costs is measured in ben
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import toys
-from forge_train import Batch, BatchPhase, Plugin, PrepareBatch, StepResult, hookimpl
+from forge_train import Batch, BatchPhase, Metric, Plugin, PrepareBatch, StepResult, hookimpl, metrics
 from forge_train.contract.calls import Calls
 from forge_train.testing import run_forge
 from hot_path import Watch, counting, waits
@@ -61,6 +62,44 @@ def test_metrics_that_are_tensors_are_read_only_when_they_are_logged(
     with counting(4) as found:
         train(tmp_path, Adds)
     assert waits(found) == {}
+
+
+class Observes(Plugin):
+    """Updates every kind of metric in every step."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def metrics(self, job: Any) -> dict[str, Metric]:
+        self.made = {name: getattr(metrics, name) for name in metrics.__all__}
+        arguments = {"Histogram": (0, 10), "ConfusionMatrix": (3,)}
+        self.made = {name.lower(): cls(*arguments.get(name, ())) for name, cls in self.made.items()}
+        return self.made
+
+    @hookimpl
+    def on_step(self, step: StepResult) -> None:
+        scores, labels = step.loss.expand(4, 3), torch.arange(4) % 3
+        for name, metric in self.made.items():
+            if name in ("ratio", "perplexity"):
+                metric.update(step.loss, step.grad_norm)
+            elif name == "mean":
+                metric.update(scores, labels[:, None])
+            elif name == "accuracy":
+                metric.update(scores, labels)
+            elif name in ("confusionmatrix", "auroc"):
+                metric.update(labels, labels.clamp(max=1))
+            else:
+                metric.update(scores)
+
+
+def test_metrics_that_accumulate_are_read_only_when_they_are_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with counting(4) as found:
+        train(tmp_path, Observes)
+    assert waits(found) == {}
+    lines = [json.loads(line) for line in (tmp_path / "r1" / "metrics.jsonl").read_text().splitlines()]
+    assert len([key for key in lines[-1] if key.startswith("observes.")]) == 15  # all but the histogram
 
 
 def test_hooks_are_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,14 @@ class Events(ABC):
     @abstractmethod
     def job(self) -> Job: ...
 
+    def implementers(self, hook: str) -> list[str]:
+        """Names of the plugins that implement a hook."""
+        return [owner.name for owner in self._calls.owners(hook)]
+
+    def arguments(self, name: str, hook: str) -> frozenset[str]:
+        """Names of the arguments that a plugin's implementation of a hook asks for."""
+        return self._calls.arguments(name, hook)
+
     def on_start(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
         self._calls.announce("on_start", {"job": self.job, "model": model, "optimizer": optimizer})
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..ground.errors import PluginError
+from .metric import Bins
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,6 +108,8 @@ class LogRecord:
     """Where the run ends."""
     metrics: Mapping[str, Any]
     """Plain values: `loss`, `grad_norm`, `tokens_per_second`, …; a number may be NaN or infinite."""
+    histograms: Mapping[str, Bins] = field(default_factory=dict)
+    """Metrics that are histograms; they are not in metrics.jsonl."""
 
 
 @dataclass(slots=True)
@@ -118,6 +121,7 @@ class Evaluation:
     """Mean over the unmasked tokens of the held-out batches."""
     tokens: int
     metrics: dict[str, float] = field(default_factory=dict)
+    histograms: dict[str, Bins] = field(default_factory=dict)
     owner: str = ""
 
     def add(self, name: str, value: float) -> None:

@@ -14,6 +14,7 @@ from .extra import ExtraModel
 from .fit import check_fit, gives
 from .guards import Guarded, guarded, nesting, preparing
 from .hookspecs import KINDS, OPTIONAL, TAKES
+from .metric import Metric
 from .plugin import Plugin
 from .protocols import (
     Evaluator,
@@ -92,14 +93,6 @@ class Hooks(Events):
     def whose(self, hook: str, name: str = "") -> str:
         """A plugin, its hook and where it stands, for messages; the slot's provider where no plugin is named."""
         return self._calls.whose(hook, name or self.provider(hook) or "")
-
-    def implementers(self, hook: str) -> list[str]:
-        """Names of the plugins that implement a hook."""
-        return [owner.name for owner in self._calls.owners(hook)]
-
-    def arguments(self, name: str, hook: str) -> frozenset[str]:
-        """Names of the arguments that a plugin's implementation of a hook asks for."""
-        return self._calls.arguments(name, hook)
 
     def acting(self, hook: str) -> list[str]:
         """The same without those that turned out to have nothing to do."""
@@ -248,6 +241,11 @@ class Hooks(Events):
 
     def evaluation_weights(self) -> Mapping[str, float]:
         return cast("Mapping[str, float]", self._only("evaluation_weights", {"job": self.job}) or {})
+
+    def metrics(self) -> dict[str, Metric]:
+        """Every plugin's metrics, as `plugin.name`."""
+        answers = self._calls.collect("metrics", {"job": self.job})
+        return {f"{plugin}.{name}": one for plugin, found in answers for name, one in (found or {}).items()}
 
     def _slot(self, slot: str, **arguments: Any) -> Any:
         name = self.provider(slot)

@@ -26,6 +26,7 @@ from ..ground.errors import Problem
 from .attention import Attention, AttentionKernel, KernelCapabilities
 from .batch import Batch, PrepareBatch
 from .extra import ExtraModel
+from .metric import Metric
 from .plugin import PROJECT
 from .protocols import (
     Evaluator,
@@ -146,6 +147,16 @@ def extra_models(job: Job) -> Iterable[ExtraModel] | None:
     """Other models that the run needs, such as a teacher: composed as the first is, they are in `job.models`."""
 
 
+@_hook("questions")
+def import_hf(config: Mapping[str, Any]) -> HFModel | None:
+    """How a model with this `config.json` is built and named here, or None if it is not one of this plugin's."""
+
+
+@_hook("questions")
+def export_hf(job: Job) -> HFModel | None:
+    """How this job's model is configured and named in Hugging Face layout, or None."""
+
+
 # -- the data -------------------------------------------------------------------------------------
 
 
@@ -223,21 +234,12 @@ def evaluators(job: Job) -> Evaluator | Iterable[Evaluator] | None:
 
 @_hook("questions")
 def evaluation_weights(job: Job) -> Mapping[str, float] | None:
-    """The weights that a checkpoint is evaluated and exported with, if not its own: tensors of it, and their factors in
-    a sum."""
-
-
-# -- Hugging Face layout --------------------------------------------------------------------------
+    """The weights that a checkpoint is evaluated and exported with, if not its own: factors of its tensors in a sum."""
 
 
 @_hook("questions")
-def import_hf(config: Mapping[str, Any]) -> HFModel | None:
-    """How a model with this `config.json` is built and named here, or None if it is not one of this plugin's."""
-
-
-@_hook("questions")
-def export_hf(job: Job) -> HFModel | None:
-    """How this job's model is configured and named in Hugging Face layout, or None."""
+def metrics(job: Job) -> Mapping[str, Metric] | None:
+    """Numbers that this plugin observes, by name, added up over ranks, logged as `plugin.name`; asked at start-up."""
 
 
 @_hook("questions")
@@ -293,6 +295,6 @@ def on_error(error: BaseException) -> None:
     """The run failed, or diverged (`DivergedError`); `error` is raised again afterwards."""
 
 
-OBSERVERS = frozenset({"on_start", "on_log", "on_evaluate", "on_checkpoint", "on_finish", "on_error"})
+OBSERVERS = frozenset({"metrics", "on_start", "on_log", "on_evaluate", "on_checkpoint", "on_finish", "on_error"})
 """A plugin that implements only these watches the run: it changes no number, so it is left out of what must match at
 resume, and its failure is a warning instead of the run's end."""

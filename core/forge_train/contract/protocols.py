@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias, 
 
 from .attention import Attention
 from .batch import Batch
+from .metric import Metric
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -218,20 +219,17 @@ class Executor(Protocol):
 class Evaluator:
     """An evaluation with data and metrics of its own (`evaluators`).
 
-    Every rank measures its own micro-batches; the sums over all of them, and over all ranks, make the metrics.
+    Every rank measures its own micro-batches; its metrics are over all of them, and over all ranks.
     """
 
     name: str
     """Its metrics are `name.metric`."""
     data: Callable[[], Loader]
     """Makes this rank's loader, once; each evaluation starts from the loader's first state."""
-    measure: Callable[[nn.Module, Tensor, Batch], Mapping[str, Scalar]]
-    """The last part, what it gave and the batch → sums over the batch, one for each of `sums`; nothing here is averaged
-    over ranks or micro-batches."""
-    sums: tuple[str, ...]
-    """Names of what is summed, such as `correct` and `count`."""
-    metrics: Callable[[Mapping[str, float]], Mapping[str, float]]
-    """The sums over everything → metrics."""
+    measure: Callable[[nn.Module, Tensor, Batch], None]
+    """Updates the metrics with a batch, given the last part and what it gave."""
+    metrics: Mapping[str, Metric]
+    """What is measured, by name."""
     batches: int = 0
     """Global batches to take; 0 is `train.evaluate_batches`."""
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..contract.events import Evaluation
 from ..contract.protocols import Loader
 from ..ground.errors import ConfigError, PluginError
+from .aggregate import Metrics, split
 from .forward import Forward
 
 
@@ -28,7 +29,9 @@ class Evaluations:
         for (first, one), (second, other) in itertools.combinations(named, 2):
             if one.name == other.name:
                 raise ConfigError(f"Two evaluations are named {one.name!r}: {first} and {second}.")
-        self._others = [(one, whose, _Data.of(_made(one.data, whose))) for whose, one in named]
+        self._others = [
+            (one, whose, _Data.of(_made(one.data, whose)), Metrics(forward.job, one.metrics)) for whose, one in named
+        ]
 
     def run(self, step: int, batches: int | None = None) -> Evaluation:
         """What was found; the plugins are to be told.
@@ -38,16 +41,15 @@ class Evaluations:
             batches: global batches of each evaluation, if not those that the configuration and its plugin say.
         """
         usual = self._forward.job.config.train.evaluate_batches
-        held_out = self._held_out.from_start()
-        loss, weight = self._forward.mean_loss(held_out, (batches or usual) * self._forward.accumulation)
-        evaluation = Evaluation(step, loss, int(weight))
-        for evaluator, whose, data in self._others:
-            count = (batches or evaluator.batches or usual) * self._forward.accumulation
-            sums = self._forward.measure(evaluator, data.from_start(), count, whose)
-            evaluation.owner = evaluator.name
-            for name, value in evaluator.metrics(sums).items():
-                evaluation.add(name, value)
-        return evaluation
+        with self._forward.metrics.apart():
+            held_out = self._held_out.from_start()
+            loss, weight = self._forward.mean_loss(held_out, (batches or usual) * self._forward.accumulation)
+            found = self._forward.metrics.take()
+            for evaluator, whose, data, metrics in self._others:
+                count = (batches or evaluator.batches or usual) * self._forward.accumulation
+                self._forward.measure(evaluator, data.from_start(), count, whose)
+                found |= {f"{evaluator.name}.{name}": value for name, value in metrics.take().items()}
+        return Evaluation(step, loss, int(weight), *split(found))
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from ..contract.model import Model
 from ..contract.protocols import Evaluator, Executor, Loader, Task
 from ..ground.errors import PluginError
 from ..ground.failure import during
-from ..ground.tensors import full_tensor
+from .aggregate import Metrics
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class Forward:
         self.executor: Executor = job.hooks.executor(model, self.task)
         self.accumulation = job.dist.layout.micro_batches(train.global_batch, train.micro_batch)
         self._prepare = job.hooks.prepare_batch()
+        self.metrics = Metrics(job, job.hooks.metrics())
 
     def take_batches(self, loader: Loader, count: int, whose: str = "") -> list[Batch]:
         """A loader's next micro-batches, prepared, on the CPU."""
@@ -80,9 +80,9 @@ class Forward:
         self.model.train()
         return float(self.job.dist.all_reduce(total, axis="loss")) / (weight or 1.0), weight
 
-    def measure(self, evaluator: Evaluator, data: Loader, count: int, whose: str) -> dict[str, float]:
-        """An evaluator's sums over some micro-batches of each rank, over all ranks."""
-        task = _Measuring(evaluator, whose)
+    def measure(self, evaluator: Evaluator, data: Loader, count: int, whose: str) -> None:
+        """Have an evaluator see some micro-batches of each rank."""
+        task = _Measuring(evaluator)
         executor = self.job.hooks.executor(self.model, task)
         self.show_model(data)
         self.model.train(False)
@@ -91,9 +91,6 @@ class Forward:
             executor.evaluate(batch.to(self.job.device))
         self.model.free_gathered()
         self.model.train()
-        zero = torch.zeros((), dtype=torch.float64, device=self.job.device)
-        mine = torch.stack([task.sums.get(name, zero) for name in evaluator.sums])
-        return dict(zip(evaluator.sums, self.job.dist.all_reduce(mine, axis="loss").tolist(), strict=True))
 
 
 @dataclass
@@ -101,20 +98,12 @@ class _Measuring:
     """A task that measures in the place of a loss: executors run it as they run any."""
 
     evaluator: Evaluator
-    whose: str
-    sums: dict[str, Tensor] = field(default_factory=dict)
 
     def weight(self, batch: Batch) -> int:
         return 0
 
     def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-        found: Mapping[str, Tensor] = self.evaluator.measure(part, hidden, batch)
-        if {*found} != {*self.evaluator.sums}:
-            expected, given = sorted(self.evaluator.sums), sorted(found)
-            raise PluginError(f"{self.whose}: {self.evaluator.name!r} must measure {expected}, found {given}.")
-        for name, value in found.items():
-            one = full_tensor(value).detach().double()
-            self.sums[name] = self.sums[name] + one if name in self.sums else one
+        self.evaluator.measure(part, hidden, batch)
         return torch.zeros((), device=hidden.device)
 
     def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:

@@ -69,6 +69,7 @@ def capture(stepper: Stepper, progress: Progress, base: Base | None = None) -> d
         "random": all_random_states(job.dist),
         "models": {name: extra.described() for name, extra in job.extra.items()},
         "plugins": {name: plugin.state_dict() for name, plugin in _stateful(job)},
+        "metrics": stepper.metrics.state_dict(),
         "progress": {"step": progress.step, "tokens": progress.tokens},
         "config": job.config.values(volatile=False),
         "enabled": [entry for entry in plugin_list(job.hooks) if entry["name"] not in job.config.neutral],
@@ -109,6 +110,7 @@ def restore(stepper: Stepper, progress: Progress, path: Path) -> list[str]:
     like = {f"model.{name}": weights[name] for name, where in fit.files.items() if where == path}
     like["random"] = random_states_like(checkpoint.shapes(path)["random"][0], job.dist)
     like |= _sharded(stepper, path)
+    like |= stepper.metrics.like(checkpoint.read_state(path).get("metrics"), checkpoint.shapes(path))
     with torch.no_grad():
         state = checkpoint.load(path, like, job.dist, elsewhere=fit.ignored)
     read(weights, fit, job.dist, but=path)
@@ -136,6 +138,7 @@ def restore(stepper: Stepper, progress: Progress, path: Path) -> list[str]:
     for name, plugin in _stateful(job):
         if name in state["plugins"]:
             plugin.load_state_dict(state["plugins"][name])
+    stepper.metrics.load_state_dict(state.get("metrics"))
     set_random_state_from(state["random"], job.dist, job.seed, progress.step)
     return changes
 

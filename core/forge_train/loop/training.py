@@ -11,6 +11,7 @@ from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, Ste
 from ..ground.errors import ConfigError, DivergedError
 from ..ground.failure import during
 from ..storage import checkpoint, model_files
+from .aggregate import split
 from .evaluation import Evaluations
 from .meter import Meter
 from .resume import capture, optimizer_to_save, restore
@@ -84,9 +85,11 @@ class Training:
         line = self._meter.line(result)
         self.loss = line["loss"]
         self._check_finite(line["loss"], line["grad_norm"], result)
+        numbers, histograms = split(self.stepper.metrics.take())
+        line |= numbers
         if self.job.dist.main:
             self.job.run.metrics(line)
-        self.job.hooks.on_log(LogRecord(result.step, self.job.steps, line))
+        self.job.hooks.on_log(LogRecord(result.step, self.job.steps, line, histograms))
 
     def _check_finite(self, loss: float, norm: float, result: StepResult) -> None:
         if (math.isfinite(loss) and math.isfinite(norm)) or result.skipped:

@@ -162,6 +162,10 @@ class DistributedContext:
             return None
         return self.mesh("dense" if axis in FLATTENED else AXES[axis].domains[0], axis).get_group()
 
+    def ranks_along(self, axis: str) -> list[int]:
+        """The processes along a (flattened) axis, this one among them."""
+        return dist.get_process_group_ranks(self._group(axis)) if self.world > 1 else [0]
+
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum", axis: str = "") -> Tensor:
         """Reduce in place over all processes, or over those along a (flattened) axis."""
         if self.world > 1:

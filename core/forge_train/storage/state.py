@@ -188,13 +188,13 @@ def all_random_states(dist: DistributedContext) -> Tensor:
     dist.all_reduce(length, "max")
     row = torch.zeros(1, int(length), dtype=torch.uint8)
     row[0, : packed.numel()] = packed
-    return _rows(row, dist)
+    return rows(row, dist)
 
 
 def random_states_like(shape: tuple[int, ...], dist: DistributedContext) -> Tensor:
     """What to read the saved states into: this rank's row, where there were as many ranks; else all of them."""
     return (
-        _rows(torch.empty(1, *shape[1:], dtype=torch.uint8), dist)
+        rows(torch.empty(1, *shape[1:], dtype=torch.uint8), dist)
         if shape[0] == dist.world
         else torch.empty(shape, dtype=torch.uint8)
     )
@@ -213,7 +213,8 @@ def set_random_state_from(states: Tensor, dist: DistributedContext, seed: int, s
         seed_everything(int.from_bytes(digest, "little"), 0)
 
 
-def _rows(row: Tensor, dist: DistributedContext) -> Tensor:
+def rows(row: Tensor, dist: DistributedContext) -> Tensor:
+    """One tensor of a row from each rank."""
     if dist.world == 1:
         return row
     from torch.distributed.tensor import DTensor, Shard

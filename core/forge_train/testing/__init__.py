@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .conformance import check as check
     from .environment import Installed as Installed
     from .environment import installed as installed
+    from .metrics import check_metric as check_metric
     from .pool import Pool as Pool
     from .pool import PoolError as PoolError
     from .runs import RunForge as RunForge
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _HOME = {
     "conformance": "Check Report assert_conforms check",
     "environment": "Installed installed",
+    "metrics": "check_metric",
     "pool": "Pool PoolError",
     "runs": "RunForge TinyRun run_forge",
     "verifying": "Verifier",

@@ -156,6 +156,17 @@ def _trained(
             require(same(before, after), "its own state differs after a resume")
 
     yield attempt("resumes exactly", resumes)
+
+    def goes_on() -> None:
+        seldom = merged(settings, {"log": {"every": STEPS}})
+        whole, _, other = (
+            run_forge(plugins, seldom, steps=STEPS, sets=sets, name=name, stop_at=stop, folder=folder / "runs")
+            for name, stop in (("seldom", None), ("between", 2), ("between", None))
+        )
+        require(other.numbers == whole.numbers, f"resumed between two logged steps, {_difference(whole, other)}")
+
+    if "metrics" in implemented(enabled.cls):
+        yield attempt("its metrics are resumed between logged steps", goes_on)
     if isinstance(runs[0].plugin(enabled.name), Stateful):
         yield attempt("its state goes round", lambda: _state(enabled, runs[0]))
 

@@ -6,8 +6,9 @@ from ..bench import Trials
 from .data import TRIALS as DATA
 from .kernel import TRIALS as KERNEL
 from .layers import TRIALS as LAYERS
+from .metrics import TRIALS as METRICS
 from .model import TRIALS as MODEL
 from .optimisation import TRIALS as OPTIMISATION
 from .step import TRIALS as STEP
 
-TRIALS: Trials = {**MODEL, **LAYERS, **KERNEL, **DATA, **STEP, **OPTIMISATION}
+TRIALS: Trials = {**MODEL, **LAYERS, **KERNEL, **DATA, **STEP, **OPTIMISATION, **METRICS}

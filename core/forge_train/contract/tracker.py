@@ -1,0 +1,176 @@
+"""What trackers have in common: a queue, and a thread that nobody waits for."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..ground.errors import describe
+from .events import CheckpointEvent, Evaluation, Finished, LogRecord
+from .metric import Bins
+from .plugin import Plugin, hookimpl
+
+if TYPE_CHECKING:
+    from .job import Job
+    from .run import Run
+
+log = logging.getLogger("forge_train")
+
+
+class Tracker(Plugin):
+    """The base of plugins that send what a run logs somewhere else.
+
+    A subclass implements `open` and `log`, and the other methods as it needs them. `check` is called at start-up, all
+    others in a thread of the tracker's own, one after the other; all on the main rank alone, so none of them may use
+    `torch.distributed`. A step never waits for them. A tracker that raises is left out after one warning; for one that
+    is too slow, what does not fit into the queue is lost, also with one warning.
+    """
+
+    capacity: ClassVar[int] = 1000
+    """Records that wait in the queue at most."""
+    patience: ClassVar[float] = 10.0
+    """Seconds that the end of a run waits for what is still queued."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._sender: _Sender | None = None
+
+    # -- for subclasses ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Whether the run can be tracked, as far as that can be said at once: a missing login, say.
+
+        Raises:
+            ConfigError: which refuses the run.
+        """
+
+    def open(self, run: Run, config: Mapping[str, Any]) -> None:
+        """Begin; the run may have been tracked before, and goes on then.
+
+        Args:
+            run: its `id` and `dir` are the same after a resume.
+            config: every value of the configuration, by dotted key.
+        """
+        raise NotImplementedError
+
+    def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Bins]) -> None:
+        """Take the numbers of a logged step, or of an evaluation (`evaluation.loss`, …)."""
+        raise NotImplementedError
+
+    def rewind(self, step: int) -> None:
+        """The run goes on from a checkpoint: what comes after `step` will be logged again."""
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Take a text, such as a sample."""
+
+    def close(self, outcome: str) -> None:
+        """End, with everything written: `done`, `interrupted` or `failed`."""
+
+    @staticmethod
+    def keep(file: Path, make: Callable[[], str]) -> str:
+        """What the run is called elsewhere: made once, and kept in a file of its folder for when it is resumed."""
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(make(), encoding="utf-8")
+        return file.read_text(encoding="utf-8")
+
+    # -- hooks ------------------------------------------------------------------------------------
+
+    @hookimpl
+    def on_start(self, job: Job) -> None:
+        if job.dist.main:
+            self.check()
+            name = next(name for name, plugin in job.hooks.plugins.items() if plugin is self)
+            self._sender = _Sender(name, self.capacity)
+            self._send("open", job.run, job.config.values())
+
+    @hookimpl
+    def on_log(self, record: LogRecord) -> None:
+        self._send("log", record.step, _numbers(record.metrics), record.histograms)
+
+    @hookimpl
+    def on_evaluate(self, evaluation: Evaluation) -> None:
+        values = {"evaluation.loss": evaluation.loss, **evaluation.metrics}
+        self._send("log", evaluation.step, _numbers(values), evaluation.histograms)
+
+    @hookimpl
+    def on_checkpoint(self, event: CheckpointEvent) -> None:
+        if event.kind == "loaded":
+            self._send("rewind", event.step)
+
+    @hookimpl
+    def on_finish(self, finished: Finished) -> None:
+        for title, text in finished.closing:
+            self._send("text", title, text, finished.step)
+        self._end(finished.outcome)
+
+    @hookimpl
+    def on_error(self, error: BaseException) -> None:
+        self._end("failed")
+
+    def _send(self, method: str, *arguments: Any) -> None:
+        if self._sender is not None:
+            self._sender.put(getattr(self, method), arguments)
+
+    def _end(self, outcome: str) -> None:
+        if self._sender is not None:
+            self._sender.put(self.close, (outcome,), wait=self.patience)
+            self._sender.join(self.patience)
+            self._sender = None
+
+
+class _Sender(threading.Thread):
+    """Calls functions one after the other, until one raises."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        super().__init__(name=f"tracker {name}", daemon=True)
+        self._label, self._lost, self._failed = name, 0, False
+        self._queue: queue.Queue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.Queue(capacity)
+        self.start()
+
+    def put(self, function: Callable[..., None], arguments: tuple[Any, ...], wait: float = 0.0) -> None:
+        if self._failed:
+            return
+        try:
+            self._queue.put((function, arguments), block=wait > 0, timeout=wait or None)
+        except queue.Full:
+            self._lost += 1
+            if self._lost == 1:
+                log.warning("Plugin %r does not keep up: what it is too slow for is lost.", self._label)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for what is queued, but no longer than this."""
+        if not self._failed:
+            try:
+                self._queue.put(None, timeout=timeout)
+            except queue.Full:
+                timeout = 0.0
+        super().join(timeout)
+        if self.is_alive() or self._lost:
+            left = self._queue.qsize()
+            log.warning("Plugin %r did not take everything: %d records are lost.", self._label, self._lost + left)
+
+    def run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            function, arguments = item
+            try:
+                function(*arguments)
+            except BaseException as error:  # a library may even try to end the process
+                self._failed = True
+                label, hook = self._label, function.__name__
+                log.warning("Plugin %r failed in %s and is left out from here on: %s", label, hook, describe(error))
+                log.warning("How plugin %r failed:", label, exc_info=error, extra={"screen": False})
+                return
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """What trackers draw: `step` is the axis, and what is no number is for metrics.jsonl alone."""
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in ("step", "version") and isinstance(value, (int, float)) and not isinstance(value, bool)
+    }

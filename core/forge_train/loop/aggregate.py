@@ -1,0 +1,140 @@
+"""The metrics of a run: added up over ranks, all in one message, when they are logged; saved and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..contract.job import Job
+from ..contract.metric import Bins, Metric, Value
+from ..ground.errors import PluginError
+from ..storage.state import rows
+
+
+class Metrics:
+    """Some metrics by name, on the job's device.
+
+    Each data-parallel rank observes its own batches. Replicas (under tensor parallelism, say) observe the same, and are
+    counted once: states are added up over the axis `loss`, as losses are.
+    """
+
+    def __init__(self, job: Job, metrics: Mapping[str, Metric]) -> None:
+        self._job, self._metrics = job, dict(sorted(metrics.items()))
+        for name, metric in self._metrics.items():
+            _check(name, metric)
+        self._fresh = {name: (one.sums.clone(), one.maxima.clone()) for name, one in self._metrics.items()}
+        if metrics and job.dist.world > 1:
+            shapes = {f"metric {name}": [tuple(one.shape) for one in two] for name, two in self._fresh.items()}
+            job.dist.agree(shapes)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was observed."""
+        for name, metric in self._metrics.items():
+            metric.sums, metric.maxima = (one.to(self._job.device, copy=True) for one in self._fresh[name])
+
+    def take(self) -> dict[str, Value]:
+        """What all ranks observed since the last time, of those that observed anything; waits for the device.
+
+        Two messages at most, however many metrics there are.
+        """
+        if not self._metrics:
+            return {}
+        reduced = []
+        kinds: tuple[tuple[str, Literal["sum", "max"]], ...] = (("sums", "sum"), ("maxima", "max"))
+        for which, op in kinds:
+            flat = torch.cat([getattr(metric, which).reshape(-1) for metric in self._metrics.values()])
+            if flat.requires_grad:
+                names = [name for name, metric in self._metrics.items() if getattr(metric, which).requires_grad]
+                raise PluginError(f"The metric {names[0]!r} keeps a graph: detach what `update` is given.")
+            reduced.append(self._job.dist.all_reduce(flat, op, axis="loss").cpu() if flat.numel() else flat.cpu())
+        self.reset()
+        found: dict[str, Value] = {}
+        at = [0, 0]
+        for name, metric in self._metrics.items():
+            state = []
+            for index, fresh in enumerate(self._fresh[name]):
+                state.append(reduced[index][at[index] : at[index] + fresh.numel()].view(fresh.shape))
+                at[index] += fresh.numel()
+            if not all(map(torch.equal, state, self._fresh[name])):
+                found[name] = metric.value(*state)
+        return found
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Observe something else, such as an evaluation, and then go on where it was."""
+        kept = {name: (metric.sums, metric.maxima) for name, metric in self._metrics.items()}
+        self.reset()
+        try:
+            yield
+        finally:
+            for name, state in kept.items():
+                self._metrics[name].sums, self._metrics[name].maxima = state
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What each rank has observed since the last logged step: a row for each."""
+        if not self._metrics:
+            return None
+        row = torch.cat([one.reshape(-1) for metric in self._metrics.values() for one in (metric.sums, metric.maxima)])
+        sizes = {name: [metric.sums.numel(), metric.maxima.numel()] for name, metric in self._metrics.items()}
+        return {"rows": rows(row[None], self._job.dist), "sizes": sizes, "once": self._once()}
+
+    def _once(self) -> list[int]:
+        """The ranks whose observations make up the whole, without replicas."""
+        return self._job.dist.ranks_along("loss")
+
+    def like(self, saved: Mapping[str, Any] | None, shapes: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What the rows are read into: this rank's own, on the same layout; all of them on another."""
+        if saved is None:
+            return {}
+        ranks, (shape, _) = self._job.dist, shapes["metrics.rows"]
+        if shape[0] != ranks.world or saved["once"] != ranks.on_main(self._once):
+            return {"metrics.rows": torch.empty(shape, dtype=torch.float64)}
+        return {"metrics.rows": rows(torch.empty(1, shape[1], dtype=torch.float64), ranks)}
+
+    def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
+        """Go on from what was observed. On another layout the first rank of each group gets it all: the
+        sum over ranks is the same."""
+        self.reset()
+        if saved is None:
+            return
+        own = hasattr(saved["rows"], "to_local") or self._job.dist.world == 1 == len(saved["rows"])
+        held = getattr(saved["rows"], "to_local", lambda: saved["rows"])().cpu()
+        held = held if own else held[saved["once"]]
+        at = 0
+        for name, (sums, maxima) in saved["sizes"].items():
+            state = held[:, at : at + sums].sum(0), held[:, at + sums : at + sums + maxima].amax(0)
+            at += sums + maxima
+            metric = self._metrics.get(name)
+            if metric is None or [metric.sums.numel(), metric.maxima.numel()] != [sums, maxima]:
+                continue  # of an observer that is no longer there, or set otherwise
+            if own or self._job.dist.rank == self._once()[0]:
+                metric.sums.copy_(state[0].view(metric.sums.shape))
+                metric.maxima.copy_(state[1].view(metric.maxima.shape))
+
+
+def split(found: Mapping[str, Value]) -> tuple[dict[str, float], dict[str, Bins]]:
+    """Results as one number for each name, and the histograms among them."""
+    numbers: dict[str, float] = {}
+    histograms: dict[str, Bins] = {}
+    for name, value in found.items():
+        if isinstance(value, Bins):
+            histograms[name] = value
+        elif isinstance(value, Mapping):
+            numbers |= {f"{name}.{key}": float(one) for key, one in value.items()}
+        else:
+            numbers[name] = float(value)
+    return numbers, histograms
+
+
+def _check(name: str, metric: Metric) -> None:
+    for which in ("sums", "maxima"):
+        state = getattr(metric, which, None)
+        if not isinstance(state, Tensor) or state.dtype != torch.float64:
+            raise PluginError(f"The metric {name!r}: `{which}` must be a float64 tensor; call super().__init__ first.")
