@@ -6,6 +6,7 @@
     python benchmarks/run.py experts    # experts: benchmarks/results/experts.md
     python benchmarks/run.py low_precision   # fp8 and its like: benchmarks/results/low-precision.md
     python benchmarks/run.py optimizers      # muon: benchmarks/results/optimizers.md
+    python benchmarks/run.py observing       # metrics and trackers: benchmarks/results/observing.md
 
 Each ratio is of two things measured alternately in one go, by the CPU time of one thread, and the best of each counts:
 other work on the machine adds time and never takes any away.
@@ -30,6 +31,7 @@ RESULTS = HERE / "results" / "core.md"
 DISTRIBUTED = HERE / "results" / "distributed.md"
 EXPERTS = HERE / "results" / "experts.md"
 OPTIMIZERS = HERE / "results" / "optimizers.md"
+OBSERVING = HERE / "results" / "observing.md"
 FORGE = [sys.executable, "-m", "forge_train_cli"]
 
 
@@ -259,6 +261,28 @@ def optimizers() -> list[Row]:
     return rows
 
 
+def observing() -> list[Row]:
+    """Metrics and trackers, as a share of a step of 100 ms."""
+    done = subprocess.run([sys.executable, str(HERE / "observing.py")], check=True, capture_output=True, text=True)
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    usual = found["usual"] + found["adding up"]
+    step = usual + found["handing over"]
+    rows = [
+        Row(f"{what}, of a step of 100 ms", f"{share:.3f} %", f"≤ {bar} %" if bar else "—", share <= (bar or share))
+        for what, share, bar in (
+            ("mean, maximum, accuracy and perplexity over 2,048 values in each step", usual, 0.5),
+            ("that, and handing records to `csv` and `tensorboard`", step, 0.5),
+            ("the same with what their threads do", step + found["threads"], None),
+            ("all eleven kinds of metric in each step", usual + found["others"], None),
+            ("handing records to a tracker that blocks", found["blocked"], 0.5),
+        )
+    ]
+    note = "One step of ten is logged. CPU time, the median of 100 steps, the best of 3 rounds."
+    text = table(rows, "Metrics and trackers", "python benchmarks/run.py observing", note)
+    OBSERVING.write_text(text, encoding="utf-8")
+    return rows
+
+
 def trials() -> list[Row]:
     environment = {**os.environ, "FORGE_TRIALS": "20", "FORGE_EXAMPLES": "3000"}
     rows = []
@@ -274,9 +298,12 @@ def trials() -> list[Row]:
 
 PARTS: dict[str, Callable[[], list[Row]]] = {
     part.__name__: part
-    for part in (startup, first, loop, loss, data, quickstart, trials, parallel, experts, low_precision, optimizers)
+    for part in (
+        *(startup, first, loop, loss, data, quickstart, trials),
+        *(parallel, experts, low_precision, optimizers, observing),
+    )
 }
-APART = {"parallel", "experts", "low_precision", "optimizers"}
+APART = {"parallel", "experts", "low_precision", "optimizers", "observing"}
 """Those that have a table of their own."""
 
 

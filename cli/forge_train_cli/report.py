@@ -147,8 +147,15 @@ def _run(run: int, history: History, *, opened: bool) -> str:
     values = "\n".join(f"{key} = {_value(value)}" for key, value in history.config.items())
     return (
         f"<details{' open' if opened else ''}><summary>{_mark(run, history)}</summary><dl>{listed}</dl>{composed}"
-        f"<details><summary>Configuration</summary><pre>{escape(values)}</pre></details></details>"
+        f"<details><summary>Configuration</summary><pre>{escape(values)}</pre></details>{_profiles(history)}</details>"
     )
+
+
+def _profiles(history: History) -> str:
+    """The tables that profiled ranks have left."""
+    files = sorted((history.path / "artifacts" / "profile").glob("*.txt"))
+    tables = "".join(f"<pre>{escape(file.read_text(encoding='utf-8'))}</pre>" for file in files)
+    return f"<details><summary>Profile</summary>{tables}</details>" if files else ""
 
 
 def _phase(entry: dict[str, Any]) -> tuple[str, str, str, str]:

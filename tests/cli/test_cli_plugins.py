@@ -78,7 +78,9 @@ def test_list(forge: Forge, distribution: Distribution) -> None:
     groups = re.split(r"^(?=[a-z])", text, flags=re.MULTILINE)
     (observers,) = (group.partition("\n\n")[0] for group in groups if group.startswith("observer\n"))
     assert re.findall(r"^([* ]) (\w+)", observers, re.MULTILINE) == [
-        ("*", "console"), (" ", "ema"), (" ", "sample"), ("*", "tensorboard"), (" ", "the_irs"),
+        (" ", "aim"), ("*", "console"), (" ", "csv"), (" ", "ema"), (" ", "mlflow"),
+        (" ", "profile"), (" ", "resources"), (" ", "sample"),
+        ("*", "tensorboard"), (" ", "trackio"), (" ", "wandb"), (" ", "the_irs"),
     ]  # fmt: skip
 
 

@@ -24,7 +24,11 @@ pytestmark = [pytest.mark.unit, pytest.mark.accept("core", 3)]
 def train(folder: Path, *plugins: Any, **config: Any) -> None:
     settings = {"log.every": 4, **{key.replace("__", "."): value for key, value in config.items()}}
     run_forge(
-        ["console", "tensorboard", "ema", Watch, *plugins], settings, steps=12, folder=folder, name=f"r{len(plugins)}"
+        ["console", "csv", "tensorboard", "ema", Watch, *plugins],
+        settings,
+        steps=12,
+        folder=folder,
+        name=f"r{len(plugins)}",
     )
 
 

@@ -36,6 +36,8 @@ class Metric:
 
     sums: Tensor
     maxima: Tensor
+    timing: bool = False
+    """Whether it differs from run to run, as times do."""
 
     def __init__(self, sums: int = 0, maxima: int = 0) -> None:
         import torch

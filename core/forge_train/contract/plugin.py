@@ -64,8 +64,8 @@ class Plugin:
     """What its attention kernel can do. Other installed kernels are read as text, so write
     `kernel_capabilities = KernelCapabilities(…)` out with literals."""
     layout: ClassVar[bool] = False
-    """Whether it only decides where and how tensors lie: what it is set to may differ between a checkpoint and the run
-    that resumes it."""
+    """Whether it only decides where and how tensors lie, or only measures: what it is set to may differ between a
+    checkpoint and the run that resumes it."""
     needs: ClassVar[Mapping[str, str]] = {}
     """Importable module → the command that installs it."""
     devices: ClassVar[tuple[str, ...]] = ()

@@ -6,10 +6,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..ground.errors import describe
+from ..ground.errors import PluginError, describe
 from .events import CheckpointEvent, Evaluation, Finished, LogRecord
 from .metric import Bins
 from .plugin import Plugin, hookimpl
@@ -26,8 +27,8 @@ class Tracker(Plugin):
 
     A subclass implements `open` and `log`, and the other methods as it needs them. `check` is called at start-up, all
     others in a thread of the tracker's own, one after the other; all on the main rank alone, so none of them may use
-    `torch.distributed`. A step never waits for them. A tracker that raises is left out after one warning; for one that
-    is too slow, what does not fit into the queue is lost, also with one warning.
+    `torch.distributed`, and one that does is stopped. A step never waits for them. A tracker that raises is left out
+    after one warning; for one that is too slow, what does not fit into the queue is lost, also with one warning.
     """
 
     capacity: ClassVar[int] = 1000
@@ -155,6 +156,10 @@ class _Sender(threading.Thread):
             log.warning("Plugin %r did not take everything: %d records are lost.", self._label, self._lost + left)
 
     def run(self) -> None:
+        with _alone():
+            self._work()
+
+    def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             function, arguments = item
             try:
@@ -165,6 +170,19 @@ class _Sender(threading.Thread):
                 log.warning("Plugin %r failed in %s and is left out from here on: %s", label, hook, describe(error))
                 log.warning("How plugin %r failed:", label, exc_info=error, extra={"screen": False})
                 return
+
+
+def _alone() -> AbstractContextManager[Any]:
+    """Refuse collectives in this thread: the other ranks make none, so all would wait for ever."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace in ("c10d", "_c10d_functional"):
+                raise PluginError(f"it calls {func}, which waits for all ranks, on the main rank alone")
+            return func(*args, **(kwargs or {}))
+
+    return Alone()  # type: ignore[no-untyped-call]
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

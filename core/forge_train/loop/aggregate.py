@@ -32,6 +32,11 @@ class Metrics:
             job.dist.agree(shapes)
         self.reset()
 
+    @property
+    def timings(self) -> set[str]:
+        """Names of those that differ from run to run."""
+        return {name for name, metric in self._metrics.items() if metric.timing}
+
     def reset(self) -> None:
         """Forget what was observed."""
         for name, metric in self._metrics.items():

@@ -85,8 +85,12 @@ class Training:
         line = self._meter.line(result)
         self.loss = line["loss"]
         self._check_finite(line["loss"], line["grad_norm"], result)
-        numbers, histograms = split(self.stepper.metrics.take())
+        metrics = self.stepper.metrics
+        found = metrics.take()
+        numbers, histograms = split(found)
         line |= numbers
+        if timed := split({name: found[name] for name in metrics.timings & found.keys()})[0]:
+            line["timing"] = sorted({*line.get("timing", ()), *timed})
         if self.job.dist.main:
             self.job.run.metrics(line)
         self.job.hooks.on_log(LogRecord(result.step, self.job.steps, line, histograms))

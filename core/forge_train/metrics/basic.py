@@ -18,11 +18,10 @@ class Sum(Metric):
     def __init__(self) -> None:
         super().__init__(sums=2)
 
-    @torch.no_grad()
     def update(self, values: Numbers) -> None:
         """`values` of any shape."""
-        self.sums[0] += _total(values)
-        self.sums[1] += 1  # so that a sum of zero is something observed
+        self.sums[0].add_(_total(values))
+        self.sums[1].add_(1)  # so that a sum of zero is something observed
 
     def value(self, sums: Tensor, maxima: Tensor) -> float:
         return float(sums[0])
@@ -34,11 +33,10 @@ class Ratio(Metric):
     def __init__(self) -> None:
         super().__init__(sums=2)
 
-    @torch.no_grad()
     def update(self, above: Numbers, below: Numbers) -> None:
         """Two tensors of any shapes, each summed."""
-        self.sums[0] += _total(above)
-        self.sums[1] += _total(below)
+        self.sums[0].add_(_total(above))
+        self.sums[1].add_(_total(below))
 
     def value(self, sums: Tensor, maxima: Tensor) -> float:
         return float(sums[0] / sums[1])
@@ -47,7 +45,6 @@ class Ratio(Metric):
 class Mean(Ratio):
     """The mean of all values, weighted if asked."""
 
-    @torch.no_grad()
     def update(self, values: Numbers, weights: Numbers | None = None) -> None:
         """`values` of any shape; `weights`, of a shape that broadcasts to it, are 1 where none are given."""
         if weights is None:
@@ -62,7 +59,6 @@ class Mean(Ratio):
 class Perplexity(Ratio):
     """e to the mean loss of a token."""
 
-    @torch.no_grad()
     def update(self, losses: Numbers, tokens: Numbers) -> None:
         """Losses in nats, summed here or before, and how many tokens they are of."""
         super().update(losses, tokens)
@@ -78,11 +74,10 @@ class Max(Metric):
     def __init__(self) -> None:
         super().__init__(maxima=1)
 
-    @torch.no_grad()
     def update(self, values: Tensor) -> None:
         """`values` of any shape; an empty tensor observes nothing."""
         if values.numel():
-            self.maxima = torch.maximum(self.maxima, values.amax().to(self.maxima))
+            torch.maximum(self.maxima, values.detach().amax().to(self.maxima), out=self.maxima)
 
     def value(self, sums: Tensor, maxima: Tensor) -> float:
         return float(maxima[0])
@@ -91,14 +86,13 @@ class Max(Metric):
 class Min(Max):
     """The smallest value."""
 
-    @torch.no_grad()
     def update(self, values: Tensor) -> None:
         """`values` of any shape; an empty tensor observes nothing."""
-        super().update(-values.double())
+        super().update(-values.detach().double())
 
     def value(self, sums: Tensor, maxima: Tensor) -> float:
         return -float(maxima[0])
 
 
 def _total(values: Numbers) -> Numbers:
-    return values.sum(dtype=torch.float64) if isinstance(values, Tensor) else values
+    return values.detach().sum(dtype=torch.float64) if isinstance(values, Tensor) else values

@@ -23,13 +23,15 @@ class Accuracy(Metric):
         super().__init__(sums=2)
         self._top = top
 
-    @torch.no_grad()
     def update(self, scores: Tensor, labels: Tensor) -> None:
         """`scores [..., classes]`, `labels [...]`."""
         counted = labels != MASKED
-        likeliest = scores.topk(self._top, dim=-1).indices
-        right = (likeliest == labels.unsqueeze(-1)).any(-1) & counted
-        self.sums += torch.stack([right.sum(), counted.sum()])
+        if self._top == 1:
+            right = (scores.argmax(-1) == labels) & counted
+        else:
+            right = (scores.detach().topk(self._top, dim=-1).indices == labels.unsqueeze(-1)).any(-1) & counted
+        self.sums[0].add_(right.sum())
+        self.sums[1].add_(counted.sum())
 
     def value(self, sums: Tensor, maxima: Tensor) -> float:
         return float(sums[0] / sums[1])
@@ -48,7 +50,6 @@ class ConfusionMatrix(Metric):
         super().__init__(sums=classes * classes)
         self._classes, self._cells = classes, cells
 
-    @torch.no_grad()
     def update(self, predicted: Tensor, labels: Tensor) -> None:
         """Class ids of one shape."""
         counted = labels != MASKED
@@ -86,11 +87,10 @@ class AUROC(Metric):
         super().__init__(sums=2 * bins + 1)  # the last counts NaNs
         self._bins = bins
 
-    @torch.no_grad()
     def update(self, scores: Tensor, labels: Tensor) -> None:
         """`scores` in [0, 1] and `labels` 0 or 1, of one shape."""
         counted = labels != MASKED
-        bin_ = (scores.double() * self._bins).long().clamp(0, self._bins - 1)
+        bin_ = (scores.detach().double() * self._bins).long().clamp(0, self._bins - 1)
         place = torch.where(scores.isnan(), 2 * self._bins, bin_ + self._bins * labels)
         place = torch.where(counted, place, 0).reshape(-1)
         self.sums.index_add_(0, place, counted.reshape(-1).double())

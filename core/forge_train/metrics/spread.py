@@ -33,18 +33,18 @@ class Quantile(Metric):
         self._half = 2 * self._reach + 1  # buckets of one sign; one more is for 0, and one counts NaNs
         super().__init__(sums=2 * self._half + 2, maxima=2)
 
-    @torch.no_grad()
     def update(self, values: Tensor) -> None:
         """`values` of any shape."""
-        flat = values.reshape(-1).double()
+        flat = values.detach().reshape(-1).double()
         if not flat.numel():
             return
-        size = flat.abs().clamp(self.SMALLEST, self.LARGEST)
-        bucket = (size.log() / self._log_base).ceil().clamp(-self._reach, self._reach) + self._reach + 1
-        place = torch.where(flat.abs() < self.SMALLEST, 0.0, bucket * flat.sign()) + self._half
-        place = torch.where(flat.isnan(), 2 * self._half + 1.0, place).long()
+        size = flat.abs()
+        bucket = size.clamp(self.SMALLEST, self.LARGEST).log_().div_(self._log_base).ceil_()
+        bucket.clamp_(-self._reach, self._reach).add_(self._reach + 1).copysign_(flat).mul_(size >= self.SMALLEST)
+        place = bucket.add_(self._half).nan_to_num_(nan=2 * self._half + 1).long()
         self.sums.index_add_(0, place, torch.ones_like(flat))
-        self.maxima = torch.maximum(self.maxima, torch.stack([flat.amax(), -flat.amin()]))
+        least, most = flat.aminmax()
+        torch.maximum(self.maxima, torch.stack([most, -least]), out=self.maxima)
 
     def value(self, sums: Tensor, maxima: Tensor) -> Mapping[str, float]:
         names = [f"p{100 * q:g}" for q in self._quantiles]
@@ -85,12 +85,11 @@ class Histogram(Metric):
         self._low, self._high, self._bins = low, high, bins
         super().__init__(sums=bins + 1)
 
-    @torch.no_grad()
     def update(self, values: Tensor) -> None:
         """`values` of any shape."""
-        flat = values.reshape(-1).double()
-        place = ((flat - self._low) * (self._bins / (self._high - self._low))).floor().clamp(0, self._bins - 1)
-        place = torch.where(flat.isnan(), float(self._bins), place).long()
+        flat = values.detach().reshape(-1).double()
+        place = (flat - self._low).mul_(self._bins / (self._high - self._low)).floor_().clamp_(0, self._bins - 1)
+        place = place.nan_to_num_(nan=self._bins).long()
         self.sums.index_add_(0, place, torch.ones_like(flat))
 
     def value(self, sums: Tensor, maxima: Tensor) -> Bins:

@@ -60,7 +60,11 @@ class TinyRun:
     def numbers(self) -> list[dict[str, Any]]:
         """The metrics without timings: what an equal run repeats bit for bit."""
         return [
-            {key: value for key, value in line.items() if key not in {*records.TIMINGS, *line.get("timing", ())}}
+            {
+                key: value
+                for key, value in line.items()
+                if key not in {"timing", *records.TIMINGS, *line.get("timing", ())}
+            }
             for line in self.metrics
         ]
 
