@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from .contract.protocols import Task as Task
     from .contract.protocols import TokenDispatch as TokenDispatch
     from .contract.protocols import Tokenizer as Tokenizer
+    from .contract.state_dtypes import StateDtypes as StateDtypes
     from .contract.transform import Applied as Applied
     from .contract.transform import MicroBatch as MicroBatch
     from .contract.transform import Phase as Phase
@@ -86,6 +87,7 @@ _HOME = {
     "contract.plugin": "Plugin hookimpl",
     "contract.protocols": "Evaluator Executor FeedForward HFModel Head HeadSpec Init Layer"
     " Loader LossFunction LossScale RolloutLoader Schedule Span SpanName Task TokenDispatch Tokenizer",
+    "contract.state_dtypes": "StateDtypes",
     "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
     "ground.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",
     "ground.failure": "Failure",

@@ -17,6 +17,7 @@ from .declare import TensorStyle, depth_scaled, flops_per_token
 from .groups import decay_groups, decays, parameter_groups
 from .matrices import fused_rows, hidden_matrices
 from .matrix_optimizer import MatrixOptimizer
+from .narrow_state import NarrowState, narrowed
 from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
 from .update_rule import Kept, UpdateRule
 
@@ -29,6 +30,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "MatrixOptimizer",
+    "NarrowState",
     "RMSNorm",
     "RoPE",
     "Scaling",
@@ -42,5 +44,6 @@ __all__ = [
     "full_tensor",
     "fused_rows",
     "hidden_matrices",
+    "narrowed",
     "parameter_groups",
 ]
