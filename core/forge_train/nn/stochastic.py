@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ground.tensors import local
 
@@ -39,7 +40,8 @@ def _places(tensor: Any) -> Tensor:
     if hasattr(tensor, "device_mesh"):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        with _disable_current_modes():  # it reads values, which fake tensors lack
+            _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     place, stride = torch.zeros((), dtype=torch.int64, device=tensor.device), 1
     for size, offset, whole in zip(reversed(sizes), reversed(offsets), reversed(tensor.shape), strict=True):
         along = torch.arange(offset, offset + size, device=tensor.device) * stride

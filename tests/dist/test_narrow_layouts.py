@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import compositions
-from forge_train.testing import Pool, Verifier
+from forge_train import ConfigError
+from forge_train.testing import Pool, RunForge, Verifier
 from test_matrix_optimizers import LAYOUTS, alone, resumed, same_bits, saved, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1), pytest.mark.timeout(400)]
@@ -36,19 +37,20 @@ def distance(here: Mapping[str, Any], there: Mapping[str, Any]) -> float:
 
 @pytest.mark.parametrize("layout", ["fsdp2 uneven", "hsdp", "tp × dp", "ep × dp"])
 @pytest.mark.parametrize("kind", NARROW)
-def test_it_is_as_near_to_fp32_as_on_one_process(ranks: Pool, tmp_path: Path, layout: str, kind: str) -> None:
+def test_it_is_as_near_to_fp32_as_on_one_process(
+    ranks: Pool, tmp_path: Path, ends: Callable[..., dict[str, Any]], layout: str, kind: str
+) -> None:
     """fp32 stands for the exact path: its own rounding is a thousandth of bf16's."""
     world, plugins, config = LAYOUTS[layout]
     extra, settings = NARROW[kind]
     many = ((*extra, *plugins), {**config, **FP32[extra[0]], **settings})
     exact = alone((extra[0], *plugins), {**config, **FP32[extra[0]]})
-    for name, size, run in (("exact", 1, exact), ("one", 1, alone(*many)), ("many", world, many)):
-        train(ranks, tmp_path / name, size, *run)
-    ends = {name: saved(tmp_path / name) for name in ("exact", "one", "many")}
-    assert ends["one"]["state"].keys() == ends["many"]["state"].keys()
-    one, other = (distance(ends[name], ends["exact"]) for name in ("one", "many"))
+    train(ranks, tmp_path, world, *many)
+    found = {"exact": ends(*exact), "one": ends(*alone(*many)), "many": saved(tmp_path)}
+    assert found["one"]["state"].keys() == found["many"]["state"].keys()
+    one, other = (distance(found[name], found["exact"]) for name in ("one", "many"))
     assert 0 < other <= 2 * one, (one, other)
-    assert {str(tensor.dtype) for tensor in ends["many"]["state"].values()} >= (
+    assert {str(tensor.dtype) for tensor in found["many"]["state"].values()} >= (
         {"torch.bfloat16"} if kind != "adamw, bf16 and masters" else {"torch.float32"}
     )
 
@@ -91,3 +93,23 @@ def test_verify_agrees_and_sees_masters_that_are_not_updated(
     print(verdict, verdict.advice)
     assert bool(verdict.failed) != agrees, verdict
     assert agrees or "optimizer" in verdict.failed, verdict
+
+
+@pytest.mark.parametrize(
+    ("plugins", "config", "says"),
+    [
+        (("lion",), {"lion.state.second": "bf16"}, r"lion\.state\.second: this optimizer has no second moment"),
+        (("schedule_free",), {"schedule_free.state.first": "bf16"}, r"schedule_free\.state\.first: .* no first moment"),
+        ((), {"adamw.state.masters": False}, r"adamw\.state\.masters: has no effect: all parameters are fp32"),
+        (("bf16_parameters",), {}, r"train\.precision: is 'fp32'; bf16_parameters needs 'bf16'"),
+        (("bf16_parameters", "muon"), {"train.precision": "bf16"}, r"muon would round its updates to bf16"),
+        (("schedule_free", "cosine"), {}, "'cosine'.* and .*'schedule_free'.* both fill the slot 'lr_schedule'"),
+        (("schedule_free",), {"schedule_free.warmup": 3}, "schedule_free.warmup: 3 leave none of the run's 2 steps"),
+        (("schedule_free",), {"schedule_free.betas": [0.0, 0.9]}, "schedule_free.betas.*greater than 0"),
+    ],
+)
+def test_what_can_not_be_is_refused(
+    run_forge: RunForge, plugins: tuple[str, ...], config: Mapping[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run_forge(plugins, config, steps=2)
