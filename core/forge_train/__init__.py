@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from .contract.protocols import Task as Task
     from .contract.protocols import TokenDispatch as TokenDispatch
     from .contract.protocols import Tokenizer as Tokenizer
+    from .contract.state_dtypes import StateDtypes as StateDtypes
     from .contract.tracker import Tracker as Tracker
     from .contract.transform import Applied as Applied
     from .contract.transform import MicroBatch as MicroBatch
@@ -92,6 +93,7 @@ _HOME = {
     "contract.plugin": "Plugin hookimpl",
     "contract.protocols": "Evaluator Executor FeedForward HFModel Head HeadSpec Init Layer"
     " Loader LossFunction LossScale RolloutLoader Schedule Span SpanName Task TokenDispatch Tokenizer",
+    "contract.state_dtypes": "StateDtypes",
     "contract.tracker": "Tracker",
     "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
     "ground.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",

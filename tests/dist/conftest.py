@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import compositions
 from forge_train.testing import Pool, Verifier
@@ -24,3 +27,20 @@ def verify(ranks: Pool) -> Verifier:
 def composition_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The configuration that compositions lay their settings over."""
     return compositions.write(tmp_path_factory.mktemp("compositions"))
+
+
+@pytest.fixture(scope="session")
+def ends(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Where one process ends, trained once for each model and optimizer."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def ends(plugins: tuple[str, ...], config: Mapping[str, Any]) -> dict[str, Any]:
+        key = repr((plugins, sorted(config.items())))
+        if key not in known:
+            folder = tmp_path_factory.mktemp("alone")
+            arguments = {"folder": str(folder), "plugins": plugins, "config": dict(config)}
+            ranks.run("muon_cases:train", 1, timeout=300, **arguments)
+            known[key] = torch.load(folder / "run.pt")
+        return known[key]
+
+    return ends

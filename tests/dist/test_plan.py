@@ -35,6 +35,12 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], Settings]] = {
     "hsdp bf16, gathered in float8": ("tiny", 4, ("fsdp2", "fp8"), {**HSDP, **BF16, "fp8.all_gather": True}),
     "tp2 × dp2": ("tiny", 4, ("tp", "fsdp2"), TP2),
     "tp2 × dp2 bf16, tied": ("tiny", 4, ("tp", "fsdp2"), {**TP2, **BF16, "decoder.tied": True}),
+    "tp2 × dp2, parameters and moments in bf16": (
+        "tiny",
+        4,
+        ("tp", "fsdp2", "bf16_parameters"),
+        {**TP2, **BF16, "adamw.state.first": "bf16", "adamw.state.second": "bf16"},
+    ),
     "ddp": ("tiny", 4, ("ddp",), {}),
     "ddp bf16": ("tiny", 4, ("ddp",), BF16),
     "zero1": ("tiny", 4, ("zero1",), {}),

@@ -38,7 +38,8 @@ def total_norm(gradients: Sequence[Tensor], context: DistributedContext) -> Tens
         groups.setdefault((gradient.device_mesh if split else None, split), []).append(local(gradient))
     total = torch.zeros((), device=context.device)
     for (mesh, split), tensors in groups.items():
-        square = torch.nn.utils.get_total_norm(tensors).to(context.device, torch.float32) ** 2
+        wide = [tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in tensors]
+        square = torch.nn.utils.get_total_norm(wide).to(context.device, torch.float32) ** 2
         for axis in split:
             dist.all_reduce(square, group=mesh.get_group(axis))  # type: ignore[attr-defined]
         total += square

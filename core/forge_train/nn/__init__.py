@@ -18,6 +18,7 @@ from .declare import TensorStyle, depth_scaled, flops_per_token
 from .groups import decay_groups, decays, parameter_groups
 from .matrices import fused_rows, hidden_matrices
 from .matrix_optimizer import MatrixOptimizer
+from .narrow_state import NarrowState, narrowed
 from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
 from .spans import PerBatch, document_bounds, first_visible, is_imagined, neighbours
 from .tiled import TiledAttention
@@ -32,6 +33,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "MatrixOptimizer",
+    "NarrowState",
     "PerBatch",
     "RMSNorm",
     "RoPE",
@@ -50,6 +52,7 @@ __all__ = [
     "fused_rows",
     "hidden_matrices",
     "is_imagined",
+    "narrowed",
     "neighbours",
     "parameter_groups",
 ]

@@ -107,9 +107,11 @@ def _gap(one: Recording, layout: Recording, step: FollowedStep, exact: Record | 
 
 
 def in_parts(one: Recording, layout: Recording) -> bool:
-    """Whether a layout rounds sums in parts that one process rounds at once."""
+    """Whether a layout rounds sums in parts that one process rounds at once: those over features or a sequence, and,
+    where gradients are narrow between micro-batches, those over the batch."""
     sizes = layout.layout
-    return one.narrow and not (sizes.tp == sizes.cp == 1)
+    summed = any(gradient.dtype.itemsize < 4 for gradient in one.gradients.values())
+    return one.narrow and (summed or not (sizes.tp == sizes.cp == 1))
 
 
 def _evaluation(ours: Record, ranks: Sequence[Record], exact: Record | None) -> Check:

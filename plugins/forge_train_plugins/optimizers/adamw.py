@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from forge_train import Ge, Gt, Lt, ParameterGroup, Plugin, hookimpl, section
+from forge_train import Ge, Gt, Lt, ParameterGroup, Plugin, StateDtypes, hookimpl, section
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,8 @@ class AdamW(Plugin):
         """Decay the embedding too, which shrinks rows of rare tokens between their occurrences."""
         groups: tuple[ParameterGroup, ...] = ()
         """Parameters by pattern, with a learning rate or a decay of their own."""
+        state: StateDtypes = StateDtypes()
+        """Dtypes of the state, and masters."""
 
     config: Config
 
@@ -41,7 +43,7 @@ class AdamW(Plugin):
     def optimizer(self, model: Model, job: Job) -> torch.optim.Optimizer:
         import torch
 
-        from forge_train.nn import decay_groups
+        from forge_train.nn import decay_groups, narrowed
 
         config = self.config
         groups = decay_groups(
@@ -52,4 +54,5 @@ class AdamW(Plugin):
             decay_embeddings=config.decay_embeddings,
             groups=config.groups,
         )
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        made = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        return narrowed(made, model, job, config.state, first=("exp_avg",), second=("exp_avg_sq",))

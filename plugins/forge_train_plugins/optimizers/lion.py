@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from forge_train import Ge, Gt, Lt, ParameterGroup, Plugin, hookimpl, section
+from forge_train import Ge, Gt, Lt, ParameterGroup, Plugin, StateDtypes, hookimpl, section
 
 if TYPE_CHECKING:
     import torch
@@ -32,12 +32,14 @@ class Lion(Plugin):
         """Decay the embedding too."""
         groups: tuple[ParameterGroup, ...] = ()
         """Parameters by pattern, with a learning rate or a decay of their own."""
+        state: StateDtypes = StateDtypes()
+        """Dtypes of the state, and masters."""
 
     config: Config
 
     @hookimpl
     def optimizer(self, model: Model, job: Job) -> torch.optim.Optimizer:
-        from forge_train.nn import decay_groups
+        from forge_train.nn import decay_groups, narrowed
 
         from ._lion import SignMomentum
 
@@ -50,4 +52,5 @@ class Lion(Plugin):
             decay_embeddings=config.decay_embeddings,
             groups=config.groups,
         )
-        return SignMomentum(groups, lr=config.lr, betas=config.betas)
+        made = SignMomentum(groups, lr=config.lr, betas=config.betas)
+        return narrowed(made, model, job, config.state, first=("momentum",))

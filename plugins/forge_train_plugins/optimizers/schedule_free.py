@@ -6,7 +6,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train import Ge, Gt, Lt, ParameterGroup, Plugin, Problem, Schedule, Span, SpanName, hookimpl, section
+from forge_train import (
+    Ge,
+    Gt,
+    Lt,
+    ParameterGroup,
+    Plugin,
+    Problem,
+    Schedule,
+    Span,
+    SpanName,
+    StateDtypes,
+    hookimpl,
+    section,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +51,8 @@ class ScheduleFree(Plugin):
         """Decay the embedding too."""
         groups: tuple[ParameterGroup, ...] = ()
         """Parameters by pattern, with a learning rate or a decay of their own."""
+        state: StateDtypes = StateDtypes()
+        """Dtypes of the state, and masters."""
 
     config: Config
 
@@ -47,7 +62,7 @@ class ScheduleFree(Plugin):
 
     @hookimpl
     def optimizer(self, model: Model, job: Job) -> torch.optim.Optimizer:
-        from forge_train.nn import decay_groups
+        from forge_train.nn import decay_groups, narrowed
 
         from ._schedule_free import ScheduleFreeAdamW
 
@@ -60,7 +75,8 @@ class ScheduleFree(Plugin):
             decay_embeddings=config.decay_embeddings,
             groups=config.groups,
         )
-        return ScheduleFreeAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        made = ScheduleFreeAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        return narrowed(made, model, job, config.state, second=("exp_avg_sq",))
 
     @hookimpl
     def lr_schedule(self, optimizer: torch.optim.Optimizer) -> Schedule:

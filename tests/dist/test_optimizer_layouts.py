@@ -25,22 +25,6 @@ OPTIMIZERS: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ends(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Where one process ends, trained once for each model and optimizer."""
-    known: dict[str, dict[str, Any]] = {}
-
-    def ends(plugins: tuple[str, ...], config: Mapping[str, Any]) -> dict[str, Any]:
-        key = repr((plugins, config))
-        if key not in known:
-            folder = tmp_path_factory.mktemp("alone")
-            train(ranks, folder, 1, plugins, config)
-            known[key] = saved(folder)
-        return known[key]
-
-    return ends
-
-
 def differing(here: dict[str, Any], there: dict[str, Any], lr: float) -> float:
     """The share of elements that ended elsewhere; two signs that differ are a step of 2 lr."""
     pairs = [(end, there["ended"][name]) for name, end in here["ended"].items()]

@@ -1,0 +1,49 @@
+"""Parameters in fewer bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forge_train import ConfigError, Phase, Plugin, Transform, hookimpl
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from forge_train import Applied, Job
+
+
+class BF16Parameters(Plugin):
+    """Holds parameters and their gradients in bf16, between steps too. The optimizer keeps fp32 masters, or rounds
+    stochastically (`state.masters`)."""
+
+    api = (1, 0)
+    example = ("train.precision=bf16",)
+    provides = ("parameter_dtype",)
+    rounds = 2.0**-8
+    per_unit = True
+
+    @hookimpl
+    def parallelize(self, job: Job) -> Transform:
+        precision = job.config.train.precision
+        if precision != "bf16":
+            text = f"train.precision: is {precision!r}; bf16_parameters needs 'bf16'."
+            raise ConfigError(text, key="train.precision")
+
+        def apply(part: nn.Module) -> Applied:
+            from ._bf16_parameters import narrow
+
+            return narrow(part)
+
+        # After what replaces or adds layers; before SHARD takes parameters as they are.
+        return Transform(Phase.FLOAT8, "parameter_dtype", apply)
+
+    @hookimpl
+    def on_start(self, optimizer: torch.optim.Optimizer, job: Job) -> None:
+        from forge_train.nn import NarrowState
+
+        if not isinstance(optimizer, NarrowState):
+            raise ConfigError(
+                f"{job.hooks.provider('optimizer')} would round its updates to bf16, and lose most of them: it has no "
+                "`state` option. Use adamw, lion or schedule_free, or leave out bf16_parameters."
+            )
