@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as torch_flex
 
 import fakes
@@ -303,6 +304,18 @@ def test_tiles_never_hold_queries_times_keys() -> None:
     attend = TiledAttention()
     peak = peak_memory(lambda: attend(query, query, query, document_ids=document_ids).sum().backward())
     assert peak < 2048**2 * 4 / 8
+
+
+def test_a_plan_sees_the_memory_of_tiles_without_any_values() -> None:
+    """The bounds of documents that are not there can't be read."""
+    with FakeTensorMode():
+        query, key = torch.randn(2, SEQUENCE, 4, 8, requires_grad=True), torch.randn(2, SEQUENCE, 2, 8)
+        for kernel_of in (TiledAttention, lambda: FlexKernel(torch_flex.flex_attention)):
+            out = kernel_of()(query, key, key, document_ids=torch.zeros(2, SEQUENCE, dtype=torch.int64))
+            (grad,) = torch.autograd.grad(out.sum(), query)
+            assert out.shape == grad.shape == query.shape
+        bounds = kernel.make_bounds(torch.zeros(2, SEQUENCE, dtype=torch.int64), 2, SEQUENCE, 0, query.device)
+        assert bounds.most_keys == SEQUENCE
 
 
 def test_a_compiled_layer_gives_the_same_and_is_not_compiled_again_for_other_documents() -> None:

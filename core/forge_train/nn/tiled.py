@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from .spans import PerBatch, check_neighbours, first_visible, is_imagined
 
-TILE = 128
-"""Queries of a tile: on a CPU 64 to 128 were fastest, from documents of 256 tokens to those of 8,192 (torch 2.13)."""
+TILE = 64
+"""Queries of a tile: on a CPU faster than 128 and 256 for documents of 256 and 512 tokens (torch 2.13), and smaller."""
 
 
 class Tile(NamedTuple):
@@ -149,27 +149,28 @@ class _Tiles(torch.autograd.Function):
         keys_BKSD, values_BKSD = (one.transpose(1, 2).to(wide) for one in (key, value))
         query_grad = torch.empty_like(query)
         key_grad, value_grad = (torch.zeros_like(one) for one in (keys_BKSD, values_BKSD))
-        # What a logit's gradient is shifted by: Σ weights · their gradients, which is out · out_grad.
-        shift_BTH = (out.to(wide) * out_grad.to(wide)).sum(-1)
-        shift = torch.unflatten(shift_BTH, -1, (kv_heads, -1)).permute(0, 2, 3, 1) - lse_grad
+        sink_grad = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
         for tile in plan.tiles:
             rows, start, stop, first, last = tile
             logits, slope = _logits(query, keys_BKSD, tile, plan, ctx.scale, ctx.cap)
-            weights = logits.sub_(lse[rows, :, :, start:stop, None]).exp_()
-            mixed_grad = _together(out_grad[rows, start:stop].to(wide), kv_heads)
+            sums = lse[rows, :, :, start:stop]
+            weights = logits.sub_(sums[..., None]).exp_()
+            mixed, mixed_grad = (_together(one[rows, start:stop].to(wide), kv_heads) for one in (out, out_grad))
+            # What the gradients of a query's logits are shifted by: Σ weights · their gradients.
+            shift = (mixed * mixed_grad).sum(-1).view_as(sums) - lse_grad[rows, :, :, start:stop]
             value_grad[rows, :, first:last] += weights.flatten(2, 3).mT @ mixed_grad
             grad = (mixed_grad @ values_BKSD[rows, :, first:last].mT).view_as(weights)
-            grad = grad.sub_(shift[rows, :, :, start:stop, None]).mul_(weights)
+            grad = grad.sub_(shift[..., None]).mul_(weights)
             grad = (grad if slope is None else grad.mul_(slope)).mul_(ctx.scale).flatten(2, 3)
+            if sink_grad is not None:
+                of_sinks = (sinks.to(wide).view(kv_heads, -1, 1) - sums).exp_()
+                sink_grad -= (of_sinks * shift).sum((0, 3)).flatten()
             key_grad[rows, :, first:last] += grad.mT @ _together(query[rows, start:stop].to(wide), kv_heads)
             query_grad[rows, start:stop] = _apart(grad @ keys_BKSD[rows, :, first:last], stop - start).to(query.dtype)
-        sink_grad = None
-        if sinks is not None:
-            of_sinks = (sinks.to(wide).view(kv_heads, -1, 1) - lse).exp_()
-            sink_grad = -(of_sinks * shift).sum((0, 3)).flatten().to(sinks.dtype)
         key_grad, value_grad = (
             grad.transpose(1, 2).to(like.dtype) for grad, like in ((key_grad, key), (value_grad, value))
         )
+        sink_grad = None if sink_grad is None else sink_grad.to(sinks.dtype)
         return query_grad, key_grad, value_grad, sink_grad, None, None, None
 
 

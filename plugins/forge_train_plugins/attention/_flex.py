@@ -51,7 +51,8 @@ class FlexKernel:
             asked: Any = {"document_ids": document_ids, "offset": offset, "window": window, "soft_cap": soft_cap}
             return self._imagined(query, key, value, sinks=sinks, log_sum_exp=log_sum_exp, scale=scale, **asked)
         kept = offset + queries
-        out_BHTD, aux = self._attention(
+        needs_sums = sinks is not None or log_sum_exp
+        found = self._attention(
             query.transpose(1, 2),
             key[:, :kept].transpose(1, 2),
             value[:, :kept].transpose(1, 2),
@@ -59,9 +60,11 @@ class FlexKernel:
             block_mask=self._shared_mask(document_ids, queries, offset, window, query.device),
             scale=scale,
             enable_gqa=query.shape[2] != key.shape[2],
-            return_aux=AuxRequest(lse=True),
+            return_aux=AuxRequest(lse=True) if needs_sums else None,
         )
-        out, lse_BHT = out_BHTD.transpose(1, 2), aux.lse
+        if not needs_sums:
+            return found.transpose(1, 2)
+        out, lse_BHT = found[0].transpose(1, 2), found[1].lse
         if sinks is not None:
             # A sink adds exp(sink) to each query's sum of exponentials, which the weights are divided by.
             total = torch.logaddexp(lse_BHT, sinks.to(lse_BHT.dtype)[:, None].expand_as(lse_BHT))
