@@ -43,6 +43,7 @@ class Hooks:
         self.gqa, self.sdpa, self.swiglu = make(GQA), make(SDPA), make(SwiGLU, activation=activation)
         self.cross_entropy, self.lm_head = make(CrossEntropy), make(LanguageModelHead)
         self.asked_of_kernel: list[KernelCapabilities] = []
+        self.enabled: dict[str, Any] = {}
 
     def provider(self, slot: str) -> str | None:
         return "text" if slot == "tokenizer" and self._tokenizer is not None else None

@@ -49,7 +49,8 @@ def narrowed(
         ConfigError: for an option that has no effect.
     """
     key = f"{job.hooks.provider('optimizer')}.state"
-    narrow = any(p.requires_grad and p.dtype is torch.bfloat16 for p in model.parameters())
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    narrow = any(parameter.requires_grad and parameter.dtype is torch.bfloat16 for parameter in names)
     for moment, dtype, keys in (("first", dtypes.first, first), ("second", dtypes.second, second)):
         if dtype != "fp32" and not keys:
             raise ConfigError(f"{key}.{moment}: this optimizer has no {moment} moment.", key=f"{key}.{moment}")
@@ -60,7 +61,6 @@ def narrowed(
     keys = [*(first if dtypes.first == "bf16" else ()), *(second if dtypes.second == "bf16" else ())]
     if not keys and not narrow:
         return optimizer
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return NarrowState(optimizer, names, keys, masters=dtypes.masters, seed=job.seed)
 
 
