@@ -73,17 +73,22 @@ def agree(attend: Any, asked: dict[str, Any], kv_heads: int = 2) -> None:
         torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-4)
 
 
+def told(asked: dict[str, Any]) -> str:
+    """What a kernel is asked for, as the name of a test."""
+    return ",".join(key if torch.is_tensor(value) else f"{key}={value}" for key, value in asked.items()) or "plain"
+
+
 # -- flex -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asked", [*ASKED, *MORE], ids=str)
+@pytest.mark.parametrize("asked", [*ASKED, *MORE], ids=told)
 def test_what_flex_asks_of_flex_attention_is_attention(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch refuses gradients on a CPU, and has an unfused backward pass all the same."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
     agree(FlexKernel(torch_flex.flex_attention), asked, kv_heads=2)
 
 
-@pytest.mark.parametrize("asked", ASKED, ids=str)
+@pytest.mark.parametrize("asked", ASKED, ids=told)
 def test_block_masks_are_those_of_every_query_and_key(asked: dict[str, Any]) -> None:
     queries, document_ids = asked.get("queries", SEQUENCE), asked.get("document_ids")
     offset = asked.get("offset", SEQUENCE - queries)
@@ -178,7 +183,7 @@ def stand_in_torch(
     return stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, True, window_size)
 
 
-@pytest.mark.parametrize("asked", ASKED, ids=str)
+@pytest.mark.parametrize("asked", ASKED, ids=told)
 @pytest.mark.parametrize(
     "function",
     [of_flash(stand_in, "2"), of_flash(stand_in_3, "3"), of_flash(stand_in_4, "4"), of_torch(stand_in_torch)],
@@ -291,7 +296,7 @@ def test_no_fused_kernel_for_a_device_names_what_was_found(monkeypatch: pytest.M
 # -- tiles ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asked", [*ASKED, *MORE], ids=str)
+@pytest.mark.parametrize("asked", [*ASKED, *MORE], ids=told)
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_tiles_are_attention(asked: dict[str, Any], kv_heads: int) -> None:
     agree(TiledAttention(), asked, kv_heads)
