@@ -18,8 +18,7 @@ Beta = Annotated[float, Ge(0), Lt(1)]
 
 
 class NorMuon(Plugin):
-    """Muon with neurons normalised: each row of an update is divided by its running root mean square (Li et al. 2025,
-    arXiv:2510.05491, algorithm 1)."""
+    """Muon whose rows are divided by their running root mean square (Li et al. 2025, arXiv:2510.05491, algorithm 1)."""
 
     api = (1, 0)
 

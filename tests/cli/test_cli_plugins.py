@@ -72,6 +72,7 @@ def test_list(forge: Forge, distribution: Distribution) -> None:
         "default": [],
     }
     assert found["lion"]["distribution"] == "forge-train"
+    assert not [name for name, one in found.items() if not one["summary"].endswith(".")], "one sentence on one line"
     assert "theirs_module" not in sys.modules
     text = forge("plugins", "list").out
     assert "What theirs does (a paper).  (their-plugins 1.5)" in text

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
 
 class ScheduleFree(Plugin):
-    """AdamW that needs no schedule: it trains at one point and evaluates a running average (Defazio et al. 2024,
-    arXiv:2405.15682)."""
+    """AdamW that needs no schedule (Defazio et al. 2024, arXiv:2405.15682).
+
+    It trains at one point, and evaluates a running average.
+    """
 
     api = (1, 0)
     per_unit = True

@@ -32,8 +32,11 @@ OWN = ("lr", "weight_decay", "params")
 
 
 class TorchOptimizer(Plugin):
-    """Any `torch.optim.Optimizer`, named as `module:Class`. Sharded parameters are for elementwise classes only:
-    ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop and SGD of `torch.optim`."""
+    """Any `torch.optim.Optimizer`, named as `module:Class`.
+
+    Sharded parameters are for elementwise classes only: ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam,
+    RMSprop and SGD of `torch.optim`.
+    """
 
     api = (1, 0)
     example = ("torch_optimizer.name=torch.optim:NAdam", "torch_optimizer.options.momentum_decay=0.01")

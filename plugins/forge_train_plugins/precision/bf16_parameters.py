@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 
 class BF16Parameters(Plugin):
-    """Holds parameters and their gradients in bf16, between steps too. The optimizer keeps fp32 masters, or rounds
-    stochastically (`state.masters`)."""
+    """Holds parameters and their gradients in bf16, between steps too.
+
+    The optimizer keeps fp32 masters, or rounds stochastically (`state.masters`).
+    """
 
     api = (1, 0)
     example = ("train.precision=bf16",)
