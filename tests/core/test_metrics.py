@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_train import Bins, Metric, Plugin, hookimpl
+from forge_train import Bins, Metric, Plugin, PluginError, Update, hookimpl
 from forge_train.metrics import (
     AUROC,
     Accuracy,
@@ -25,6 +25,7 @@ from forge_train.metrics import (
     Sum,
 )
 from forge_train.testing import check, check_metric
+from forge_train.testing.runs import RunForge
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 5)]
 
@@ -271,3 +272,51 @@ def test_plugins_check_resumes_metrics_between_logged_steps() -> None:
         "forgets", "observing"
     )
     assert any("`maxima` must be a float64 tensor" in one.detail for one in check(Early).of("fail"))
+
+
+class Text(Sum):
+    """Gives no number."""
+
+    def value(self, sums: Tensor, maxima: Tensor) -> Any:
+        return "text"
+
+
+class Fails(Sum):
+    """Can't be computed."""
+
+    def value(self, sums: Tensor, maxima: Tensor) -> Any:
+        return 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        ({"x": Text}, r"The metric 'observes\.x': value \(.*\) must return a number, .* or a Bins, found 'text'"),
+        ({"x": Fails}, r"The metric 'observes\.x': value \(.*\) failed: ZeroDivisionError: division by zero"),
+        ({"": Sum}, r"The metric 'observes\.': a name is not empty"),
+        ({"a b": Sum}, r"The metric 'observes\.a b': a name is not empty, and has no spaces"),
+    ],
+)
+def test_a_plugins_mistake_names_its_metric(run_forge: RunForge, made: dict[str, type[Sum]], says: str) -> None:
+    class Observes(Plugin):
+        """Observes gradient norms."""
+
+        api = (1, 0)
+
+        @hookimpl
+        def metrics(self) -> dict[str, Metric]:
+            self.made: dict[str, Metric] = {name: cls() for name, cls in made.items()}
+            return self.made
+
+        @hookimpl
+        def on_gradients(self, update: Update) -> None:
+            for one in self.made.values():
+                one.update(update.grad_norm)  # type: ignore[attr-defined]
+
+    with pytest.raises(PluginError, match=says):
+        run_forge([Observes], steps=1)
+
+
+def test_scores_without_classes_are_no_scores() -> None:
+    with pytest.raises(ValueError, match=r"scores \[3\] need labels of their shape without classes, found \[3\]"):
+        Accuracy().update(torch.zeros(3), torch.zeros(3))

@@ -67,8 +67,14 @@ def test_low_precision_leaves_modules_with_a_rule_as_they_are(run_forge: RunForg
         ((("*", "bf16"), ("*attention", "fp32")), r"'\*' \(bf16\) and '\*attention' \(fp32\) both match"),
         ((("head", "fp32"), ("head", "bf16")), r"precision\.rules: 2 rules for 'head'"),
         ((("head", "fp64"),), "fp64"),
+        ((("layers.0", "bf16"),), r"'layers\.0' changes nothing: the run computes in bf16 already"),
     ],
 )
 def test_bad_rules_are_refused(run_forge: RunForge, rules: tuple[tuple[str, str], ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         run_forge(config={"train.precision": "bf16", **ruled(*rules)})
+
+
+def test_parameters_that_are_narrow_at_rest_have_no_wide_copies(run_forge: RunForge) -> None:
+    with pytest.raises(ConfigError, match=r"precision.*bf16_parameters|bf16_parameters.*precision"):
+        run_forge(["bf16_parameters"], {"train.precision": "bf16", **ruled(("head", "fp32"))})

@@ -39,6 +39,8 @@ def test_it_is_the_class_with_its_options() -> None:
         ("torch.optim:Optimizer.step", {}, "torch.optim has no such name"),
         ("torch:Tensor", {}, "expected a subclass of torch.optim.Optimizer; torch has .* Tensor"),
         ("torch.optim:LBFGS", {}, "needs a closure"),
+        ("torch.optim:Optimizer", {}, "name: torch.optim:Optimizer is what optimizers are made from"),
+        ("torch.optim:Adam", {"options": {"betas": [0.9]}}, "options: torch.optim:Adam refuses them: tuple index"),
         ("torch.optim:SparseAdam", {}, "takes sparse gradients only"),
         ("schedulefree:AdamWScheduleFree", {}, "use the plugin schedule_free"),
         ("torch.optim:SGD", {"options": {"momentun": 0.9}}, "takes no 'momentun'; it takes momentum, dampening"),
@@ -54,7 +56,12 @@ def test_what_can_not_be_is_refused(name: str, values: dict[str, Any], says: str
 
 @pytest.mark.parametrize(
     ("options", "key"),
-    [({"momentum": float("nan")}, "momentum"), ({"betas": [0.9, float("inf")]}, "betas"), ({"lr": 1.0}, "lr")],
+    [
+        ({"momentum": float("nan")}, "momentum"),
+        ({"betas": [0.9, float("inf")]}, "betas"),
+        ({"lr": 1.0}, "lr"),
+        ({"differentiable": True}, "differentiable"),
+    ],
 )
 def test_numbers_that_are_none_are_refused_before_anything_is_built(options: dict[str, Any], key: str) -> None:
     problems = list(fakes.make(TorchOptimizer, name="torch.optim:SGD", options=options).check_config())

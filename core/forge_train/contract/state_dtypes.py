@@ -14,9 +14,9 @@ class StateDtypes:
     """Dtypes at rest: an optimizer's `state`. Every update is computed in fp32."""
 
     first: StateDtype = "fp32"
-    """Of the running mean of gradients; bf16 is rounded stochastically."""
+    """Of the running mean of gradients; bf16 is rounded stochastically. Refused where the optimizer has none."""
     second: StateDtype = "fp32"
-    """Of the running mean of their squares; bf16 is rounded stochastically."""
+    """Of the running mean of their squares, likewise."""
     masters: bool = True
     """With parameters that are bf16 at rest: whether fp32 copies of them are kept and updated. Without, updates are
     rounded into the parameters stochastically."""

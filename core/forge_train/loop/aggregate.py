@@ -11,8 +11,12 @@ from torch import Tensor
 
 from ..contract.job import Job
 from ..contract.metric import Bins, Metric, Value
+from ..contract.returns import kind_of
 from ..ground.errors import PluginError
+from ..ground.places import place
 from ..storage.state import rows
+
+VALUE = kind_of(float | Mapping[str, float] | Bins)
 
 
 class Metrics:
@@ -66,7 +70,7 @@ class Metrics:
                 state.append(reduced[index][at[index] : at[index] + fresh.numel()].view(fresh.shape))
                 at[index] += fresh.numel()
             if not all(map(torch.equal, state, self._fresh[name])):
-                found[name] = metric.value(*state)
+                found[name] = _value(name, metric, *state)
         return found
 
     @contextmanager
@@ -124,6 +128,18 @@ class Metrics:
                 metric.maxima.copy_(state[1].view(metric.maxima.shape))
 
 
+def _value(name: str, metric: Metric, *state: Tensor) -> Value:
+    """A metric's result, which its author may have got wrong."""
+    try:
+        value: Value = metric.value(*state)
+    except Exception as error:  # a stranger's code
+        told = f"{type(error).__name__}: {error}"
+        raise PluginError(f"The metric {name!r}: value ({place(metric.value)}) failed: {told}") from error
+    if text := VALUE.problem(value):
+        raise PluginError(f"The metric {name!r}: value ({place(metric.value)}) must return {VALUE.words}, {text}.")
+    return value
+
+
 def split(found: Mapping[str, Value]) -> tuple[dict[str, float], dict[str, Bins]]:
     """Results as one number for each name, and the histograms among them."""
     numbers: dict[str, float] = {}
@@ -139,6 +155,8 @@ def split(found: Mapping[str, Value]) -> tuple[dict[str, float], dict[str, Bins]
 
 
 def _check(name: str, metric: Metric) -> None:
+    if name.endswith(".") or name != "".join(name.split()):
+        raise PluginError(f"The metric {name!r}: a name is not empty, and has no spaces.")
     for which in ("sums", "maxima"):
         state = getattr(metric, which, None)
         if not isinstance(state, Tensor) or state.dtype != torch.float64:

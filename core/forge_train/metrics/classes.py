@@ -25,6 +25,10 @@ class Accuracy(Metric):
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
         """`scores [..., classes]`, `labels [...]`."""
+        if scores.shape[:-1] != labels.shape:
+            raise ValueError(
+                f"scores {list(scores.shape)} need labels of their shape without classes, found {list(labels.shape)}"
+            )
         counted = labels != MASKED
         if self._top == 1:
             right = (scores.argmax(-1) == labels) & counted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,6 +66,9 @@ class Auto(Plugin):
 
         if not self.config.kernels:
             yield Problem("auto.kernels", "names no kernel.")
+        for name, count in Counter(self.config.kernels).items():
+            if count > 1:
+                yield Problem("auto.kernels", f"names {name!r} {count} times.")
         for name in self.config.kernels:
             try:
                 found = find(name)

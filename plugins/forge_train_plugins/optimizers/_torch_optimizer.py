@@ -11,6 +11,8 @@ import torch
 
 from forge_train import ConfigError
 
+from .torch_optimizer import OWN
+
 if TYPE_CHECKING:
     from forge_train import Model
 
@@ -45,6 +47,8 @@ def _unfit(cls: type[torch.optim.Optimizer]) -> str:
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return "needs a closure that computes the loss again, and a step has its gradients already."
+    if cls is torch.optim.Optimizer:
+        return "is what optimizers are made from; name one of them."
     if cls is torch.optim.SparseAdam:
         return "takes sparse gradients only, and no model here gives any."
     if hasattr(cls, "train") and hasattr(cls, "eval"):
@@ -83,11 +87,11 @@ def make(
         raise ConfigError(
             f"torch_optimizer.weight_decay: {name} has no weight decay.", key="torch_optimizer.weight_decay"
         )
-    known = [one for one in taken if one not in ("params", "lr", "weight_decay")]
+    known = [one for one in taken if one not in OWN]
     if unknown := [] if anything else [one for one in options if one not in known]:
         raise ConfigError(f"{OPTIONS}: {name} takes no {unknown[0]!r}; it takes {', '.join(known)}.", key=OPTIONS)
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     try:
         return cls(groups, **values)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever a stranger's class does with them
         raise ConfigError(f"{OPTIONS}: {name} refuses them: {error}", key=OPTIONS) from error

@@ -37,7 +37,7 @@ class SkipStep(Plugin):
         warmup: Annotated[int, Ge(8)] = 32
         """Steps that must have been taken before one is skipped for a finite norm."""
         most: Annotated[int, Gt(0)] = 8
-        """Skipped steps in a row that end the run."""
+        """Skipped steps in a row; one more ends the run."""
 
     config: Config
 

@@ -27,8 +27,14 @@ EXACT = (
     "SGD",
 )
 """Classes of `torch.optim` that treat each weight by itself, and so give the same on any shard."""
-OWN = ("lr", "weight_decay", "params")
-"""Arguments that are not in `options`."""
+OWN = {
+    "lr": "set torch_optimizer.lr",
+    "weight_decay": "set torch_optimizer.weight_decay",
+    "params": "the parameters are the model's",
+    "differentiable": "nobody differentiates a step here",
+    "capturable": "steps are not captured in graphs here",
+}
+"""Arguments that are not in `options`, and why."""
 
 
 class TorchOptimizer(Plugin):
@@ -63,9 +69,7 @@ class TorchOptimizer(Plugin):
         for name, value in self.config.options.items():
             key = f"torch_optimizer.options.{name}"
             if name in OWN:
-                yield Problem(
-                    key, f"is not for options; set torch_optimizer.{name}." if name != "params" else "is Forge's."
-                )
+                yield Problem(key, f"is not for options: {OWN[name]}.")
             elif not all(math.isfinite(one) for one in _numbers(value)):
                 yield Problem(key, f"expected finite numbers, found {value!r}.")
 

@@ -76,6 +76,22 @@ class Rules:
             if not any(fnmatchcase(name, rule.match) for name in names):
                 hint = nearest(rule.match, names) or f" There are {few(names)}."
                 raise ConfigError(f"{KEY}: {rule.match!r} matches no module.{hint}", key=KEY)
+        for name in names:
+            self._dtype(name)
+        for rule in self.rules:
+            if DTYPES[rule.dtype] is self.job.precision.param and not self._exempts(rule, names):
+                raise ConfigError(
+                    f"{KEY}: {rule.match!r} changes nothing: the run computes in {rule.dtype} already.", key=KEY
+                )
+
+    def _exempts(self, rule: DtypeRule, names: Sequence[str]) -> bool:
+        """Whether a rule for the run's own dtype takes a module out of other rules."""
+        others = Rules([one for one in self.rules if one is not rule], self.job)
+        inside = [name for name in names if f"{name}.".startswith(f"{rule.match}.")]
+        try:
+            return any(others._dtype(name) not in (None, self.job.precision.param) for name in inside)
+        except ConfigError:  # of two patterns, which this rule settles
+            return True
 
     def _dtype(self, name: str) -> torch.dtype | None:
         """Of a module, by the rules for it and for those around it."""

@@ -32,7 +32,8 @@ class Precision(Plugin):
     the precision itself (`fsdp2` gathers weights in the narrow dtype) makes this one step aside.
 
     `rules` name modules with another dtype, under every sharding: what goes into such a module is cast to its dtype,
-    and what comes out to that of the module around it. The head's logits stay as they are.
+    and what comes out to that of the module around it. The head's logits stay as they are. Parameters that are narrow
+    at rest (`bf16_parameters`) have no wider copies to read, so rules are refused with them.
     """
 
     api = (1, 0)
@@ -58,7 +59,7 @@ class Precision(Plugin):
         made = []
         if rules:
             self._rules = Rules(rules, job)
-            made.append(Transform(Phase.FLOAT8, "compute_dtypes", self._rules.apply))
+            made.append(Transform(Phase.FLOAT8, "compute_dtypes", self._rules.apply, conflicts=("parameter_dtype",)))
         if rules or dtype is not job.precision.master:
 
             def apply(part: nn.Module) -> Applied:
