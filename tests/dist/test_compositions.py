@@ -116,6 +116,16 @@ def test_compiled_layouts_agree(
     assert verdict.agree, verdict
 
 
+def test_one_process_takes_the_micro_batches_of_a_narrow_layout(verify: Verifier, composition_file: Path) -> None:
+    """Without `train.micro_batch`, a process takes all its sequences at once, and two take half of them each."""
+    request = Composition("dp2", "no ac", "three", "tied", "packed").request(composition_file)
+    free = tuple(one for one in request.set if not one.startswith("train.micro_batch"))
+    assert len(free) < len(request.set)
+    request = replace(request, set=(*free, "train.precision=bf16"))
+    verdict = verify(request, 2, steps=2)
+    assert verdict.agree, verdict
+
+
 @pytest.mark.accept("dist", 1)
 @pytest.mark.accept("dist", 2)
 @pytest.mark.parametrize(

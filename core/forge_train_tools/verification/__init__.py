@@ -82,6 +82,9 @@ def verify(
 
     steps = reference.steps if reference else steps
     layout = resolve(request, world=nproc)
+    train = layout.config.train
+    if train.precision != "fp32" or _rounds(layout):  # batches of other sizes round differently
+        request = dataclasses.replace(request, set=(*request.set, f"train.micro_batch={train.micro_batch}"))
     folder = Path(tempfile.mkdtemp(prefix="forge-verify-"))
     start(nproc, {"request": dataclasses.asdict(request), "steps": steps, "folder": str(folder)})
     try:
