@@ -158,6 +158,11 @@ def test_what_is_said_of_several_failures() -> None:
     assert Ended(mistake).code == 2
     killed = WorkerResult(1, 1, "killed", "was killed by SIGKILL.")
     assert Ended([killed, lost[0]]).complaint() == "Rank 1 was killed by SIGKILL.\nRank 0 ended because of it."
+    full = [WorkerResult(rank, 1, "own", f"no space: {rank + 3}.5 KiB left\nMake room.") for rank in (2, 0)]
+    other = WorkerResult(3, 1, "own", "no such file")
+    assert Ended([*full, other, lost[1]]).complaint() == (
+        "Ranks 0, 2: no space: 5.5 KiB left\nMake room.\nRank 3 failed too: no such file\nRank 1 ended because of it."
+    )
     assert Ended([WorkerResult(0, 75), WorkerResult(1, 75)]).complaint() == ""
     assert Ended([WorkerResult(0, 75)]).code == 75
 

@@ -139,8 +139,10 @@ class Ended:
         if len(bad) == len(self.outcomes) and all(one.kind == "own" and _line(one) == _line(first) for one in bad):
             return first.message  # a mistake that every rank found
         colon = "" if first.kind in ("killed", "hung") else ":"
-        lines = [f"Rank {first.rank}{colon} {first.message}"]
-        lines += [f"Rank {one.rank} failed too: {_line(one)}" for one in others if one.kind in ("own", "killed")][:3]
+        alike = [one for one in others if one.kind == first.kind == "own" and _sense(one) == _sense(first)]
+        lines = [f"{_ranks([first.rank, *(one.rank for one in alike)])}{colon} {first.message}"]
+        unlike = [one for one in others if one.kind in ("own", "killed") and one not in alike]
+        lines += [f"Rank {one.rank} failed too: {_line(one)}" for one in unlike][:3]
         lost = [one.rank for one in others if one.kind in ("lost", "timeout", "hung")]
         if lost:
             where = awaited(others)
@@ -157,6 +159,11 @@ def awaited(outcomes: Iterable[WorkerResult]) -> str:
 
 def _line(outcome: WorkerResult) -> str:
     return outcome.message.splitlines()[0] if outcome.message else f"exit code {outcome.code}"
+
+
+def _sense(outcome: WorkerResult) -> str:
+    """What was said, whatever the numbers: a full disk has a little more or less left when the next rank meets it."""
+    return re.sub(r"\d[\d.,]*", "0", _line(outcome))
 
 
 def _ranks(ranks: Sequence[int]) -> str:
