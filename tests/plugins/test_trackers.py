@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from forge_train import Bins, ConfigError, Metric, Plugin, Tracker, hookimpl
+from forge_train import Bins, ConfigError, Metric, Plugin, PluginError, Tracker, hookimpl
 from forge_train.testing import RunForge, TinyRun
 
 pytestmark = [pytest.mark.accept("parts", 6)]
@@ -339,3 +339,15 @@ def test_a_missing_login_refuses_the_run_in_one_sentence(
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(ConfigError, match=r"^wandb: there is no login here. Run `wandb login`, set WANDB_API_KEY, or"):
         run_forge(["wandb"], folder=tmp_path / "runs")
+
+
+def test_a_tracker_that_takes_nothing_is_refused_before_a_run() -> None:
+    class Half(Tracker):
+        """Begins, and takes nothing."""
+
+        api = (1, 0)
+
+        def open(self, run: object, config: object) -> None: ...
+
+    with pytest.raises(PluginError, match="Half lacks log, which every tracker implements"):
+        Half(None)

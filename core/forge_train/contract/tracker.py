@@ -38,6 +38,9 @@ class Tracker(Plugin):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        lacking = [name for name in ("open", "log") if getattr(type(self), name) is getattr(Tracker, name)]
+        if lacking:
+            raise PluginError(f"{type(self).__name__} lacks {' and '.join(lacking)}, which every tracker implements.")
         self._sender: _Sender | None = None
 
     # -- for subclasses ---------------------------------------------------------------------------
