@@ -36,4 +36,6 @@ def logger() -> Iterator[logging.Logger]:
     level, propagate, handlers = log.level, log.propagate, list(log.handlers)
     yield log
     log.level, log.propagate, log.handlers[:] = level, propagate, handlers
-    logging.getLogger("forge_train.progress").handlers.clear()
+    progress = logging.getLogger("forge_train.progress")
+    progress.handlers.clear()
+    progress.propagate = True  # pytest has a handler of its own at every logger that does not propagate
