@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -195,7 +196,7 @@ class OddOptimizer(Plugin):
     def optimizer(self, model: Model, job: Job) -> torch.optim.Optimizer:
         from forge_train.nn import decay_groups
 
-        return self.optimizer_class(decay_groups(model, job, lr=LR, weight_decay=0.1, decay_embeddings=False))
+        return self.optimizer_class(decay_groups(model, job, SimpleNamespace(lr=LR, weight_decay=0.1)))
 
 
 class PerParameterPlugin(OddOptimizer):

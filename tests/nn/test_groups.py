@@ -35,7 +35,8 @@ def matrix(*shape: int) -> nn.Parameter:
 def grouped(
     *patterns: ParameterGroup, decay_embeddings: bool = False, job: Any = JOB, **parameters: nn.Parameter
 ) -> list[dict[str, Any]]:
-    return decay_groups(model(**parameters), job, decay_embeddings=decay_embeddings, groups=patterns, **SETTINGS)
+    config = SimpleNamespace(decay_embeddings=decay_embeddings, groups=patterns, **SETTINGS)
+    return decay_groups(model(**parameters), job, config)
 
 
 def of(groups: list[dict[str, Any]], key: str) -> dict[int, Any]:

@@ -61,23 +61,23 @@ def parameter_groups(
     return made
 
 
-def decay_groups(
-    model: Model,
-    job: Job,
-    *,
-    lr: float,
-    weight_decay: float,
-    decay_embeddings: bool,
-    groups: Sequence[ParameterGroup] = (),
-) -> list[dict[str, Any]]:
+def decay_groups(model: Model, job: Job, config: Any) -> list[dict[str, Any]]:
     """Parameter groups in which matrices decay, while vectors and, unless asked, embeddings do not; see `decays` and
-    `parameter_groups`."""
+    `parameter_groups`.
+
+    Args:
+        model: composed.
+        job: its run. All processes call this.
+        config: the optimizer's section, with `lr`, `weight_decay` and, where they are options, `groups` and
+            `decay_embeddings`.
+    """
+    embeddings = getattr(config, "decay_embeddings", False)
 
     def settings(name: str, parameter: Tensor) -> Mapping[str, float]:
-        decaying = decays(model, name, parameter, embeddings=decay_embeddings)
-        return {"lr": lr, "weight_decay": weight_decay if decaying else 0.0}
+        decaying = decays(model, name, parameter, embeddings=embeddings)
+        return {"lr": config.lr, "weight_decay": config.weight_decay if decaying else 0.0}
 
-    return parameter_groups(model, job, settings, groups)
+    return parameter_groups(model, job, settings, getattr(config, "groups", ()))
 
 
 def decays(model: Model, name: str, parameter: Tensor, *, embeddings: bool) -> bool:

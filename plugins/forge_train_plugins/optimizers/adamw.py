@@ -46,13 +46,6 @@ class AdamW(Plugin):
         from forge_train.nn import decay_groups, narrowed
 
         config = self.config
-        groups = decay_groups(
-            model,
-            job,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            decay_embeddings=config.decay_embeddings,
-            groups=config.groups,
-        )
+        groups = decay_groups(model, job, config)
         made = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         return narrowed(made, model, job, config.state, first=("exp_avg",), second=("exp_avg_sq",))

@@ -44,13 +44,6 @@ class Lion(Plugin):
         from ._lion import SignMomentum
 
         config = self.config
-        groups = decay_groups(
-            model,
-            job,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            decay_embeddings=config.decay_embeddings,
-            groups=config.groups,
-        )
+        groups = decay_groups(model, job, config)
         made = SignMomentum(groups, lr=config.lr, betas=config.betas)
         return narrowed(made, model, job, config.state, first=("momentum",))

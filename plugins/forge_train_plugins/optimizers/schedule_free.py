@@ -69,14 +69,7 @@ class ScheduleFree(Plugin):
         from ._schedule_free import ScheduleFreeAdamW
 
         config = self.config
-        groups = decay_groups(
-            model,
-            job,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            decay_embeddings=config.decay_embeddings,
-            groups=config.groups,
-        )
+        groups = decay_groups(model, job, config)
         made = ScheduleFreeAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         return narrowed(made, model, job, config.state, second=("exp_avg_sq",))
 

@@ -82,14 +82,7 @@ class TorchOptimizer(Plugin):
         config = self.config
         cls = find(config.name)
         check_sharding(cls, config.name, model, EXACT)
-        groups = decay_groups(
-            model,
-            job,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            decay_embeddings=config.decay_embeddings,
-            groups=config.groups,
-        )
+        groups = decay_groups(model, job, config)
         return make(cls, config.name, groups, config.options)
 
 
