@@ -67,6 +67,9 @@ def _show(made: Plan, setup: Setup, request: Request, world: int) -> None:
         f"{train.global_batch:,} sequences of {train.sequence:,} tokens a step "
         f"({short(train.tokens_per_step)} tokens), {train.micro_batch} at a time{passes}"
     )
+    if train.batch_warmup:
+        first = ", ".join(f"{one.global_batch:,} for {one.steps:,} steps" for one in train.batch_warmup)
+        screen.line(f"at first, sequences a step: {first}")
     _show_phases(made)
     _show_slots(made, setup, request)
     _show_meshes(made)

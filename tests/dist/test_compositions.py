@@ -61,6 +61,10 @@ RICH = {
 LOSS = {"cross_entropy.z_loss": 1e-2, "cross_entropy.label_smoothing": 0.1, "cross_entropy.chunk": 16}
 WHOLE, LOGITS = {"tp.sequence_parallel": False}, {"tp.loss_parallel": False}
 TIED = ("tied", "packed")
+GROWING = {
+    "train.micro_batch": 6,
+    "train.batch_warmup": "[{ steps = 1, global_batch = 12 }, { steps = 1, global_batch = 24 }]",
+}
 BUDGET = {"ac.mode": "memory_budget", "ac.budget": 0.2}
 OPTIONS: dict[str, tuple[Composition, Settings, Settings]] = {
     # What it is: the composition, what belongs to the layout, and what one process has too.
@@ -79,6 +83,8 @@ OPTIONS: dict[str, tuple[Composition, Settings, Settings]] = {
     ),
     "tp, uneven": (Composition("tp2", "no ac", "one", "untied", "one text"), {}, {"train.sequence": 15}),
     "tp4, rich": (Composition("tp4", "no ac", "one", *TIED), LOGITS, RICH),
+    "growing batches": (Composition("dp2", "no ac", "three", *TIED), {"fsdp2.reduce": "each"}, {**GROWING, **MASK}),
+    "growing batches, ddp": (Composition("ddp2", "full", "three", *TIED), {}, GROWING),
     "tp, sums kept": (Composition("tp2", "selective", "one", *TIED), {"ac.save": ["attention", "collectives"]}, {}),
 }  # fmt: skip
 

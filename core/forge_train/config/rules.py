@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 from ..ground.errors import Problem, nearest
 from ..ground.layout import Layout, LayoutError
@@ -42,11 +44,21 @@ def check(config: Config, world: int) -> Iterator[Problem]:
         yield error.problem
         return
     per_pass = (train.micro_batch or 1) * layout.dp
-    if train.global_batch % per_pass:
+    for size in train.batches:
+        if size % per_pass:
+            yield Problem(
+                "train.batch_warmup" if size != train.global_batch else "train.global_batch",
+                f"{size} is not a multiple of micro_batch × data-parallel ranks "
+                f"= {train.micro_batch or 1} × {layout.dp} = {per_pass}.",
+            )
+    if not all(size < following for size, following in pairwise(train.batches)):
         yield Problem(
-            "train.global_batch",
-            f"{train.global_batch} is not a multiple of micro_batch × data-parallel ranks "
-            f"= {train.micro_batch or 1} × {layout.dp} = {per_pass}.",
+            "train.batch_warmup",
+            f"expected batches that grow up to train.global_batch, found {', '.join(map(str, train.batches))}.",
+        )
+    if (warmup := sum(phase.steps for phase in train.batch_warmup)) and warmup >= train.total_steps > 0:
+        yield Problem(
+            "train.batch_warmup", f"{warmup:,} steps leave none of the run's {train.total_steps:,} for the whole batch."
         )
 
 
@@ -68,6 +80,6 @@ def fill_in(config: Config, world: int) -> Config:
     train = config.train
     if train.micro_batch:
         return config
-    share = train.global_batch // Layout.of(config.parallel, world).dp
+    share = math.gcd(*train.batches) // Layout.of(config.parallel, world).dp
     filled = dataclasses.replace(train, micro_batch=share)
     return dataclasses.replace(config, train=filled, as_written={"train": {"micro_batch": 0}})

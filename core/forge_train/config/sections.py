@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from ..ground.layout import Device
@@ -29,6 +30,16 @@ class RunSection:
 
 
 @section
+class WarmUpBatches:
+    """Steps with smaller batches, at the beginning of a run: an item of `train.batch_warmup`."""
+
+    steps: Annotated[int, Gt(0)]
+    """How many."""
+    global_batch: Annotated[int, Gt(0)]
+    """Sequences per step, over all ranks."""
+
+
+@section
 class TrainSection:
     """How much to train, on what batches, and how exactly."""
 
@@ -38,9 +49,11 @@ class TrainSection:
     """Tokens over all ranks, rounded up to whole steps."""
     global_batch: Annotated[int, Gt(0)] = 8
     """Sequences per step, over all ranks."""
+    batch_warmup: tuple[WarmUpBatches, ...] = ()
+    """Smaller batches at first, each larger than the one before: `[{ steps = 100, global_batch = 8 }]`."""
     micro_batch: Annotated[int, Ge(0)] = 0
     """Sequences per forward pass of one rank; the number of accumulated passes follows. 0 takes a rank's whole share of
-    the global batch."""
+    the global batch, or what divides the shares of a warm-up too."""
     sequence: Annotated[int, Gt(0)] = 512
     """Tokens per sequence."""
     clip_norm: Annotated[float, Ge(0)] = 1.0
@@ -60,13 +73,36 @@ class TrainSection:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step, over all ranks."""
+        """Tokens of one optimizer step, over all ranks; after the warm-up of batches, if there is one."""
         return self.global_batch * self.sequence
 
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the run, in whichever unit its length was given."""
-        return self.steps or -(-self.tokens // self.tokens_per_step)
+        return self.steps or math.ceil(self.steps_of(self.tokens))
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The sizes of batches, in the order of the run."""
+        return *(phase.global_batch for phase in self.batch_warmup), self.global_batch
+
+    def batch_at(self, step: int) -> int:
+        """Sequences of the step that follows `step` others, over all ranks."""
+        for phase in self.batch_warmup:
+            if step < phase.steps:
+                return phase.global_batch
+            step -= phase.steps
+        return self.global_batch
+
+    def steps_of(self, tokens: float) -> float:
+        """Steps from the beginning of the run in which so many tokens are trained on."""
+        steps = 0
+        for phase in self.batch_warmup:
+            held = phase.steps * phase.global_batch * self.sequence
+            if tokens <= held:
+                return steps + phase.steps * tokens / held
+            steps, tokens = steps + phase.steps, tokens - held
+        return steps + tokens / self.tokens_per_step
 
 
 @section

@@ -30,13 +30,22 @@ class Forward:
     """What a forward pass needs, resolved once."""
 
     def __init__(self, job: Job, model: Model) -> None:
-        train = job.config.train
         self.job, self.model = job, model
         self.task: Task = job.hooks.task()
         self.executor: Executor = job.hooks.executor(model, self.task)
-        self.accumulation = job.dist.layout.micro_batches(train.global_batch, train.micro_batch)
         self._prepare = job.hooks.prepare_batch()
         self.metrics = Metrics(job, job.hooks.metrics())
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of each rank in a whole global batch."""
+        train = self.job.config.train
+        return self.job.dist.layout.micro_batches(train.global_batch, train.micro_batch)
+
+    def micro_batches(self, step: int) -> int:
+        """Micro-batches of each rank in the step that follows `step` others."""
+        train = self.job.config.train
+        return self.job.dist.layout.micro_batches(train.batch_at(step), train.micro_batch)
 
     def take_batches(self, loader: Loader, count: int, whose: str = "") -> list[Batch]:
         """A loader's next micro-batches, prepared, on the CPU."""

@@ -89,11 +89,12 @@ class Stepper(Forward):
         started = time.perf_counter()
         self.show_model(self.loader)
         first = int(self.loader.state_dict()["sequences"])
-        batches, counts = self.fetch(self.loader, self.accumulation)
+        batches, counts = self.fetch(self.loader, self.micro_batches(progress.step))
         update = self._watcher.on_backward(self.gradients(progress.step + 1, batches, counts))
         lr = self.finish(update)
+        train = self.job.config.train
+        progress.tokens += train.batch_at(progress.step) * train.sequence
         progress.step += 1
-        progress.tokens += self.job.config.train.tokens_per_step
         return StepResult(
             step=progress.step,
             tokens=progress.tokens,

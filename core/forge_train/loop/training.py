@@ -137,7 +137,8 @@ class Training:
             raise DivergedError(f"A plugin asked to roll back ({reason}), but the run has no checkpoint yet.")
         self._event("anomaly", kind="roll_back", reason=reason)
         self._load(found.path)
-        self.stepper.loader.skip(skip * self.job.config.train.global_batch)
+        steps = range(self.progress.step, self.progress.step + skip)
+        self.stepper.loader.skip(sum(map(self.job.config.train.batch_at, steps)))
         self._meter.start(self.progress.tokens, self.progress.step)
 
     @during("load")

@@ -105,7 +105,7 @@ class _Apart(Watched):
         """The gradients of each."""
         stepper = self.stepper
         stepper.executor = self._executor = _Some(stepper.executor)
-        self._batches, self._counts = stepper.fetch(stepper.loader, stepper.accumulation)
+        self._batches, self._counts = stepper.fetch(stepper.loader, stepper.micro_batches(0))
         return [self._gradients(batch, 1.0) for batch in self._batches]
 
     def attached(self) -> dict[str, Tensor]:

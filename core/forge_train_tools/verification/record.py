@@ -56,7 +56,7 @@ def record(setup: Setup, steps: int, folder: Path, *, rounding: bool = True) -> 
         parameters, buffers = _held(watched)
         layout, tie = watched.job.dist.layout, tie_of(setup.config.train.precision)
         return Recording(
-            [watched.seen], watched.first_gradients, parameters, layout, tie, buffers, watched.stepper.accumulation
+            [watched.seen], watched.first_gradients, parameters, layout, tie, buffers, watched.stepper.micro_batches(0)
         )
 
 

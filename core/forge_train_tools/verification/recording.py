@@ -105,7 +105,7 @@ class Recording:
             parameters |= stage["parameters"]
             buffers |= stage["buffers"]
         train, layout = setup.config.train, Layout.of(setup.config.parallel, world)
-        accumulation = layout.micro_batches(train.global_batch, train.micro_batch)
+        accumulation = layout.micro_batches(train.batch_at(0), train.micro_batch)
         gradients = read_gradients(folder, 1)[0] if ranks[0].losses else {}
         tie = tie_of(train.precision)
         return cls(ranks, gradients, parameters, layout, tie, buffers, accumulation, train.micro_batch)

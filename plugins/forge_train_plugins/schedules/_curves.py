@@ -83,11 +83,25 @@ class DecayPlugin(WarmUpPlugin):
         """From 1 to 0, as `done` goes from 0 to 1."""
 
 
-def in_steps(length: float, unit: Unit, config: RunConfig) -> int:
-    """A length in steps, from one in `unit` or, below 1, in shares of the run."""
+def in_steps(length: float, unit: Unit, config: RunConfig, *, at_end: bool = False) -> int:
+    """A length in steps, from one in `unit` or, below 1, in shares of the run.
+
+    Args:
+        length: from the beginning of the run.
+        unit: what it counts.
+        config: of the run, whose first steps may hold fewer tokens than the others.
+        at_end: it is a length up to the end of the run instead.
+    """
+    train = config.train
     if length < 1:
-        return round(length * config.train.total_steps)
-    return round(length / config.train.tokens_per_step if unit == "tokens" else length)
+        return round(length * train.total_steps)
+    if unit == "steps":
+        return round(length)
+    if not at_end:
+        return round(train.steps_of(length))
+    missing = sum(phase.steps * (train.global_batch - phase.global_batch) for phase in train.batch_warmup)
+    tokens = train.total_steps * train.tokens_per_step - missing * train.sequence
+    return round(train.total_steps - train.steps_of(tokens - length))
 
 
 def progress(step: int, first: int, last: int) -> float:

@@ -133,7 +133,8 @@ class WSD(WarmUpPlugin):
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         steps, unit = config.train.total_steps, self.config.unit
-        warmup, decay = (in_steps(length, unit, config) for length in (self.config.warmup, self.config.decay))
+        warmup = in_steps(self.config.warmup, unit, config)
+        decay = in_steps(self.config.decay, unit, config, at_end=True)
         if steps and not decay:
             yield Problem("wsd.decay", f"{self.config.decay:g} {unit} are less than one step.")
         if steps and warmup + decay > steps:
@@ -144,7 +145,8 @@ class WSD(WarmUpPlugin):
 
     def after(self, step: int, warmup: int, config: RunConfig) -> float:
         steps = config.train.total_steps
-        done = progress(step, steps - in_steps(self.config.decay, self.config.unit, config), steps)
+        decay = in_steps(self.config.decay, self.config.unit, config, at_end=True)
+        done = progress(step, steps - decay, steps)
         return self.config.floor + (1 - self.config.floor) * fall(self.config.shape, done)
 
 

@@ -112,9 +112,10 @@ def _size(job: Job, model: Model) -> str:
     ranks = f" · {job.dist.world} process{'es' if job.dist.world > 1 else ''}"
     here = " on this rank" if job.dist.layout.pp > 1 else ""
     precision = "" if train.precision == "fp32" else f" · {train.precision}"
+    growing = f"{train.batches[0] * train.sequence:,} to " if train.batch_warmup else ""
     return (
         f"{_device(job)}{ranks}{precision} · {short(count)} parameters{here} · "
-        f"{job.steps:,} steps of {train.tokens_per_step:,} tokens"
+        f"{job.steps:,} steps of {growing}{train.tokens_per_step:,} tokens"
     )
 
 
