@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 class OptimizerInBackward(Plugin):
     """Updates each parameter as soon as its gradient is there, and frees the gradient: less memory on one process.
 
-    No gradient sees another: `train.clip_norm` must be 0, and a step is one micro-batch.
+    No gradient sees another: `train.clip_norm` must be 0, and a step is one micro-batch. `forge plan` counts the gradients
+    as if they were kept.
     """
 
     api = (1, 0)
-    example = ("train.clip_norm=0",)
+    example = ("train.clip_norm=0", "train.micro_batch=0")
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
