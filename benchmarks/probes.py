@@ -1,6 +1,6 @@
 """Plugins and plain scripts that the benchmarks measure; each runs in a process of its own.
 
-python benchmarks/probes.py plain-first|plain-loop|forge-first|forge-loop|plain-loss|chunked-loss
+python benchmarks/probes.py (plain|forge)-(first|loop|compiled)|plain-loss|chunked-loss
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def skeleton() -> Any:
         return Transformer(Embedding(2048, 256), blocks, RMSNorm(256), Linear(256, 2048), max_sequence=4096, tied=False)
 
 
-def plain(steps: int) -> None:
-    """A hand-written loop: AdamW, clipping, a look at the loss every ten steps."""
+def plain(steps: int, *, compiled: bool = False) -> None:
+    """A hand-written loop: AdamW, clipping, a look at the loss every ten steps; or the whole model and the loss
+    compiled together, in bf16 by autocast."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -77,11 +78,16 @@ def plain(steps: int) -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     batches = [torch.randint(0, 256, (4, 513)) for _ in range(4)]
+
+    def loss_of(tokens: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=compiled):
+            logits = model.head(model(tokens[:, :-1]))
+        return cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    once = torch.compile(loss_of) if compiled else loss_of
     started = time.process_time()
     for step in range(1, steps + 1):
-        tokens = batches[step % 4]
-        logits = model.head(model(tokens[:, :-1]))
-        loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss = once(batches[step % 4])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -93,7 +99,7 @@ def plain(steps: int) -> None:
     report(loop=time.process_time() - started)
 
 
-def forge(steps: int, *, first: bool) -> None:
+def forge(steps: int, *, first: bool, compiled: bool = False) -> None:
     """The same through `forge train`, with its loggers on."""
     from forge_train_cli import main
 
@@ -102,6 +108,8 @@ def forge(steps: int, *, first: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = [part for value in (*SHAPE, f"train.steps={max(steps, 3)}") for part in ("--set", value)]
         options = ["--run-dir", folder, "--plugins", probe]
+        if compiled:
+            options += ["--plugins", "compile", "--set", "train.precision=bf16"]
         (Path(folder) / "bench.toml").write_text("")
         sys.argv = ["forge", "train", str(Path(folder) / "bench.toml"), *options, *settings]
         main()
@@ -163,6 +171,10 @@ if __name__ == "__main__":
             forge(1, first=True)
         case "forge-loop":
             forge(STEPS, first=False)
+        case "plain-compiled":
+            plain(STEPS, compiled=True)
+        case "forge-compiled":
+            forge(STEPS, first=False, compiled=True)
         case "plain-loss":
             loss(1 << 30)
         case "chunked-loss":

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 import fakes
 from forge_train import MASKED
 from forge_train.nn import Linear
-from forge_train_plugins.tasks._cross_entropy import CHUNKS, LOGITS, ChunkedCrossEntropy
+from forge_train.nn.chunks import CHUNKS, LOGITS, chosen
+from forge_train_plugins.tasks._cross_entropy import ChunkedCrossEntropy
 from forge_train_plugins.tasks.cross_entropy import CrossEntropy
 from peak_memory import peak_memory
 
@@ -103,9 +104,9 @@ def test_calls_the_head_as_a_module(chunk: int, grad: bool, calls: list[tuple[in
 
 
 def test_chunks_are_as_large_as_memory_allows() -> None:
-    loss, head = ChunkedCrossEntropy(), nn.Linear(1, 2**15, device="meta")
-    assert loss._tokens(1024, head) == LOGITS // 2**15
-    assert loss._tokens(2**20, head) == 2**20 // CHUNKS
+    head = nn.Linear(1, 2**15, device="meta")
+    assert chosen(1024, head) == LOGITS // 2**15
+    assert chosen(2**20, head) == 2**20 // CHUNKS
 
 
 def test_memory_is_under_a_third_of_the_plain_form() -> None:

@@ -5,8 +5,8 @@ non-persistent buffers fills them in `reset_buffers()`: models are built on the 
 computes is lost, and core calls both once memory is there.
 
 What optimizers share is here too: parameter groups, and updates of full matrices; and what attention kernels share:
-which keys a query sees, documents' bounds, and exact attention in tiles for where no fused kernel runs. Techniques stay
-out of this package. Importing it imports torch.
+which keys a query sees, documents' bounds, and exact attention in tiles for where no fused kernel runs; and what losses
+share: sums over chunks of a sequence. Techniques stay out of this package. Importing it imports torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from ..ground.tensors import full_tensor
 from .basic import Embedding, LayerNorm, Linear, RMSNorm
 from .cache import KVCache
+from .chunks import sum_in_chunks
 from .declare import TensorStyle, depth_scaled, flops_per_token
 from .groups import decay_groups, decays, parameter_groups
 from .matrices import fused_rows, hidden_matrices
@@ -55,4 +56,5 @@ __all__ = [
     "narrowed",
     "neighbours",
     "parameter_groups",
+    "sum_in_chunks",
 ]

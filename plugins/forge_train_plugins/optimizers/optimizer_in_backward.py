@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class OptimizerInBackward(Plugin):
     """Updates each parameter as soon as its gradient is there, and frees the gradient: less memory on one process.
 
-    No gradient sees another: `train.clip_norm` must be 0, and a step is one micro-batch. `forge plan` counts the gradients
-    as if they were kept.
+    No gradient sees another: `train.clip_norm` must be 0, and a step is one micro-batch. `forge plan` counts the
+    gradients as if they were kept.
     """
 
     api = (1, 0)

@@ -1,0 +1,39 @@
+"""Losses of a head's outputs that never exist all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+LOGITS = 2**23
+"""Logits that may exist at once without a second thought: 32 MiB in fp32."""
+CHUNKS = 16
+"""More chunks than this save little memory, and make the head's matrix products small."""
+
+
+def sum_in_chunks(loss: Callable[..., Tensor], head: nn.Module, tokens: int, *along: Tensor) -> Tensor:
+    """The sum of a loss over chunks of the sequence, each computed once more in the backward pass, and freed between.
+
+    Args:
+        loss: of a chunk of each tensor; 0-dim.
+        head: what it calls.
+        tokens: per chunk; 0 chooses.
+        along: `[batch, sequence, …]`. They are cut along the sequence, so that the head sees `[batch, …, dim]` as ever:
+            tensor parallelism counts on its axes.
+    """
+    batch, sequence = along[0].shape[:2]
+    length = max(1, (tokens or chosen(batch * sequence, head)) // batch)
+    pieces = zip(*(torch.split(one, length, dim=1) for one in along), strict=True)
+    if length >= sequence or not torch.is_grad_enabled():
+        losses = [loss(*piece) for piece in pieces]
+    else:
+        losses = [checkpoint(loss, *piece, use_reentrant=False) for piece in pieces]
+    return sum(losses[1:], losses[0])
+
+
+def chosen(tokens: int, head: nn.Module) -> int:
+    """Tokens per chunk. A head that does not say how wide its logits are is taken for a large one."""
+    return max(LOGITS // getattr(head, "out_features", 2**17), tokens // CHUNKS, 1)

@@ -1,0 +1,55 @@
+"""Learning from another model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from forge_train import ExtraModel, Ge, Gt, Le, Plugin, Problem, Task, hookimpl, section
+from forge_train.config.schema import FilePath
+
+if TYPE_CHECKING:
+    from forge_train import Job
+
+
+class Distill(Plugin):
+    """Next-token prediction from a teacher's soft targets beside the labels (Hinton et al. 2015, arXiv:1503.02531).
+
+    The teacher is frozen. It is built by the run's plugins, with the sections that differ from the student's, and
+    sharded as the student is. Evaluation is the loss of labels alone.
+    """
+
+    api = (1, 0)
+    requires = ("loss",)
+
+    @section
+    class Config:
+        weights: Annotated[str, FilePath()] = ""
+        """The teacher: a run, or a checkpoint."""
+        teacher: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+        """Sections of the teacher that differ from the student's, as in `[distill.teacher.decoder]`."""
+        share: Annotated[float, Gt(0), Le(1)] = 0.5
+        """Of the loss that is the divergence from the teacher; the rest is that of the labels."""
+        temperature: Annotated[float, Gt(0)] = 1.0
+        """What both models' logits are divided by in the divergence, which is multiplied by its square."""
+        chunk: Annotated[int, Ge(0)] = 0
+        """Tokens whose logits exist at once; 0 chooses by vocabulary and batch."""
+
+    config: Config
+
+    @hookimpl
+    def check_config(self) -> Iterator[Problem]:
+        if not self.config.weights:
+            yield Problem("distill.weights", "is required: the teacher's run, or its checkpoint.")
+
+    @hookimpl
+    def extra_models(self) -> Iterable[ExtraModel]:
+        yield ExtraModel("teacher", self.config.teacher, self.config.weights)
+
+    @hookimpl
+    def task(self, job: Job) -> Task:
+        from ._distill import Distillation
+
+        mine = self.config
+        return Distillation(job.hooks.loss(), job.models["teacher"], mine.share, mine.temperature, mine.chunk)

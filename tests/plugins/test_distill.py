@@ -1,0 +1,105 @@
+"""Distillation against its definition."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fakes
+from forge_train import MASKED, Batch, ConfigError
+from forge_train.nn import Linear
+from forge_train.testing import RunForge
+from forge_train_plugins.tasks._cross_entropy import ChunkedCrossEntropy
+from forge_train_plugins.tasks._distill import Distillation
+
+pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
+
+WORDS, DIM = 19, 8
+
+
+class Teacher:
+    """Twice as wide as the student."""
+
+    def __init__(self, words: int = WORDS) -> None:
+        self.embedding = nn.Embedding(WORDS, 2 * DIM)
+        head: nn.Module = fakes.initialised(Linear(2 * DIM, words))
+        self.parts = [nn.ModuleDict({"head": head}).requires_grad_(False).eval()]
+
+    def __call__(self, inputs: Tensor) -> Any:
+        return self.embedding(inputs).detach()
+
+
+def case() -> tuple[nn.ModuleDict, Tensor, Batch]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 10, DIM, generator=generator).requires_grad_()
+    inputs, labels = (torch.randint(0, WORDS, (3, 10), generator=generator) for _ in range(2))
+    labels[0, :4] = labels[-1, -1] = MASKED
+    return nn.ModuleDict({"head": fakes.initialised(Linear(DIM, WORDS))}), hidden, Batch(inputs, labels)
+
+
+def distillation(share: float = 0.5, temperature: float = 1.0, chunk: int = 0, words: int = WORDS) -> Any:
+    torch.manual_seed(1)
+    return Distillation(ChunkedCrossEntropy(), Teacher(words), share, temperature, chunk)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("share", "temperature"), [(0.5, 1.0), (1.0, 1.0), (0.3, 2.0), (1.0, 0.5)])
+@pytest.mark.parametrize("chunk", [0, 4, 1000])
+def test_loss_and_gradients_are_those_of_the_definition(share: float, temperature: float, chunk: int) -> None:
+    part, hidden, batch = case()
+    task = distillation(share, temperature, chunk)
+    loss = task.loss(part, hidden, batch)
+    found = torch.autograd.grad(loss, [hidden, *part.parameters()])
+    kept = batch.labels != MASKED
+    mine = part["head"].double()(hidden.double())[kept]
+    taught = task.teacher.parts[0]["head"].double()(task.teacher(batch.inputs).double())[kept]
+    divergence = F.kl_div((mine / temperature).log_softmax(-1), (taught / temperature).softmax(-1), reduction="sum")
+    expected = share * temperature**2 * divergence + (1 - share) * F.cross_entropy(
+        mine, batch.labels[kept], reduction="sum"
+    )
+    wanted = torch.autograd.grad(expected, [hidden, *part.parameters()])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-4, atol=1e-5)
+    assert task.weight(batch) == int(kept.sum())
+
+
+def test_evaluation_is_the_loss_of_labels_alone() -> None:
+    part, hidden, batch = case()
+    assert distillation().loss(part.eval(), hidden, batch).item() == pytest.approx(
+        ChunkedCrossEntropy()(hidden, part["head"], batch.labels).item()
+    )
+
+
+def test_another_vocabulary_is_told() -> None:
+    part, hidden, batch = case()
+    with pytest.raises(ConfigError, match="the teacher's vocabulary has 20 tokens, the student's 19; both need the"):
+        distillation(words=20).loss(part, hidden, batch)
+
+
+def test_a_student_comes_near_its_teacher_and_resumes(run_forge: RunForge, tmp_path: Path) -> None:
+    teacher = run_forge([], {"decoder.layers": 3, "train.clip_norm": 0}, steps=30, folder=tmp_path / "teacher")
+    settings = {
+        "distill.weights": str(teacher.run),
+        "distill.teacher": {"decoder": {"layers": 3}},
+        "distill.share": 1.0,
+        "checkpoint.every": 2,
+    }
+    whole = run_forge(["distill"], settings, steps=30, folder=tmp_path / "whole")
+    assert whole.losses[-1] < 0.5 * whole.losses[0]
+    for mine, other in zip(whole.job.models["teacher"].parameters(), teacher.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    short = run_forge(["distill"], settings, steps=4, folder=tmp_path / "short")
+    run_forge(["distill"], settings, steps=4, folder=tmp_path / "parts", name="r", stop_at=2)
+    resumed = run_forge(["distill"], settings, steps=4, folder=tmp_path / "parts", name="r")
+    for mine, other in zip(resumed.model.parameters(), short.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_without_a_teacher_it_is_refused(run_forge: RunForge) -> None:
+    with pytest.raises(ConfigError, match="distill.weights: is required: the teacher's run, or its checkpoint."):
+        run_forge(["distill"], {}, steps=2)
