@@ -12,6 +12,7 @@ out of this package. Importing it imports torch.
 from __future__ import annotations
 
 from ..ground.tensors import full_tensor
+from .at_rest import AtRest, at_rest
 from .basic import Embedding, LayerNorm, Linear, RMSNorm
 from .cache import KVCache
 from .declare import TensorStyle, depth_scaled, flops_per_token
@@ -25,6 +26,7 @@ from .tiled import TiledAttention
 from .update_rule import Kept, UpdateRule
 
 __all__ = [
+    "AtRest",
     "Embedding",
     "KVCache",
     "Kept",
@@ -42,6 +44,7 @@ __all__ = [
     "TiledAttention",
     "UpdateRule",
     "YarnScaling",
+    "at_rest",
     "decay_groups",
     "decays",
     "depth_scaled",

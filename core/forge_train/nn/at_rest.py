@@ -11,8 +11,9 @@ from torch import Tensor
 from ..contract.state_dtypes import StateDtype, StateDtypes
 from ..ground.errors import ConfigError
 from ..ground.tensors import local
-from .quantised import Codes, fits
-from .stochastic import rounded, shards
+from .matrices import Box, full_box, stacked
+from .quantised import Codes, Rows, fits
+from .stochastic import places_of, rounded, rounded_at, shards
 
 if TYPE_CHECKING:
     from ..contract.job import Job
@@ -105,6 +106,44 @@ class AtRest:
                 codes = self._codes[BITS[dtype], signed]
                 state[key], state[f"{key}_{dtype}"] = codes.quantised(state[key], *random, key)
         return random
+
+    def weight(self, state: dict[str, Any], parameter: Tensor) -> Tensor:
+        """What a step changes: the master of a bf16 parameter, if there are masters, or the parameter itself."""
+        if parameter.dtype is not torch.bfloat16 or not self.masters:
+            return parameter
+        if MASTER not in state:
+            state[MASTER] = parameter.detach().float()
+        master: Tensor = state[MASTER]
+        return master
+
+    def part(self, state: Mapping[str, Any], key: str, parameter: Tensor, box: Box, origin: Box) -> Tensor:
+        """A copy in fp32 of some rows `[stack, rows, columns]` of a state.
+
+        Args:
+            state: of the parameter, narrow.
+            key: in it.
+            parameter: whose it is.
+            box: the rows; all columns that are here.
+            origin: this rank's part of the parameter.
+        """
+
+        def rows_of(tensor: Any) -> Tensor:
+            held = stacked(local(tensor))
+            columns = (0, held.shape[-1])
+            return Box(box.stack, box.rows, columns).of(held, Box(origin.stack, origin.rows, columns))
+
+        found = [bits for bits in (8, 4) if f"{key}_{bits}bit" in state]
+        if not found:
+            return rows_of(state[key]).to(torch.float32, copy=True)
+        codes, rows, size = self._codes[found[0], self._formats[key][1]], Rows.of(parameter), box.shape[-1]
+        scales = rows.wide(rows_of(state[f"{key}_{codes.bits}bit"]), rows.start, size)
+        return codes.values(codes.unpacked(rows_of(state[key]), size), scales)
+
+    def rounded_part(self, wide: Tensor, parameter: Tensor, box: Box, random: tuple[object, ...]) -> Tensor:
+        """fp32 → bf16, as this part of the parameter is rounded in a step."""
+        first = [start for start, _ in box.spans]
+        places = places_of(box.shape, first, full_box(parameter.shape).shape, wide.device)
+        return rounded_at(wide, places, *random)
 
     def opened(self, saved: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A `state_dict` for checkpoints: codes one to a byte, so that they are sharded as their parameter is.
