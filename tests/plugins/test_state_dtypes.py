@@ -7,6 +7,7 @@ import functools
 import pytest
 
 from forge_train.testing import run_forge
+from forge_train_plugins.optimizers._torch_optimizer import MOMENTS
 
 pytestmark = [pytest.mark.accept("parts", 1), pytest.mark.timeout(200)]
 SIZES = {"decoder.layers": 1, "decoder.dim": 64, "decoder.heads": 2, "decoder.kv_heads": 2, "decoder.hidden": 128}
@@ -26,3 +27,19 @@ def test_it_learns_as_fast(dtype: str, bound: float) -> None:
     print(loss("fp32"), loss(dtype))
     assert loss("fp32") < 3
     assert loss(dtype) <= bound * loss("fp32")
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_classes_of_torch_keep_their_moments_in_8_bits(name: str) -> None:
+    """And go on as in fp32, nearly; masters of bf16 parameters come with it."""
+    first, second = MOMENTS[name]
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    config = {**SIZES, "torch_optimizer": {"name": f"torch.optim:{name}", "lr": 1e-3, "options": options}}
+    state = {
+        f"torch_optimizer.state.{moment}": "8bit" for moment, keys in (("first", first), ("second", second)) if keys
+    }
+    wide = run_forge(("torch_optimizer",), config, steps=5)
+    run = run_forge(("torch_optimizer", "bf16_parameters"), {**config, **state, "train.precision": "bf16"}, steps=5)
+    head = run.optimizer.state[dict(run.model.named_parameters())["head.weight"]]
+    assert {"master", *(f"{keys[0]}_8bit" for keys in (first, second) if keys)} <= head.keys()
+    assert run.losses[-1] == pytest.approx(wide.losses[-1], rel=0.03)

@@ -44,6 +44,6 @@ class BF16Parameters(Plugin):
     def on_start(self, optimizer: torch.optim.Optimizer, job: Job) -> None:
         if getattr(optimizer, "at_rest", None) is None:
             raise ConfigError(
-                f"{job.hooks.provider('optimizer')} would round its updates to bf16, and lose most of them: it has no "
-                "`state` option. Use adamw, lion, muon or schedule_free, or leave out bf16_parameters."
+                f"{job.hooks.provider('optimizer')} would round its updates to bf16, and lose most of them: it keeps "
+                "no masters. Use adamw, lion, muon or schedule_free, or leave out bf16_parameters."
             )
