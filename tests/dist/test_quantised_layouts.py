@@ -87,17 +87,18 @@ def test_resumed_it_repeats_to_the_bit_and_goes_on_elsewhere(
     world, plugins, config = LAYOUTS["fsdp2 uneven"]
     plugins, config = (optimizer, *plugins), {**config, **RATES[optimizer], **state(optimizer, dtype)}
     config = {**config, "checkpoint.every": 1}
-    here = {"steps": 6, "folder": tmp_path}
+    here = {"steps": 4, "folder": tmp_path}
     resumed(ranks, world, plugins, config, name="whole", **here)
-    resumed(ranks, world, plugins, config, name="stopped", stop_at=3, **here)
+    resumed(ranks, world, plugins, config, name="stopped", stop_at=2, **here)
     shutil.copytree(tmp_path / "stopped", tmp_path / "moved")
     resumed(ranks, world, plugins, config, name="stopped", **here)
     assert same_bits(saved(tmp_path, "stopped"), saved(tmp_path, "whole"))
     resumed(ranks, 4, (optimizer, "tp", "fsdp2"), {**config, "parallel.tp": 2}, name="moved", **here)
-    resumed(ranks, 1, (optimizer,), config, name="alone", stop_at=3, **here)
-    resumed(ranks, world, plugins, config, name="alone", **here)
+    if optimizer == "adamw":
+        resumed(ranks, 1, (optimizer,), config, name="alone", stop_at=2, **here)
+        resumed(ranks, world, plugins, config, name="alone", **here)
     whole = saved(tmp_path, "whole")
-    for name in ("moved", "alone"):
+    for name in ("moved", "alone")[: 2 if optimizer == "adamw" else 1]:
         there = saved(tmp_path, name)
         assert {key: tensor.shape for key, tensor in there["state"].items()} == {
             key: tensor.shape for key, tensor in whole["state"].items()
