@@ -259,6 +259,11 @@ def optimizers() -> list[Row]:
         ),
         Row("extra memory of a rank's step, in fp32 matrices", f"{found['memory']:.2f}", "≤ 2", found["memory"] <= 2),
     ]
+    most = {"fp32": 8.1, "bf16": 4.1, "8bit": 2.1, "4bit": 1.1}
+    for dtype, (size, spent) in found["state"].items():
+        what = f"adamw's two moments in {dtype}: bytes per parameter; a step's CPU time per parameter"
+        bar = f"≤ {most[dtype]}; —"
+        rows.append(Row(what, f"{size:.2f}; {spent:.1f} ns", bar, size <= most[dtype]))
     OPTIMIZERS.write_text(table(rows, "Optimizers", "python benchmarks/run.py optimizers"), encoding="utf-8")
     return rows
 

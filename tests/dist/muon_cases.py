@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from forge_train import Plugin, hookimpl
 from forge_train.nn.matrices import Matrix
+from forge_train.storage.state import optimizer_state
 from forge_train.testing import run_forge
 from forge_train_plugins.optimizers.muon import Muon
 
@@ -56,8 +57,8 @@ def train(
     weights = {key: whole(parameter) for key, parameter in run.model.named_parameters()}
     state = {
         f"{key}/{what}": whole(value)
-        for key, parameter in run.model.named_parameters()
-        for what, value in run.optimizer.state[parameter].items()
+        for key, values in optimizer_state(run.optimizer, run.model)["state"].items()
+        for what, value in values.items()
         if isinstance(value, torch.Tensor)
     }
     if run.job.dist.main:

@@ -102,7 +102,17 @@ def test_verify_agrees_and_sees_masters_that_are_not_updated(
         (("schedule_free",), {"schedule_free.state.first": "bf16"}, r"schedule_free\.state\.first: .* no first moment"),
         ((), {"adamw.state.masters": False}, r"adamw\.state\.masters: has no effect: all parameters are fp32"),
         (("bf16_parameters",), {}, r"train\.precision: is 'fp32'; bf16_parameters needs 'bf16'"),
-        (("bf16_parameters", "muon"), {"train.precision": "bf16"}, r"muon would round its updates to bf16"),
+        (
+            ("bf16_parameters", "torch_optimizer"),
+            {"train.precision": "bf16", "torch_optimizer.name": "torch.optim:Adagrad"},
+            r"torch_optimizer would round its updates to bf16",
+        ),
+        (
+            (),
+            {"adamw.state.first": "8bit"},
+            r"adamw\.state\.first: '8bit' rounds .* Set adamw\.state\.second to '8bit'",
+        ),
+        ((), {"adamw.state.second": "int8"}, r"adamw\.state\.second.*8bit"),
         (("schedule_free", "cosine"), {}, "'cosine'.* and .*'schedule_free'.* both fill the slot 'lr_schedule'"),
         (("schedule_free",), {"schedule_free.warmup": 3}, "schedule_free.warmup: 3 leave none of the run's 2 steps"),
         (("schedule_free",), {"schedule_free.betas": [0.0, 0.9]}, "schedule_free.betas.*greater than 0"),

@@ -20,6 +20,8 @@ TP2, HSDP = {"parallel.tp": 2}, {"parallel.dp_replicate": 2}
 BF16 = {"train.precision": "bf16"}
 TINY = {"train.global_batch": 16, "train.micro_batch": 2, "decoder.kv_heads": 4}
 QUICK = {"text.baseline": False, "run.device": "cpu", "train.evaluate_every": 0}
+CUT = {"decoder.dim": 80, "decoder.heads": 4, "decoder.head_dim": 20, "decoder.hidden": 132}
+"""Rows whose blocks tensor parallelism cuts: scales are reduced."""
 CASES: dict[str, tuple[str, int, tuple[str, ...], Settings]] = {
     "one process": ("quickstart", 1, (), {}),
     "one process, ac": ("quickstart", 1, ("ac",), {}),
@@ -40,6 +42,12 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], Settings]] = {
         4,
         ("tp", "fsdp2", "bf16_parameters"),
         {**TP2, **BF16, "adamw.state.first": "bf16", "adamw.state.second": "bf16"},
+    ),
+    "tp2 × dp2, moments in 8 and 4 bits": (
+        "tiny",
+        4,
+        ("tp", "fsdp2"),
+        {**TP2, **CUT, "adamw.state.first": "8bit", "adamw.state.second": "4bit"},
     ),
     "ddp": ("tiny", 4, ("ddp",), {}),
     "ddp bf16": ("tiny", 4, ("ddp",), BF16),

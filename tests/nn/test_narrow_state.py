@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 
 from forge_train import PluginError
+from forge_train.contract.state_dtypes import StateDtype
 from forge_train.nn import NarrowState
+from forge_train.nn.at_rest import AtRest
 from forge_train.nn.stochastic import rounded
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
@@ -52,10 +55,19 @@ def test_what_fits_and_what_is_not_finite_stays() -> None:
     assert abs(float(found[8]) - 1e-40) <= 1e-40
 
 
-def made(weights: list[nn.Parameter], keys: tuple[str, ...] = (), **values: Any) -> NarrowState:
+def made(weights: list[nn.Parameter], first: StateDtype = "fp32", second: StateDtype = "fp32") -> NarrowState:
     inner = torch.optim.AdamW(weights, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
-    names = {weight: f"weight{number}" for number, weight in enumerate(weights)}
-    return NarrowState(inner, names, keys, **{"masters": True, "seed": 0, **values})
+    return narrow(inner, weights, {"exp_avg": (first, True), "exp_avg_sq": (second, False)})
+
+
+def narrow(
+    inner: torch.optim.Optimizer,
+    weights: list[nn.Parameter],
+    formats: Mapping[str, tuple[StateDtype, bool]],
+    masters: bool = True,
+) -> NarrowState:
+    names: dict[torch.Tensor, str] = {weight: f"weight{number}" for number, weight in enumerate(weights)}
+    return NarrowState(inner, AtRest(names, formats, masters=masters, seed=0))
 
 
 def weights_of(dtype: torch.dtype, start: float = 0.5) -> list[nn.Parameter]:
@@ -87,7 +99,7 @@ def test_masters_take_the_steps_of_fp32_parameters() -> None:
 def test_without_masters_small_steps_are_not_lost() -> None:
     """A step of 0.01 % of a weight is a fortieth of what bf16 can tell; rounded to nearest, nothing would move."""
     weight = nn.Parameter(torch.full((100, 100), 1.0, dtype=torch.bfloat16))
-    one = NarrowState(torch.optim.SGD([weight], lr=1e-4), {weight: "weight"}, (), masters=False, seed=0)
+    one = narrow(torch.optim.SGD([weight], lr=1e-4), [weight], {}, masters=False)
     for _ in range(400):
         weight.grad = torch.full_like(weight, -1.0)
         one.step()
@@ -99,7 +111,7 @@ def test_a_second_moment_in_bf16_follows_small_changes() -> None:
     """1 − β₂ is less than bf16's epsilon: rounded to nearest, the mean of squares would stand still."""
     weight = nn.Parameter(torch.zeros(200, 200))
     inner = torch.optim.AdamW([weight], lr=1e-3, betas=(0.9, 0.999))
-    one = NarrowState(inner, {weight: "weight"}, ("exp_avg_sq",), masters=True, seed=0)
+    one = narrow(inner, [weight], {"exp_avg_sq": ("bf16", False)})
     for _ in range(200):
         weight.grad = torch.ones_like(weight)
         one.step()
@@ -114,7 +126,7 @@ def test_a_few_parameters_at_a_time_or_all_at_once_is_the_same(monkeypatch: pyte
     for room in (1 << 24, 10):
         monkeypatch.setattr("forge_train.nn.narrow_state.ROOM", room)
         weights = weights_of(torch.float32)
-        one = made(weights, ("exp_avg", "exp_avg_sq"))
+        one = made(weights, "bf16", "bf16")
         for seed in range(3):
             give(weights, seed)
             one.step()
@@ -124,7 +136,7 @@ def test_a_few_parameters_at_a_time_or_all_at_once_is_the_same(monkeypatch: pyte
 
 def test_its_state_goes_round() -> None:
     first, second = (weights_of(torch.float32) for _ in range(2))
-    one, other = (made(weights, ("exp_avg_sq",)) for weights in (first, second))
+    one, other = (made(weights, second="bf16") for weights in (first, second))
     give(first, 0)
     one.step()
     for weight, saved in zip(second, first, strict=True):
@@ -150,6 +162,6 @@ class Counting(torch.optim.SGD):
 def test_state_of_a_group_is_refused() -> None:
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
-    one = NarrowState(Counting([weight], lr=0.1), {weight: "weight"}, ("momentum",), masters=True, seed=0)
+    one = narrow(Counting([weight], lr=0.1), [weight], {"momentum": ("bf16", True)})
     with pytest.raises(PluginError, match="Counting keeps 'count' in its groups"):
         one.step()

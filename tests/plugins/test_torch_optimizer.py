@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fakes
-from forge_train import ConfigError
+from forge_train import ConfigError, StateDtypes
 from forge_train_plugins.optimizers.torch_optimizer import TorchOptimizer
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
@@ -46,6 +46,12 @@ def test_it_is_the_class_with_its_options() -> None:
         ("torch.optim:SGD", {"options": {"momentun": 0.9}}, "takes no 'momentun'; it takes momentum, dampening"),
         ("torch.optim:SGD", {"options": {"momentum": -1}}, "refuses them: Invalid momentum value"),
         ("torch.optim:SGD", {"options": {"momentum": "much"}}, "torch.optim:SGD refuses them: "),
+        (
+            "torch.optim:Adagrad",
+            {"state": StateDtypes(second="8bit")},
+            "state is for .* moments of torch.optim:Adagrad",
+        ),
+        ("torch.optim:SGD", {"state": StateDtypes(first="8bit")}, "state.first: this optimizer has no first moment"),
         ("torch.optim:Rprop", {"weight_decay": 0.1}, "weight_decay: torch.optim:Rprop has no weight decay"),
     ],
 )

@@ -6,7 +6,8 @@ from typing import Literal
 
 from ..config.schema import section
 
-StateDtype = Literal["fp32", "bf16"]
+StateDtype = Literal["fp32", "bf16", "8bit", "4bit"]
+"""`8bit` and `4bit` as in the names of bitsandbytes and torchao (`AdamW8bit`): codes of a table are no integers."""
 
 
 @section
@@ -14,7 +15,8 @@ class StateDtypes:
     """Dtypes at rest: an optimizer's `state`. Every update is computed in fp32."""
 
     first: StateDtype = "fp32"
-    """Of the running mean of gradients; bf16 is rounded stochastically. Refused where the optimizer has none."""
+    """Of the running mean of gradients, rounded stochastically; refused where the optimizer has none. 8bit and 4bit
+    need a second moment, if there is one, of no more bits. Vectors and tensors below 4,096 elements stay fp32."""
     second: StateDtype = "fp32"
     """Of the running mean of their squares, likewise."""
     masters: bool = True

@@ -12,6 +12,7 @@ share: sums over chunks of a sequence. Techniques stay out of this package. Impo
 from __future__ import annotations
 
 from ..ground.tensors import full_tensor
+from .at_rest import AtRest, at_rest
 from .basic import Embedding, LayerNorm, Linear, RMSNorm
 from .cache import KVCache
 from .chunks import sum_in_chunks
@@ -26,6 +27,7 @@ from .tiled import TiledAttention
 from .update_rule import Kept, UpdateRule
 
 __all__ = [
+    "AtRest",
     "Embedding",
     "KVCache",
     "Kept",
@@ -43,6 +45,7 @@ __all__ = [
     "TiledAttention",
     "UpdateRule",
     "YarnScaling",
+    "at_rest",
     "decay_groups",
     "decays",
     "depth_scaled",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ground.tensors import local
+from .at_rest import MASTER, AtRest
 from .exchange import Message, Piece, Traffic, group_of
 from .matrices import Box, Matrix, matrices_of, regions, sharded_axes, stacked
 from .owners import batches, exchanges, split_local
@@ -23,7 +24,10 @@ class _Held:
     weight: Tensor
     gradient: Tensor | None
     momentum: Tensor | None
+    """Where it is fp32; narrow, it has moved on already."""
     group: Mapping[str, Any]
+    random: tuple[object, ...] = ()
+    """What random bits of the rounding are a function of."""
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -43,6 +47,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         rank: this process's, of all.
         device: where the rule computes.
         fused: id of a parameter → rows of the matrices stacked in it (`fused_rows`).
+        at_rest: how momenta, and parameters in bf16, are kept between steps.
     """
 
     def __init__(
@@ -54,11 +59,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         rank: int = 0,
         device: torch.device | str = "cpu",
         fused: Mapping[int, Sequence[int]] | None = None,
+        at_rest: AtRest | None = None,
     ) -> None:
         matrices = list(groups)
         super().__init__([*matrices, *(rest.param_groups if rest else ())], {})
         self._count, self._rest = len(matrices), rest
-        self.rule, self._rank, self._device = rule, rank, device
+        self.rule, self._rank, self._device, self.at_rest = rule, rank, device, at_rest
         fused = fused or {}
         self._parameters = [p for group in matrices for p in group["params"]]
         self._parts = [max(1, len(fused.get(id(p), ()))) for p in self._parameters]
@@ -77,6 +83,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for exchange in exchanges(shared, self._regions, room)
         ]
         self._held: list[_Held] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        return saved if self.at_rest is None else self.at_rest.opened(saved, self.param_groups)
 
     def _a_mesh(self, exchange: Any) -> tuple[Any, list[int]]:
         """A mesh of the ranks of an exchange, and the axes along which they differ."""
@@ -100,6 +110,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for traffic in self._traffic:
             for there, back in traffic.rounds:
                 self._update_shared(traffic, there, back)
+        for parameter, held in zip(self._parameters, self._held, strict=True):
+            if held.gradient is not None and MASTER in self.state[parameter]:
+                parameter.copy_(self.state[parameter][MASTER])
         self._held = []
         if self._rest is not None:
             self._rest.param_groups, self._rest.state = self.param_groups[self._count :], self.state
@@ -112,12 +125,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if parameter.grad is None:
                 yield _Held(stacked(local(parameter)), None, None, group)
                 continue
-            state = self.state[parameter]
+            state, kept = self.state[parameter], self.at_rest
             if "momentum" not in state:
-                state["momentum"] = torch.zeros_like(parameter)
+                state["momentum"] = torch.zeros_like(parameter, dtype=torch.float32 if kept else None)
             gradient = local(_placed_as(parameter, parameter.grad))
-            momentum = local(state["momentum"])
-            yield _Held(stacked(local(parameter)), stacked(gradient), stacked(momentum), group)
+            if kept is None:
+                yield _Held(stacked(local(parameter)), stacked(gradient), stacked(local(state["momentum"])), group)
+                continue
+            # A parameter at a time, in the order of all ranks, which may have to agree on scales.
+            kept.widen(state, parameter)
+            local(state["momentum"]).lerp_(gradient.float(), 1 - group["momentum"])
+            random = kept.narrow(state, parameter)
+            yield _Held(stacked(local(kept.weight(state, parameter))), stacked(gradient), None, group, random)
 
     def _update_own(self, batch: Sequence[Matrix]) -> None:
         """Matrices that this rank holds in full, all of one shape."""
@@ -177,17 +196,25 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _momentum(self, index: int, box: Box) -> Tensor:
         """Move a part of the momentum on; a copy of what the rule is given of it. Part by part, while it is cached."""
         held, origin = self._held[index], self._regions[index][self._rank]
-        if held.gradient is None or held.momentum is None:
+        if held.gradient is None:
             return held.weight.new_zeros(box.shape)
-        momentum, gradient, decay = box.of(held.momentum, origin), box.of(held.gradient, origin), held.group["momentum"]
-        momentum.lerp_(gradient, 1 - decay)
-        return torch.lerp(gradient, momentum, decay) if held.group["nesterov"] else momentum.clone()
+        gradient, decay = box.of(held.gradient, origin), held.group["momentum"]
+        if held.momentum is not None:
+            momentum = box.of(held.momentum, origin).lerp_(gradient, 1 - decay)
+            return torch.lerp(gradient, momentum, decay) if held.group["nesterov"] else momentum.clone()
+        assert self.at_rest is not None
+        parameter = self._parameters[index]
+        momentum = self.at_rest.part(self.state[parameter], "momentum", parameter, box, origin)
+        return momentum.lerp_(gradient.float(), 1 - decay) if held.group["nesterov"] else momentum
 
     def _move(self, matrix: Matrix, box: Box, update: Tensor) -> None:
         held, origin = self._held[matrix.parameter], self._regions[matrix.parameter][self._rank]
         lr, decay = held.group["lr"], held.group["weight_decay"]
-        weight = box.of(held.weight, origin).mul_(1 - lr * decay)
-        weight.add_(update.to(weight.device), alpha=-lr * self.rule.factor(*matrix.box.shape[1:]))
+        weight = box.of(held.weight, origin)
+        wide = weight.float() if held.random else weight
+        wide.mul_(1 - lr * decay).add_(update.to(wide.device), alpha=-lr * self.rule.factor(*matrix.box.shape[1:]))
+        if wide is not weight and self.at_rest is not None:
+            weight.copy_(self.at_rest.rounded_part(wide, self._parameters[matrix.parameter], box, held.random))
 
     # -- the rule's state ---------------------------------------------------------------------------------------------
 

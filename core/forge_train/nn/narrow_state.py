@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
 from ..contract.state_dtypes import StateDtypes
-from ..ground.errors import ConfigError, PluginError
+from ..ground.errors import PluginError
 from ..ground.tensors import local
+from .at_rest import MASTER, AtRest, at_rest
 from .stochastic import rounded
 
 if TYPE_CHECKING:
     from ..contract.job import Job
     from ..contract.model import Model
 
-AT_REST = "parameter_dtype"
-"""The slot of transforms that make parameters narrow."""
 ROOM = 1 << 24
 """Elements of parameters that are widened at a time."""
-MASTER, TIMES = "master", "roundings"
-"""Keys of the state: the fp32 copy of a parameter; how often the parameter or its state was rounded."""
 
 
 def narrowed(
@@ -46,44 +43,25 @@ def narrowed(
         second: the same for their squares.
 
     Raises:
-        ConfigError: for an option that has no effect.
+        ConfigError: for an option that has no effect, or one that makes updates explode.
     """
-    key = f"{job.hooks.provider('optimizer')}.state"
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    narrow = any(parameter.requires_grad and parameter.dtype is torch.bfloat16 for parameter in names)
-    for moment, dtype, keys in (("first", dtypes.first, first), ("second", dtypes.second, second)):
-        if dtype != "fp32" and not keys:
-            raise ConfigError(f"{key}.{moment}: this optimizer has no {moment} moment.", key=f"{key}.{moment}")
-    at_rest = any(AT_REST in enabled.cls.provides for enabled in job.hooks.enabled.values())
-    if not dtypes.masters and not at_rest:
-        text = f"has no effect: all parameters are fp32, since no enabled plugin provides {AT_REST!r}."
-        raise ConfigError(f"{key}.masters: {text}", key=f"{key}.masters")
-    keys = [*(first if dtypes.first == "bf16" else ()), *(second if dtypes.second == "bf16" else ())]
-    if not keys and not narrow:
-        return optimizer
-    return NarrowState(optimizer, names, keys, masters=dtypes.masters, seed=job.seed)
+    rest = at_rest(model, job, dtypes, first=first, second=second)
+    return NarrowState(optimizer, rest) if rest else optimizer
 
 
 class NarrowState(torch.optim.Optimizer):
     """Takes another optimizer's steps in fp32, for a few parameters at a time.
 
-    What is kept between steps is narrow: tensors of the state are rounded stochastically to bf16, and bf16 parameters
-    are updated through fp32 masters, or by stochastic rounding. Random bits are a function of the seed, the name of the
-    parameter, the number of the step and the place of the element: layouts and resumed runs round alike.
+    What is kept between steps is narrow (`AtRest`): tensors of the state are rounded stochastically, and bf16
+    parameters are updated through fp32 masters, or by stochastic rounding.
     """
 
-    def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        names: Mapping[Tensor, str],
-        keys: Sequence[str],
-        *,
-        masters: bool,
-        seed: int,
-    ) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, at_rest: AtRest) -> None:
         super().__init__(inner.param_groups, {})
-        self._inner, self._names, self._keys = inner, names, keys
-        self._masters, self._seed = masters, seed
+        self._inner, self.at_rest = inner, at_rest
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.at_rest.opened(super().state_dict(), self.param_groups)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -121,9 +99,7 @@ class NarrowState(torch.optim.Optimizer):
     def _widened(self, parameter: Tensor) -> Tensor:
         """The parameter in fp32, with its gradient, and its state in fp32."""
         state = self.state[parameter]
-        for key in self._keys:
-            if key in state:
-                state[key] = state[key].float()
+        self.at_rest.widen(state, parameter)
         if parameter.dtype is torch.float32:
             return parameter
         assert parameter.grad is not None
@@ -133,17 +109,13 @@ class NarrowState(torch.optim.Optimizer):
 
     def _narrow(self, parameter: Tensor, wide: Tensor) -> None:
         state = self.state[parameter]
-        key = (self._seed, self._names[parameter], state.setdefault(TIMES, 0))
-        state[TIMES] += 1
-        for name in self._keys:
-            if name in state:
-                state[name] = rounded(state[name], *key, name)
+        key = self.at_rest.narrow(state, parameter)
         if wide is parameter:
             return
         wide.grad = None
-        if self._masters:
+        if self.at_rest.masters:
             state[MASTER] = wide
-        parameter.copy_(wide if self._masters else rounded(wide, *key))
+        parameter.copy_(wide if self.at_rest.masters else rounded(wide, *key))
 
 
 def _few(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

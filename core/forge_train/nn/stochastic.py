@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,36 +23,73 @@ def rounded(values: Tensor, *key: object) -> Tensor:
         values: a tensor, or a DTensor whose shards are rounded as the whole one is.
         key: what the random bits are a function of, beside the place of an element: seed, step, name, …
     """
-    piece = local(values).contiguous()
-    bits = piece.view(torch.int32)
-    up = (_random(_places(values), *key) >> 16).to(torch.int32)
-    kept = torch.where(piece.isfinite(), (bits + up) & ~0xFFFF, bits)
-    narrow = kept.view(torch.float32).to(torch.bfloat16)
-    if piece is values or not hasattr(values, "device_mesh"):
-        return narrow
+    return shards(rounded_at(local(values), places(values), *key), values)
+
+
+def rounded_at(part: Tensor, places: Tensor, *key: object) -> Tensor:
+    """The same of any part of a tensor, by the places of its elements."""
+    part = part.contiguous()
+    bits = part.view(torch.int32)
+    up = (random_bits(places, *key) >> 16).to(torch.int32)
+    kept = torch.where(part.isfinite(), (bits + up) & ~0xFFFF, bits)
+    return kept.view(torch.float32).to(torch.bfloat16)
+
+
+def shards(part: Tensor, like: Any, row: int | None = None, cut: Sequence[int] = ()) -> Tensor:
+    """This rank's part of a tensor that is sharded like another one.
+
+    Args:
+        part: what is here.
+        like: the other, or a plain tensor, of which this rank has all.
+        row: size of the last dimension of the whole, where it is not that of `like`.
+        cut: axes of the mesh along which all ranks have the same instead.
+    """
+    if not hasattr(like, "device_mesh"):
+        return part
     from torch.distributed.tensor import DTensor
 
-    mesh, places = values.device_mesh, values.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(narrow, mesh, places, run_check=False, shape=values.shape, stride=values.stride())
+    shape = (*like.shape[:-1], like.shape[-1] if row is None else row) if like.dim() else ()
+    stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    placements = spread(like, cut)
+    return DTensor.from_local(
+        part, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
 
 
-def _places(tensor: Any) -> Tensor:
+def spread(like: Any, cut: Sequence[int]) -> list[Any]:
+    """Placements of a tensor beside another one, which is replicated along some axes of the mesh."""
+    from torch.distributed.tensor import Replicate
+
+    return [Replicate() if axis in cut else one for axis, one in enumerate(like.placements)]
+
+
+def offsets(tensor: Any) -> tuple[int, ...]:
+    """The place of the first element that lies here, in each dimension."""
+    if not hasattr(tensor, "device_mesh"):
+        return (0,) * len(tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    with _disable_current_modes():  # it reads values, which fake tensors lack
+        _, found = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(found)
+
+
+def places(tensor: Any) -> Tensor:
     """The index of each element that lies here, counted over the whole tensor."""
-    sizes, offsets = local(tensor).shape, (0,) * tensor.dim()
-    if hasattr(tensor, "device_mesh"):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    return places_of(local(tensor).shape, offsets(tensor), tensor.shape, tensor.device)
 
-        with _disable_current_modes():  # it reads values, which fake tensors lack
-            _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    place, stride = torch.zeros((), dtype=torch.int64, device=tensor.device), 1
-    for size, offset, whole in zip(reversed(sizes), reversed(offsets), reversed(tensor.shape), strict=True):
-        along = torch.arange(offset, offset + size, device=tensor.device) * stride
+
+def places_of(sizes: Sequence[int], first: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
+    """The same of a part with these sizes, whose first element is at `first` in a tensor of this shape."""
+    place, stride = torch.zeros((), dtype=torch.int64, device=device), 1
+    for size, offset, whole in zip(reversed(sizes), reversed(first), reversed(shape), strict=True):
+        along = torch.arange(offset, offset + size, device=device) * stride
         place = along.view(-1, *[1] * place.dim()) + place
         stride *= whole
     return place
 
 
-def _random(places: Tensor, *key: object) -> Tensor:
+def random_bits(places: Tensor, *key: object) -> Tensor:
     """32 random bits for each place: a multiplication by an odd number of the key's, then a hash of 32 bits (Wellons
     2018, “Prospecting for Hash Functions”), in int64 so that nothing overflows."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()

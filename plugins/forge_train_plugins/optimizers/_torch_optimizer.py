@@ -16,6 +16,15 @@ from .torch_optimizer import OWN
 if TYPE_CHECKING:
     from forge_train import Model
 
+Keys = tuple[str, ...]
+ADAM: tuple[Keys, Keys] = ("exp_avg",), ("exp_avg_sq", "max_exp_avg_sq")
+MOMENTS: Mapping[str, tuple[Keys, Keys]] = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), ADAM),
+    "Adamax": (("exp_avg",), ("exp_inf",)),
+    "RMSprop": ((), ("square_avg",)),
+    "SGD": (("momentum_buffer",), ()),
+}
+"""Classes of `torch.optim` → keys of their first and second moment. Their state is made in a step."""
 NAME, OPTIONS = "torch_optimizer.name", "torch_optimizer.options"
 
 
@@ -95,3 +104,12 @@ def make(
         return cls(groups, **values)
     except Exception as error:  # whatever a stranger's class does with them
         raise ConfigError(f"{OPTIONS}: {name} refuses them: {error}", key=OPTIONS) from error
+
+
+def moments(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tuple[Keys, Keys] | None:
+    """Keys of the first and the second moment; None for a class whose state is not known."""
+    name = next((one for one in MOMENTS if getattr(torch.optim, one) is cls), None)
+    if name is None:
+        return None
+    first, second = MOMENTS[name]
+    return (first if name != "SGD" or options.get("momentum") else ()), second

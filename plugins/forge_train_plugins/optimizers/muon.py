@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_train import ConfigError, Ge, Gt, Le, Lt, ParameterGroup, Plugin, hookimpl, section
+from forge_train import ConfigError, Ge, Gt, Le, Lt, ParameterGroup, Plugin, StateDtypes, hookimpl, section
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +63,8 @@ class Muon(Plugin):
         """Parameters by pattern, with a learning rate or a decay of their own."""
         adamw: ForTheRest = ForTheRest()
         """Embeddings, head, norms and biases."""
+        state: StateDtypes = StateDtypes()
+        """Dtypes of the momentum (first), and of AdamW's two moments; masters."""
 
     config: Config
 
@@ -70,7 +72,7 @@ class Muon(Plugin):
     def optimizer(self, model: Model, job: Job) -> torch.optim.Optimizer:
         import torch
 
-        from forge_train.nn import MatrixOptimizer, fused_rows
+        from forge_train.nn import MatrixOptimizer, NarrowState, at_rest, fused_rows
 
         from ._muon.rule import Orthogonal
 
@@ -83,14 +85,17 @@ class Muon(Plugin):
             scale=config.scale,
         )
         groups = self.groups(model, job)
-        rest = [group for group in groups if "betas" in group]
+        kept = at_rest(model, job, config.state, first=("momentum", "exp_avg"), second=("exp_avg_sq",))
+        others = [group for group in groups if "betas" in group]
+        rest: torch.optim.Optimizer | None = torch.optim.AdamW(others, fused=True) if others else None
         return MatrixOptimizer(
             [group for group in groups if "momentum" in group],
             rule,
-            rest=torch.optim.AdamW(rest, fused=True) if rest else None,
+            rest=NarrowState(rest, kept) if rest and kept else rest,
             rank=job.dist.rank,
             device=job.device,
             fused=fused_rows(model),
+            at_rest=kept,
         )
 
     def groups(self, model: Model, job: Job) -> list[dict[str, Any]]:

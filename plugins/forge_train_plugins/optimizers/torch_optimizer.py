@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train import Ge, Gt, ParameterGroup, Plugin, Problem, hookimpl, section
+from forge_train import ConfigError, Ge, Gt, ParameterGroup, Plugin, Problem, StateDtypes, hookimpl, section
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +61,8 @@ class TorchOptimizer(Plugin):
         """The other arguments of the class: `{ momentum = 0.9, nesterov = true }`."""
         groups: tuple[ParameterGroup, ...] = ()
         """Parameters by pattern, with a learning rate or a decay of their own."""
+        state: StateDtypes = StateDtypes()
+        """Dtypes of the state, and masters: of Adam, AdamW, Adamax, NAdam, RAdam, RMSprop and SGD of `torch.optim`."""
 
     config: Config
 
@@ -75,15 +77,22 @@ class TorchOptimizer(Plugin):
 
     @hookimpl
     def optimizer(self, model: Model, job: Job) -> torch.optim.Optimizer:
-        from forge_train.nn import decay_groups
+        from forge_train.nn import decay_groups, narrowed
 
-        from ._torch_optimizer import check_sharding, find, make
+        from ._torch_optimizer import MOMENTS, check_sharding, find, make, moments
 
         config = self.config
         cls = find(config.name)
         check_sharding(cls, config.name, model, EXACT)
         groups = decay_groups(model, job, config)
-        return make(cls, config.name, groups, config.options)
+        made, known = make(cls, config.name, groups, config.options), moments(cls, config.options)
+        if known is None:
+            if config.state != StateDtypes():
+                *most, last = MOMENTS
+                text = f"is for {', '.join(most)} and {last} of torch.optim; moments of {config.name} are not known."
+                raise ConfigError(f"torch_optimizer.state {text}", key="torch_optimizer.state")
+            return made
+        return narrowed(made, model, job, config.state, first=known[0], second=known[1])
 
 
 def _numbers(value: Any) -> Iterator[float]:

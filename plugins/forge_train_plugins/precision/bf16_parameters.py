@@ -42,10 +42,8 @@ class BF16Parameters(Plugin):
 
     @hookimpl
     def on_start(self, optimizer: torch.optim.Optimizer, job: Job) -> None:
-        from forge_train.nn import NarrowState
-
-        if not isinstance(optimizer, NarrowState):
+        if getattr(optimizer, "at_rest", None) is None:
             raise ConfigError(
-                f"{job.hooks.provider('optimizer')} would round its updates to bf16, and lose most of them: it has no "
-                "`state` option. Use adamw, lion or schedule_free, or leave out bf16_parameters."
+                f"{job.hooks.provider('optimizer')} would round its updates to bf16, and lose most of them: it keeps "
+                "no masters. Use adamw, lion, muon or schedule_free, or leave out bf16_parameters."
             )
