@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..ground.errors import PluginError, describe
+from ..ground.errors import ForgeError, PluginError, describe
 from .events import CheckpointEvent, Evaluation, Finished, LogRecord
 from .metric import Bins
 from .plugin import Plugin, hookimpl
@@ -87,8 +87,14 @@ class Tracker(Plugin):
     @hookimpl
     def on_start(self, job: Job) -> None:
         if job.dist.main:
-            self.check()
             name = next(name for name, plugin in job.hooks.plugins.items() if plugin is self)
+            try:
+                self.check()
+            except ForgeError:
+                raise
+            except Exception as error:  # as any other failure of a tracker
+                _leave_out(name, "check", error)
+                return
             self._sender = _Sender(name, self.capacity)
             self._send("open", job.run, job.config.values())
 
@@ -155,8 +161,9 @@ class _Sender(threading.Thread):
                 timeout = 0.0
         super().join(timeout)
         if self.is_alive() or self._lost:
+            level = logging.INFO if self._lost else logging.WARNING  # of what was lost, the run has been warned
             left = self._queue.qsize()
-            log.warning("Plugin %r did not take everything: %d records are lost.", self._label, self._lost + left)
+            log.log(level, "Plugin %r did not take everything: %d records are lost.", self._label, self._lost + left)
 
     def run(self) -> None:
         with _alone():
@@ -169,10 +176,13 @@ class _Sender(threading.Thread):
                 function(*arguments)
             except BaseException as error:  # a library may even try to end the process
                 self._failed = True
-                label, hook = self._label, function.__name__
-                log.warning("Plugin %r failed in %s and is left out from here on: %s", label, hook, describe(error))
-                log.warning("How plugin %r failed:", label, exc_info=error, extra={"screen": False})
+                _leave_out(self._label, function.__name__, error)
                 return
+
+
+def _leave_out(name: str, method: str, error: BaseException) -> None:
+    log.warning("Plugin %r failed in %s and is left out from here on: %s", name, method, describe(error))
+    log.warning("How plugin %r failed:", name, exc_info=error, extra={"screen": False})
 
 
 def _alone() -> AbstractContextManager[Any]:
