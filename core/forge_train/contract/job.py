@@ -78,6 +78,10 @@ class Job:
         """Optimizer steps of the whole run."""
         return self.config.train.total_steps
 
+    def logs(self, step: int) -> bool:
+        """Whether a step's metrics are logged."""
+        return step == self.steps or step % self.config.log.every == 0
+
     @property
     def precision(self) -> Precision:
         return Precision.of(self.config.train.precision)

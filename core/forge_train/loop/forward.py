@@ -36,7 +36,7 @@ class Forward:
         self.executor: Executor = job.hooks.executor(model, self.task)
         self.accumulation = job.dist.layout.micro_batches(train.global_batch, train.micro_batch)
         self._prepare = job.hooks.prepare_batch()
-        self.metrics = Metrics(job, job.hooks.metrics())
+        self.metrics = Metrics(job, job.hooks.metrics(model))
 
     def take_batches(self, loader: Loader, count: int, whose: str = "") -> list[Batch]:
         """A loader's next micro-batches, prepared, on the CPU."""

@@ -24,6 +24,7 @@ class PerRank(Metric):
     """
 
     timing = True
+    per_rank = True
 
     def __init__(self, ranks: int) -> None:
         super().__init__(sums=2 * ranks)
@@ -75,7 +76,7 @@ class Clock:
 
     def step(self, number: int) -> None:
         """At a logged step, hand everything over."""
-        if number % self._job.config.log.every and number != self._job.steps:
+        if not self._job.logs(number):
             return
         rank = self._job.dist.rank
         for part, (seconds, count) in self._spent.items():

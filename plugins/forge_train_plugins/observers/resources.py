@@ -21,7 +21,7 @@ class Resources(Plugin):
     the process (`host_gib`), and on a CUDA device its allocator's: `allocated_gib`, `reserved_gib`, `peak_gib` and
     `retries`.
 
-    Where several ranks see different data, each is a `mean`, a `max`, and the `rank` of the largest.
+    On several ranks, each is a `mean`, a `max`, and the `rank` of the largest.
     """
 
     api = (1, 0)
