@@ -72,14 +72,17 @@ class Window:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         rank, run = self._job.dist.rank, self._job.run
-        profiler.export_chrome_trace(str(run.artifact(f"profile/trace-rank-{rank}.json.gz")))
+        trace, report = run.artifact(f"profile/trace-rank-{rank}.json.gz"), run.artifact(f"profile/rank-{rank}.txt")
+        profiler.export_chrome_trace(str(trace))
         key = "self_device_time_total" if self._job.device.type == "cuda" else "self_cpu_time_total"
         first = self._config.start
         title = (
             f"{self._config.steps} steps from step {first} after the start, on rank {rank} ({self._job.device.type})"
         )
         table = profiler.key_averages().table(sort_by=key, row_limit=self._config.rows, max_name_column_width=60)
-        run.artifact(f"profile/rank-{rank}.txt").write_text(f"{title}\n\n{table}\n", encoding="utf-8")
+        report.write_text(f"{title}\n\n{table}\n", encoding="utf-8")
+        for file in (trace, report):
+            self._job.record(file, self)
         if rank == 0:
             log.info("The profile of %s is in %s.", title, run.dir / "artifacts" / "profile")
 
