@@ -116,6 +116,12 @@ def test_bad_input(config: dict[str, Any], says: str, run_forge: RunForge) -> No
         run_forge(["statistics"], {"statistics": config})
 
 
+def test_one_graph_of_a_unit_that_is_watched_is_refused(run_forge: RunForge) -> None:
+    config = {"compile.backend": "eager", "compile.fullgraph": True, "statistics.attention_logits": True}
+    with pytest.raises(ConfigError, match=r"compile\.fullgraph: can't hold where statistics observes"):
+        run_forge(["statistics", "compile"], config)
+
+
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_largest_logit_is_that_of_a_dense_matrix(documents: bool, window: int | None) -> None:

@@ -10,6 +10,8 @@ from forge_train import CheckpointEvent, Job, Metric, Model, Plugin, Problem, St
 from forge_train.contract.protocols import Span, SpanName
 
 if TYPE_CHECKING:
+    from forge_train.config import Config as RunConfig
+
     from ._statistics import Observer
 
 
@@ -51,11 +53,13 @@ class Statistics(Plugin):
         self._observer: Observer | None = None
 
     @hookimpl
-    def check_config(self) -> Iterator[Problem]:
-        config = self.config
-        if not (config.norms or config.activations or config.attention_logits):
+    def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        own = self.config
+        if config.values().get("compile.fullgraph") and (own.activations or own.attention_logits):
+            yield Problem("compile.fullgraph", "can't hold where statistics observes activations or attention logits.")
+        if not (own.norms or own.activations or own.attention_logits):
             yield Problem("statistics.norms", "is empty, and nothing else is observed; leave the plugin out instead.")
-        if config.groups and not config.norms:
+        if own.groups and not own.norms:
             yield Problem("statistics.groups", "has no effect where statistics.norms is empty.")
 
     @hookimpl
