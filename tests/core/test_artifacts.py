@@ -72,7 +72,7 @@ def test_nobody_waits_for_a_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(artifacts.hashlib, "file_digest", slow)
     (tmp_path / "large").write_bytes(b"large")
     recorder = Recorder(tmp_path)
-    recorder.record(tmp_path / "large", "one", 0)
+    recorder.record(tmp_path / "large", "one", "rank-0")
     assert recorded(tmp_path) == []  # and not after half a minute
     held.set()
     recorder.settle()
@@ -83,7 +83,7 @@ def test_the_last_record_of_a_file_counts_and_a_cut_line_is_left_out(tmp_path: P
     for content in (b"one", b"another"):
         (tmp_path / "file").write_bytes(content)
         recorder = Recorder(tmp_path)
-        recorder.record(tmp_path / "file", "one", 0)
+        recorder.record(tmp_path / "file", "one", "rank-0")
         recorder.settle()
     with (tmp_path / artifacts.FOLDER / "rank-0.jsonl").open("a") as out:
         out.write('{"path": "fi')
@@ -125,3 +125,12 @@ def test_every_rank_records_its_own(ranks: Pool, tmp_path: Path) -> None:
         f"artifacts/profile/{name}"
         for name in ("rank-0.txt", "rank-1.txt", "trace-rank-0.json.gz", "trace-rank-1.json.gz")
     ]
+
+
+def test_an_export_is_an_artifact_of_its_run(run_forge: RunForge, tmp_path: Path) -> None:
+    run = run_forge(config={"checkpoint.every": 3}, name="exported").run
+    assert forge("checkpoint", "export", run, tmp_path / "hf").code == 0
+    weights = tmp_path / "hf" / "model.safetensors"
+    (found,) = [one for one in recorded(run) if one.path == str(weights)]
+    assert found.plugin == "forge checkpoint export"
+    assert found.sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()

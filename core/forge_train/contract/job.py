@@ -102,7 +102,7 @@ class Job:
         names += [one.name for one in at_home(type(author).__module__, hooks.enabled.values())]
         if not names:
             raise PluginError(f"{type(author).__name__} belongs to no enabled plugin.")
-        self.run.artifacts.record(path, names[0], self.dist.rank)
+        self.run.artifacts.record(path, names[0], f"rank-{self.dist.rank}")
 
     @property
     def precision(self) -> Precision:

@@ -17,7 +17,7 @@ from .strict_json import dumps, loads
 log = logging.getLogger("forge_train")
 
 FOLDER = Path("artifacts") / ".recorded"
-"""In a run's folder: a file for each rank, so that ranks on several nodes write apart."""
+"""In a run's folder: a file for each rank, so that ranks on several nodes write apart, and one for exports."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Artifact:
     bytes: int
     sha256: str
     plugin: str
-    """Its author."""
+    """Its author: a plugin, or the command that wrote it."""
 
     def state(self, folder: Path) -> Literal["whole", "changed", "missing"]:
         """What has become of the file, as far as its size tells."""
@@ -41,7 +41,7 @@ class Artifact:
 
 
 class Recorder:
-    """Records files of one rank. They are read in a thread of its own.
+    """Records files of one process. They are read in a thread of its own.
 
     Args:
         folder: of the run.
@@ -57,8 +57,13 @@ class Recorder:
         """What this process has recorded, or is about to, in order."""
         return tuple(self._files)
 
-    def record(self, path: Path, plugin: str, rank: int) -> None:
+    def record(self, path: Path, plugin: str, where: str) -> None:
         """Record a file, or every file of a folder, as it is now.
+
+        Args:
+            path: of either.
+            plugin: its author.
+            where: the name of the file of records, such as `rank-0`, that no other process writes.
 
         Raises:
             PluginError: if there is none.
@@ -69,7 +74,7 @@ class Recorder:
         self._thread = self._thread or ThreadPoolExecutor(1, "artifacts")
         for file in files:
             self._files.append(file)
-            self._thread.submit(self._write, file, plugin, rank)
+            self._thread.submit(self._write, file, plugin, where)
 
     def settle(self) -> None:
         """Wait until everything is recorded."""
@@ -77,7 +82,7 @@ class Recorder:
             self._thread.shutdown()
             self._thread = None
 
-    def _write(self, file: Path, plugin: str, rank: int) -> None:
+    def _write(self, file: Path, plugin: str, where: str) -> None:
         try:
             with file.open("rb") as data:
                 sha256 = hashlib.file_digest(data, "sha256").hexdigest()
@@ -85,7 +90,7 @@ class Recorder:
             own = file.absolute()
             inside = own.is_relative_to(self._folder.absolute())
             path = own.relative_to(self._folder.absolute()) if inside else own
-            into = self._folder / FOLDER / f"rank-{rank}.jsonl"
+            into = self._folder / FOLDER / f"{where}.jsonl"
             into.parent.mkdir(parents=True, exist_ok=True)
             with into.open("a", encoding="utf-8") as out:
                 out.write(dumps(asdict(Artifact(path.as_posix(), size, sha256, plugin))) + "\n")
@@ -101,7 +106,7 @@ def recorded(folder: Path) -> list[Artifact]:
         ValueError: for a damaged line.
     """
     found: dict[str, Artifact] = {}
-    for file in sorted((folder / FOLDER).glob("rank-*.jsonl")):
+    for file in sorted((folder / FOLDER).glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.endswith("\n"):
                 one = Artifact(**loads(line))
