@@ -209,6 +209,7 @@ WORDS = {
     "precision",
     "sample",
     "sequential",
+    "statistics",
     "tensorboard",
     "text",
     "tokenizer",

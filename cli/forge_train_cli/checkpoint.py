@@ -172,10 +172,20 @@ def export(path: Path, hf_dir: Path, dtype: str, as_json: bool) -> None:
     """Write the model of PATH to HF_DIR: config.json, safetensors files, and the files of the run's tokenizer."""
     import torch
 
+    from forge_train.ground.artifacts import Recorder
+    from forge_train.storage import checkpoint
+    from forge_train.storage.run import is_run
     from forge_train_tools.offline.huggingface import export_checkpoint
+    from forge_train_tools.offline.opening import run_folder
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    _say(export_checkpoint(path, hf_dir, dtype=dtypes[dtype]), as_json)
+    done = export_checkpoint(path, hf_dir, dtype=dtypes[dtype])
+    if is_run(run := run_folder(checkpoint.resolve(path))):
+        recorder = Recorder(run)
+        for file in done.files:
+            recorder.record(done.path / file, "forge checkpoint export", "exports")
+        recorder.settle()
+    _say(done, as_json)
 
 
 def _say(done: Any, as_json: bool, next_step: str = "") -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from forge_train.ground.artifacts import FOLDER, recorded
 from forge_train.ground.errors import ConfigError
 from forge_train.ground.records import read
 from forge_train.ground.strict_json import loads
@@ -106,6 +108,14 @@ class History:
         for path in sorted((self.path / "checkpoints").glob("step-*"), reverse=True):
             yield path, sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
+    @cached_property
+    def artifacts(self) -> list[dict[str, Any]]:
+        """What plugins recorded: path, size, hash, author, and whether it is still there."""
+        try:
+            return [{**asdict(one), "state": one.state(self.path)} for one in recorded(self.path)]
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"{self.path / FOLDER}: can't be read: {error}") from error
+
     def summary(self) -> dict[str, Any]:
         """What `forge runs list --json` says of it."""
         return {
@@ -128,6 +138,7 @@ class History:
             "config": self.config,
             "environment": self.environment,
             "checkpoints": [str(path) for path, _ in self.checkpoints()],
+            "artifacts": self.artifacts,
         }
 
     def _records(self, name: str) -> list[dict[str, Any]]:

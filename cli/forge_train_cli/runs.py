@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,10 @@ def show(run: str | None, run_dir: str, as_json: bool) -> None:
     screen.heading("Checkpoints")
     rows = [(path.name, gib(size)) for path, size in history.checkpoints()]
     screen.table(("", ""), rows, right=(1,)) if rows else screen.line("  none")
+    if history.artifacts:
+        screen.heading("Artifacts")
+        made = [(one["path"], f"{one['bytes']:,} bytes", one["plugin"], _state(one)) for one in history.artifacts]
+        screen.table(("", "", "", ""), made, right=(1,))
     screen.heading("Made with")
     screen.table(("", ""), _environment(history))
 
@@ -195,6 +200,15 @@ def _environment(history: History) -> list[tuple[str, str]]:
         ("machine", ", ".join([*known.get("devices", ()), f"{known.get('cpus')} CPUs", str(known.get("platform"))])),
         ("command", " ".join(known.get("argv", ()))),
     ]
+
+
+def _state(artifact: Mapping[str, Any]) -> object:
+    """The hash of an artifact that is there, and otherwise what is wrong with it."""
+    from rich.text import Text
+
+    whole = f"sha256 {artifact['sha256'][:12]}"
+    wrong = {"missing": "is missing", "changed": "has another size now"}.get(artifact["state"])
+    return Text(wrong, style="yellow") if wrong else whole
 
 
 def _and_why(history: History) -> str:

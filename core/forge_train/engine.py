@@ -80,6 +80,7 @@ def train(
         prepare_process(job)
         fresh, known = found is None or not start.continues, is_run(run.dir)
         stack.enter_context(_opened(job, start))
+        stack.callback(run.artifacts.settle)
         training, memory = None, Memory(job)
 
         def allocate(composition: Composition, job: Job) -> None:

@@ -21,7 +21,9 @@ class Observing(Plugin):
 
         self.mean, self.spread, self.histogram = metrics.Mean(), metrics.Quantile(), metrics.Histogram(0, 256, bins=8)
         self.least, self.auroc, self.seldom = metrics.Min(), metrics.AUROC(64), metrics.Sum()
-        self.unused = metrics.Mean()
+        self.own, self.unused = metrics.Sum(), metrics.Mean()
+        self.own.per_rank = True
+        self.replicas = job.dist.world // job.dist.data_ranks
         return {
             "mean": self.mean,
             "spread": self.spread,
@@ -29,6 +31,7 @@ class Observing(Plugin):
             "least": self.least,
             "auroc": self.auroc,
             "seldom": self.seldom,
+            "own": self.own,
             "unused": self.unused,
         }
 
@@ -44,6 +47,7 @@ class Observing(Plugin):
                     self.auroc.update(row / 256, row % 2)
                 if row.sum() % 11 == 0:
                     self.seldom.update(row.sum())
+                self.own.update(row.sum() / self.replicas)  # of which each rank of a group has a share
             return batch
 
         return PrepareBatch(BatchPhase.MASK, observe)

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_train import Applied, Phase, Plugin, Transform, hookimpl, section
+from forge_train import Applied, BatchPhase, Metric, Phase, Plugin, PrepareBatch, Transform, hookimpl, section
+from forge_train.metrics import Sum
 from forge_train_plugins.data.text import Text
 from forge_train_plugins.feed_forward.swiglu import SwiGLU
 from forge_train_plugins.models.decoder import Decoder
@@ -248,3 +249,77 @@ class TrainedEvaluation(Sequential):
         if job.dist.world > 1:
             executor.evaluate = evaluate
         return executor
+
+
+class _Tokens(Plugin):
+    """Counts the tokens of a step, wrongly."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def metrics(self, job: Any) -> dict[str, Metric]:
+        self.job, self.tokens = job, self.metric()
+        return {"tokens": self.tokens}
+
+    def metric(self) -> Any:
+        return Sum()
+
+    def count(self, batch: Any) -> Any:
+        return torch.tensor(float(batch.inputs.numel()))
+
+    @hookimpl
+    def prepare_batch(self, job: Any) -> PrepareBatch:
+        def observe(batch: Any) -> Any:
+            self.tokens.update(self.count(batch))
+            return batch
+
+        return PrepareBatch(BatchPhase.MASK, observe)
+
+
+class MaxOfSums(_Tokens):
+    """Keeps a sum among what the largest is taken of."""
+
+    def metric(self) -> Any:
+        class Wrong(Metric):
+            def __init__(self) -> None:
+                super().__init__(maxima=1)
+
+            def update(self, value: Tensor) -> None:
+                self.maxima.clamp_(min=0).add_(value)
+
+            def value(self, sums: Tensor, maxima: Tensor) -> float:
+                return float(maxima[0])
+
+        return Wrong()
+
+
+class SummedTwice(_Tokens):
+    """Adds up over ranks what is added up again."""
+
+    def count(self, batch: Any) -> Any:
+        return self.job.dist.all_reduce(super().count(batch), axis="data")
+
+
+class ReplicasTwice(_Tokens):
+    """Takes ranks that see the same for ranks that see something of their own."""
+
+    def metric(self) -> Any:
+        wrong = Sum()
+        wrong.per_rank = True
+        return wrong
+
+
+class OneRank(Plugin):
+    """Observes something where there is a rank 1."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def metrics(self, job: Any) -> dict[str, Metric]:
+        self.job, self.seen = job, Sum()
+        return {"rank_one": self.seen}
+
+    @hookimpl
+    def on_step(self, step: Any) -> None:
+        if self.job.dist.rank == 1:
+            self.seen.update(1)

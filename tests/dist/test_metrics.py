@@ -69,9 +69,11 @@ def test_a_resume_between_logged_steps(ranks: Pool, tmp_path: Path) -> None:
             assert rank["lines"] == [pytest.approx(alone["lines"][0], rel=1e-12)], (before, after)
 
 
-def test_two_messages_for_all_metrics_at_a_logged_step(ranks: Pool, tmp_path: Path) -> None:
+def test_two_messages_for_all_metrics_at_a_logged_step_and_one_for_sums_of_each_rank(
+    ranks: Pool, tmp_path: Path
+) -> None:
     plugins, config = LAYOUTS["dp2"][1:]
     config = {**BASE, **config, "train.evaluate_every": 0}
     for rank in ranks.run(metric_cases.count_messages, 2, folder=str(tmp_path), plugins=plugins, config=config):
         without, with_metrics = rank["counts"]
-        assert with_metrics - without == 2 * 3  # three logged steps of six
+        assert with_metrics - without == 3 * 3  # three logged steps of six

@@ -228,6 +228,33 @@ def test_a_norm_that_a_plugin_changes_is_found_where_clipping_hides_it(
     assert "changes the gradients' global norm in on_gradients, to " in verdict.advice[0]
 
 
+@pytest.mark.accept("parts", 5)
+@pytest.mark.parametrize(
+    ("plugin", "layout", "settings", "says"),
+    [
+        ("sabotage:MaxOfSums", FSDP, {}, r"\(max_of_sums\.tokens: 192 and 96\)"),
+        ("sabotage:SummedTwice", FSDP, {}, r"\(summed_twice\.tokens: 192 and 384\)"),
+        ("sabotage:ReplicasTwice", TP, TP2, r"\(replicas_twice\.tokens: 192 and 384\)"),
+        ("sabotage:OneRank", FSDP, {}, r"\(one_rank\.rank_one: nan and 1\)"),
+    ],
+)
+def test_a_metric_that_is_not_added_up_is_found(
+    verify: Verifier, composition_file: Path, plugin: str, layout: Any, settings: Any, says: str
+) -> None:
+    verdict = verify(Fault(plugin, set(), "", layout, settings).request(composition_file), 2, steps=2)
+    assert verdict.failed == {"metrics"}, verdict
+    assert re.search(f"^A plugin's metric is not that of one process {says}, though loss", verdict.advice[0])
+
+
+@pytest.mark.accept("parts", 5)
+def test_metrics_that_are_right_agree(verify: Verifier, composition_file: Path) -> None:
+    plugins, settings = ("tp", "statistics", "resources", "metric_cases:Observing"), {**TP2, **BATCH}
+    settings |= {"statistics.activations": ["layers.*.attention"], "statistics.attention_logits": True}
+    verdict = verify(compositions._request(composition_file, plugins, settings), 2, steps=2)
+    assert verdict.agree, verdict
+    assert "metrics" in {check.name for check in verdict.checks}
+
+
 def test_a_plugin_that_spoils_checkpoints_is_found(verify: Verifier, composition_file: Path) -> None:
     verdict = verify(Fault("sabotage:SavedTwice", set(), "").request(composition_file), 2, steps=1)
     assert verdict.failed == {"checkpoint"}

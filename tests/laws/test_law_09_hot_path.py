@@ -76,7 +76,7 @@ class Observes(Plugin):
     @hookimpl
     def metrics(self, job: Any) -> dict[str, Metric]:
         self.made = {name: getattr(metrics, name) for name in metrics.__all__}
-        arguments = {"Histogram": (0, 10), "ConfusionMatrix": (3,)}
+        arguments = {"Histogram": (0, 10), "ConfusionMatrix": (3,), "Norm": (job,)}
         self.made = {name.lower(): cls(*arguments.get(name, ())) for name, cls in self.made.items()}
         return self.made
 
@@ -92,6 +92,8 @@ class Observes(Plugin):
                 metric.update(scores, labels)
             elif name in ("confusionmatrix", "auroc"):
                 metric.update(labels, labels.clamp(max=1))
+            elif name == "norm":
+                metric.update([scores, labels.float()])
             else:
                 metric.update(scores)
 
@@ -103,7 +105,7 @@ def test_metrics_that_accumulate_are_read_only_when_they_are_logged(
         train(tmp_path, Observes)
     assert waits(found) == {}
     lines = [json.loads(line) for line in (tmp_path / "r1" / "metrics.jsonl").read_text().splitlines()]
-    assert len([key for key in lines[-1] if key.startswith("observes.")]) == 15  # all but the histogram
+    assert len([key for key in lines[-1] if key.startswith("observes.")]) == 16  # all but the histogram
 
 
 def test_hooks_are_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

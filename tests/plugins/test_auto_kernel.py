@@ -104,6 +104,12 @@ def test_a_folder_that_can_not_be_written_only_costs_the_measurement(
     assert taken(run_forge([Auto], {"auto.cache": str(tmp_path / "file" / "cache")})) == "varlen"
 
 
+def test_a_cache_that_is_a_file_is_refused(run_forge: RunForge, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ConfigError, match=r"auto\.cache.* must be a folder; .*/file is a file\."):
+        run_forge([Auto], {"auto.cache": str(tmp_path / "file")})
+
+
 def test_of_several_writers_the_last_wins_and_every_reader_finds_a_whole_file(tmp_path: Path) -> None:
     file, wrong = tmp_path / "times.json", []
 

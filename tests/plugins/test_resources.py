@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import resource_cases
 from forge_train import Plugin, hookimpl
 from forge_train.testing import Pool, RunForge
-from forge_train_plugins.observers._resources import PerRank
+from forge_train_plugins.observers._resources import DeviceTimer, PerRank
 from hot_path import Watch, counting, waits
 
 pytestmark = pytest.mark.accept("parts", 5)
@@ -57,6 +58,52 @@ def test_it_waits_for_nothing_between_logged_steps(run_forge: RunForge) -> None:
     with counting(4) as found:
         run_forge(["resources", Watch], {"log.every": 4}, steps=12)
     assert waits(found) == {}
+
+
+class Stream:
+    """A device whose work takes a known time, told only to who waits for it."""
+
+    def __init__(self) -> None:
+        self.now, self.waited = 0.0, 0
+
+    def event(self) -> Any:
+        return Event(self)
+
+
+class Event:
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.at = stream, -1.0
+
+    def record(self) -> None:
+        self.at = self.stream.now
+
+    def synchronize(self) -> None:
+        self.stream.waited += 1
+
+    def elapsed_time(self, end: Any) -> float:
+        assert self.stream.waited
+        return float(end.at - self.at)
+
+
+def test_a_device_is_timed_by_events_and_waited_for_once() -> None:
+    stream = Stream()
+    timer = DeviceTimer(stream.event)
+    for _ in range(2):
+        with timer.span("step"):
+            stream.now += 3
+            with timer.span("optimizer"):
+                stream.now += 2
+    assert stream.waited == 0
+    assert timer.take() == [("optimizer", 0.002), ("step", 0.005)] * 2
+    assert stream.waited == 1
+    assert timer.take() == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_device_seconds_of_a_real_device(run_forge: RunForge) -> None:
+    line = run_forge(["resources"], {"run.device": "cuda", "log.every": 2}, steps=4).metrics[-1]
+    step, parts = (line[f"resources.{span}_device_seconds"] for span in ("step", "forward_backward"))
+    assert 0 < parts < step < 10
 
 
 def test_the_largest_is_named() -> None:

@@ -155,6 +155,61 @@ def test_wandb_offline(tracked: Any) -> None:
     assert histograms == STEPS
 
 
+class Draws(Plugin):
+    """Records a file in each run, and one at its end."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def on_start(self, job: Any) -> None:
+        self.job = job
+        self.write("plots/first.txt")
+
+    @hookimpl
+    def on_finish(self, finished: Any) -> None:
+        self.write("last.txt")
+
+    def write(self, name: str) -> None:
+        file = self.job.run.artifact(name)
+        file.write_text(name)
+        self.job.record(file, self)
+
+
+@library("wandb")
+def test_wandb_gets_artifacts_on_request(run_forge: RunForge) -> None:
+    for asked in (False, True):
+        run = run_forge(["wandb", Draws], {"wandb.mode": "offline", "wandb.artifacts": asked}, name=str(asked))
+        (files,) = (run.run / "wandb").glob("offline-run-*/files")
+        found = {path.relative_to(files).as_posix() for path in files.rglob("*.txt")}
+        assert {"plots/first.txt", "last.txt"} <= found if asked else not found & {"plots/first.txt", "last.txt"}
+
+
+@library("mlflow")
+@library("sqlalchemy")
+def test_mlflow_gets_artifacts_on_request(run_forge: RunForge) -> None:
+    from mlflow import MlflowClient
+
+    run = run_forge(["mlflow", Draws], {"mlflow.artifacts": True})
+    client, own = MlflowClient(f"sqlite:///{run.run.parent}/mlflow.db"), (run.run / "mlflow" / "id").read_text()
+    files = [one for folder in (None, "plots") for one in client.list_artifacts(own, folder) if not one.is_dir]
+    assert {one.path for one in files} >= {"plots/first.txt", "last.txt"}
+    assert Path(client.download_artifacts(own, "plots/first.txt")).read_text() == "plots/first.txt"
+
+
+@library("trackio")
+def test_trackio_gets_artifacts_on_request(
+    run_forge: RunForge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = trackio_home(tmp_path, monkeypatch)
+    for asked in (False, True):
+        run_forge(["trackio", Draws], {"trackio.artifacts": asked, "trackio.project": f"p{asked}"})
+    stored = {path.read_text() for path in home.rglob("*") if path.is_file() and path.stat().st_size < 20}
+    assert {"plots/first.txt", "last.txt"} <= stored
+    names = sqlite3.connect(home / "pTrue.db").execute("select name from artifacts").fetchall()
+    assert {"plots-first.txt", "last.txt"} <= {name for (name,) in names}
+    assert sqlite3.connect(home / "pFalse.db").execute("select count(*) from artifacts").fetchone() == (0,)
+
+
 @library("mlflow")
 @library("sqlalchemy")
 def test_mlflow(tracked: Any) -> None:
@@ -171,15 +226,25 @@ def test_mlflow(tracked: Any) -> None:
     assert [one.path for one in client.list_artifacts(found.info.run_id)] == ["A word.txt"]
 
 
+def trackio_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for Trackio's files, which it reads from the environment when it is imported."""
+    import sys
+
+    from trackio.utils import TRACKIO_DIR
+
+    own = [module for name, module in sys.modules.items() if name.partition(".")[0] == "trackio"]
+    for module in own:
+        for key, path in list(vars(module).items()):
+            if isinstance(path, Path) and path.is_relative_to(TRACKIO_DIR):
+                monkeypatch.setattr(module, key, tmp_path / "trackio" / path.relative_to(TRACKIO_DIR))
+    return tmp_path / "trackio"
+
+
 @library("trackio")
 def test_trackio(tracked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     import json
 
-    import trackio
-    from trackio import sqlite_storage, utils
-
-    for module in (utils, sqlite_storage, trackio):
-        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio", raising=False)
+    trackio_home(tmp_path, monkeypatch)
     run = tracked("trackio")
     rows = sqlite3.connect(tmp_path / "trackio" / "forge.db").execute("select run_name, step, metrics from metrics")
     found = [(name, step, json.loads(values)) for name, step, values in rows]
@@ -280,10 +345,26 @@ def test_a_bad_tracker_changes_nothing_and_warns_once(
     assert time.perf_counter() - began < 30  # and not a minute
     assert run.numbers == right.numbers
     assert Bad.told == [1]
-    about = [one.getMessage() for one in caplog.records if "lugin '" in one.getMessage() and one.exc_info is None]
-    assert about[0].startswith(says)
-    lost = "Plugin 'blocks' did not take everything: "
-    assert [one.startswith(lost) for one in about[1:]] == ([True] if tracker is Blocks else [])
+    warned = [one for one in caplog.records if one.levelno >= logging.WARNING and one.exc_info is None]
+    (about,) = [one.getMessage() for one in warned if "lugin '" in one.getMessage()]
+    assert about.startswith(says)
+
+
+def test_a_check_that_fails_is_named_and_leaves_the_tracker_out(
+    run_forge: RunForge, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unsure(Bad):
+        """Fails before it begins."""
+
+        def check(self) -> None:
+            raise ValueError("no such server")
+
+    Bad.told = []
+    with caplog.at_level(logging.WARNING, "forge_train"):
+        run_forge([Unsure])
+    (about,) = [one.getMessage() for one in caplog.records if "'unsure'" in one.getMessage() and one.exc_info is None]
+    assert about == "Plugin 'unsure' failed in check and is left out from here on: ValueError: no such server"
+    assert Bad.told == []
 
 
 def test_a_step_waits_for_no_tracker(run_forge: RunForge, release: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +400,23 @@ def test_what_is_queued_is_written_before_a_run_ends(run_forge: RunForge) -> Non
 
     run_forge([Slow], steps=10)
     assert Slow.told == [*range(1, 11), -1]
+
+
+def test_a_tracker_sees_what_other_observers_do_at_the_end(run_forge: RunForge) -> None:
+    class Aardvark(Tracker):
+        """Comes before all others by its name."""
+
+        texts: list[str] = []
+
+        def open(self, run: Any, config: Mapping[str, Any]) -> None: ...
+
+        def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Bins]) -> None: ...
+
+        def text(self, name: str, text: str, step: int) -> None:
+            self.texts.append(name)
+
+    run_forge([Aardvark, "sample"], {"sample.tokens": 2})
+    assert Aardvark.texts == ["A sample"]
 
 
 def test_a_missing_library_is_named_at_start_up(run_forge: RunForge, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from .hookspecs import KINDS, OBSERVERS
 from .plugin import PROJECT, Plugin
 from .reference import PluginRef
 from .returns import returned
+from .tracker import Tracker
 
 log = logging.getLogger(PROJECT)
 
@@ -77,6 +78,10 @@ class _Call:
         return f"Plugin {self.owner.ref.label}, hook {hook} ({place(self.function)})"
 
 
+def _watches(plugin: EnabledPlugin) -> int:
+    return plugin.observer + issubclass(plugin.cls, Tracker)
+
+
 @dataclass
 class Calls:
     """The implementations of every hook, in the order of plugin names, called one by one.
@@ -102,8 +107,8 @@ class Calls:
                     _Call(owners[impl.plugin_name], impl.function, impl.argnames, impl.kwargnames)
                     for impl in sorted(
                         getattr(manager.hook, hook).get_hookimpls(),
-                        # Who watches is told of an event last, and so sees what the others added to it.
-                        key=lambda impl: (kind == "event" and owners[impl.plugin_name].observer, impl.plugin_name),
+                        # Observers are told of an event last, trackers after the others: they see what these added.
+                        key=lambda impl: (kind == "event" and _watches(owners[impl.plugin_name]), impl.plugin_name),
                     )
                 ]
                 for hook, kind in KINDS.items()

@@ -242,9 +242,9 @@ class Hooks(Events):
     def evaluation_weights(self) -> Mapping[str, float]:
         return cast("Mapping[str, float]", self._only("evaluation_weights", {"job": self.job}) or {})
 
-    def metrics(self) -> dict[str, Metric]:
+    def metrics(self, model: Model) -> dict[str, Metric]:
         """Every plugin's metrics, as `plugin.name`."""
-        answers = self._calls.collect("metrics", {"job": self.job})
+        answers = self._calls.collect("metrics", {"model": model, "job": self.job})
         return {f"{plugin}.{name}": one for plugin, found in answers for name, one in (found or {}).items()}
 
     def _slot(self, slot: str, **arguments: Any) -> Any:

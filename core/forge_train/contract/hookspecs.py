@@ -238,7 +238,7 @@ def evaluation_weights(job: Job) -> Mapping[str, float] | None:
 
 
 @_hook("questions")
-def metrics(job: Job) -> Mapping[str, Metric] | None:
+def metrics(model: Model, job: Job) -> Mapping[str, Metric] | None:
     """Numbers that this plugin observes, by name, added up over ranks, logged as `plugin.name`; asked at start-up."""
 
 

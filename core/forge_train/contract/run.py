@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ground import disk, lock
+from ..ground.artifacts import Recorder
 from ..ground.errors import ConfigError, DivergedError
 from ..ground.failure import Failure
 from ..ground.files import write_json
@@ -26,13 +27,15 @@ class Run:
         self.id = folder.name
         self._lock = lock
         self.records = Records(folder)
+        self.artifacts = Recorder(folder)
 
     @property
     def checkpoints(self) -> Path:
         return self.dir / "checkpoints"
 
     def artifact(self, name: str) -> Path:
-        """A path under the run's `artifacts/` for a plugin to write to; its folder exists."""
+        """A path under the run's `artifacts/` for a plugin to write to; its folder exists. Once the file is whole,
+        `job.record` it."""
         path = self.dir / "artifacts" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..ground.errors import PluginError, describe
+from ..ground.errors import ForgeError, PluginError, describe
 from .events import CheckpointEvent, Evaluation, Finished, LogRecord
 from .metric import Bins
 from .plugin import Plugin, hookimpl
@@ -42,6 +42,7 @@ class Tracker(Plugin):
         if lacking:
             raise PluginError(f"{type(self).__name__} lacks {' and '.join(lacking)}, which every tracker implements.")
         self._sender: _Sender | None = None
+        self._sent = 0  # artifacts
 
     # -- for subclasses ---------------------------------------------------------------------------
 
@@ -71,6 +72,15 @@ class Tracker(Plugin):
     def text(self, name: str, text: str, step: int) -> None:
         """Take a text, such as a sample."""
 
+    def artifact(self, path: Path, name: str) -> None:
+        """Take a file that a plugin of the main rank has recorded (`job.record`). Called if the tracker's section has
+        the option `artifacts`, and it is true.
+
+        Args:
+            path: where it is.
+            name: relative to the run's `artifacts/`, or its last part if it lies elsewhere.
+        """
+
     def close(self, outcome: str) -> None:
         """End, with everything written: `done`, `interrupted` or `failed`."""
 
@@ -87,14 +97,21 @@ class Tracker(Plugin):
     @hookimpl
     def on_start(self, job: Job) -> None:
         if job.dist.main:
-            self.check()
             name = next(name for name, plugin in job.hooks.plugins.items() if plugin is self)
-            self._sender = _Sender(name, self.capacity)
+            try:
+                self.check()
+            except ForgeError:
+                raise
+            except Exception as error:  # as any other failure of a tracker
+                _leave_out(name, "check", error)
+                return
+            self._sender = _Sender(name, self.capacity, job.run)
             self._send("open", job.run, job.config.values())
 
     @hookimpl
     def on_log(self, record: LogRecord) -> None:
         self._send("log", record.step, _numbers(record.metrics), record.histograms)
+        self._send_artifacts()
 
     @hookimpl
     def on_evaluate(self, evaluation: Evaluation) -> None:
@@ -120,7 +137,19 @@ class Tracker(Plugin):
         if self._sender is not None:
             self._sender.put(getattr(self, method), arguments)
 
+    def _send_artifacts(self) -> None:
+        """Those that were recorded since the last time."""
+        if self._sender is None or not getattr(self.config, "artifacts", False):
+            return
+        run = self._sender.tracked
+        files = run.artifacts.files
+        for file in files[self._sent :]:
+            inside = file.is_relative_to(run.dir / "artifacts")
+            self._send("artifact", file, file.relative_to(run.dir / "artifacts").as_posix() if inside else file.name)
+        self._sent = len(files)
+
     def _end(self, outcome: str) -> None:
+        self._send_artifacts()
         if self._sender is not None:
             self._sender.put(self.close, (outcome,), wait=self.patience)
             self._sender.join(self.patience)
@@ -130,8 +159,9 @@ class Tracker(Plugin):
 class _Sender(threading.Thread):
     """Calls functions one after the other, until one raises."""
 
-    def __init__(self, name: str, capacity: int) -> None:
+    def __init__(self, name: str, capacity: int, run: Run) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
+        self.tracked = run
         self._label, self._lost, self._failed = name, 0, False
         self._queue: queue.Queue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.Queue(capacity)
         self.start()
@@ -155,8 +185,9 @@ class _Sender(threading.Thread):
                 timeout = 0.0
         super().join(timeout)
         if self.is_alive() or self._lost:
+            level = logging.INFO if self._lost else logging.WARNING  # of what was lost, the run has been warned
             left = self._queue.qsize()
-            log.warning("Plugin %r did not take everything: %d records are lost.", self._label, self._lost + left)
+            log.log(level, "Plugin %r did not take everything: %d records are lost.", self._label, self._lost + left)
 
     def run(self) -> None:
         with _alone():
@@ -169,10 +200,13 @@ class _Sender(threading.Thread):
                 function(*arguments)
             except BaseException as error:  # a library may even try to end the process
                 self._failed = True
-                label, hook = self._label, function.__name__
-                log.warning("Plugin %r failed in %s and is left out from here on: %s", label, hook, describe(error))
-                log.warning("How plugin %r failed:", label, exc_info=error, extra={"screen": False})
+                _leave_out(self._label, function.__name__, error)
                 return
+
+
+def _leave_out(name: str, method: str, error: BaseException) -> None:
+    log.warning("Plugin %r failed in %s and is left out from here on: %s", name, method, describe(error))
+    log.warning("How plugin %r failed:", name, exc_info=error, extra={"screen": False})
 
 
 def _alone() -> AbstractContextManager[Any]:

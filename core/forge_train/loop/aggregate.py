@@ -16,6 +16,7 @@ from ..ground.errors import PluginError
 from ..ground.places import place
 from ..storage.state import rows
 
+KINDS: tuple[tuple[str, Literal["sum", "max"]], ...] = (("sums", "sum"), ("maxima", "max"))
 VALUE = kind_of(float | Mapping[str, float] | Bins)
 
 
@@ -23,7 +24,7 @@ class Metrics:
     """Some metrics by name, on the job's device.
 
     Each data-parallel rank observes its own batches. Replicas (under tensor parallelism, say) observe the same, and are
-    counted once: states are added up over the axis `loss`, as losses are.
+    counted once: states are added up over the axis `loss`, as losses are; those of `Metric.per_rank` over all ranks.
     """
 
     def __init__(self, job: Job, metrics: Mapping[str, Metric]) -> None:
@@ -49,29 +50,30 @@ class Metrics:
     def take(self) -> dict[str, Value]:
         """What all ranks observed since the last time, of those that observed anything; waits for the device.
 
-        Two messages at most, however many metrics there are.
+        Two messages at most, however many metrics there are; and two more for those of each rank's own.
         """
-        if not self._metrics:
-            return {}
-        reduced = []
-        kinds: tuple[tuple[str, Literal["sum", "max"]], ...] = (("sums", "sum"), ("maxima", "max"))
-        for which, op in kinds:
-            flat = torch.cat([getattr(metric, which).reshape(-1) for metric in self._metrics.values()])
-            if flat.requires_grad:
-                names = [name for name, metric in self._metrics.items() if getattr(metric, which).requires_grad]
-                raise PluginError(f"The metric {names[0]!r} keeps a graph: detach what `update` is given.")
-            reduced.append(self._job.dist.all_reduce(flat, op, axis="loss").cpu() if flat.numel() else flat.cpu())
+        own = {name: one for name, one in self._metrics.items() if one.per_rank}
+        others = {name: one for name, one in self._metrics.items() if not one.per_rank}
+        whole = {which: self._reduced(which, op, others) | self._reduced(which, op, own) for which, op in KINDS}
         self.reset()
         found: dict[str, Value] = {}
-        at = [0, 0]
         for name, metric in self._metrics.items():
-            state = []
-            for index, fresh in enumerate(self._fresh[name]):
-                state.append(reduced[index][at[index] : at[index] + fresh.numel()].view(fresh.shape))
-                at[index] += fresh.numel()
+            state = whole["sums"][name], whole["maxima"][name]
             if not all(map(torch.equal, state, self._fresh[name])):
                 found[name] = _value(name, metric, *state)
         return found
+
+    def _reduced(self, which: str, op: Literal["sum", "max"], metrics: Mapping[str, Metric]) -> dict[str, Tensor]:
+        """One of the two states of some metrics, of all ranks together, on the CPU."""
+        held = {name: getattr(metric, which) for name, metric in metrics.items()}
+        if bad := [name for name, one in held.items() if one.requires_grad]:
+            raise PluginError(f"The metric {bad[0]!r} keeps a graph: detach what `update` is given.")
+        if not any(one.numel() for one in held.values()):
+            return {name: one.cpu() for name, one in held.items()}
+        flat = torch.cat([one.reshape(-1) for one in held.values()])
+        axis = "" if next(iter(metrics.values())).per_rank else "loss"
+        parts = torch.split(self._job.dist.all_reduce(flat, op, axis=axis).cpu(), [o.numel() for o in held.values()])
+        return {name: part.view(one.shape) for (name, one), part in zip(held.items(), parts, strict=True)}
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -108,22 +110,24 @@ class Metrics:
         return {"metrics.rows": rows(torch.empty(1, shape[1], dtype=torch.float64), ranks)}
 
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on from what was observed. On another layout the first rank of each group gets it all: the
-        sum over ranks is the same."""
+        """Go on from what was observed. On another layout the first rank of each group gets it all, and rank 0 what
+        each rank had of its own: the sum over ranks is the same."""
         self.reset()
         if saved is None:
             return
         own = hasattr(saved["rows"], "to_local") or self._job.dist.world == 1 == len(saved["rows"])
         held = getattr(saved["rows"], "to_local", lambda: saved["rows"])().cpu()
-        held = held if own else held[saved["once"]]
+        once = held if own else held[saved["once"]]
         at = 0
         for name, (sums, maxima) in saved["sizes"].items():
-            state = held[:, at : at + sums].sum(0), held[:, at + sums : at + sums + maxima].amax(0)
+            per_rank = name in self._metrics and self._metrics[name].per_rank
+            rows, first = (held, 0) if per_rank else (once, self._once()[0])
+            state = rows[:, at : at + sums].sum(0), rows[:, at + sums : at + sums + maxima].amax(0)
             at += sums + maxima
             metric = self._metrics.get(name)
             if metric is None or [metric.sums.numel(), metric.maxima.numel()] != [sums, maxima]:
                 continue  # of an observer that is no longer there, or set otherwise
-            if own or self._job.dist.rank == self._once()[0]:
+            if own or self._job.dist.rank == first:
                 metric.sums.copy_(state[0].view(metric.sums.shape))
                 metric.maxima.copy_(state[1].view(metric.maxima.shape))
 

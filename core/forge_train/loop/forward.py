@@ -34,7 +34,7 @@ class Forward:
         self.task: Task = job.hooks.task()
         self.executor: Executor = job.hooks.executor(model, self.task)
         self._prepare = job.hooks.prepare_batch()
-        self.metrics = Metrics(job, job.hooks.metrics())
+        self.metrics = Metrics(job, job.hooks.metrics(model))
 
     @property
     def accumulation(self) -> int:

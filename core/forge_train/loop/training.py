@@ -70,7 +70,7 @@ class Training:
                 optimizer_to_save(self.stepper)  # what can't be saved is told now, not at the first checkpoint
             self.job.hooks.on_step(result)
             last = result.step == self.job.steps
-            if last or result.step % config.log.every == 0:
+            if self.job.logs(result.step):
                 self._log(result)
             if self.evaluations and (last or result.step % config.train.evaluate_every == 0):
                 self._evaluate(self.evaluations)

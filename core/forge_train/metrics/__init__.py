@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .basic import Max, Mean, Min, Perplexity, Ratio, Sum
 from .classes import AUROC, Accuracy, ConfusionMatrix
+from .norm import Norm
 from .spread import Histogram, Quantile
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Max",
     "Mean",
     "Min",
+    "Norm",
     "Perplexity",
     "Quantile",
     "Ratio",

@@ -23,7 +23,7 @@ from .matrix_optimizer import MatrixOptimizer
 from .narrow_state import NarrowState, narrowed
 from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
 from .spans import PerBatch, document_bounds, first_visible, is_imagined, neighbours
-from .tiled import TiledAttention
+from .tiled import LargestLogit, TiledAttention
 from .update_rule import Kept, UpdateRule
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Embedding",
     "KVCache",
     "Kept",
+    "LargestLogit",
     "LayerNorm",
     "Linear",
     "LinearScaling",

@@ -112,6 +112,36 @@ def make_plan(
     return Plan(first, offset, tiles)
 
 
+class LargestLogit:
+    """The largest magnitude among attention's logits, before a soft cap, over the keys that queries see; in tiles."""
+
+    def __init__(self) -> None:
+        self._plan: PerBatch[Plan] = PerBatch()
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        offset: int | None = None,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """0-dim. The arguments are those of a kernel, see `forge_train.AttentionKernel`; waits for the device."""
+        offset = key.shape[1] - query.shape[1] if offset is None else offset
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        facts = (query.shape[1], key.shape[1], offset, window, query.device)
+        plan = self._plan(document_ids, facts, lambda: make_plan(document_ids, *facts))
+        keys_BKSD = key.transpose(1, 2).to(torch.promote_types(query.dtype, torch.float32))
+        found = []
+        for tile in plan.tiles:
+            logits, _ = _logits(query, keys_BKSD, tile, plan, scale, None)
+            found += [logits.amax(), -logits.masked_fill_(logits == -torch.inf, torch.inf).amin()]
+        return torch.stack(found).amax()
+
+
 class _Tiles(torch.autograd.Function):
     """Output `[batch, queries, heads, head_dim]` and log-sum-exp `[batch, kv_heads, group, queries]`."""
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 WORKER = "forge_train_tools.verification.record:worker"
 EXACT = "train.precision=fp32"
+LOGGED = "log.every=1"
+"""So that what plugins observe at logged steps alone is compared, too."""
 
 
 class Start(Protocol):
@@ -85,6 +87,7 @@ def verify(
     train = layout.config.train
     if train.precision != "fp32" or _rounds(layout):  # batches of other sizes round differently
         request = dataclasses.replace(request, set=(*request.set, f"train.micro_batch={train.micro_batch}"))
+    request = dataclasses.replace(request, set=(*request.set, LOGGED))
     folder = Path(tempfile.mkdtemp(prefix="forge-verify-"))
     start(nproc, {"request": dataclasses.asdict(request), "steps": steps, "folder": str(folder)})
     try:
@@ -137,7 +140,7 @@ def verify_against(request: Request, assignment: str, *, steps: int = 5) -> Verd
 
 def _alone(request: Request, *more: str) -> Setup:
     """The same configuration on one process."""
-    return resolve(dataclasses.replace(request, set=(*request.set, *Layout().settings(), *more)), world=1)
+    return resolve(dataclasses.replace(request, set=(*request.set, LOGGED, *Layout().settings(), *more)), world=1)
 
 
 def _rounds(setup: Setup) -> float:

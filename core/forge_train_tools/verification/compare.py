@@ -17,6 +17,7 @@ from .later import (
     GRADIENT,
     LOSS,
     LUCK,
+    METRIC,
     NORM,
     SHARE,
     SHARE_IN_PARTS,
@@ -33,6 +34,7 @@ from .ranks import (
     coarsest,
     data_apart,
     different,
+    metrics_apart,
     other_starts,
     peers_apart,
     pieces_apart,
@@ -137,6 +139,7 @@ def _judged(
         Check("loss", loss, max(LOSS, own_loss), up_to(until), loss_at),
         Check("grad_norm", norm, max(NORM, own_norm), up_to(until), norm_at),
         gradients,
+        *_metrics(one, layout, wide),
     )
     checks = (
         Check("initial weights", len(start), 0, "parameters that start differently", few(list(start))),
@@ -173,6 +176,16 @@ def _routing(one: Recording, parted: RoutingDifference | None) -> tuple[Check, .
 def _gradients(differ: Sequence[Offender]) -> Check:
     worst = differ[0] if differ else Offender("", 0.0, 1.0)
     return Check("gradients", worst.error, GRADIENT, "relative (Frobenius), of a parameter at step 1", where=worst.name)
+
+
+def _metrics(one: Recording, layout: Recording, exact: Recording | None) -> tuple[Check, ...]:
+    """Of plugins, where they observed anything in the first step."""
+    ours, theirs = one.first.metrics, layout.first.metrics
+    if not ours and not theirs:
+        return ()
+    own = LUCK * metrics_apart(exact.first.metrics, ours)[0] if exact else 0.0
+    worst, where = metrics_apart(ours, theirs)
+    return (Check("metrics", worst, max(METRIC, own), "relative, of a metric of a plugin at step 1", where),)
 
 
 def _narrow_gradients(one: Recording, layout: Recording, exact: Recording) -> Check:

@@ -18,7 +18,7 @@ from .verdict import Verdict
 
 BEFORE = frozenset({"initial weights", "peers", "data"})
 """Checks without which no other says anything."""
-CHANCE = frozenset({"loss", "grad_norm", "gradients", "later gradients"})
+CHANCE = frozenset({"loss", "grad_norm", "gradients", "later gradients", "metrics"})
 """Checks that fail where the forward pass is left to chance."""
 FOUND = frozenset({"updates", "optimizer", "later gradients", "buffers", "replicas"})
 """Checks that say why the losses of later steps differ."""
@@ -69,6 +69,12 @@ def diagnose(
         yield from of_updates(verdict, layout, followed)
     if verdict.later and not verdict.offenders:
         yield from of_gradients(verdict.later, layout, later=True)
+    if (check := failed.get("metrics")) and not {"loss", "grad_norm", "gradients", "routing"} & failed.keys():
+        yield (
+            f"A plugin's metric is not that of one process ({check.where}), though loss and gradients are. "
+            "Core adds metrics up over ranks, and counts ranks with the same data once: observe what this rank sees, "
+            "not yet summed over ranks, and set per_rank = True for what each rank has for itself, such as shards."
+        )
     if (check := failed.get("evaluation")) and not side_effects(layout.ranks, "evaluation"):
         yield of_evaluation(check, layout, followed)
 

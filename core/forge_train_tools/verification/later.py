@@ -23,6 +23,8 @@ SHARE = 1 / 10
 token as one process does."""
 SHARE_IN_PARTS = 1 / 4
 """The same where a sum over features or a sequence is rounded in parts: how much further from fp32 they may be."""
+METRIC = 1e-3
+"""Of a plugin's metric: a largest value, or a share of a few, moves more by rounding than a mean does."""
 LUCK = 3
 """Losses and norms are single numbers: one draw of rounding errors may move them so many times as far as another."""
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from forge_train.ground.present import few
 
+from .numbers import finite
 from .recording import Fingerprint, Record, Recording, SideEffect
 from .routing import RoutingDifference, routing_difference
 from .verdict import Check
+
+NOTHING = 1e-9
+"""Metrics that are smaller than this are rounding alone."""
 
 
 def other_starts(one: Recording, layout: Recording) -> dict[str, list[int]]:
@@ -48,6 +53,20 @@ def data_apart(one: Record, ranks: Sequence[Record]) -> tuple[int, str]:
         if sorted(seen) != sorted(expected):
             wrong.append(f"step {step + 1}")
     return len(wrong), few(wrong)
+
+
+def metrics_apart(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[float, str]:
+    """The largest relative difference of a plugin's metric, and which one; infinite where one side lacks it."""
+    worst, where = 0.0, ""
+    for name in sorted(one.keys() | other.keys()):
+        ours, theirs = one.get(name, math.nan), other.get(name, math.nan)
+        both = name in one and name in other
+        if both and (str(ours) == str(theirs) or max(abs(ours), abs(theirs)) < NOTHING):
+            continue
+        difference = finite(abs(ours - theirs) / (abs(ours) or 1.0))
+        if difference > worst:
+            worst, where = difference, f"{name}: {ours:.8g} and {theirs:.8g}"
+    return worst, where
 
 
 def pieces_apart(pieces: Sequence[Mapping[str, Fingerprint]]) -> dict[str, set[str]]:

@@ -29,6 +29,8 @@ class Record:
     data_rank: int
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What plugins observed in the first step, without timings; of a histogram, the count of each bin."""
     batches: list[list[str]] = field(default_factory=list)
     """For each step, a hash of each sequence."""
     start: dict[str, str] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from forge_train.contract.job import Job
 from forge_train.contract.protocols import Loader
 from forge_train.contract.transform import MicroBatch
 from forge_train.ground.tensors import full_tensor, local
+from forge_train.loop.aggregate import split as values_of
 from forge_train.loop.assembly import assemble
 from forge_train.loop.evaluation import Evaluations
 from forge_train.loop.resume import capture
@@ -87,11 +88,21 @@ class Watched(Watcher):
                 self.seen.vetoes[str(result.step)] = self._update.vetoed
             self.seen.losses.append(float(result.loss))
             self.seen.norms.append(float(result.grad_norm))
+            if result.step == 1:
+                self.seen.metrics = self._observed()
             self.seen.batches.append(list(self.rows))
             self.seen.choices.append(self._counter.end())
         self.seen.weights = self._fingerprints()
         if self.stepper.held_out is not None:
             self.evaluate()
+
+    def _observed(self) -> dict[str, float]:
+        """The metrics of plugins, of all ranks together."""
+        metrics = self.stepper.metrics
+        found = {name: value for name, value in metrics.take().items() if name not in metrics.timings}
+        numbers, histograms = values_of(found)
+        bins = {f"{name}[{at}]": count for name, one in histograms.items() for at, count in enumerate(one.counts)}
+        return numbers | bins
 
     def evaluate(self) -> None:
         """The held-out loss, and then all that a run evaluates: it gives the same, and changes nothing."""

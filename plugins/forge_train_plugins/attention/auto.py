@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_train import (
@@ -64,6 +65,8 @@ class Auto(Plugin):
     def check_config(self) -> Iterator[Problem]:
         from forge_train.registry.discovery import find
 
+        if self.config.cache and Path(self.config.cache).expanduser().is_file():
+            yield Problem("auto.cache", f"must be a folder; {self.config.cache} is a file.")
         if not self.config.kernels:
             yield Problem("auto.kernels", "names no kernel.")
         for name, count in Counter(self.config.kernels).items():

@@ -123,7 +123,9 @@ class Text(Plugin):
         job = self._job
         if finished.outcome == "done" and self._held_out is not None and job is not None and job.dist.main:
             prompt = opening(self._held_out, job.hooks.tokenizer())
-            job.run.artifact("prompt.txt").write_text(prompt, encoding="utf-8")
+            file = job.run.artifact("prompt.txt")
+            file.write_text(prompt, encoding="utf-8")
+            job.record(file, self)
 
     @cached_property
     def _recipe(self) -> Recipe:

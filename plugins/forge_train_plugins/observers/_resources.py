@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from forge_train.contract.protocols import SpanName
 from forge_train.loop.meter import memory_gib
 
 PARTS = ("data", "forward_backward", "optimizer", "other", "save", "evaluate")
+ON_DEVICE = ("step", "forward_backward", "optimizer")
+"""Spans that a CUDA device times, too."""
 
 
 class PerRank(Metric):
@@ -24,6 +27,7 @@ class PerRank(Metric):
     """
 
     timing = True
+    per_rank = True
 
     def __init__(self, ranks: int) -> None:
         super().__init__(sums=2 * ranks)
@@ -43,14 +47,46 @@ class PerRank(Metric):
         return {"mean": float(means.mean()), "max": float(means.max()), "rank": int(there[means.argmax()])}
 
 
+class DeviceTimer:
+    """How long a CUDA device works on spans: between two events in its stream, which nobody waits for until `take`.
+
+    Args:
+        event: makes an event.
+    """
+
+    def __init__(self, event: Callable[[], Any]) -> None:
+        self._event = event
+        self._timed: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        begin, end = self._event(), self._event()
+        begin.record()
+        try:
+            yield
+        finally:
+            end.record()
+            self._timed.append((name, begin, end))
+
+    def take(self) -> list[tuple[str, float]]:
+        """Seconds of each span since the last time; waits for the device."""
+        timed, self._timed = self._timed, []
+        if timed:
+            timed[-1][2].synchronize()
+        return [(name, begin.elapsed_time(end) / 1e3) for name, begin, end in timed]
+
+
 class Clock:
     """What the plugin counts between two logged steps."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._began, self._inside = job, 0.0, 0.0
         self._spent: dict[str, list[float]] = {}
+        self._device: DeviceTimer | None = None
         names = [f"{part}_seconds" for part in PARTS] + ["host_gib"]
         if job.device.type == "cuda":
+            self._device = DeviceTimer(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            names += [f"{span}_device_seconds" for span in ON_DEVICE]
             names += ["allocated_gib", "reserved_gib", "peak_gib", "retries"]
         self.metrics = {name: PerRank(job.dist.world) for name in names}
 
@@ -61,8 +97,10 @@ class Clock:
             self._began, self._inside = began, 0.0
         elif name == "forward_backward":
             self._add("data", began - self._began)
+        device = self._device if name in ON_DEVICE else None
         try:
-            yield
+            with device.span(name) if device else nullcontext():
+                yield
         finally:
             spent = time.perf_counter() - began
             self._add(name if name != "step" else "other", spent - (self._inside if name == "step" else 0.0))
@@ -75,12 +113,14 @@ class Clock:
 
     def step(self, number: int) -> None:
         """At a logged step, hand everything over."""
-        if number % self._job.config.log.every and number != self._job.steps:
+        if not self._job.logs(number):
             return
         rank = self._job.dist.rank
         for part, (seconds, count) in self._spent.items():
             self.metrics[f"{part}_seconds"].update(rank, seconds, count)
         self._spent.clear()
+        for span, seconds in self._device.take() if self._device else ():
+            self.metrics[f"{span}_device_seconds"].update(rank, seconds, 1)
         for name, gib in self._memory().items():
             self.metrics[name].update(rank, gib, 1)
 

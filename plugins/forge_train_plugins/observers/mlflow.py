@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from forge_train import Bins, Tracker, Volatile, section
@@ -28,6 +29,8 @@ class MLflow(Tracker):
         uri: Annotated[str, Volatile()] = ""
         """Of the server or the database; empty for MLFLOW_TRACKING_URI, or else for `mlflow.db` beside the runs."""
         experiment: Annotated[str, Volatile()] = "forge"
+        artifacts: Annotated[bool, Volatile()] = False
+        """Whether files that plugins record on the main rank are sent, too."""
 
     config: Config
 
@@ -61,6 +64,9 @@ class MLflow(Tracker):
 
     def text(self, name: str, text: str, step: int) -> None:
         self._client.log_text(self._run, text, f"{name}.txt")
+
+    def artifact(self, path: Path, name: str) -> None:
+        self._client.log_artifact(self._run, str(path), str(Path(name).parent) if "/" in name else None)
 
     def close(self, outcome: str) -> None:
         status = {"done": "FINISHED", "interrupted": "KILLED"}.get(outcome, "FAILED")

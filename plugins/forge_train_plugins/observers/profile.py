@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train import Gt, Job, Model, Plugin, Volatile, hookimpl, section
+from forge_train import Ge, Gt, Job, Model, Plugin, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Span, SpanName
 
 if TYPE_CHECKING:
-    from ._profile import Window
+    from ._profile.window import Window
 
 
 class Profile(Plugin):
     """Profiles some steps with torch.profiler: a trace of each rank, and a table, in the run's `artifacts/profile/`.
 
-    `trace-rank-0.json.gz` opens in Perfetto or chrome://tracing; the spans of the step are marked in it, and with NVTX
-    on a CUDA device. `rank-0.txt` has the operations that took longest; `forge runs report` shows it. The profiled
-    steps are slower, the others are not.
+    `trace-rank-0.json.gz` opens in Perfetto or chrome://tracing; the spans of the step are marked in it. `rank-0.txt`
+    says how much of a step is computing, communication, and communication while nothing computes, and has the
+    operations that took longest; `forge runs report` shows it. The profiled steps are slower, the others are not.
     """
 
     api = (1, 0)
@@ -27,14 +28,19 @@ class Profile(Plugin):
     class Config:
         start: Annotated[int, Gt(0), Volatile()] = 10
         """The first profiled step, counted from the start or the resume of the run."""
-        steps: Annotated[int, Gt(0), Volatile()] = 3
-        """How many."""
+        steps: Annotated[int, Ge(0), Volatile()] = 3
+        """How many; 0 for none, as under Nsight Systems."""
         rows: Annotated[int, Gt(0), Volatile()] = 25
         """Operations in the table."""
         shapes: Annotated[bool, Volatile()] = False
         """Whether the trace has the shapes of operands."""
         memory: Annotated[bool, Volatile()] = False
         """Whether it has allocations, and the table their sizes."""
+        snapshot: Annotated[bool, Volatile()] = False
+        """Whether `memory-rank-0.pickle` is written, too: every allocation of the profiled steps with its stack, for
+        pytorch.org/memory_viz. On CUDA only."""
+        nvtx: Annotated[bool, Volatile()] = False
+        """Whether the spans of all steps are NVTX ranges, for Nsight Systems. On CUDA only."""
 
     config: Config
 
@@ -43,8 +49,15 @@ class Profile(Plugin):
         self._window: Window | None = None
 
     @hookimpl
+    def check_config(self) -> Iterator[Problem]:
+        if not self.config.steps and not self.config.nvtx:
+            yield Problem("profile.steps", "is 0, and profile.nvtx is off; leave the plugin out instead.")
+        if not self.config.steps and self.config.snapshot:
+            yield Problem("profile.snapshot", "has no effect where profile.steps = 0.")
+
+    @hookimpl
     def on_start(self, job: Job, model: Model) -> None:
-        from ._profile import Window
+        from ._profile.window import Window
 
         self._window = Window(job, self.config)
 

@@ -17,11 +17,13 @@ class Resources(Plugin):
 
     Parts of a step: `data` (until the forward pass begins, with the wait for other ranks' data), `forward_backward`,
     `optimizer`, and `other` (clipping, plugins). `save` and `evaluate` are of whole saves and evaluations. Times are
-    those of the host: on a CUDA device, a part lasts as long as it takes to queue its kernels. Memory is the peak of
+    those of the host: on a CUDA device, a part lasts as long as it takes to queue its kernels, and
+    `step_device_seconds`, `forward_backward_device_seconds` and `optimizer_device_seconds` say how long the device
+    takes for them, by events in its stream. Nothing waits for the device between logged steps. Memory is the peak of
     the process (`host_gib`), and on a CUDA device its allocator's: `allocated_gib`, `reserved_gib`, `peak_gib` and
     `retries`.
 
-    Where several ranks see different data, each is a `mean`, a `max`, and the `rank` of the largest.
+    On several ranks, each is a `mean`, a `max`, and the `rank` of the largest.
     """
 
     api = (1, 0)

@@ -68,5 +68,7 @@ class Sample(Plugin):
         with self._job.hooks.span("evaluate")():  # with the weights that evaluations see
             text = config.prompt + "".join(completion)
         if self._job.dist.main:
-            self._job.run.artifact("sample.txt").write_text(text + "\n", encoding="utf-8")
+            file = self._job.run.artifact("sample.txt")
+            file.write_text(text + "\n", encoding="utf-8")
+            self._job.record(file, self)
             finished.say("A sample", text)

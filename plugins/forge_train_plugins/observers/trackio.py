@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from forge_train import Bins, Tracker, Volatile, section
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from forge_train.contract.run import Run
 
 
@@ -26,6 +29,8 @@ class Trackio(Tracker):
     @section
     class Config:
         project: Annotated[str, Volatile()] = "forge"
+        artifacts: Annotated[bool, Volatile()] = False
+        """Whether files that plugins record on the main rank are sent, too."""
 
     config: Config
 
@@ -58,6 +63,9 @@ class Trackio(Tracker):
         import trackio
 
         self._run.log({name: trackio.Markdown(text)}, step=step)
+
+    def artifact(self, path: Path, name: str) -> None:
+        self._run.log_artifact(path, name=re.sub(r"[^A-Za-z0-9._-]", "-", name), type="file")
 
     def close(self, outcome: str) -> None:
         self._run.finish()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from forge_train import Bins, ConfigError, Tracker, Volatile, section
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from forge_train.contract.run import Run
 
 
@@ -26,6 +28,8 @@ class WandB(Tracker):
     class Config:
         project: Annotated[str, Volatile()] = "forge"
         mode: Annotated[Literal["online", "offline"], Volatile()] = "online"
+        artifacts: Annotated[bool, Volatile()] = False
+        """Whether files that plugins record on the main rank are sent, too."""
 
     config: Config
 
@@ -64,6 +68,10 @@ class WandB(Tracker):
 
     def text(self, name: str, text: str, step: int) -> None:
         self._run.summary[name] = text
+
+    def artifact(self, path: Path, name: str) -> None:
+        folder = path.absolute().parents[name.count("/")]
+        self._run.save(str(path.absolute()), base_path=str(folder), policy="now")
 
     def close(self, outcome: str) -> None:
         self._run.finish(exit_code=0 if outcome != "failed" else 1)
