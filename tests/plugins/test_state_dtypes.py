@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from forge_train.testing import run_forge
 from forge_train_plugins.optimizers._torch_optimizer import MOMENTS
@@ -43,3 +47,31 @@ def test_classes_of_torch_keep_their_moments_in_8_bits(name: str) -> None:
     head = run.optimizer.state[dict(run.model.named_parameters())["head.weight"]]
     assert {"master", *(f"{keys[0]}_8bit" for keys in (first, second) if keys)} <= head.keys()
     assert run.losses[-1] == pytest.approx(wide.losses[-1], rel=0.03)
+
+
+FP32 = {"first": "fp32", "second": "fp32"}
+EIGHT = {"first": "8bit", "second": "8bit"}
+FOUR = {"first": "4bit", "second": "4bit"}
+BF16 = {"first": "bf16", "second": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(EIGHT, FP32), (FOUR, FP32), (BF16, FP32), (FP32, EIGHT), (EIGHT, BF16), (BF16, FOUR)]
+)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_goes_on_in_another_dtype_if_it_is_asked_to(
+    tmp_path: Path, optimizer: str, before: dict[str, str], after: dict[str, str]
+) -> None:
+    def take(state: dict[str, str], steps: int, **more: Any) -> Any:
+        settings = {f"{optimizer}.state": state, "checkpoint.allow_changes": [f"{optimizer}.state"], **SIZES}
+        return run_forge([optimizer], settings, steps=steps, folder=tmp_path, name="r", **more)
+
+    take(before, 6, stop_at=3)
+    resumed = take(after, 6)
+    assert all(math.isfinite(loss) for loss in resumed.losses)
+    whole = run_forge([optimizer], {f"{optimizer}.state": FP32, **SIZES}, steps=6, folder=tmp_path, name="w")
+    assert resumed.losses[-1] == pytest.approx(whole.losses[-1], rel=0.02)
+    if after is FP32:
+        held = [one for state in resumed.optimizer.state.values() for one in state.values()]
+        assert all(one.dtype == torch.float32 for one in held if isinstance(one, torch.Tensor))
+        assert not any("roundings" in state or "exp_avg_8bit" in state for state in resumed.optimizer.state.values())

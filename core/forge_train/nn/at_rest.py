@@ -28,8 +28,8 @@ BITS: Mapping[StateDtype, int] = {"fp32": 32, "bf16": 16, "8bit": 8, "4bit": 4}
 
 def at_rest(
     model: Model, job: Job, dtypes: StateDtypes, *, first: Sequence[str] = (), second: Sequence[str] = ()
-) -> AtRest | None:
-    """How an optimizer keeps its state in these dtypes; None where nothing is narrow.
+) -> AtRest:
+    """How an optimizer keeps its state in these dtypes; see `AtRest.idle`.
 
     Args:
         model: whose parameters it updates; those in bf16 are updated in fp32 all the same.
@@ -57,10 +57,9 @@ def at_rest(
         raise ConfigError(f"{key}.masters: {text}", key=f"{key}.masters")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     narrow = any(parameter.requires_grad and parameter.dtype is torch.bfloat16 for parameter in names)
-    if dtypes.first == dtypes.second == "fp32" and not narrow:
-        return None
     formats = {**dict.fromkeys(first, (dtypes.first, True)), **dict.fromkeys(second, (dtypes.second, False))}
-    return AtRest(names, formats, masters=dtypes.masters, seed=job.seed)
+    idle = dtypes.first == dtypes.second == "fp32" and not narrow
+    return AtRest(names, formats, masters=dtypes.masters, seed=job.seed, idle=idle)
 
 
 class AtRest:
@@ -75,12 +74,19 @@ class AtRest:
         formats: key of the state → its dtype, and whether it has a sign.
         masters: whether fp32 copies of bf16 parameters are kept.
         seed: the run's.
+        idle: whether nothing is narrow: an optimizer then needs this only to go on from what was.
     """
 
     def __init__(
-        self, names: Mapping[Tensor, str], formats: Mapping[str, tuple[StateDtype, bool]], *, masters: bool, seed: int
+        self,
+        names: Mapping[Tensor, str],
+        formats: Mapping[str, tuple[StateDtype, bool]],
+        *,
+        masters: bool,
+        seed: int,
+        idle: bool = False,
     ) -> None:
-        self._names, self._formats, self.masters, self._seed = names, formats, masters, seed
+        self._names, self._formats, self.masters, self._seed, self.idle = names, formats, masters, seed, idle
         self._codes = {(bits, signed): Codes(bits, signed=signed) for bits in (8, 4) for signed in (True, False)}
 
     def widen(self, state: dict[str, Any], parameter: Tensor) -> None:
@@ -92,6 +98,20 @@ class AtRest:
                 if (scales := state.pop(f"{key}_{bits}bit", None)) is not None:
                     state[key] = self._codes[bits, signed].widened(state[key], scales, parameter)
             state[key] = state[key].float()
+
+    def widen_once(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an optimizer that keeps everything in fp32 go on from a checkpoint of one that did not."""
+
+        def widen(*_: object) -> None:
+            hook.remove()
+            for parameter in self._names:
+                if (state := optimizer.state.get(parameter)) and TIMES in state:
+                    self.widen(state, parameter)
+                    del state[TIMES]
+                    if MASTER in state:
+                        parameter.data.copy_(state.pop(MASTER))
+
+        hook = optimizer.register_step_pre_hook(widen)
 
     def narrow(self, state: dict[str, Any], parameter: Tensor) -> tuple[object, ...]:
         """Round a parameter's state; gives what random bits of this step are a function of."""

@@ -46,7 +46,10 @@ def narrowed(
         ConfigError: for an option that has no effect, or one that makes updates explode.
     """
     rest = at_rest(model, job, dtypes, first=first, second=second)
-    return NarrowState(optimizer, rest) if rest else optimizer
+    if not rest.idle:
+        return NarrowState(optimizer, rest)
+    rest.widen_once(optimizer)
+    return optimizer
 
 
 class NarrowState(torch.optim.Optimizer):

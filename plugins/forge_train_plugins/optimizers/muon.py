@@ -88,15 +88,18 @@ class Muon(Plugin):
         kept = at_rest(model, job, config.state, first=("momentum", "exp_avg"), second=("exp_avg_sq",))
         others = [group for group in groups if "betas" in group]
         rest: torch.optim.Optimizer | None = torch.optim.AdamW(others, fused=True) if others else None
-        return MatrixOptimizer(
+        made = MatrixOptimizer(
             [group for group in groups if "momentum" in group],
             rule,
-            rest=NarrowState(rest, kept) if rest and kept else rest,
+            rest=NarrowState(rest, kept) if rest and not kept.idle else rest,
             rank=job.dist.rank,
             device=job.device,
             fused=fused_rows(model),
-            at_rest=kept,
+            at_rest=None if kept.idle else kept,
         )
+        if kept.idle:
+            kept.widen_once(made)
+        return made
 
     def groups(self, model: Model, job: Job) -> list[dict[str, Any]]:
         """Hidden matrices with Muon's settings, everything else with AdamW's."""
