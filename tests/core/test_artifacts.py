@@ -104,7 +104,7 @@ def test_what_can_not_be_recorded(run_forge: RunForge) -> None:
         def on_start(self, job: Any) -> None:
             job.record(job.run.artifact("nothing"), self)
 
-    with pytest.raises(PluginError, match=r"artifacts/nothing can't be recorded: there is no such file"):
+    with pytest.raises(FileNotFoundError, match=r"artifacts/nothing can't be recorded: there is no such file"):
         run_forge([Forgets])
 
     class Strange(Forgets):

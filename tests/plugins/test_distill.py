@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakes
+import forge_cli
 from forge_train import MASKED, Batch, ConfigError
 from forge_train.nn import Linear
 from forge_train.testing import RunForge
@@ -44,7 +45,7 @@ def case() -> tuple[nn.ModuleDict, Tensor, Batch]:
 
 def distillation(share: float = 0.5, temperature: float = 1.0, chunk: int = 0, words: int = WORDS) -> Any:
     torch.manual_seed(1)
-    return Distillation(ChunkedCrossEntropy(), Teacher(words), share, temperature, chunk)  # type: ignore[arg-type]
+    return Distillation(ChunkedCrossEntropy(), {"teacher": Teacher(words)}, share, temperature, chunk)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("share", "temperature"), [(0.5, 1.0), (1.0, 1.0), (0.3, 2.0), (1.0, 0.5)])
@@ -54,9 +55,9 @@ def test_loss_and_gradients_are_those_of_the_definition(share: float, temperatur
     task = distillation(share, temperature, chunk)
     loss = task.loss(part, hidden, batch)
     found = torch.autograd.grad(loss, [hidden, *part.parameters()])
-    kept = batch.labels != MASKED
+    kept, teacher = batch.labels != MASKED, task.models["teacher"]
     mine = part["head"].double()(hidden.double())[kept]
-    taught = task.teacher.parts[0]["head"].double()(task.teacher(batch.inputs).double())[kept]
+    taught = teacher.parts[0]["head"].double()(teacher(batch.inputs).double())[kept]
     divergence = F.kl_div((mine / temperature).log_softmax(-1), (taught / temperature).softmax(-1), reduction="sum")
     expected = share * temperature**2 * divergence + (1 - share) * F.cross_entropy(
         mine, batch.labels[kept], reduction="sum"
@@ -103,3 +104,27 @@ def test_a_student_comes_near_its_teacher_and_resumes(run_forge: RunForge, tmp_p
 def test_without_a_teacher_it_is_refused(run_forge: RunForge) -> None:
     with pytest.raises(ConfigError, match="distill.weights: is required: the teacher's run, or its checkpoint."):
         run_forge(["distill"], {}, steps=2)
+
+
+def test_a_student_writes_and_is_evaluated_and_its_teacher_may_move(tmp_path: Path) -> None:
+    settings = {"train.steps": 2, "train.global_batch": 2, "train.sequence": 32, "decoder.layers": 1, "decoder.dim": 32}
+    options = [part for key, value in settings.items() for part in ("-s", f"{key}={value}")]
+    config = tmp_path / "small.toml"
+    config.write_text("")
+    into = ("--run-dir", tmp_path)
+    assert forge_cli.forge("train", config, *into, "--name", "teacher", *options).code == 0
+    taught = ("-p", "distill", "-s", f"distill.weights={tmp_path / 'teacher'}")
+    assert forge_cli.forge("train", config, *into, "--name", "student", *options, *taught).code == 0
+    student = tmp_path / "student"
+    assert forge_cli.forge("generate", student, "--prompt", "a", "--tokens", 3).code == 0
+    assert forge_cli.forge("eval", student, "-s", "train.evaluate_batches=1").code == 0
+    narrow = (*options, *taught, "-s", "decoder.dim=64")
+    message = forge_cli.one_message(forge_cli.forge("train", config, *into, "--name", "wide", *narrow), 2)
+    assert message.startswith("The weights of the extra model 'teacher': ")
+    assert "holds another model" in message
+    (tmp_path / "teacher").rename(tmp_path / "moved")
+    more = ("--resume", student, "-s", "train.steps=3")
+    message = forge_cli.one_message(forge_cli.forge("train", *more), 2)
+    assert message.startswith("The weights of the extra model 'teacher': ")
+    there = ("-s", f"distill.weights={tmp_path / 'moved'}", "-s", 'checkpoint.allow_changes=["distill.weights"]')
+    assert forge_cli.forge("train", *more, *there).code == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..ground.errors import PluginError
@@ -13,8 +14,6 @@ from .extra import Extra
 from .hooks import Hooks
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from ..config import Config
@@ -86,7 +85,7 @@ class Job:
         """Whether a step's metrics are logged."""
         return step == self.steps or step % self.config.log.every == 0
 
-    def record(self, path: Path, author: object) -> None:
+    def record(self, path: Path | str, author: object) -> None:
         """Record a file that a plugin has written, or a folder of them, with size and hash: `forge runs show` lists it,
         and trackers may send it. It is read in the background, so it must not change any more.
 
@@ -95,14 +94,15 @@ class Job:
             author: the plugin (`self`), or an object of a class in its modules.
 
         Raises:
-            PluginError: if there is no such file, or no such plugin.
+            FileNotFoundError: if there is no such file.
+            PluginError: if there is no such plugin.
         """
         hooks = self.hooks
         names = [name for name, plugin in hooks.plugins.items() if plugin is author]
         names += [one.name for one in at_home(type(author).__module__, hooks.enabled.values())]
         if not names:
             raise PluginError(f"{type(author).__name__} belongs to no enabled plugin.")
-        self.run.artifacts.record(path, names[0], f"rank-{self.dist.rank}")
+        self.run.artifacts.record(Path(path), names[0], f"rank-{self.dist.rank}")
 
     @property
     def precision(self) -> Precision:

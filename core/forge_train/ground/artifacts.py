@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from .errors import PluginError
 from .strict_json import dumps, loads
 
 log = logging.getLogger("forge_train")
@@ -66,11 +65,11 @@ class Recorder:
             where: the name of the file of records, such as `rank-0`, that no other process writes.
 
         Raises:
-            PluginError: if there is none.
+            FileNotFoundError: if there is none.
         """
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         if not files or not files[0].is_file():
-            raise PluginError(f"{path} can't be recorded: there is no such file.")
+            raise FileNotFoundError(f"{path} can't be recorded: there is no such file.")
         self._thread = self._thread or ThreadPoolExecutor(1, "artifacts")
         for file in files:
             self._files.append(file)

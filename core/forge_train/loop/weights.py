@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..composition.extra import told_of
 from ..contract.job import Job
 from ..contract.model import Model
 from ..ground.errors import ConfigError
@@ -119,8 +120,9 @@ def load_extra(job: Job, found: Path | None = None) -> None:
             extra.path, extra.digest = saved["path"], saved["digest"]
             continue
         if extra.spec.weights:
-            path = checkpoint.resolve(Path(_same(extra.spec.weights, saved["path"])), job.dist)
-            load_weights(extra.model, job, path)
+            with told_of(f"The weights of the extra model {name!r}"):
+                path = checkpoint.resolve(Path(_same(extra.spec.weights, saved["path"])), job.dist)
+                load_weights(extra.model, job, path)
             extra.path, extra.digest = str(path.absolute()), weights_digest(path)
         if name in before and extra.digest != saved["digest"]:
             raise ConfigError(

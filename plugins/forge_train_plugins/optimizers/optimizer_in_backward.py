@@ -38,7 +38,10 @@ class OptimizerInBackward(Plugin):
         if train.batch_warmup:
             yield Problem("train.batch_warmup", "optimizer_in_backward takes one micro-batch a step, of one size.")
         elif train.micro_batch not in (0, train.global_batch):
-            yield Problem("train.micro_batch", "optimizer_in_backward takes one micro-batch a step; set this to 0.")
+            yield Problem(
+                "train.micro_batch",
+                "optimizer_in_backward takes one micro-batch a step, on one process; set this to 0.",
+            )
 
     @hookimpl
     def on_start(self, job: Job, optimizer: torch.optim.Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +18,8 @@ class Distillation:
     """`(1 − share) · loss + share · T² · Σ KL(teacher ‖ student)` over unmasked labels, both at temperature T."""
 
     loss_function: LossFunction
-    teacher: Model
+    models: Mapping[str, Model]
+    """With the teacher, except in a job that computes no loss."""
     share: float
     temperature: float
     chunk: int
@@ -29,9 +31,10 @@ class Distillation:
         head = part.get_submodule("head")
         if not part.training:
             return self.loss_function(hidden, head, batch.labels)
+        teacher = self.models["teacher"]
         with torch.no_grad():
-            taught = self.teacher(batch.inputs, **batch.model_inputs())
-        loss = partial(self._divergence, head, self.teacher.parts[-1].get_submodule("head"))
+            taught = teacher(batch.inputs, **batch.model_inputs())
+        loss = partial(self._divergence, head, teacher.parts[-1].get_submodule("head"))
         soft = sum_in_chunks(loss, head, self.chunk, hidden, taught, batch.labels)
         if self.share == 1:
             return soft

@@ -17,7 +17,8 @@ class Distill(Plugin):
     """Next-token prediction from a teacher's soft targets beside the labels (Hinton et al. 2015, arXiv:1503.02531).
 
     The teacher is frozen. It is built by the run's plugins, with the sections that differ from the student's, and
-    sharded as the student is. Evaluation is the loss of labels alone.
+    sharded as the student is. Evaluation is the loss of labels alone. If the teacher has moved, a run goes on with its
+    new path in `distill.weights`, and `checkpoint.allow_changes = ["distill.weights"]`; it must be the same to the bit.
     """
 
     api = (1, 0)
@@ -52,4 +53,4 @@ class Distill(Plugin):
         from ._distill import Distillation
 
         mine = self.config
-        return Distillation(job.hooks.loss(), job.models["teacher"], mine.share, mine.temperature, mine.chunk)
+        return Distillation(job.hooks.loss(), job.models, mine.share, mine.temperature, mine.chunk)
