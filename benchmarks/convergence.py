@@ -1,4 +1,4 @@
-"""How fast optimizers learn real text: each at its best of three learning rates, over three seeds.
+"""How fast optimizers learn real text: each at its best of several learning rates, over three seeds.
 
     python benchmarks/convergence.py              # hours; writes benchmarks/results/convergence.md
     python benchmarks/convergence.py --only muon  # part of it: what is done is kept in --log, and counts the next time
@@ -34,13 +34,11 @@ MODEL = (
     "text.isolate=false",
     "text.baseline=false",
 )
-RATES = (1e-3, 2e-3, 4e-3)
 OPTIMIZERS: dict[str, tuple[tuple[float, ...], tuple[str, ...]]] = {
     # Learning rates, and options; {lr} is each of them.
-    "adamw": (RATES, ("adamw.lr={lr}", f"cosine.warmup={WARMUP}")),
-    "muon": (RATES, ("muon.lr={lr}", "muon.adamw.lr={lr}", f"cosine.warmup={WARMUP}")),
+    "adamw": ((5e-4, 1e-3, 2e-3, 4e-3), ("adamw.lr={lr}", f"cosine.warmup={WARMUP}")),
+    "muon": ((1e-3, 2e-3, 4e-3), ("muon.lr={lr}", "muon.adamw.lr={lr}", f"cosine.warmup={WARMUP}")),
     "schedule_free": ((2e-3, 4e-3, 8e-3), ("schedule_free.lr={lr}", f"schedule_free.warmup={WARMUP}")),
-    "lion": ((1e-4, 2e-4, 4e-4), ("lion.lr={lr}", f"cosine.warmup={WARMUP}")),
 }
 
 HEAD = (

@@ -12,6 +12,7 @@ import click
 from forge_train.ground.errors import ConfigError
 from forge_train.ground.strict_json import dumps
 
+from . import screen
 from .options import json_option
 
 if TYPE_CHECKING:
@@ -94,12 +95,8 @@ def _show(prompt: str, completion: Completion) -> None:
     terminal = sys.stdout.isatty()
     click.echo(click.style(prompt, dim=True) if terminal else prompt, nl=False)
     for piece in completion:
-        click.echo(_visible(piece) if terminal else piece, nl=False)
+        click.echo(screen.visible(piece) if terminal else piece, nl=False)
         sys.stdout.flush()
     click.echo()
     if terminal:
         click.secho(f"({completion.tokens} tokens; {ENDED[completion.stopped]})", dim=True, err=True)
-
-
-def _visible(text: str) -> str:
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

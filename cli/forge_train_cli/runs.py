@@ -107,7 +107,10 @@ def show(run: str | None, run_dir: str, as_json: bool) -> None:
     screen.table(("", ""), rows, right=(1,)) if rows else screen.line("  none")
     if history.artifacts:
         screen.heading("Artifacts")
-        made = [(one["path"], f"{one['bytes']:,} bytes", one["plugin"], _state(one)) for one in history.artifacts]
+        made = [
+            (screen.visible(one["path"], ""), f"{one['bytes']:,} bytes", one["plugin"], _state(one))
+            for one in history.artifacts
+        ]
         screen.table(("", "", "", ""), made, right=(1,))
     screen.heading("Made with")
     screen.table(("", ""), _environment(history))

@@ -68,6 +68,11 @@ def table(
         click.echo(row.rstrip())  # rich fills every line up
 
 
+def visible(text: str, kept: str = "\n\t") -> str:
+    """Characters that would move the cursor, or more, as their escapes; but for those that are kept."""
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
 def line(text: str, style: str = "") -> None:
     """Print a text literally: brackets are no markup."""
     from rich.text import Text

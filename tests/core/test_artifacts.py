@@ -26,7 +26,7 @@ class Draws(Plugin):
 
     @hookimpl
     def on_start(self, job: Any) -> None:
-        for name in ("a.txt", "folder/b.txt", "folder/c.txt"):
+        for name in ("a.txt", "folder/b.txt", "folder/c.txt", "folder/new\nline"):
             job.run.artifact(name).write_text(name)
         elsewhere = job.run.dir.parent / "export.bin"
         elsewhere.write_bytes(b"x" * 3)
@@ -49,6 +49,7 @@ def test_what_is_recorded_and_what_has_become_of_it(run_forge: RunForge) -> None
     assert states["artifacts/folder/b.txt"] == "missing"
     assert states["artifacts/folder/c.txt"] == states[elsewhere] == "whole"
     text = forge("runs", "show", run).out
+    assert "artifacts/folder/new\\nline " in text
     for words in ("has another size now", "is missing", f"sha256 {found['artifacts/folder/c.txt'].sha256[:12]}"):
         assert words in text
 
