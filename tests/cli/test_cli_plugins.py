@@ -81,7 +81,7 @@ def test_list(forge: Forge, distribution: Distribution) -> None:
     assert re.findall(r"^([* ]) (\w+)", observers, re.MULTILINE) == [
         (" ", "aim"), ("*", "console"), (" ", "csv"), (" ", "ema"), (" ", "mlflow"),
         (" ", "profile"), (" ", "resources"), (" ", "sample"),
-        ("*", "tensorboard"), (" ", "trackio"), (" ", "wandb"), (" ", "the_irs"),
+        (" ", "statistics"), ("*", "tensorboard"), (" ", "trackio"), (" ", "wandb"), (" ", "the_irs"),
     ]  # fmt: skip
 
 
