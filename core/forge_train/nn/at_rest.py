@@ -102,8 +102,14 @@ class AtRest:
     def widen_once(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer that keeps everything in fp32 go on from a checkpoint of one that did not."""
 
+        first = True
+
         def widen(*_: object) -> None:
-            hook.remove()
+            # The hook is not removed here: torch is walking over the dictionary of hooks.
+            nonlocal first
+            if not first:
+                return
+            first = False
             for parameter in self._names:
                 if (state := optimizer.state.get(parameter)) and TIMES in state:
                     self.widen(state, parameter)
@@ -111,7 +117,7 @@ class AtRest:
                     if MASTER in state:
                         parameter.data.copy_(state.pop(MASTER))
 
-        hook = optimizer.register_step_pre_hook(widen)
+        optimizer.register_step_pre_hook(widen)
 
     def narrow(self, state: dict[str, Any], parameter: Tensor) -> tuple[object, ...]:
         """Round a parameter's state; gives what random bits of this step are a function of."""
