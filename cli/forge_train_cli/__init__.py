@@ -14,4 +14,9 @@ def main() -> None:
         return
     from .app import run
 
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if code and "torch.distributed" in sys.modules:
+        from .parting import part
+
+        part(code)
+    sys.exit(code)
