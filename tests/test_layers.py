@@ -16,16 +16,17 @@ import pytest
 from forge_train.ground import axes
 
 ROOT = Path(__file__).parents[1]
-KERNEL, TOOLS, PLUGINS = "forge_train", "forge_train_tools", "forge_train_plugins"
+KERNEL, TOOLS, DATA, PLUGINS = "forge_train", "forge_train_tools", "forge_train_data", "forge_train_plugins"
 CLI, CONTRIB, TESTING = "forge_train_cli", "forge_train_contrib", "forge_train.testing"
-FOLDERS = {KERNEL: "core", TOOLS: "core", PLUGINS: "plugins", CLI: "cli", CONTRIB: "contrib"}
+FOLDERS = {KERNEL: "core", TOOLS: "core", DATA: "core", PLUGINS: "plugins", CLI: "cli", CONTRIB: "contrib"}
 MAY_IMPORT = {
     KERNEL: set[str](),
     TESTING: {KERNEL, TOOLS},  # lies in the kernel's folder for its name, and is built on all of core
     TOOLS: {KERNEL},
-    PLUGINS: {KERNEL, TOOLS},
-    CLI: {KERNEL, TOOLS, TESTING},
-    CONTRIB: {KERNEL, TOOLS},
+    DATA: {KERNEL, TOOLS},
+    PLUGINS: {KERNEL, TOOLS, DATA},
+    CLI: {KERNEL, TOOLS, DATA, TESTING},
+    CONTRIB: {KERNEL, TOOLS, DATA},
 }
 ROOMS = ("ground", "config", "processes", "contract", "registry", "composition", "storage", "loop", "engine")
 """The rooms of the kernel. Each imports only those before it."""

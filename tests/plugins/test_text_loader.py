@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_train import MASKED, Batch, ConfigError, Loader
+from forge_train_data.permutation import permute
 from forge_train_plugins.data._text.loader import TextLoader, make_loader
-from forge_train_plugins.data._text.permutation import permute
 from forge_train_plugins.data.text import Text
 from text_fakes import job, stream
 

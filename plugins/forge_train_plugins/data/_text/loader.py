@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from forge_train import MASKED, Batch, ConfigError
+from forge_train_data.permutation import permute
 
 from .corpus import Split
-from .permutation import permute
 
 if TYPE_CHECKING:
     from forge_train import Job
