@@ -16,10 +16,10 @@ import pytest
 import tokenizers
 
 from forge_train import ConfigError
+from forge_train_data.tokenizers.byte import ByteTokenizer
+from forge_train_data.tokenizers.pretrained import PretrainedTokenizer
 from forge_train_plugins.data._text import cache, documents, progress
 from forge_train_plugins.data._text.corpus import Corpus, Split
-from forge_train_plugins.data._tokenizer.byte import ByteTokenizer
-from forge_train_plugins.data._tokenizer.pretrained import PretrainedTokenizer
 from forge_train_plugins.data.text import Text
 from text_fakes import job, plugin, prose, write
 
@@ -500,7 +500,7 @@ class TestTokenizers:
 
     def test_long_documents_are_encoded_in_pieces(self, bpe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text = prose(7, 500)
-        monkeypatch.setattr("forge_train_plugins.data._tokenizer.pretrained._PIECE", 200)
+        monkeypatch.setattr("forge_train_data.tokenizers.pretrained._PIECE", 200)
         vocabulary = PretrainedTokenizer(bpe)
         (ids,) = vocabulary.encode_documents([text.encode()])
         assert vocabulary.decode(ids.tolist()) == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_train import MASKED, Batch, ConfigError, Loader
+from forge_train_data.documents import Documents
+from forge_train_data.loader import StreamLoader
 from forge_train_data.permutation import permute
-from forge_train_plugins.data._text.loader import TextLoader, make_loader
+from forge_train_data.rows import SplitRows
+from forge_train_data.shard import Shard
+from forge_train_data.stream import Ordered
+from forge_train_plugins.data._text.corpus import Corpus
+from forge_train_plugins.data._text.loader import make_loader
 from forge_train_plugins.data.text import Text
 from text_fakes import job, stream
 
@@ -27,12 +34,26 @@ def shuffled(n: int, epoch: int = 0, seed: int = 0) -> list[int]:
     return permute(index, np.full(n, epoch, np.int64), n, seed).tolist()
 
 
-def loader(seed: int | None = 0, lengths: tuple[int, ...] = LENGTHS, **options: Any) -> TextLoader:
-    isolate = options.pop("isolate", True)
-    return TextLoader(stream(lengths), job(**options), seed=seed, isolate=isolate)
+def shards(lengths: tuple[int, ...], files: int) -> list[Shard]:
+    """The documents of `stream`, in so many files."""
+    parts = np.array_split(np.asarray(lengths, np.int64), files)
+    tokens = np.split(stream(lengths).tokens, np.cumsum([part.sum() for part in parts])[:-1].astype(int))
+    return [Shard(Path("x"), ids, np.cumsum(part)) for ids, part in zip(tokens, parts, strict=True)]
 
 
-def take(source: TextLoader, batches: int) -> torch.Tensor:
+def loader(
+    seed: int | None = 0, lengths: tuple[int, ...] = LENGTHS, isolate: bool = True, files: int = 1, **options: Any
+) -> StreamLoader:
+    one = job(**options)
+    rows = SplitRows(Documents(shards(lengths, files)), one.config.train.sequence, isolate=isolate)
+    return StreamLoader(Ordered(rows, seed), one, key="text")
+
+
+def corpus(lengths: tuple[int, ...]) -> Corpus:
+    return Corpus("'x'", "key", Path("x"), stream(lengths), stream(lengths))
+
+
+def take(source: StreamLoader, batches: int) -> torch.Tensor:
     """Inputs, `[batches × micro_batch, sequence]`."""
     return torch.cat([batch.inputs for batch in itertools.islice(source, batches)])
 
@@ -83,15 +104,14 @@ class TestOrder:
 
     def test_every_epoch_has_every_row_once(self) -> None:
         source = loader(micro_batch=1)
-        n = source.sequences
-        assert n == sum(LENGTHS) // 8
+        n = sum(LENGTHS) // 8
         epochs = [take(source, n)[:, 0].tolist() for _ in range(3)]
         assert all(sorted(epoch) == [8 * row for row in range(n)] for epoch in epochs)
         assert epochs[0] != epochs[1] != epochs[2]
 
     def test_without_shuffle_the_stream_is_read_in_order(self) -> None:
         source = loader(seed=None, micro_batch=3)
-        expected = [8 * (index % source.sequences) for index in range(60)]
+        expected = [8 * (index % (sum(LENGTHS) // 8)) for index in range(60)]
         assert take(source, 20)[:, 0].tolist() == expected
 
     def test_seeds_differ(self) -> None:
@@ -146,11 +166,11 @@ class TestOrder:
 
     def test_a_plan_boundary_is_no_boundary_of_the_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = take(loader(micro_batch=3), 30)
-        monkeypatch.setattr("forge_train_plugins.data._text.loader._AHEAD", 7)
+        monkeypatch.setattr("forge_train_data.loader._AHEAD", 7)
         assert torch.equal(take(loader(micro_batch=3), 30), expected)
 
     def test_a_state_of_another_corpus_is_refused(self) -> None:
-        source = TextLoader(stream(LENGTHS), job(), seed=0, corpus="a")
+        source = loader()
         with pytest.raises(ConfigError, match="the corpus is not the one"):
             source.load_state_dict({"sequences": 4, "corpus": "b"})
 
@@ -170,14 +190,18 @@ def oracle(lengths: tuple[int, ...], sequence: int, row: int, isolate: bool) -> 
 
 
 class TestRows:
-    @given(lengths=st.lists(st.integers(1, 20), min_size=4, max_size=20).map(tuple), sequence=st.integers(1, 17))
+    @given(
+        lengths=st.lists(st.integers(1, 20), min_size=4, max_size=20).map(tuple),
+        sequence=st.integers(1, 17),
+        files=st.integers(1, 4),
+    )
     @settings(max_examples=60, deadline=None)
-    def test_agree_with_a_token_by_token_oracle(self, lengths: tuple[int, ...], sequence: int) -> None:
+    def test_agree_with_a_token_by_token_oracle(self, lengths: tuple[int, ...], sequence: int, files: int) -> None:
         if sum(lengths) < sequence:
             return
         for isolate in (True, False):
-            source = loader(None, lengths, sequence=sequence, micro_batch=3, isolate=isolate)
-            rows = itertools.cycle(range(source.sequences))
+            source = loader(None, lengths, sequence=sequence, micro_batch=3, isolate=isolate, files=files)
+            rows = itertools.cycle(range(sum(lengths) // sequence))
             for batch in itertools.islice(source, 8):
                 for r in range(3):
                     inputs, labels, position_ids, document_ids = oracle(lengths, sequence, next(rows), isolate)
@@ -214,17 +238,17 @@ class TestRows:
     def test_too_little_text_is_said_with_both_numbers(self) -> None:
         for side, word in (("train", "training"), ("validation", "held-out")):
             with pytest.raises(ConfigError, match=rf"the {word} part of 'x' has 7 tokens, and one sequence takes 8"):
-                make_loader(stream([7]), side, job(), shuffle=True, isolate=True, corpus="", name="'x'")
+                make_loader(corpus((7,)), side, job(), shuffle=True, isolate=True)
 
     def test_one_sequence_is_enough(self) -> None:
-        source = make_loader(stream([8]), "train", job(), shuffle=True, isolate=True, corpus="", name="x")
+        source = make_loader(corpus((8,)), "train", job(), shuffle=True, isolate=True)
         assert next(source).labels.tolist() == [[1, 2, 3, 4, 5, 6, 7, MASKED]] * 2
 
     def test_validation_is_the_same_in_every_epoch_and_for_every_seed(self) -> None:
         def rows(seed: int) -> list[int]:
             one = job(micro_batch=1, seed=seed)
-            source = make_loader(stream(LENGTHS), "validation", one, shuffle=True, isolate=True, corpus="", name="x")
-            return take(source, 2 * source.sequences)[:, 0].tolist()
+            source = make_loader(corpus(LENGTHS), "validation", one, shuffle=True, isolate=True)
+            return take(source, 2 * (sum(LENGTHS) // 8))[:, 0].tolist()
 
         first = rows(0)
         half = len(first) // 2

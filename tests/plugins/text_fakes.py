@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from forge_train_data.tokenizers.byte import ByteTokenizer
 from forge_train_plugins.data._text.corpus import Split
-from forge_train_plugins.data._tokenizer.byte import ByteTokenizer
 from forge_train_plugins.data.text import Text
 
 

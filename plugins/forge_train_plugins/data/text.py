@@ -83,18 +83,9 @@ class Text(Plugin):
         from ._text.loader import make_loader
 
         corpus = self._open(job)
-        part: Split = getattr(corpus, split)
-        loader = make_loader(
-            part,
-            split,
-            job,
-            shuffle=self.config.shuffle,
-            isolate=self.config.isolate,
-            corpus=corpus.key,
-            name=corpus.name,
-        )
+        loader = make_loader(corpus, split, job, shuffle=self.config.shuffle, isolate=self.config.isolate)
         if split == "validation":
-            self._job, self._held_out = job, part
+            self._job, self._held_out = job, corpus.validation
         return loader
 
     @hookimpl

@@ -51,10 +51,6 @@ class Tokenizer(Plugin):
 
     @cached_property
     def _tokenizer(self) -> TokenizerProtocol:
-        if self.config.path == "bytes":
-            from ._tokenizer.byte import ByteTokenizer
+        from forge_train_data.tokenizers import open_tokenizer
 
-            return ByteTokenizer()
-        from ._tokenizer.pretrained import PretrainedTokenizer
-
-        return PretrainedTokenizer(Path(self.config.path))
+        return open_tokenizer(self.config.path)

@@ -1,0 +1,91 @@
+"""All documents of some shards, as one long text of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .shard import Ids, Shard
+
+Int64 = NDArray[np.int64]
+
+
+class Documents:
+    """Shards one after the other. Nothing is read before it is asked for.
+
+    Args:
+        shards: in order.
+        digest: identifies the content; without one, a hash of the shards' sizes and of some of their tokens.
+    """
+
+    def __init__(self, shards: Sequence[Shard], digest: str = "") -> None:
+        self.shards = [shard for shard in shards if len(shard.tokens)]
+        self._starts = _sums(len(shard.tokens) for shard in self.shards)
+        self._firsts = _sums(len(shard.ends) for shard in self.shards)
+        self.tokens = int(self._starts[-1])
+        self.count = int(self._firsts[-1])
+        """Number of documents."""
+        self.masked = any(shard.trained is not None for shard in self.shards)
+        """Whether some tokens are not to be learned."""
+        self._digest = digest
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells this content from other content."""
+        if self._digest:
+            return self._digest
+        found = hashlib.blake2b(digest_size=16)
+        for shard in self.shards:
+            found.update(f"{shard.tokens.dtype} {len(shard.tokens)} {len(shard.ends)} ".encode())
+            for part in (shard.tokens[:4096], shard.tokens[:: max(1, len(shard.tokens) // 4096)], shard.ends[-64:]):
+                found.update(np.ascontiguousarray(part).tobytes())
+        return found.hexdigest()
+
+    def take(self, start: int, out: Ids) -> None:
+        """Copy the tokens from `start` on into `out`; what lies beyond the last token stays as it is."""
+        at, stop, done = self._shard_of(start), min(start + len(out), self.tokens), 0
+        while start + done < stop:
+            inside = start + done - int(self._starts[at])
+            piece = self.shards[at].tokens[inside : inside + stop - start - done]
+            out[done : done + len(piece)] = piece
+            done, at = done + len(piece), at + 1
+
+    def learned(self, start: int, out: NDArray[np.bool_]) -> None:
+        """Whether each token from `start` on is to be learned, into `out`."""
+        at, stop, done = self._shard_of(start), min(start + len(out), self.tokens), 0
+        while start + done < stop:
+            shard, inside = self.shards[at], start + done - int(self._starts[at])
+            size = min(len(shard.tokens) - inside, stop - start - done)
+            out[done : done + size] = True if shard.trained is None else shard.trained[inside : inside + size] != 0
+            done, at = done + size, at + 1
+
+    def ends_within(self, start: int, stop: int) -> Int64:
+        """Every place e, start < e ≤ stop, at which a document ends (exclusive)."""
+        found, at = [], self._shard_of(start)
+        while at < len(self.shards) and self._starts[at] < stop:
+            base, ends = int(self._starts[at]), self.shards[at].ends
+            low, high = ends.searchsorted((start - base, stop - base), "right")
+            found.append(ends[low:high] + base)
+            at += 1
+        return found[0] if len(found) == 1 else np.concatenate([*found, np.empty(0, np.int64)])
+
+    def lengths(self) -> Int64:
+        """Tokens of each document, `[documents]`."""
+        return np.concatenate([np.diff(shard.ends, prepend=0) for shard in self.shards] or [np.empty(0, np.int64)])
+
+    def span(self, document: int) -> tuple[int, int]:
+        """Where a document begins and ends."""
+        at = int(self._firsts.searchsorted(document, "right")) - 1
+        base, inside, ends = int(self._starts[at]), document - int(self._firsts[at]), self.shards[at].ends
+        return base + (int(ends[inside - 1]) if inside else 0), base + int(ends[inside])
+
+    def _shard_of(self, token: int) -> int:
+        return int(self._starts.searchsorted(token, "right")) - 1
+
+
+def _sums(sizes: object) -> Int64:
+    return np.concatenate([[0], np.cumsum(list(sizes), dtype=np.int64)])  # type: ignore[call-overload]

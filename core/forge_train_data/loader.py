@@ -1,0 +1,96 @@
+"""Micro-batches of one rank from the global sequence of samples; resumed in no time, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from forge_train import Batch, ConfigError
+
+from .documents import Int64
+from .stream import Stream
+
+if TYPE_CHECKING:
+    from forge_train import Job
+
+_AHEAD = 4096
+"""Samples whose places are worked out at a time."""
+
+
+class StreamLoader:
+    """This rank's micro-batches, without end: row r of global micro-batch g is sample g × micro_batch + r.
+
+    Args:
+        stream: the samples.
+        job: gives micro-batch, data-parallel rank and number of data ranks, and the device.
+        key: the plugin's section, which messages name.
+        corpus: identifies the content; a state saved with another one is refused. Empty for the stream's digest.
+    """
+
+    def __init__(self, stream: Stream, job: Job, *, key: str, corpus: str = "") -> None:
+        self._stream, self._key, self._corpus = stream, key, corpus or stream.digest
+        self._micro_batch = int(job.config.train.micro_batch)
+        self._rank, self._ranks = job.dist.data_rank, job.dist.data_ranks
+        self._pin = torch.device(job.device).type == "cuda"
+        self._position = 0
+        self._planned: Iterator[Int64] = iter(())
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        places = next(self._planned, None)
+        if places is None:
+            self._planned = iter(self._plan())
+            places = next(self._planned)
+        self._position += self._micro_batch * self._ranks
+        arrays = self._stream.read(places)
+        positions, documents = arrays.position_ids, arrays.document_ids
+        return Batch(
+            self._tensor(arrays.inputs),
+            self._tensor(arrays.labels),
+            None if positions is None else self._tensor(positions),
+            None if documents is None else self._tensor(documents),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """`sequences`: sequences that all ranks together have been given; `corpus`: what they were taken from."""
+        return {"sequences": self._position, "corpus": self._corpus}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place.
+
+        Raises:
+            ConfigError: the state belongs to another corpus.
+        """
+        if state.get("corpus", self._corpus) != self._corpus:
+            raise ConfigError(
+                f"{self._key}: the corpus is not the one this state was saved with: the files' content, the tokenizer "
+                f"or a setting of [{self._key}] changed. Restore it, or start a new run from the checkpoint's weights "
+                "(train.init_from)"
+            )
+        self._move(int(state["sequences"]))
+
+    def skip(self, sequences: int) -> None:
+        """Move on by that many sequences of the global stream (all ranks together)."""
+        self._move(self._position + sequences)
+
+    def _move(self, position: int) -> None:
+        if position < 0:
+            raise ValueError(f"the stream has no position {position}")
+        self._position, self._planned = position, iter(())
+
+    def _plan(self) -> Int64:
+        """Places of this rank's next micro-batches, `[micro-batches, micro_batch, …]`."""
+        size = self._micro_batch
+        first = np.arange(max(1, _AHEAD // size), dtype=np.int64) * (size * self._ranks)
+        sample = self._position + self._rank * size + first[:, None] + np.arange(size, dtype=np.int64)
+        places = self._stream.places(sample.ravel())
+        return places.reshape(*sample.shape, *places.shape[1:])
+
+    def _tensor(self, array: Int64) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self._pin else tensor

@@ -1,0 +1,162 @@
+"""Rows of `sequence` tokens, cut or packed from documents: what a step eats. Each is read on its own, in any order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from forge_train import MASKED
+
+from .documents import Documents, Int64
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """Some rows, `[rows, sequence]` int64 each; the last two are None where documents are not kept apart."""
+
+    inputs: Int64
+    labels: Int64
+    position_ids: Int64 | None = None
+    document_ids: Int64 | None = None
+
+
+class Rows(Protocol):
+    """Rows of one source."""
+
+    count: int
+    """How many there are: the length of an epoch."""
+    digest: str
+    """Of the content and of how it lies in rows."""
+
+    def read(self, rows: Int64) -> Arrays:
+        """Rows by number, in the order asked for."""
+        ...
+
+
+class SplitRows:
+    """All documents as one text, cut every `sequence` tokens; fewer than `sequence` at the very end are not used.
+
+    With `isolate`, a row's tokens of different documents get different `document_ids` (0, 1, … within the row),
+    `position_ids` count from the beginning of the document or of the row, whichever is later, and a label that belongs
+    to another document is masked. Without, only the label after the last token of all is masked.
+
+    Args:
+        documents: the text.
+        sequence: tokens of a row.
+        isolate: see above.
+    """
+
+    def __init__(self, documents: Documents, sequence: int, *, isolate: bool) -> None:
+        self._documents, self._sequence, self._isolate = documents, sequence, isolate
+        self.count = documents.tokens // sequence
+        self.digest = documents.digest
+        self._columns = np.arange(sequence, dtype=np.int64)
+
+    def read(self, rows: Int64) -> Arrays:
+        size = self._sequence
+        block = np.zeros((len(rows), size + 1), np.int64)
+        starts = [row * size for row in rows.tolist()]
+        for line, start in zip(block, starts, strict=True):
+            self._documents.take(start, line)
+        inputs, labels = block[:, :-1].copy(), block[:, 1:].copy()
+        if self._documents.masked:
+            learned = np.zeros(labels.shape, bool)
+            for line, start in zip(learned, starts, strict=True):
+                self._documents.learned(start + 1, line)
+            labels[~learned] = MASKED
+        if not self._isolate:
+            for line, start in zip(labels, starts, strict=True):
+                if start + size >= self._documents.tokens:
+                    line[-1] = MASKED
+            return Arrays(inputs, labels)
+        return Arrays(inputs, labels, *self._apart(starts, labels))
+
+    def _apart(self, starts: Sequence[int], labels: Int64) -> tuple[Int64, Int64]:
+        """Mask labels of other documents; gives position and document ids."""
+        size = self._sequence
+        ends = [self._documents.ends_within(start, start + size) - start for start in starts]
+        row = np.arange(len(ends)).repeat([len(found) for found in ends])
+        column = np.concatenate(ends)
+        labels[row, column - 1] = MASKED
+        inside = column < size
+        row, column = row[inside], column[inside]
+        document_ids, position_ids = np.zeros(labels.shape, np.int64), np.empty(labels.shape, np.int64)
+        position_ids[:] = self._columns
+        if len(row):
+            document_ids[row, column] = 1
+            np.cumsum(document_ids, axis=1, out=document_ids)
+            begin = np.zeros(labels.shape, np.int64)
+            begin[row, column] = column
+            position_ids -= np.maximum.accumulate(begin, axis=1)
+        return position_ids, document_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Which piece of which document lies in which row.
+
+    Args:
+        document: `[pieces]`, row by row.
+        start: where each piece begins in its document.
+        length: of each, in tokens.
+        row_ends: `[rows]`, where each row's pieces end (exclusive).
+    """
+
+    document: Int64
+    start: Int64
+    length: Int64
+    row_ends: Int64
+
+
+class PackedRows:
+    """Whole documents in rows, and padding after them. Documents are always kept apart.
+
+    Padding has the token `pad`, masked labels, and a document id of its own.
+
+    Args:
+        documents: the text.
+        sequence: tokens of a row.
+        pieces: what lies where.
+        pad: the token id of padding.
+    """
+
+    def __init__(self, documents: Documents, sequence: int, pieces: Pieces, *, pad: int = 0) -> None:
+        self._documents, self._sequence, self._pieces, self._pad = documents, sequence, pieces, pad
+        self.count = len(pieces.row_ends)
+        layout = hashlib.blake2b(documents.digest.encode(), digest_size=16)
+        for part in (pieces.document, pieces.start, pieces.length, pieces.row_ends):
+            layout.update(np.ascontiguousarray(part, np.int64).tobytes())
+        self.digest = layout.hexdigest()
+
+    def read(self, rows: Int64) -> Arrays:
+        shape = len(rows), self._sequence
+        inputs, labels = np.full(shape, self._pad, np.int64), np.full(shape, MASKED, np.int64)
+        position_ids, document_ids = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        for at, row in enumerate(rows.tolist()):
+            self._read(row, inputs[at], labels[at], position_ids[at], document_ids[at])
+        return Arrays(inputs, labels, position_ids, document_ids)
+
+    def _read(self, row: int, inputs: Int64, labels: Int64, position_ids: Int64, document_ids: Int64) -> None:
+        pieces = self._pieces
+        first, last = int(pieces.row_ends[row - 1]) if row else 0, int(pieces.row_ends[row])
+        at = 0
+        for number, piece in enumerate(range(first, last)):
+            begin, end = self._documents.span(int(pieces.document[piece]))
+            start, length = begin + int(pieces.start[piece]), int(pieces.length[piece])
+            here = slice(at, at + length)
+            known = min(length, end - start - 1)  # labels: the document's last token has none
+            self._documents.take(start, inputs[here])
+            self._documents.take(start + 1, labels[at : at + known])
+            if self._documents.masked:
+                learned = np.zeros(known, bool)
+                self._documents.learned(start + 1, learned)
+                labels[at : at + known][~learned] = MASKED
+            position_ids[here] = np.arange(length)
+            document_ids[here] = number
+            at += length
+        position_ids[at:] = np.arange(self._sequence - at)
+        document_ids[at:] = last - first
