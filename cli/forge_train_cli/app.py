@@ -17,6 +17,7 @@ COMMANDS = {
     "presets": (".presets:presets", "List the presets, in the order to learn them."),
     "plugins": (".plugins:plugins", "List, describe, check, write and install plugins."),
     "config": (".config:config", "Show or write a configuration."),
+    "data": (".data:data", "Prepare data, and look at it."),
     "checkpoint": (".checkpoint:checkpoint", "Look at checkpoints; exchange weights with Hugging Face."),
     "generate": (".generate:generate", "Continue a text with a trained model."),
     "eval": (".evaluate:evaluate", "Evaluate a trained model as its run does."),

@@ -84,15 +84,13 @@ class SplitRows:
         labels[row, column - 1] = MASKED
         inside = column < size
         row, column = row[inside], column[inside]
-        document_ids, position_ids = np.zeros(labels.shape, np.int64), np.empty(labels.shape, np.int64)
-        position_ids[:] = self._columns
-        if len(row):
-            document_ids[row, column] = 1
-            np.cumsum(document_ids, axis=1, out=document_ids)
-            begin = np.zeros(labels.shape, np.int64)
-            begin[row, column] = column
-            position_ids -= np.maximum.accumulate(begin, axis=1)
-        return position_ids, document_ids
+        # Each stretch of a row that lies in one document: every row's first, and one after each end inside.
+        first = np.arange(len(starts), dtype=np.int64) * size
+        begin = np.insert(row * size + column, row.searchsorted(np.arange(len(starts))), first)
+        length = np.diff(begin, append=labels.size)
+        number = np.arange(len(begin)) - begin.searchsorted(first)[begin // size]
+        offset = (first[:, None] + self._columns).ravel() - begin.repeat(length)
+        return offset.reshape(labels.shape), number.repeat(length).reshape(labels.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ from .documents import Int64
 from .permutation import permute
 from .rows import Arrays, Rows
 
+HELD_OUT_SEED = 0x1E57
+"""Of the order of held-out rows, the same for all runs, so that a few batches are a fair sample and stay the same."""
+
 
 class Stream(Protocol):
     """Samples by index, without end."""

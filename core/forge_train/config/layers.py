@@ -12,7 +12,7 @@ from ..ground.names import canonical
 from ..ground.presets import presets
 from .toml import Document, Key, read
 
-OriginKind = Literal["default", "preset", "file", "FORGE_SET", "--set"]
+OriginKind = Literal["default", "plugin", "preset", "file", "FORGE_SET", "--set"]
 TOP_KEYS: dict[str, tuple[type, str]] = {
     "plugins": (list, "a list of names"),
     "without": (list, "a list of names"),
@@ -143,7 +143,7 @@ class Tree:
 
 
 def _strength(origin: Origin) -> int:
-    return ("default", "preset", "file", "FORGE_SET", "--set").index(origin.kind)
+    return ("default", "plugin", "preset", "file", "FORGE_SET", "--set").index(origin.kind)
 
 
 class UnknownPresetError(ConfigError):

@@ -98,3 +98,9 @@ class Plugin:
 
     def __init__(self, config: Any) -> None:
         self.config = config
+
+    @classmethod
+    def brings(cls, config: Any) -> Mapping[str, Any]:
+        """Values of other keys that follow from its section, for keys that nobody set: a folder of tokens brings
+        `{"tokenizer.path": …}`. Called before anything slow is imported."""
+        return {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import Config, rules
-from ..config.layers import DEFAULT, Layered, Request, Tree, UnknownPresetError, lay
+from ..config.layers import DEFAULT, Layered, Origin, Request, Tree, UnknownPresetError, Value, lay
 from ..config.sections import CORE_SECTIONS
 from ..config.validate import Mistake, validate
 from ..contract.calls import EnabledPlugin, plugin_note
@@ -51,6 +51,9 @@ def resolve(request: Request, *, world: int = 1, training: bool = True, data: bo
     enabled = resolution.enable()
     _raise(resolution.mistakes, resolution.hints)
     sections = _sections(layered.tree, enabled, resolution)
+    _raise(resolution.mistakes, resolution.hints)
+    if _bring(layered.tree, enabled, sections):
+        sections = _sections(layered.tree, enabled, resolution)
     tree, mistakes = layered.tree, resolution.mistakes
     core = {name: validate(name, cls, tree.below((name,)), mistakes) for name, cls in CORE_SECTIONS.items()}
     _raise(resolution.mistakes, resolution.hints)
@@ -72,6 +75,25 @@ def resolve(request: Request, *, world: int = 1, training: bool = True, data: bo
     for name, slot in resolution.idle.items():
         log.warning("Plugin %r has nothing to do: nothing requires %r, which it fills.", name, slot)
     return Setup(rules.fill_in(config, world) if training else config, hooks)
+
+
+def _bring(tree: Tree, enabled: list[EnabledPlugin], sections: dict[str, Any]) -> bool:
+    """Lay what plugins bring beneath what was set; says whether they brought anything."""
+    brought = False
+    for plugin in enabled:
+        try:
+            values = plugin.cls.brings(sections[plugin.name])
+        except Exception as error:
+            locate(error, plugin=plugin.name, hook="brings")
+            if not isinstance(error, ForgeError):
+                error.add_note(plugin_note(plugin.ref, "brings"))
+            raise
+        for name, value in values.items():
+            key = tuple(name.split("."))
+            if tree.aliases.get(key, key) not in tree.values:
+                tree.put(key, Value(value, Origin("plugin", f"plugin {plugin.name}")))
+                brought = True
+    return brought
 
 
 def instance(plugin: EnabledPlugin, section: Any) -> Plugin:

@@ -9,14 +9,12 @@ from forge_train_data.documents import Documents
 from forge_train_data.loader import StreamLoader
 from forge_train_data.rows import SplitRows
 from forge_train_data.shard import Shard
-from forge_train_data.stream import Ordered
+from forge_train_data.stream import HELD_OUT_SEED, Ordered
 
 from .corpus import Corpus
 
 if TYPE_CHECKING:
     from forge_train import Job
-
-_VALIDATION_SEED = 0x1E57
 
 
 def make_loader(corpus: Corpus, side: str, job: Job, *, shuffle: bool, isolate: bool) -> StreamLoader:
@@ -40,5 +38,5 @@ def make_loader(corpus: Corpus, side: str, job: Job, *, shuffle: bool, isolate: 
         )
     documents = Documents([Shard(corpus.folder, part.tokens, part.ends)], digest=corpus.key)
     rows = SplitRows(documents, sequence, isolate=isolate)
-    seed = _VALIDATION_SEED if side == "validation" else job.seed if shuffle else None
+    seed = HELD_OUT_SEED if side == "validation" else job.seed if shuffle else None
     return StreamLoader(Ordered(rows, seed, fixed=side == "validation"), job, key="text")

@@ -1,0 +1,97 @@
+"""`forge data`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from forge_train.ground.errors import ConfigError
+
+from . import screen
+from .lazy import LazyGroup
+
+if TYPE_CHECKING:
+    from forge_train_data.manifest import Manifest
+    from forge_train_data.prepare import Report
+
+COMMANDS = {
+    "prepare": (".data:prepare", "Make token shards of any source."),
+}
+
+
+@click.group(cls=LazyGroup, table=COMMANDS, short_help="Prepare data, and look at it.")
+def data() -> None:
+    """Prepare data, and look at it."""
+
+
+@click.command(short_help="Make token shards of any source.")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@click.option("--out", required=True, metavar="DIR", help="The folder to make.")
+@click.option("--tokenizer", metavar="T", help="A tokenizer.json, a Hugging Face folder, or bytes (the default).")
+@click.option("--train-tokenizer", type=int, metavar="N", help="Train a byte-level BPE of N token ids on the text.")
+@click.option("--field", default="text", show_default=True, metavar="NAME", help="Where a record has its text.")
+@click.option("--held-out", type=click.FloatRange(0, 1, max_open=True), default=0.01, show_default=True,
+              help="Share of the documents that is kept for evaluation.")  # fmt: skip
+@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; all cores without it.")
+@click.option("--skip-broken", is_flag=True, help="Leave out files that can't be read, and name them.")
+def prepare(  # noqa: PLR0913
+    sources: tuple[str, ...],
+    out: str,
+    tokenizer: str | None,
+    train_tokenizer: int | None,
+    field: str,
+    held_out: float,
+    workers: int | None,
+    skip_broken: bool,
+) -> None:
+    """Read SOURCES (files, folders, patterns, addresses), tokenise them, and write shards into a folder.
+
+    A preparation that was stopped goes on where it was when the same command is given again.
+    """
+    from forge_train_data.prepare import Preparation, Report
+    from forge_train_data.prepare import prepare as perform
+
+    if tokenizer and train_tokenizer is not None:
+        raise ConfigError("--tokenizer and --train-tokenizer exclude each other; give one.")
+    wanted = Preparation(
+        sources,
+        Path(out),
+        tokenizer=tokenizer or "bytes",
+        train_tokenizer=train_tokenizer or 0,
+        field=field,
+        held_out=held_out,
+        workers=workers or len(os.sched_getaffinity(0)),
+        skip=skip_broken,
+    )
+    report = Report(_show)
+    manifest = perform(wanted, report)
+    _summary(Path(out), manifest, report)
+
+
+def _show(line: str) -> None:
+    """A line over the one before; only on a terminal."""
+    if click.get_text_stream("stderr").isatty():
+        click.echo(f"\r\x1b[K{line}", nl=False, err=True)
+
+
+def _summary(out: Path, manifest: Manifest, report: Report) -> None:
+    from forge_train_tools.present import counted, duration, short
+
+    for file, reason in report.skipped.items():
+        click.echo(f"{click.style('Left out:', fg='yellow')} {file}: {reason}", err=True)
+    tokens, size = manifest.total("tokens"), manifest.total("bytes")
+    rows = [
+        (side, f"{manifest.total('documents', side):,}", f"{manifest.total('tokens', side):,}", len(shards))
+        for side, shards in manifest.shards.items()
+    ]
+    screen.table(("", "documents", "tokens", "shards"), [tuple(map(str, row)) for row in rows], right=(1, 2, 3))
+    rate = f", {counted(report.read / report.seconds, 'B')}/s" if report.read else ""
+    screen.line(
+        f"{size / max(tokens, 1):.2f} bytes a token, {short(manifest.tokenizer['vocabulary'])} token ids · "
+        f"{duration(report.seconds)}{rate}",
+        "dim",
+    )
+    screen.line(f"Train on it: forge train -p tokens -s tokens.path={out}")

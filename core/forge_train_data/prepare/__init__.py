@@ -1,0 +1,142 @@
+"""Any source to token shards: on all cores, in bounded memory, resumed after a kill, the same for any number of workers.
+
+What is read is divided into tasks before anything is read, by the files' names and sizes alone. Each task writes its
+own shards and then a note of them; the manifest comes last. So whoever runs the same preparation again does the tasks
+that have no note, and which worker did a task, or when, can't be seen in the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from forge_train import ConfigError
+from forge_train.storage import model_files
+
+from ..files import find
+from ..held_out import SIDES
+from ..manifest import FILE, TOKENIZER, WORK, Listed, Manifest, read_manifest
+from ..tokenizers import BYTES, open_tokenizer
+from . import pool, training
+from .progress import Report
+from .tasks import Preparation, Task, divide
+from .worker import Done, done, task_name
+
+__all__ = ["Preparation", "Report", "prepare"]
+
+
+def prepare(wanted: Preparation, report: Report) -> Manifest:
+    """Make a folder of token shards.
+
+    Args:
+        wanted: what to make, and of what.
+        report: is told how far it is.
+
+    Raises:
+        ConfigError: the sources can't be read, hold nothing, or the folder holds something else.
+    """
+    files = find(wanted.sources, key="SOURCE")
+    tasks = divide(files)
+    with _claimed(wanted.out, wanted.settings(files)) as work:
+        tokenizer = _tokenizer(wanted, work, tasks, report)
+        left = [task for task in tasks if done(work, wanted.out, task) is None]
+        report.begin(tasks, left)
+        if left:
+            pool.run(wanted, tokenizer, left, report)
+        results = [_required(done(work, wanted.out, task), task) for task in tasks]
+        manifest = Manifest(
+            tokenizer=_described(tokenizer),
+            settings=wanted.public(),
+            sources={file.name: file.size() for file in files},
+            shards={side: tuple(_listed(results, side)) for side in SIDES},
+        )
+        if not manifest.total("tokens"):
+            raise ConfigError(f"SOURCE: there is no text in {len(files):,} files.")
+        manifest.write(wanted.out)
+    report.end({file: reason for result in results for file, reason in result.skipped.items()})
+    return manifest
+
+
+def _required(found: Done | None, task: Task) -> Done:
+    if found is None:
+        raise ConfigError(f"The shards of {task_name(task)} went away while others were written: run it again.")
+    return found
+
+
+def _listed(results: list[Done], side: str) -> Iterator[Listed]:
+    for result in results:
+        if (header := result.headers.get(side)) is not None:
+            yield Listed(f"{side}-{task_name(result.number)}.tokens", header)
+
+
+def _described(tokenizer: str) -> dict[str, object]:
+    opened = open_tokenizer(tokenizer)
+    path = BYTES if tokenizer == BYTES else TOKENIZER
+    return {"path": path, "digest": opened.digest, "vocabulary": opened.vocabulary, "end": opened.end}
+
+
+def _tokenizer(wanted: Preparation, work: Path, tasks: list[Task], report: Report) -> str:
+    """The tokenizer's path: bytes, or its files in the folder, copied or trained."""
+    folder = wanted.out / TOKENIZER
+    if wanted.train_tokenizer:
+        if not folder.is_dir():
+            training.train(wanted, tasks, folder, report)
+        return str(folder)
+    if wanted.tokenizer == BYTES:
+        return BYTES
+    path = Path(wanted.tokenizer).expanduser()
+    opened = open_tokenizer(wanted.tokenizer)
+    if not folder.is_dir():
+        found = model_files.files(path)
+        model_files.copy({model_files.TOKENIZER: path} if len(found) == 1 and path.is_file() else found, folder)
+    if open_tokenizer(str(folder)).digest != opened.digest:
+        raise ConfigError(f"--tokenizer: {path} is not the tokenizer that {wanted.out} was begun with.")
+    return str(folder)
+
+
+@contextlib.contextmanager
+def _claimed(out: Path, settings: str) -> Iterator[Path]:
+    """The folder's own work folder, for one process at a time.
+
+    Raises:
+        ConfigError: somebody else prepares it now, it was begun with something else, or it holds other files.
+    """
+    work = out / WORK
+    plan = work / "plan.json"
+    try:
+        if out.exists() and not work.is_dir() and any(out.iterdir()):
+            what = "a folder of other files" if not (out / FILE).is_file() else "a preparation that was cleaned up"
+            raise ConfigError(f"--out: {out} is {what}; choose a folder that is empty or not there yet.")
+        work.mkdir(parents=True, exist_ok=True)
+        lock = (work / "lock").open("a")
+    except OSError as error:
+        raise ConfigError(f"--out: {out} can't be written: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"--out: {out} is being prepared by another process.") from error
+        if plan.is_file() and (known := plan.read_text(encoding="utf-8")) != settings:
+            raise ConfigError(f"--out: {out} was begun with something else ({_difference(known, settings)}). {_WAY_OUT}")
+        if not plan.is_file():
+            if (out / FILE).is_file():
+                read_manifest(out, key="--out")
+            part = plan.with_suffix(".part")
+            part.write_text(settings, encoding="utf-8")
+            part.replace(plan)
+        yield work
+
+
+_WAY_OUT = "Choose another folder, delete that one, or give what it was begun with."
+
+
+def _difference(known: str, wanted: str) -> str:
+    try:
+        old, new = json.loads(known), json.loads(wanted)
+        return ", ".join(sorted(key for key in {*old, *new} if old.get(key) != new.get(key)))
+    except ValueError:
+        return "its plan is damaged"
+

@@ -1,0 +1,98 @@
+"""Tasks on several processes. A worker that dies is named with what it read."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import TYPE_CHECKING, Any
+
+from forge_train import ConfigError
+from forge_train.ground.errors import describe
+
+from ..tokenizers import open_tokenizer
+from .progress import Report
+from .tasks import Preparation, Task
+from .worker import perform, task_name
+
+if TYPE_CHECKING:
+    from forge_train import Tokenizer
+
+EVERY = 0.5
+"""Seconds between two reports."""
+THREADS = "RAYON_NUM_THREADS"
+
+_mine: dict[str, Any] = {}
+"""Of a worker process: its tokenizer, what it does, and the count of bytes that all of them share."""
+
+
+def run(wanted: Preparation, tokenizer: str, tasks: list[Task], report: Report) -> None:
+    """Do all tasks.
+
+    Raises:
+        ConfigError: what a task could not do, or that its worker died. What the others had under way is finished.
+    """
+    whole = wanted.whole(report.every)
+    if wanted.workers == 1:
+        opened = open_tokenizer(tokenizer)
+        for task in tasks:
+            _one(task, wanted, opened, whole, report.add)
+            report.show()
+        return
+    context = multiprocessing.get_context("spawn")
+    count = context.Value("q", 0)
+    kept = os.environ.get(THREADS)
+    os.environ[THREADS] = "1"  # each worker has one core; the tokenizers library would start a thread for each of them
+    try:
+        with ProcessPoolExecutor(
+            min(wanted.workers, len(tasks)), context, _start, (wanted, tokenizer, whole, count)
+        ) as pool:
+            _follow({pool.submit(_perform, task): task for task in tasks}, pool, count, report)
+    finally:
+        os.environ.pop(THREADS) if kept is None else os.environ.update({THREADS: kept})
+
+
+def _follow(running: dict[Future[None], Task], pool: ProcessPoolExecutor, count: Any, report: Report) -> None:
+    waiting = set(running)
+    while waiting:
+        ended, waiting = wait(waiting, timeout=EVERY, return_when=FIRST_COMPLETED)
+        report.at(count.value)
+        for future in ended:
+            try:
+                future.result()
+            except BrokenProcessPool as error:
+                left = [running[one] for one in [future, *waiting]]
+                first = min(left, key=lambda task: task.number)
+                raise ConfigError(
+                    f"A worker died, and with it task {task_name(first)} or one after it, which began to read "
+                    f"{first.pieces[0].file.address}: was memory short? Run the same command again, with fewer "
+                    "--workers; what is done stays."
+                ) from error
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+
+def _start(wanted: Preparation, tokenizer: str, whole: bool, count: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends the pool
+    _mine.update(wanted=wanted, tokenizer=open_tokenizer(tokenizer), whole=whole, count=count)
+
+
+def _perform(task: Task) -> None:
+    def told(size: int) -> None:
+        with _mine["count"].get_lock():
+            _mine["count"].value += size
+
+    _one(task, _mine["wanted"], _mine["tokenizer"], _mine["whole"], told)
+
+
+def _one(task: Task, wanted: Preparation, tokenizer: Tokenizer, whole: bool, told: Any) -> None:
+    try:
+        perform(task, wanted, tokenizer, whole=whole, told=told)
+    except OSError as error:
+        raise ConfigError(
+            f"--out: {wanted.out} can't be written ({error.strerror or describe(error)}). What is done stays: mend it "
+            "and run the same command again."
+        ) from None

@@ -1,0 +1,97 @@
+"""What a preparation is asked for, and how its reading is divided."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..files import File
+from ..formats import Part, lookup
+from ..held_out import FEW
+
+TASK = 64 << 20
+"""Bytes of a task, about: what a kill costs each worker, and the text of a shard."""
+TEXT = frozenset({"txt", "md", "rst", "py"})
+"""Suffixes of files that are one document each."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What `forge data prepare` is asked for.
+
+    Args:
+        sources: files, folders, patterns or addresses.
+        out: the folder to make.
+        tokenizer: `bytes`, a `tokenizer.json` or a folder.
+        train_tokenizer: ids of a tokenizer to be trained on the text; 0 to take `tokenizer`.
+        field: where a record has its text.
+        held_out: share of the documents kept for evaluation.
+        workers: processes.
+        skip: whether a file that can't be read is left out and counted, instead of ending the preparation.
+    """
+
+    sources: tuple[str, ...]
+    out: Path
+    tokenizer: str = "bytes"
+    train_tokenizer: int = 0
+    field: str = "text"
+    held_out: float = 0.01
+    workers: int = 1
+    skip: bool = False
+
+    def public(self) -> dict[str, Any]:
+        """What decides the result, beside the files and the tokenizer."""
+        return {"field": self.field, "held_out": self.held_out, "train_tokenizer": self.train_tokenizer}
+
+    def settings(self, files: Sequence[File]) -> str:
+        """What a second run must have in common with the first, to go on with its work."""
+        tokenizer = "" if self.train_tokenizer else str(self.tokenizer)
+        stamps = [[file.address, *file.stamp()] for file in files]
+        return json.dumps({**self.public(), "tokenizer": tokenizer, "skip": self.skip, "files": stamps}, indent=1)
+
+    def whole(self, tasks: Sequence[Task]) -> bool:
+        """Whether documents are held out whole: not where a few files are all there is."""
+        files = {piece.file.address for task in tasks for piece in task.pieces}
+        records = any(piece.file.suffix not in TEXT for task in tasks for piece in task.pieces)
+        return records or len(files) * self.held_out >= FEW
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a file."""
+
+    file: File
+    part: Part
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one worker reads, and writes as one shard for each side."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.part.bytes for piece in self.pieces)
+
+
+def divide(files: Sequence[File]) -> list[Task]:
+    """Tasks of about `TASK` bytes, in the order of the files; they depend on names and sizes alone."""
+    tasks: list[Task] = []
+    waiting: list[Piece] = []
+    size = 0
+    for file in files:
+        for part in lookup(file.suffix, file.label).parts(file):
+            waiting.append(Piece(file, part))
+            size += part.bytes
+            if size >= TASK:
+                tasks.append(Task(len(tasks), tuple(waiting)))
+                waiting, size = [], 0
+    if waiting:
+        tasks.append(Task(len(tasks), tuple(waiting)))
+    return tasks
+

@@ -1,0 +1,58 @@
+"""A tokenizer of one's own: byte-level BPE (Sennrich et al. 2016; bytes as in Radford et al. 2019), on a sample."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from forge_train import ConfigError
+
+from .progress import Report
+from .tasks import Preparation, Task
+from .worker import documents
+
+SAMPLE = 64 << 20
+"""Bytes of text that it is trained on at most, taken evenly from all of it."""
+END = "<|endoftext|>"
+LEAST = 257
+"""Token ids: all bytes, and the end of a document."""
+
+
+def train(wanted: Preparation, tasks: list[Task], folder: Path, report: Report) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json`, whole or not at all."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if wanted.train_tokenizer < LEAST:
+        raise ConfigError(f"--train-tokenizer: {wanted.train_tokenizer} ids are too few; there are 256 bytes and an end.")
+    report.say("training the tokenizer")
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=wanted.train_tokenizer,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(wanted, tasks), trainer)
+    part = folder.with_name(f".{folder.name}.part")
+    part.mkdir(exist_ok=True)
+    tokenizer.save(str(part / "tokenizer.json"))
+    table = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    (part / "tokenizer_config.json").write_text(json.dumps(table, indent=1), encoding="utf-8")
+    part.replace(folder)
+
+
+def _sample(wanted: Preparation, tasks: list[Task]) -> Iterator[str]:
+    """Texts from the beginning of each piece, the same share of each."""
+    pieces = [piece for task in tasks for piece in task.pieces]
+    share = min(1.0, SAMPLE / max(sum(piece.part.bytes for piece in pieces), 1))
+    for piece in pieces:
+        room = share * piece.part.bytes
+        for document in documents(piece, wanted.field):
+            if room <= 0:
+                break
+            yield document[: int(room) + 1].decode("utf-8", errors="ignore")
+            room -= len(document)

@@ -1,0 +1,140 @@
+"""Shards of tokens of every kind, opened and laid out in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_train import ConfigError
+
+if TYPE_CHECKING:
+    from forge_train import Tokenizer
+
+    from .documents import Documents
+    from .rows import Rows
+    from .shard import Shard
+
+PACKING_SEED = 0x9ACC
+"""Of the windows in which documents are packed: rows are the same in every run, only their order is the run's."""
+
+
+def tokenizer_of(path: Path) -> str:
+    """What `tokenizer.path` must be for a prepared folder; empty for anything else, a folder that is no such one too."""
+    from .manifest import FILE, TOKENIZER, read_manifest
+
+    if not (path / FILE).is_file():
+        return ""
+    try:
+        known: str = read_manifest(path, key="tokens.path").tokenizer["path"]
+    except ConfigError:  # told where the tokens are opened
+        return ""
+    return known if known != TOKENIZER else str((path / TOKENIZER).absolute())
+
+
+def open_tokens(
+    path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float, key: str
+) -> Mapping[str, Documents]:
+    """Both sides of a folder or a file of tokens.
+
+    Args:
+        path: a prepared folder, or a file of another program.
+        tokenizer: the run's.
+        dtype: of a file that does not say it; empty for one that does.
+        held_out: share of the documents that is kept for evaluation where the files hold nothing out.
+        key: the section that messages name.
+
+    Raises:
+        ConfigError: the files are none of this, damaged, of another tokenizer, or have ids that the tokenizer has not.
+    """
+    from .documents import Documents
+    from .foreign import largest, open_foreign
+    from .manifest import FILE, WORK, open_prepared
+
+    vocabulary = tokenizer.vocabulary
+    if (path / FILE).is_file() or (path / WORK).is_dir():
+        if dtype:
+            raise ConfigError(f"{key}.dtype: has no effect: the shards of {path} say it themselves.")
+        prepared = open_prepared(path, key=f"{key}.path")
+        made_with = prepared.manifest.tokenizer
+        if made_with["digest"] != tokenizer.digest:
+            raise ConfigError(
+                f"tokenizer.path: {path} was prepared with another tokenizer. Its own is {prepared.tokenizer}."
+            )
+        for side in prepared.manifest.shards.values():
+            for one in side:
+                if one.header.largest >= vocabulary:
+                    raise ConfigError(_beyond(path / one.file, one.header.largest, None, vocabulary))
+        if prepared.sides["validation"].tokens or not held_out:
+            return dict(prepared.sides)
+        return divided(prepared.sides["train"].shards, held_out)
+    if path.is_dir():
+        raise ConfigError(
+            f"{key}.path: {path} has no manifest, so forge data prepare did not write it. For tokens of another program "
+            "name the file."
+        )
+    shards = open_foreign(path, dtype=dtype or None, end=tokenizer.end, key=key)
+    for shard in shards:
+        top, at = largest(shard)
+        if top >= vocabulary:
+            raise ConfigError(_beyond(shard.path, top, at, vocabulary))
+    return divided(shards, held_out) if held_out else {"train": Documents(shards), "validation": Documents([])}
+
+
+def _beyond(path: Path, id: int, at: int | None, vocabulary: int) -> str:
+    place = "" if at is None else f" at {at:,}"
+    return (
+        f"{path}: holds the token id {id:,}{place}, and the tokenizer has {vocabulary:,}: they do not belong together. "
+        "Set tokenizer.path to the one that made it."
+    )
+
+
+def divided(shards: list[Shard], held_out: float) -> Mapping[str, Documents]:
+    """The last documents, of about that share of the tokens, apart from the others. At least one stays on each side
+    where there are two."""
+    import numpy as np
+
+    from .documents import Documents
+    from .shard import Shard
+
+    whole = Documents(shards)
+    ends = np.concatenate([[0], np.cumsum([len(shard.tokens) for shard in whole.shards])])
+    wanted = int(whole.tokens * (1 - held_out))
+    train: list[Shard] = []
+    validation: list[Shard] = []
+    for shard, start in zip(whole.shards, ends[:-1].tolist(), strict=True):
+        at = int(shard.ends.searchsorted(wanted - start, "left")) + 1 if wanted > start else 0
+        at = min(at, len(shard.ends))
+        if at == len(shard.ends) and shard is whole.shards[-1] and not validation:
+            at -= len(shard.ends) > 1
+        cut = int(shard.ends[at - 1]) if at else 0
+        parts = (slice(0, cut), slice(0, at), 0), (slice(cut, None), slice(at, None), cut)
+        for side, (tokens, ends_of, base) in zip((train, validation), parts, strict=True):
+            mask = None if shard.trained is None else shard.trained[tokens]
+            side.append(Shard(shard.path, shard.tokens[tokens], shard.ends[ends_of] - base, mask))
+    return {"train": Documents(train), "validation": Documents(validation)}
+
+
+def rows_of(documents: Documents, sequence: int, *, packing: str, isolate: bool, pad: int) -> Rows:
+    """Documents in rows.
+
+    Args:
+        documents: of one side.
+        sequence: tokens of a row.
+        packing: `split`, `best_fit` or `pad`.
+        isolate: whether documents of one row are kept apart; `best_fit` and `pad` always do.
+        pad: the token id after what a row holds.
+    """
+    import numpy as np
+
+    from .packing import best_fit, cut
+    from .rows import PackedRows, Pieces, SplitRows
+
+    if packing == "split":
+        return SplitRows(documents, sequence, isolate=isolate)
+    document, start, length = cut(documents.lengths(), sequence)
+    order, row_ends = np.arange(len(length)), np.arange(1, len(length) + 1)
+    if packing == "best_fit":
+        packed = best_fit(length, sequence, seed=PACKING_SEED)
+        order, row_ends = packed.order, packed.row_ends
+    return PackedRows(documents, sequence, Pieces(document[order], start[order], length[order], row_ends), pad=pad)

@@ -1,0 +1,100 @@
+"""Token shards as training data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from forge_train import Batch, ConfigError, FilePath, Ge, KernelCapabilities, Lt, Plugin, Problem, hookimpl, section
+from forge_train.contract.protocols import Loader
+
+if TYPE_CHECKING:
+    from forge_train import Job
+    from forge_train.config import Config as RunConfig
+
+Packing = Literal["split", "best_fit", "pad"]
+
+
+class Tokens(Plugin):
+    """Token shards: a folder of `forge data prepare`, or files of Megatron, nanoGPT, llm.c or numpy.
+
+    Shards are mapped and never read as a whole: a start takes the same short time at every size. A prepared folder brings
+    its tokenizer along; with other files, `tokenizer.path` is the one that made them.
+    """
+
+    api = (1, 0)
+    requires = ("tokenizer",)
+
+    @section
+    class Config:
+        path: Annotated[str, FilePath()] = ""
+        """A folder that `forge data prepare` wrote, or a file of tokens: `.bin` (with its `.idx`, a header, or
+        `tokens.dtype`) or `.npy`."""
+        dtype: Literal["", "uint8", "uint16", "uint32", "int32", "int64"] = ""
+        """Of a `.bin` file that does not say it."""
+        held_out: Annotated[float, Ge(0), Lt(1)] = 0.01
+        """Share of the documents, the last ones, that is kept for evaluation where the files hold nothing out."""
+        packing: Packing = "split"
+        """Rows: `split` all documents as one text every `train.sequence` tokens; `best_fit` several whole documents in a
+        row; `pad` one document in a row. Only documents longer than a row are cut by the last two."""
+        isolate: bool = True
+        """Keep attention inside a document. Off, the documents are one long text: only with packing `split`."""
+        shuffle: bool = True
+        """Take the rows in another order in every epoch."""
+
+    config: Config
+
+    @classmethod
+    def brings(cls, config: Any) -> Mapping[str, Any]:
+        from forge_train_data.tokens import tokenizer_of
+
+        path = tokenizer_of(Path(config.path)) if config.path else ""
+        return {"tokenizer.path": path} if path else {}
+
+    @hookimpl
+    def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        if not self.config.path:
+            yield Problem("tokens.path", "required: a folder that forge data prepare wrote, or a file of tokens.")
+        elif not Path(self.config.path).exists():
+            yield Problem("tokens.path", f"no such file or folder: {self.config.path}.", data=True)
+        if self.config.packing != "split" and not self.config.isolate:
+            yield Problem("tokens.isolate", f"packing {self.config.packing!r} keeps documents apart; leave it on.")
+
+    @hookimpl
+    def kernel_needs(self) -> KernelCapabilities | None:
+        return KernelCapabilities(documents=True) if self.config.isolate else None
+
+    @hookimpl
+    def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
+        from forge_train_data.loader import StreamLoader
+        from forge_train_data.stream import HELD_OUT_SEED, Ordered
+        from forge_train_data.tokens import open_tokens, rows_of
+
+        tokenizer = job.hooks.tokenizer()
+        found = open_tokens(
+            Path(self.config.path), tokenizer, dtype=self.config.dtype, held_out=self.config.held_out, key="tokens"
+        )
+        rows = rows_of(
+            found[split],
+            job.config.train.sequence,
+            packing=self.config.packing,
+            isolate=self.config.isolate,
+            pad=tokenizer.end or 0,
+        )
+        if not rows.count:
+            advice = "" if split == "train" else " Hold more out, or do not evaluate (train.evaluate_every = 0)."
+            raise ConfigError(
+                f"tokens.path: the {'training' if split == 'train' else 'held-out'} part of {self.config.path} has "
+                f"{found[split].tokens:,} tokens, and one sequence takes {job.config.train.sequence:,}.{advice}"
+            )
+        seed = HELD_OUT_SEED if split == "validation" else job.seed if self.config.shuffle else None
+        return StreamLoader(Ordered(rows, seed, fixed=split == "validation"), job, key="tokens")
+
+    @hookimpl
+    def example_batch(self, job: Job) -> Batch:
+        import torch
+
+        train = job.config.train
+        ids = torch.zeros(train.micro_batch, train.sequence, dtype=torch.int64)
+        return Batch(ids, ids, ids, ids) if self.config.isolate else Batch(ids, ids)
