@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from forge_train import Batch, ConfigError
+from forge_train import Batch
 
 from .documents import Int64
 from .stream import Stream
@@ -26,12 +26,10 @@ class StreamLoader:
     Args:
         stream: the samples.
         job: gives micro-batch, data-parallel rank and number of data ranks, and the device.
-        key: the plugin's section, which messages name.
-        corpus: identifies the content; a state saved with another one is refused. Empty for the stream's digest.
     """
 
-    def __init__(self, stream: Stream, job: Job, *, key: str, corpus: str = "") -> None:
-        self._stream, self._key, self._corpus = stream, key, corpus or stream.digest
+    def __init__(self, stream: Stream, job: Job) -> None:
+        self._stream = stream
         self._micro_batch = int(job.config.train.micro_batch)
         self._rank, self._ranks = job.dist.data_rank, job.dist.data_ranks
         self._pin = torch.device(job.device).type == "cuda"
@@ -57,21 +55,16 @@ class StreamLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """`sequences`: sequences that all ranks together have been given; `corpus`: what they were taken from."""
-        return {"sequences": self._position, "corpus": self._corpus}
+        """`sequences`: sequences that all ranks together have been given; and what the stream keeps."""
+        return {"sequences": self._position, **self._stream.state_dict(self._position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved place.
 
         Raises:
-            ConfigError: the state belongs to another corpus.
+            ConfigError: the state belongs to other content.
         """
-        if state.get("corpus", self._corpus) != self._corpus:
-            raise ConfigError(
-                f"{self._key}: the corpus is not the one this state was saved with: the files' content, the tokenizer "
-                f"or a setting of [{self._key}] changed. Restore it, or start a new run from the checkpoint's weights "
-                "(train.init_from)"
-            )
+        self._stream.load_state_dict(state, int(state["sequences"]))
         self._move(int(state["sequences"]))
 
     def skip(self, sequences: int) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
+
+from forge_train import ConfigError
 
 from .documents import Int64
 from .permutation import permute
@@ -28,6 +31,18 @@ class Stream(Protocol):
         """The samples of some places."""
         ...
 
+    def state_dict(self, samples: int) -> dict[str, Any]:
+        """What must be kept, beside how many samples were taken, to go on; JSON only."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any], samples: int) -> None:
+        """Go on from there.
+
+        Raises:
+            ConfigError: the state belongs to other content.
+        """
+        ...
+
 
 class Ordered:
     """One source, epoch after epoch: sample i is row i mod n of epoch i // n, each in an order of its own.
@@ -35,11 +50,12 @@ class Ordered:
     Args:
         rows: of the source.
         seed: of the order; None keeps the rows'.
+        key: the plugin's section, which messages name.
         fixed: whether every epoch has the order of epoch 0.
     """
 
-    def __init__(self, rows: Rows, seed: int | None, *, fixed: bool = False) -> None:
-        self.rows, self._seed, self._fixed = rows, seed, fixed
+    def __init__(self, rows: Rows, seed: int | None, *, key: str, fixed: bool = False) -> None:
+        self.rows, self._seed, self._key, self._fixed = rows, seed, key, fixed
         self.digest = rows.digest
 
     def places(self, index: Int64) -> Int64:
@@ -51,3 +67,14 @@ class Ordered:
 
     def read(self, places: Int64) -> Arrays:
         return self.rows.read(places)
+
+    def state_dict(self, samples: int) -> dict[str, Any]:
+        return {"corpus": self.digest}
+
+    def load_state_dict(self, state: Mapping[str, Any], samples: int) -> None:
+        if state.get("corpus", self.digest) != self.digest:
+            raise ConfigError(
+                f"{self._key}: the corpus is not the one this state was saved with: the files' content, the tokenizer "
+                f"or a setting of [{self._key}] changed. Restore it, or start a new run from the checkpoint's weights "
+                "(train.init_from)"
+            )

@@ -32,9 +32,7 @@ def tokenizer_of(path: Path) -> str:
     return known if known != TOKENIZER else str((path / TOKENIZER).absolute())
 
 
-def open_tokens(
-    path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float, key: str
-) -> Mapping[str, Documents]:
+def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float, key: str) -> Mapping[str, Documents]:
     """Both sides of a folder or a file of tokens.
 
     Args:
@@ -92,26 +90,26 @@ def _beyond(path: Path, id: int, at: int | None, vocabulary: int) -> str:
 def divided(shards: list[Shard], held_out: float) -> Mapping[str, Documents]:
     """The last documents, of about that share of the tokens, apart from the others. At least one stays on each side
     where there are two."""
-    import numpy as np
-
     from .documents import Documents
     from .shard import Shard
 
     whole = Documents(shards)
-    ends = np.concatenate([[0], np.cumsum([len(shard.tokens) for shard in whole.shards])])
-    wanted = int(whole.tokens * (1 - held_out))
+    if whole.count < 2:
+        return {"train": whole, "validation": Documents([])}
+    wanted, last = max(int(whole.tokens * (1 - held_out)), 1), whole.span(whole.count - 1)[0]
+    border = int(whole.ends_within(wanted - 1, last)[0]) if wanted <= last else last
     train: list[Shard] = []
     validation: list[Shard] = []
-    for shard, start in zip(whole.shards, ends[:-1].tolist(), strict=True):
-        at = int(shard.ends.searchsorted(wanted - start, "left")) + 1 if wanted > start else 0
-        at = min(at, len(shard.ends))
-        if at == len(shard.ends) and shard is whole.shards[-1] and not validation:
-            at -= len(shard.ends) > 1
-        cut = int(shard.ends[at - 1]) if at else 0
-        parts = (slice(0, cut), slice(0, at), 0), (slice(cut, None), slice(at, None), cut)
-        for side, (tokens, ends_of, base) in zip((train, validation), parts, strict=True):
+    for shard in whole.shards:
+        cut = min(max(border, 0), len(shard.tokens))
+        at = int(shard.ends.searchsorted(cut, "right"))
+        for side, tokens, ends in (
+            (train, slice(0, cut), shard.ends[:at]),
+            (validation, slice(cut, None), shard.ends[at:] - cut),
+        ):
             mask = None if shard.trained is None else shard.trained[tokens]
-            side.append(Shard(shard.path, shard.tokens[tokens], shard.ends[ends_of] - base, mask))
+            side.append(Shard(shard.path, shard.tokens[tokens], ends, mask))
+        border -= len(shard.tokens)
     return {"train": Documents(train), "validation": Documents(validation)}
 
 

@@ -46,7 +46,7 @@ def loader(
 ) -> StreamLoader:
     one = job(**options)
     rows = SplitRows(Documents(shards(lengths, files)), one.config.train.sequence, isolate=isolate)
-    return StreamLoader(Ordered(rows, seed), one, key="text")
+    return StreamLoader(Ordered(rows, seed, key="text"), one)
 
 
 def corpus(lengths: tuple[int, ...]) -> Corpus:

@@ -120,7 +120,9 @@ def _claimed(out: Path, settings: str) -> Iterator[Path]:
         except BlockingIOError as error:
             raise ConfigError(f"--out: {out} is being prepared by another process.") from error
         if plan.is_file() and (known := plan.read_text(encoding="utf-8")) != settings:
-            raise ConfigError(f"--out: {out} was begun with something else ({_difference(known, settings)}). {_WAY_OUT}")
+            raise ConfigError(
+                f"--out: {out} was begun with something else ({_difference(known, settings)}). {_WAY_OUT}"
+            )
         if not plan.is_file():
             if (out / FILE).is_file():
                 read_manifest(out, key="--out")
@@ -139,4 +141,3 @@ def _difference(known: str, wanted: str) -> str:
         return ", ".join(sorted(key for key in {*old, *new} if old.get(key) != new.get(key)))
     except ValueError:
         return "its plan is damaged"
-

@@ -94,4 +94,3 @@ def divide(files: Sequence[File]) -> list[Task]:
     if waiting:
         tasks.append(Task(len(tasks), tuple(waiting)))
     return tasks
-

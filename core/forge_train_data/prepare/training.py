@@ -25,7 +25,9 @@ def train(wanted: Preparation, tasks: list[Task], folder: Path, report: Report) 
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     if wanted.train_tokenizer < LEAST:
-        raise ConfigError(f"--train-tokenizer: {wanted.train_tokenizer} ids are too few; there are 256 bytes and an end.")
+        raise ConfigError(
+            f"--train-tokenizer: {wanted.train_tokenizer} ids are too few; there are 256 bytes and an end."
+        )
     report.say("training the tokenizer")
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -60,9 +60,7 @@ def done(work: Path, out: Path, task: Task) -> Done | None:
         return None
 
 
-def perform(
-    task: Task, wanted: Preparation, tokenizer: Tokenizer, *, whole: bool, told: Callable[[int], None]
-) -> None:
+def perform(task: Task, wanted: Preparation, tokenizer: Tokenizer, *, whole: bool, told: Callable[[int], None]) -> None:
     """Do a task.
 
     Args:
@@ -105,9 +103,7 @@ def documents(piece: Piece, field: str) -> Iterator[bytes]:
                 yield text.encode("utf-8")
             except UnicodeEncodeError as error:
                 where = piece.file.at(place)
-                raise ConfigError(
-                    f"{where}: {field!r} has half a surrogate pair at character {error.start}"
-                ) from error
+                raise ConfigError(f"{where}: {field!r} has half a surrogate pair at character {error.start}") from error
 
 
 def _divided(document: bytes, share: float, whole: bool) -> Iterator[tuple[Side, bytes]]:

@@ -89,7 +89,7 @@ class Tokens(Plugin):
                 f"{found[split].tokens:,} tokens, and one sequence takes {job.config.train.sequence:,}.{advice}"
             )
         seed = HELD_OUT_SEED if split == "validation" else job.seed if self.config.shuffle else None
-        return StreamLoader(Ordered(rows, seed, fixed=split == "validation"), job, key="tokens")
+        return StreamLoader(Ordered(rows, seed, key="tokens", fixed=split == "validation"), job)
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:

@@ -39,4 +39,4 @@ def make_loader(corpus: Corpus, side: str, job: Job, *, shuffle: bool, isolate: 
     documents = Documents([Shard(corpus.folder, part.tokens, part.ends)], digest=corpus.key)
     rows = SplitRows(documents, sequence, isolate=isolate)
     seed = HELD_OUT_SEED if side == "validation" else job.seed if shuffle else None
-    return StreamLoader(Ordered(rows, seed, fixed=side == "validation"), job, key="text")
+    return StreamLoader(Ordered(rows, seed, key="text", fixed=side == "validation"), job)
