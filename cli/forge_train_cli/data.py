@@ -37,7 +37,7 @@ def data() -> None:
               help="Share of the documents that is kept for evaluation.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; all cores without it.")
 @click.option("--skip-broken", is_flag=True, help="Leave out files that can't be read, and name them.")
-def prepare(  # noqa: PLR0913
+def prepare(
     sources: tuple[str, ...],
     out: str,
     tokenizer: str | None,

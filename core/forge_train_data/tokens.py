@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from forge_train import Tokenizer
 
     from .documents import Documents
+    from .held_out import Side
     from .rows import Rows
     from .shard import Shard
 
@@ -20,7 +21,7 @@ PACKING_SEED = 0x9ACC
 
 
 def tokenizer_of(path: Path) -> str:
-    """What `tokenizer.path` must be for a prepared folder; empty for anything else, a folder that is no such one too."""
+    """What `tokenizer.path` must be for a prepared folder; empty for anything else."""
     from .manifest import FILE, TOKENIZER, read_manifest
 
     if not (path / FILE).is_file():
@@ -32,7 +33,7 @@ def tokenizer_of(path: Path) -> str:
     return known if known != TOKENIZER else str((path / TOKENIZER).absolute())
 
 
-def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float, key: str) -> Mapping[str, Documents]:
+def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float, key: str) -> Mapping[Side, Documents]:
     """Both sides of a folder or a file of tokens.
 
     Args:
@@ -64,12 +65,12 @@ def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float
                 if one.header.largest >= vocabulary:
                     raise ConfigError(_beyond(path / one.file, one.header.largest, None, vocabulary))
         if prepared.sides["validation"].tokens or not held_out:
-            return dict(prepared.sides)
+            return prepared.sides
         return divided(prepared.sides["train"].shards, held_out)
     if path.is_dir():
         raise ConfigError(
-            f"{key}.path: {path} has no manifest, so forge data prepare did not write it. For tokens of another program "
-            "name the file."
+            f"{key}.path: {path} has no manifest, so forge data prepare did not write it. For tokens of another "
+            "program name the file."
         )
     shards = open_foreign(path, dtype=dtype or None, end=tokenizer.end, key=key)
     for shard in shards:
@@ -87,7 +88,7 @@ def _beyond(path: Path, id: int, at: int | None, vocabulary: int) -> str:
     )
 
 
-def divided(shards: list[Shard], held_out: float) -> Mapping[str, Documents]:
+def divided(shards: list[Shard], held_out: float) -> Mapping[Side, Documents]:
     """The last documents, of about that share of the tokens, apart from the others. At least one stays on each side
     where there are two."""
     from .documents import Documents

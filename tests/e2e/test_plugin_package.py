@@ -116,7 +116,7 @@ def work(tmp_path: Path) -> Path:
 def numbers(run: Path) -> list[dict[str, Any]]:
     """The metrics of a run without those that differ from run to run."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    timings = {"tokens_per_second", "step_seconds", "mfu", "memory_gib", "timing"}
+    timings = {"tokens_per_second", "step_seconds", "mfu", "memory_gib", "data_wait", "timing"}
     return [{k: v for k, v in line.items() if k not in timings | set(line["timing"])} for line in lines]
 
 

@@ -28,11 +28,12 @@ METRICS: dict[str, type | tuple[type, ...]] = {
     "step_seconds": float,
     "mfu": (float, type(None)),
     "memory_gib": float,
+    "data_wait": float,
 }
 """The keys of every line of metrics.jsonl. Plugins add keys under their own name; `timing`, where it stands, lists
 those of them that differ from run to run."""
 
-TIMINGS = frozenset({"tokens_per_second", "step_seconds", "mfu", "memory_gib"})
+TIMINGS = frozenset({"tokens_per_second", "step_seconds", "mfu", "memory_gib", "data_wait"})
 """The keys of METRICS that differ from run to run."""
 
 

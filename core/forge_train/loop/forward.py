@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,8 @@ class Forward:
         self.executor: Executor = job.hooks.executor(model, self.task)
         self._prepare = job.hooks.prepare_batch()
         self.metrics = Metrics(job, job.hooks.metrics(model))
+        self.waited = 0.0
+        """Seconds that were spent in loaders, so far."""
 
     @property
     def accumulation(self) -> int:
@@ -50,10 +53,16 @@ class Forward:
     def take_batches(self, loader: Loader, count: int, whose: str = "") -> list[Batch]:
         """A loader's next micro-batches, prepared, on the CPU."""
         try:
-            return [self._prepare(next(loader)) for _ in range(count)]
+            return [self._prepare(self._next(loader)) for _ in range(count)]
         except StopIteration as error:
             who = whose or self.job.hooks.whose("build_data")
             raise PluginError(f"{who}: the loader ended. A loader never ends.") from error
+
+    def _next(self, loader: Loader) -> Batch:
+        began = time.perf_counter()
+        batch = next(loader)
+        self.waited += time.perf_counter() - began
+        return batch
 
     @during("data")
     def fetch(self, loader: Loader, count: int) -> tuple[list[Batch], Counts]:

@@ -32,6 +32,7 @@ class Meter:
         self._since = 0.0
         self._tokens = 0
         self._step = 0
+        self._waited = 0.0
 
     def start(self, tokens: int, step: int) -> None:
         """Begin a measurement where the run is."""
@@ -46,8 +47,8 @@ class Meter:
         finally:
             self._since += time.perf_counter() - began
 
-    def line(self, result: StepResult) -> dict[str, Any]:
-        """A line of metrics.jsonl for a step; waits for the device."""
+    def line(self, result: StepResult, waited: float = 0.0) -> dict[str, Any]:
+        """A line of metrics.jsonl for a step; waits for the device. `waited` is the time in the loader so far."""
         loss, norm = float(result.loss), float(result.grad_norm)
         seconds = max(time.perf_counter() - self._since, 1e-9)
         tokens, steps = result.tokens - self._tokens, max(result.step - self._step, 1)
@@ -63,7 +64,9 @@ class Meter:
             "step_seconds": seconds / steps,
             "mfu": rate * self._flops_share if self._flops_share else None,
             "memory_gib": memory_gib(self._job.device),
+            "data_wait": min((waited - self._waited) / seconds, 1.0),
         }
+        self._waited = waited
         for key, value in result.metrics.items():
             line[key] = plain(value)
         if result.timings:

@@ -82,7 +82,7 @@ class Training:
 
     def _log(self, result: StepResult) -> None:
         """Write a line of metrics: here the host waits for the device."""
-        line = self._meter.line(result)
+        line = self._meter.line(result, self.stepper.waited)
         self.loss = line["loss"]
         self._check_finite(line["loss"], line["grad_norm"], result)
         metrics = self.stepper.metrics
@@ -112,8 +112,10 @@ class Training:
 
     @during("evaluate")
     def _evaluate(self, evaluations: Evaluations) -> None:
+        waited = self.stepper.waited
         with self._meter.paused(), self._around_evaluate():
             found = evaluations.run(self.progress.step)
+        self.stepper.waited = waited
         self.job.hooks.on_evaluate(found)
         self._event("evaluation", loss=found.loss, tokens=found.tokens, metrics=found.metrics)
 

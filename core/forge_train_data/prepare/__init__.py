@@ -1,4 +1,4 @@
-"""Any source to token shards: on all cores, in bounded memory, resumed after a kill, the same for any number of workers.
+"""Any source to token shards: on all cores, in bounded memory, resumed after a kill, the same with any workers.
 
 What is read is divided into tasks before anything is read, by the files' names and sizes alone. Each task writes its
 own shards and then a note of them; the manifest comes last. So whoever runs the same preparation again does the tasks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,10 +141,10 @@ class _Side:
         self._waiting, self._size = [], 0
 
 
-def encode(tokenizer: Tokenizer, documents: list[bytes]) -> list[Ids]:
+def encode(tokenizer: Tokenizer, documents: list[bytes]) -> Sequence[Ids]:
     """Ids of UTF-8 texts, all at once where the tokenizer can."""
     if isinstance(tokenizer, DocumentEncoder):
-        return list(tokenizer.encodedocuments(documents))
+        return tokenizer.encode_documents(documents)
     encoded = [np.asarray(tokenizer.encode(document.decode("utf-8")), np.int64) for document in documents]
     if (largest := max((int(ids.max()) for ids in encoded if len(ids)), default=0)) >= tokenizer.vocabulary:
         raise ConfigError(f"The tokenizer gave the id {largest}, and says that it has {tokenizer.vocabulary}.")

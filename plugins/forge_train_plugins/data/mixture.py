@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from forge_train import Job
     from forge_train.config import Config as RunConfig
     from forge_train_data.documents import Documents
+    from forge_train_data.held_out import Side
     from forge_train_data.rows import Rows
 
 
@@ -83,7 +84,7 @@ class Mixture(Plugin):
         """Take each source's rows in another order in every epoch."""
 
     config: Config
-    _opened: dict[str, Mapping[str, Documents]] | None = None
+    _opened: dict[str, Mapping[Side, Documents]] | None = None
 
     @classmethod
     def brings(cls, config: Any) -> Mapping[str, Any]:
@@ -135,18 +136,19 @@ class Mixture(Plugin):
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
+        from forge_train_data.proportions import Phases
+
         from forge_train_data.loader import StreamLoader
         from forge_train_data.mixed import Mixture as Mixed
         from forge_train_data.mixed import Part
-        from forge_train_data.proportions import Phases
         from forge_train_data.stream import HELD_OUT_SEED, Ordered
 
         rows = {name: self._rows(name, job, split) for name in self._names()}
         rows = {name: found for name, found in rows.items() if split == "train" or found.count}
         if empty := next((name for name, found in rows.items() if not found.count), None if rows else "every source"):
             raise ConfigError(
-                f"mixture.sources: the {'training' if split == 'train' else 'held-out'} part of {empty} has less than one "
-                f"sequence of {job.config.train.sequence:,} tokens (train.sequence)."
+                f"mixture.sources: the {'training' if split == 'train' else 'held-out'} part of {empty} has less than "
+                f"one sequence of {job.config.train.sequence:,} tokens (train.sequence)."
             )
         held_out = split == "validation"
         seed = HELD_OUT_SEED if held_out else job.seed if self.config.shuffle else None
@@ -223,7 +225,7 @@ class Mixture(Plugin):
             )
         return found
 
-    def _rows(self, name: str, job: Job, split: str) -> Rows:
+    def _rows(self, name: str, job: Job, split: Side) -> Rows:
         from forge_train_data.tokens import open_tokens, rows_of
 
         tokenizer, config = job.hooks.tokenizer(), self.config

@@ -19,8 +19,8 @@ Packing = Literal["split", "best_fit", "pad"]
 class Tokens(Plugin):
     """Token shards: a folder of `forge data prepare`, or files of Megatron, nanoGPT, llm.c or numpy.
 
-    Shards are mapped and never read as a whole: a start takes the same short time at every size. A prepared folder brings
-    its tokenizer along; with other files, `tokenizer.path` is the one that made them.
+    Shards are mapped and never read as a whole: a start takes the same short time at every size. A prepared folder
+    brings its tokenizer along; with other files, `tokenizer.path` is the one that made them.
     """
 
     api = (1, 0)
@@ -36,8 +36,8 @@ class Tokens(Plugin):
         held_out: Annotated[float, Ge(0), Lt(1)] = 0.01
         """Share of the documents, the last ones, that is kept for evaluation where the files hold nothing out."""
         packing: Packing = "split"
-        """Rows: `split` all documents as one text every `train.sequence` tokens; `best_fit` several whole documents in a
-        row; `pad` one document in a row. Only documents longer than a row are cut by the last two."""
+        """Rows: `split` all documents as one text every `train.sequence` tokens; `best_fit` several whole documents in
+        a row; `pad` one document in a row. Only documents longer than a row are cut by the last two."""
         isolate: bool = True
         """Keep attention inside a document. Off, the documents are one long text: only with packing `split`."""
         shuffle: bool = True
