@@ -125,6 +125,18 @@ class DocumentEncoder(Protocol):
         ...
 
 
+@runtime_checkable
+class OffsetEncoder(Protocol):
+    """A tokenizer that tells which characters each token stands for, which masks of chats need; it need not."""
+
+    def encode_with_offsets(self, text: str) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
+        """The ids that `encode` gives, and of each the start and end (exclusive) of its characters in `text`.
+
+        Whitespace that a token has counts among its characters. A token of a part of a character stands for all of it.
+        """
+        ...
+
+
 class FeedForward(Protocol):
     """`feed_forward`: a layer's channel mixer, an `nn.Module`: `[batch, sequence, dim]` → the same."""
 

@@ -20,6 +20,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        sizes = [len(character.encode("utf-8", errors="replace")) for character in text]
+        return self.encode(text), [(at, at + 1) for at, size in enumerate(sizes) for _ in range(size)]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text; bytes that are not UTF-8 become U+FFFD, ids that are no bytes are left out."""
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")

@@ -66,6 +66,8 @@ class PretrainedTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.begin, after = self._post_processor()
+        # It has said what it adds; left in, byte-level ones trim the whitespace off a token's offsets.
+        self._tokenizer.post_processor = tokenizers.processors.Sequence([])
         added: list[str] = []
         end, stops = None, tuple[int, ...]()
         if file.name == FILE:
@@ -110,6 +112,10 @@ class PretrainedTokenizer:
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""

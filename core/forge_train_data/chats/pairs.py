@@ -1,0 +1,86 @@
+"""Pairs: two answers to one prompt, the better and the worse; and texts that belong together or apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forge_train import ConfigError
+
+from .records import Conversation, checked, common, said, tools_of
+from .render import Segments, render
+from .template import Template
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two conversations that begin with the same messages, their context."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingTexts:
+    """Texts for a contrastive loss: `positive` belongs to `anchor`, the `negatives` do not."""
+
+    anchor: str
+    positive: str
+    negatives: tuple[str, ...] = ()
+
+
+def preference(record: Mapping[str, Any], where: str = "this record") -> Preference:
+    """`{"prompt"?, "chosen", "rejected", "tools"?}`, each a string or a list of messages.
+
+    Without `prompt` the answers are lists, and the messages with which both begin are the prompt.
+
+    Raises:
+        ConfigError: a field is missing or of another shape; the answers are the same, or have no turn of the assistant.
+    """
+    fields = {name: value for name, value in record.items() if value is not None}
+    if not {"chosen", "rejected"} <= fields.keys():
+        raise ConfigError(f"{where}: expected chosen and rejected; the fields are {', '.join(fields) or 'none'}.")
+    prompt = said(fields["prompt"], "user", f"{where}: prompt") if "prompt" in fields else []
+    answers = []
+    for name in ("chosen", "rejected"):
+        if isinstance(fields[name], str) and not prompt:
+            raise ConfigError(f"{where}: {name} is a string, and there is no prompt; give one, or lists of messages.")
+        answer = said(fields[name], "assistant", f"{where}: {name}")
+        repeats = prompt and answer[: len(prompt)] == prompt
+        answers.append(answer if repeats else [*prompt, *answer])
+    chosen, rejected = answers
+    if chosen == rejected:
+        raise ConfigError(f"{where}: chosen and rejected are the same.")
+    context, tools = common(chosen, rejected), tools_of(fields.get("tools"), where)
+    return Preference(*(checked(Conversation(tuple(answer), tools, context, where)) for answer in answers))
+
+
+def render_preference(template: Template, pair: Preference) -> tuple[Segments, Segments]:
+    """Both renderings; of each, what follows the common prompt is learned.
+
+    Raises:
+        ConfigError: as `render`; or the template writes the prompt differently before the two answers.
+    """
+    chosen, rejected = render(template, pair.chosen), render(template, pair.rejected)
+    heads = [segments.text[: segments.learned[0][0]] if segments.learned else None for segments in (chosen, rejected)]
+    if heads[0] is None or heads[0] != heads[1]:
+        raise ConfigError(f"{pair.chosen.where}: {template.name} does not write the same prompt before both answers.")
+    return chosen, rejected
+
+
+def embedding_texts(record: Mapping[str, Any], where: str = "this record") -> EmbeddingTexts:
+    """`{"anchor", "positive", "negative"?}`; `negative` is a string or a list of them.
+
+    Raises:
+        ConfigError: a field is missing or no text.
+    """
+    there = ", ".join(record) or "none"
+    for name in ("anchor", "positive"):
+        if not isinstance(record.get(name), str):
+            raise ConfigError(f"{where}: expected a text as {name}; the fields are {there}.")
+    negative = record.get("negative")
+    negatives = [] if negative is None else [negative] if isinstance(negative, str) else negative
+    if not isinstance(negatives, list) or not all(isinstance(text, str) for text in negatives):
+        raise ConfigError(f"{where}: negative: expected a text, or a list of texts.")
+    return EmbeddingTexts(record["anchor"], record["positive"], tuple(negatives))

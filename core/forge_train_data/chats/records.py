@@ -1,0 +1,214 @@
+"""A record of a chat or an instruction data set to one shape: messages with roles, as chat templates take them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forge_train import ConfigError
+from forge_train.ground.errors import describe, nearest
+
+Message = dict[str, Any]
+
+SHAPES: Mapping[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+}
+"""The shapes that are read, and the fields that a record of each has."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"} | {r: r for r in ROLES}
+"""Who speaks in ShareGPT's `from`, and the role that it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages of plain JSON types, with at least one of the assistant.
+
+    Args:
+        messages: `role` (one of `ROLES`), `content` (a string; none with `tool_calls`), and what else the record has.
+        tools: JSON schemas of the tools that the assistant may call.
+        context: how many leading messages are never learned: the prompt of a prompt with its completion.
+        where: the record's place, for messages: `chats.jsonl, line 7`.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Any, ...] = ()
+    context: int = 0
+    where: str = "this record"
+
+
+def conversation(record: Mapping[str, Any], where: str = "this record", shape: str = "") -> Conversation:
+    """A record as messages.
+
+    - `messages`: `{"messages": [{"role", "content", "tool_calls"?, …}], "tools"?}`. A `weight` of 0 on an assistant's
+      message keeps it from being learned.
+    - `sharegpt`: `{"conversations": [{"from", "value"}], "system"?, "tools"?}`.
+    - `prompt`: `{"prompt", "completion"}`, both strings (what the user says, what the assistant answers) or both lists
+      of messages; only the completion is learned.
+    - `alpaca`: `{"instruction", "input"?, "output", "system"?, "history"?}`. The input follows the instruction after an
+      empty line.
+
+    Args:
+        record: fields whose value is None count as absent, since tables have every column in every row.
+        where: its place, for messages.
+        shape: one of `SHAPES`; the empty string recognises it by its fields.
+
+    Raises:
+        ConfigError: the record has another shape, or two of them; a role or a content is not one; nobody or no
+            assistant speaks.
+    """
+    fields = {name: value for name, value in record.items() if value is not None}
+    shape = _shape(fields, where, shape)
+    context = 0
+    if shape == "messages":
+        found = messages_of(fields["messages"], f"{where}: messages")
+    elif shape == "sharegpt":
+        found = [*_system(fields, where), *_sharegpt(fields["conversations"], f"{where}: conversations")]
+    elif shape == "prompt":
+        prompt = said(fields["prompt"], "user", f"{where}: prompt")
+        found, context = [*prompt, *said(fields["completion"], "assistant", f"{where}: completion")], len(prompt)
+    else:
+        found = [*_system(fields, where), *_alpaca(fields, where)]
+    return checked(Conversation(tuple(found), tools_of(fields.get("tools"), where), context, where))
+
+
+def checked(found: Conversation) -> Conversation:
+    """The same conversation, if the assistant says something in it that may be learned."""
+    if not found.messages:
+        raise ConfigError(f"{found.where}: the conversation is empty.")
+    if not any(message["role"] == "assistant" for message in found.messages[found.context :]):
+        roles = ", ".join(dict.fromkeys(message["role"] for message in found.messages))
+        raise ConfigError(f"{found.where}: there is no turn of the assistant to learn; the roles are {roles}.")
+    return found
+
+
+def messages_of(entries: Any, where: str) -> list[Message]:
+    """A list of messages, each checked.
+
+    Raises:
+        ConfigError: naming the message, counted from 0.
+    """
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
+        raise ConfigError(f"{where}: expected a list of messages, found {type(entries).__name__}.")
+    return [_message(entry, f"{where}[{at}]") for at, entry in enumerate(entries)]
+
+
+def common(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many elements two sequences begin with alike."""
+    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def said(value: Any, role: str, where: str) -> list[Message]:
+    """Messages from a list of them, or from a string that `role` says."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else messages_of(value, where)
+
+
+def _shape(fields: Mapping[str, Any], where: str, shape: str) -> str:
+    read = "; ".join(f"{name}: {' + '.join(needs)}" for name, needs in SHAPES.items())
+    if shape and shape not in SHAPES:
+        raise ConfigError(
+            f"no shape of records {shape!r}; expected one of {', '.join(SHAPES)}.{nearest(shape, SHAPES)}"
+        )
+    fits = [name for name, needs in SHAPES.items() if all(need in fields for need in needs) and shape in ("", name)]
+    if not fits:
+        there = ", ".join(fields) or "none"
+        raise ConfigError(f"{where}: its fields ({there}) are no conversation's. Shapes that are read: {read}.")
+    if len(fits) > 1:
+        raise ConfigError(f"{where}: its fields fit more than one shape of records: {', '.join(fits)}. Choose one.")
+    return fits[0]
+
+
+def _message(entry: Any, where: str) -> Message:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where}: expected a message with role and content, found {type(entry).__name__}.")
+    message = {str(key): _plain(value) for key, value in entry.items() if value is not None}
+    role = message.get("role")
+    if role not in ROLES:
+        raise ConfigError(f"{where}: role is {role!r}; expected one of {', '.join(ROLES)}.{nearest(str(role), ROLES)}")
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ConfigError(f"{where}: tool_calls: expected a list of calls, found {calls!r}.")
+    if message.get("weight", 1) not in (0, 1):
+        raise ConfigError(f"{where}: weight is {message['weight']!r}; expected 0 (not learned) or 1.")
+    if "content" in message:
+        message["content"] = _content(message["content"], where)
+    elif not calls or role != "assistant":
+        raise ConfigError(f"{where}: the message has no content.")
+    return message
+
+
+def _content(content: Any, where: str) -> str:
+    """A string, or a list of text parts joined."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ConfigError(f"{where}: content: expected a string, found {type(content).__name__}.")
+    texts = []
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ConfigError(f"{where}: content has a part of type {kind!r}; only text is read.")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _sharegpt(entries: Any, where: str) -> list[Message]:
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
+        raise ConfigError(f"{where}: expected a list of turns, found {type(entries).__name__}.")
+    turns = []
+    for at, entry in enumerate(entries):
+        if not isinstance(entry, Mapping) or not {"from", "value"} <= entry.keys():
+            there = ", ".join(map(str, entry)) if isinstance(entry, Mapping) else type(entry).__name__
+            raise ConfigError(f"{where}[{at}]: expected from and value, found {there}.")
+        speaker = entry["from"]
+        if speaker not in _SPEAKERS:
+            known = ", ".join(_SPEAKERS)
+            raise ConfigError(f"{where}[{at}]: from is {speaker!r}; expected one of {known}.")
+        rest = {key: value for key, value in entry.items() if key not in ("from", "value")}
+        turns.append({**rest, "role": _SPEAKERS[speaker], "content": entry["value"]})
+    return messages_of(turns, where)
+
+
+def _alpaca(fields: Mapping[str, Any], where: str) -> list[Message]:
+    for name in ("instruction", "input", "output"):
+        if not isinstance(fields.get(name, ""), str):
+            raise ConfigError(f"{where}: {name}: expected a string, found {type(fields[name]).__name__}.")
+    history = fields.get("history", [])
+    if not isinstance(history, list) or not all(isinstance(turn, Sequence) and len(turn) == 2 for turn in history):
+        raise ConfigError(f"{where}: history: expected pairs of an instruction and its output.")
+    asked = "\n\n".join(part for part in (fields["instruction"], fields.get("input", "")) if part)
+    pairs = [*history, (asked, fields["output"])]
+    texts = [message for question, answer in pairs for message in (("user", question), ("assistant", answer))]
+    return messages_of([{"role": role, "content": content} for role, content in texts], where)
+
+
+def _system(fields: Mapping[str, Any], where: str) -> list[Message]:
+    """The system's message from a field of that name beside the turns; an empty one is none."""
+    return said(fields["system"], "system", f"{where}: system") if fields.get("system") else []
+
+
+def tools_of(tools: Any, where: str) -> tuple[Any, ...]:
+    """JSON schemas of tools; tables often hold them as JSON in a string."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else []
+        except ValueError as error:
+            raise ConfigError(f"{where}: tools: no JSON: {describe(error)}") from error
+    tools = _plain(tools or [])
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConfigError(f"{where}: tools: expected a list of JSON schemas, found {tools!r}.")
+    return tuple(tools)
+
+
+def _plain(value: Any) -> Any:
+    """The same of JSON's types alone: a template, which is a stranger's program, gets no object with methods."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or type(value) in (str, int, float, bool) else str(value)

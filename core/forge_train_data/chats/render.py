@@ -1,0 +1,89 @@
+"""A conversation as text, which of its characters are learned, and both as tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forge_train import ConfigError
+from forge_train.contract.protocols import OffsetEncoder, Tokenizer
+
+from .records import Conversation
+from .template import Span, Template
+from .turns import Turns
+
+Learn = Literal["assistant", "last", "all"]
+"""What is learned: all turns of the assistant, the last of them, or every token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """A rendered conversation.
+
+    Args:
+        text: as the template wrote it, special tokens included.
+        learned: start and end (exclusive) of what is learned, in characters, in order and apart.
+    """
+
+    text: str
+    learned: tuple[Span, ...]
+
+
+def render(template: Template, conversation: Conversation, *, learn: Learn = "assistant") -> Segments:
+    """The text of a conversation, and what of it is learned: the assistant's words and the token that ends its turn.
+
+    Headers are not learned, nor is what a template writes after the end of a turn, such as the line break of ChatML.
+    What a template rewrites is learned as it stands in this text. A template's `{% generation %}` tags decide where
+    they are; without them the turns are found as the module `turns` describes. Messages of the conversation's context,
+    and those with a `weight` of 0, are not learned, unless all is.
+
+    Raises:
+        ConfigError: naming the record: the template fails on it, or the turns can't be told from the rest.
+    """
+    try:
+        text, tagged = template.render(conversation.messages, conversation.tools)
+        if learn == "all":
+            return Segments(text, ((0, len(text)),))
+        turns = [at for at, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        wanted = [at for at in turns if at >= conversation.context and conversation.messages[at].get("weight", 1)]
+        wanted = wanted[-1:] if learn == "last" else wanted
+        if tagged is not None and wanted == turns:
+            return Segments(text, tuple(tagged))
+        if tagged is not None and len(tagged) == len(turns):
+            return Segments(text, tuple(span for at, span in zip(turns, tagged, strict=True) if at in wanted))
+        finder = Turns(template, conversation.messages, conversation.tools, text)
+        spans = [span for at in wanted if (span := finder.span(at))]
+    except ConfigError as error:
+        raise ConfigError(f"{conversation.where}: {error}") from error
+    if tagged is not None:
+        spans = [(a, b) for a, b in tagged if any(a < stop and start < b for start, stop in spans)]
+    return Segments(text, tuple(span for span in spans if span[0] < span[1]))
+
+
+def tokenise(tokenizer: Tokenizer, segments: Segments) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+    """Token ids `[tokens]` of a rendering, and 1 `[tokens]` for each that is learned.
+
+    The text is encoded in one piece, as at inference: the ids are those of transformers' `apply_chat_template`. Nothing
+    is put before it or after it: a template writes the beginning itself. As in transformers, a special token in the
+    content of a message is encoded as that token.
+
+    A token is learned if its first character is. One that begins before a learned span is not, although its end may lie
+    inside: the model is given it, or a part of it, by the prompt.
+
+    Raises:
+        ConfigError: the tokenizer does not tell where its tokens lie.
+    """
+    if not isinstance(tokenizer, OffsetEncoder):
+        raise ConfigError(
+            f"{type(tokenizer).__name__} does not tell which characters a token stands for (encode_with_offsets), "
+            "which masks of chats need."
+        )
+    ids, offsets = tokenizer.encode_with_offsets(segments.text)
+    learned = np.zeros(len(segments.text) + 1, np.uint8)
+    for start, stop in segments.learned:
+        learned[start:stop] = 1
+    starts = np.fromiter((start for start, _ in offsets), np.int64, len(ids))
+    return np.asarray(ids, np.uint32), learned[starts]

@@ -1,0 +1,149 @@
+"""A chat template: Jinja, as Hugging Face's folders have it, rendered in a sandbox."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from forge_train import ConfigError
+from forge_train.ground.errors import describe
+
+if TYPE_CHECKING:
+    from jinja2 import Template as Compiled
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names that a message's thoughts go by; templates read the first."""
+
+
+class Template:
+    """What turns messages into the text that a model was made for, as transformers' `apply_chat_template` does.
+
+    Args:
+        sources: Jinja, or several by name: `default` is taken, or `tool_use` for a conversation with tools.
+        name: for messages.
+        variables: what the template is given beside messages and tools: `bos_token`, `enable_thinking`, …
+        tokens: the tokenizer's added tokens, such as `<|im_end|>`: they tell where a turn ends.
+        now: the time of `strftime_now`; None is the moment of this call. A run that is to repeat gives a fixed one.
+
+    Raises:
+        ConfigError: jinja2 is missing, or a source is no template.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, str] | str,
+        *,
+        name: str = "the chat template",
+        variables: Mapping[str, Any] | None = None,
+        tokens: Sequence[str] = (),
+        now: datetime.datetime | None = None,
+    ) -> None:
+        self.name = name
+        self.variables = dict(variables or {})
+        self.tokens = tuple(dict.fromkeys(token for token in tokens if token.strip()))
+        self._tracker = _Tracker(now or datetime.datetime.now().astimezone())
+        named = {"default": sources} if isinstance(sources, str) else sources
+        self._compiled = {key: self._compile(source) for key, source in named.items()}
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), *, generation_prompt: bool = False
+    ) -> tuple[str, list[Span] | None]:
+        """The text, and what of it lies inside `{% generation %}`; None where the template has no such tag.
+
+        Args:
+            messages: of plain JSON types.
+            tools: JSON schemas.
+            generation_prompt: whether the text ends with the header of the assistant's next turn.
+
+        Raises:
+            ConfigError: the template fails, or refuses the conversation by `raise_exception`.
+        """
+        key = "tool_use" if tools and "tool_use" in self._compiled else "default"
+        if key not in self._compiled:
+            raise ConfigError(f"{self.name}: none of its templates is the default: {', '.join(self._compiled)}.")
+        template, tagged = self._compiled[key]
+        values = {
+            **self.variables,
+            "messages": [_aliased(message) for message in messages],
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": generation_prompt,
+        }
+        try:
+            text, spans = self._tracker.run(template, values)
+        except Exception as error:  # a stranger's program raises anything
+            raise ConfigError(f"{self.name}: {getattr(error, 'message', None) or describe(error)}") from error
+        if any(text[start : start + len(inner)] != inner for start, inner in spans):
+            raise ConfigError(f"{self.name}: {{% generation %}} inside a macro or a set block can't be followed.")
+        return text, [(start, start + len(inner)) for start, inner in spans if inner] if tagged else None
+
+    def _compile(self, source: str) -> tuple[Compiled, bool]:
+        """The template, and whether it has `{% generation %}`."""
+        self._tracker.tagged = False
+        try:
+            return self._tracker.environment.from_string(source), self._tracker.tagged
+        except Exception as error:  # what is wrong in it may be anything, recursion that is too deep among it
+            raise ConfigError(f"{self.name} is no Jinja template: {describe(error)}") from error
+
+
+class _Tracker:
+    """A sandboxed environment with what chat templates expect of transformers', and where `{% generation %}` stood."""
+
+    def __init__(self, now: datetime.datetime) -> None:
+        try:
+            from jinja2 import TemplateError, ext, nodes
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError as error:
+            raise ConfigError("chat templates need jinja2: pip install 'forge-train[data]'.") from error
+        tracker = self
+
+        class Generation(ext.Extension):
+            tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance's)
+
+            def parse(self, parser: Any) -> nodes.Node:
+                tracker.tagged = True
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+            def _mark(self, caller: Any) -> str:
+                inner: str = caller()
+                tracker._spans.append((sum(map(len, tracker._pieces)), inner))
+                return inner
+
+        def raise_exception(message: str) -> None:
+            raise TemplateError(message)
+
+        self.tagged = False
+        self._pieces: list[str] = []
+        self._spans: list[tuple[int, str]] = []
+        self.environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+        )
+        self.environment.filters["tojson"] = _tojson
+        self.environment.globals.update(raise_exception=raise_exception, strftime_now=now.strftime)
+
+    def run(self, template: Compiled, values: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
+        """The text, and start and text of each `{% generation %}`."""
+        self._pieces, self._spans = [], []
+        for piece in template.generate(**values):
+            self._pieces.append(piece)  # piece by piece: a tag asks how long the text is so far
+        return "".join(self._pieces), self._spans
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _aliased(message: Message) -> dict[str, Any]:
+    """The message with its thoughts under the names that templates read, as transformers gives them."""
+    thoughts = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return dict(message) if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}

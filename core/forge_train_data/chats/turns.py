@@ -1,0 +1,164 @@
+"""Where the assistant's turns lie in a rendering, found by rendering variations of the conversation.
+
+A turn is what the model writes at inference: it begins where the generation prompt ends, and ends with the token that
+ends it. A template is a program, so each border is found in a way that proves itself on the final rendering:
+
+- The end: the strings of the turn are replaced by sentinels. What the template writes after the last one must end the
+  final rendering too, so its length gives the end of the turn's own words. The first part of it that is the same
+  whatever follows the turn, up to its last added token (`<|im_end|>`), ends the turn.
+- The start, the first of these that holds:
+  1. the messages before the turn, rendered with a generation prompt, begin the final rendering;
+  2. the same, seen from the message before the turn on: sentinels in that message make what follows it comparable also
+     where the template rewrites what is older (Qwen3 drops thoughts of earlier turns);
+  3. likewise, with the header that the template writes before plain words, where a generation prompt begins with it
+     and has more (DeepSeek-R1 opens thoughts there, and drops them from the rendering);
+  4. what the template writes before the turn's own words ends with the generation prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from forge_train import ConfigError
+
+from .records import common
+from .template import Message, Span, Template
+
+_KEPT = ("role", "type", "id", "tool_call_id", "name")
+"""Keys whose strings templates compare or check; sentinels leave them."""
+
+
+class Turns:
+    """The turns of one conversation in its rendering.
+
+    Args:
+        template: which renders it.
+        messages: all of it.
+        tools: of the conversation.
+        text: its rendering.
+    """
+
+    def __init__(self, template: Template, messages: Sequence[Message], tools: Sequence[Any], text: str) -> None:
+        self._template, self._messages, self._tools, self._text = template, list(messages), tools, text
+        self._word = "Sentinel"
+        while self._word in text:
+            self._word += "s"
+        self._added = re.compile("|".join(map(re.escape, sorted(template.tokens, key=len, reverse=True))) or "(?!)")
+
+    def span(self, turn: int) -> Span | None:
+        """Start and end of an assistant's message in the text; None where the template leaves it out.
+
+        Raises:
+            ConfigError: they can't be told for sure.
+        """
+        replaced = self._replaced(turn)
+        whole = self._render([*self._messages[:turn], replaced, *self._messages[turn + 1 :]])
+        if whole == self._text and replaced != self._messages[turn]:
+            return None
+        if around := self._around(whole, turn):
+            before, after = around
+            start, end = self._start(turn, before), self._end(turn, after)
+            if start is not None and end is not None and start <= end:
+                return start, end
+        raise ConfigError(
+            f"{self._template.name}: where the assistant's message {turn}, counted from 0, begins and ends can't be "
+            "told for sure; put {% generation %} and {% endgeneration %} around what is to be learned in the template."
+        )
+
+    def _end(self, turn: int, after: str) -> int | None:
+        """Where the turn ends, if the text ends with `after`, what a template writes after the turn's own words."""
+        if not self._text.endswith(after):
+            return None
+        last = turn == len(self._messages) - 1
+        following = [{"role": "user", "content": "And then?"}] if last else []
+        around = self._around(self._render([*self._messages[:turn], self._replaced(turn), *following]), turn)
+        if not around and not last:
+            return None
+        same = common(after, around[1]) if around else len(after)
+        return len(self._text) - len(after) + self._ending(after, same)
+
+    def _ending(self, after: str, same: int) -> int:
+        """How many of the first `same` characters after a turn's words end it: up to the last added token in them."""
+        end = 0
+        for match in self._added.finditer(after):
+            if match.end() > same:
+                return end or min(same, match.start())
+            end = match.end()
+        return end or same
+
+    def _start(self, turn: int, before: str) -> int | None:
+        """Where the turn starts, given what the template writes before the turn's own words."""
+        prompt = self._render(self._messages[:turn], prompt=True)
+        if prompt is not None and self._text.startswith(prompt):
+            return len(prompt)
+        if turn and (start := self._start_after(turn)) is not None:
+            return start
+        return len(before) if self._text.startswith(before) and self._ends_with_header(before) else None
+
+    def _start_after(self, turn: int) -> int | None:
+        """The same by what follows the words of the message before it."""
+        earlier = [*self._messages[: turn - 1], self._replaced(turn - 1)]
+        here = self._around(self._render([*earlier, *self._messages[turn:]]), turn - 1)
+        prompt = self._around(self._render(earlier, prompt=True), turn - 1)
+        if not here or not prompt or not self._text.endswith(here[1]):
+            return None
+        headers, plain = [prompt[1]], {"role": "assistant", "content": self._sentinel(turn, 1)}
+        both = self._render([*earlier, plain, *self._messages[turn + 1 :]])
+        left, right = self._around(both, turn - 1), self._around(both, turn)
+        if both and left and right:
+            header = both[len(both) - len(left[1]) : len(right[0])]
+            headers += [header] if header and prompt[1].startswith(header) else []
+        fits = [len(header) for header in headers if here[1].startswith(header)]
+        return len(self._text) - len(here[1]) + fits[0] if fits else None
+
+    def _ends_with_header(self, before: str) -> bool:
+        """Whether a text ends with what a generation prompt adds to a user's message."""
+        user = [{"role": "user", "content": "And then?"}]
+        closed, prompt = self._render(user), self._render(user, prompt=True)
+        if not closed or not prompt or not prompt.startswith(closed) or prompt == closed:
+            return False
+        return before.endswith(prompt[len(closed) :])
+
+    def _render(self, messages: Sequence[Message], prompt: bool = False) -> str | None:
+        """None where the template refuses this variation."""
+        try:
+            return self._template.render(messages, self._tools, generation_prompt=prompt)[0]
+        except ConfigError:
+            return None
+
+    def _replaced(self, turn: int) -> Message:
+        """A message with sentinels for its strings, each another."""
+        message = self._messages[turn]
+        count = 0
+
+        def sentinel(text: str) -> str:
+            nonlocal count
+            if not text and message.get("tool_calls"):
+                return text  # templates ask whether a call comes with words
+            count += 1
+            return self._sentinel(turn, count)
+
+        replaced: Message = _map_strings(message, sentinel, _KEPT)
+        if not count:  # a call without arguments
+            replaced = _map_strings(message, sentinel, _KEPT[:-1])
+        return replaced
+
+    def _sentinel(self, turn: int, count: int) -> str:
+        return f"{self._word}{turn}x{count}x"
+
+    def _around(self, text: str | None, turn: int) -> tuple[str, str] | None:
+        """What stands before and after all sentinels of a message; None if one of them is there twice, or none is."""
+        found = list(re.finditer(rf"{self._word}{turn}x\d+x", text or ""))
+        if text is None or not found or len({match.group() for match in found}) < len(found):
+            return None
+        return text[: found[0].start()], text[found[-1].end() :]
+
+
+def _map_strings(value: Any, change: Callable[[str], str], kept: Sequence[str]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: item if key in kept else _map_strings(item, change, kept) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map_strings(item, change, kept) for item in value]
+    return change(value) if isinstance(value, str) else value
