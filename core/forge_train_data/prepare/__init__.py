@@ -8,8 +8,11 @@ that have no note, and which worker did a task, or when, can't be seen in the re
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
+import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,25 +28,30 @@ from .progress import Report
 from .tasks import Preparation, Task, divide
 from .worker import Done, done, task_name
 
-__all__ = ["Preparation", "Report", "prepare"]
+__all__ = ["Preparation", "Report", "prepare", "settled"]
 
 
-def prepare(wanted: Preparation, report: Report) -> Manifest:
+def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: bool = False) -> Manifest:
     """Make a folder of token shards.
 
     Args:
         wanted: what to make, and of what.
         report: is told how far it is.
+        key: the configuration key or argument that named the sources, for messages.
+        wait: whether to wait for another process that makes the same folder, instead of refusing.
 
     Raises:
         ConfigError: the sources can't be read, hold nothing, or the folder holds something else.
     """
-    files = find(wanted.sources, key="SOURCE")
+    files = find(wanted.sources, key=key)
     tasks = divide(files)
-    with _claimed(wanted.out, wanted.settings(files)) as work:
+    with _claimed(wanted.out, wanted.settings(files), wait) as work:
         tokenizer = _tokenizer(wanted, work, tasks, report)
         left = [task for task in tasks if done(work, wanted.out, task) is None]
         report.begin(tasks, left)
+        if not left and (wanted.out / FILE).is_file():
+            report.end({})
+            return read_manifest(wanted.out, key=key)
         if left:
             pool.run(wanted, tokenizer, left, report)
         results = [_required(done(work, wanted.out, task), task) for task in tasks]
@@ -54,7 +62,7 @@ def prepare(wanted: Preparation, report: Report) -> Manifest:
             shards={side: tuple(_listed(results, side)) for side in SIDES},
         )
         if not manifest.total("tokens"):
-            raise ConfigError(f"SOURCE: there is no text in {len(files):,} files.")
+            raise ConfigError(f"{key}: there is no text in {len(files):,} files.")
         manifest.write(wanted.out)
     report.end({file: reason for result in results for file, reason in result.skipped.items()})
     return manifest
@@ -98,7 +106,7 @@ def _tokenizer(wanted: Preparation, work: Path, tasks: list[Task], report: Repor
 
 
 @contextlib.contextmanager
-def _claimed(out: Path, settings: str) -> Iterator[Path]:
+def _claimed(out: Path, settings: str, wait: bool) -> Iterator[Path]:
     """The folder's own work folder, for one process at a time.
 
     Raises:
@@ -116,7 +124,7 @@ def _claimed(out: Path, settings: str) -> Iterator[Path]:
         raise ConfigError(f"--out: {out} can't be written: {error.strerror}") from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
             raise ConfigError(f"--out: {out} is being prepared by another process.") from error
         if plan.is_file() and (known := plan.read_text(encoding="utf-8")) != settings:
@@ -141,3 +149,20 @@ def _difference(known: str, wanted: str) -> str:
         return ", ".join(sorted(key for key in {*old, *new} if old.get(key) != new.get(key)))
     except ValueError:
         return "its plan is damaged"
+
+
+def settled(wanted: Preparation, cache: str, name: str) -> Preparation:
+    """The same preparation in a cache, in a folder of its own.
+
+    Args:
+        wanted: what to make.
+        cache: the cache's folder; empty for the user's.
+        name: of the plugin that has it.
+    """
+    home = os.environ.get("XDG_CACHE_HOME")
+    folder = (
+        Path(cache).expanduser() if cache else (Path(home) if home else Path.home() / ".cache") / "forge-train" / name
+    )
+    settings = wanted.settings(find(wanted.sources, key=f"{name}.path"))
+    identity = hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
+    return dataclasses.replace(wanted, out=folder / identity)

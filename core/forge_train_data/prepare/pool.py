@@ -7,25 +7,21 @@ import os
 import signal
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forge_train import ConfigError
 from forge_train.ground.errors import describe
 
-from ..tokenizers import open_tokenizer
 from .progress import Report
 from .tasks import Preparation, Task
-from .worker import perform, task_name
-
-if TYPE_CHECKING:
-    from forge_train import Tokenizer
+from .worker import Maker, perform, task_name
 
 EVERY = 0.5
 """Seconds between two reports."""
 THREADS = "RAYON_NUM_THREADS"
 
 _mine: dict[str, Any] = {}
-"""Of a worker process: its tokenizer, what it does, and the count of bytes that all of them share."""
+"""Of a worker process: its tokenizer and template, what it does, and the count of bytes that all of them share."""
 
 
 def run(wanted: Preparation, tokenizer: str, tasks: list[Task], report: Report) -> None:
@@ -36,9 +32,9 @@ def run(wanted: Preparation, tokenizer: str, tasks: list[Task], report: Report) 
     """
     whole = wanted.whole(report.every)
     if wanted.workers == 1:
-        opened = open_tokenizer(tokenizer)
+        maker = Maker.of(wanted, tokenizer)
         for task in tasks:
-            _one(task, wanted, opened, whole, report.add)
+            _one(task, wanted, maker, whole, report.add)
             report.show()
         return
     context = multiprocessing.get_context("spawn")
@@ -77,7 +73,7 @@ def _follow(running: dict[Future[None], Task], pool: ProcessPoolExecutor, count:
 
 def _start(wanted: Preparation, tokenizer: str, whole: bool, count: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends the pool
-    _mine.update(wanted=wanted, tokenizer=open_tokenizer(tokenizer), whole=whole, count=count)
+    _mine.update(wanted=wanted, maker=Maker.of(wanted, tokenizer), whole=whole, count=count)
 
 
 def _perform(task: Task) -> None:
@@ -85,12 +81,12 @@ def _perform(task: Task) -> None:
         with _mine["count"].get_lock():
             _mine["count"].value += size
 
-    _one(task, _mine["wanted"], _mine["tokenizer"], _mine["whole"], told)
+    _one(task, _mine["wanted"], _mine["maker"], _mine["whole"], told)
 
 
-def _one(task: Task, wanted: Preparation, tokenizer: Tokenizer, whole: bool, told: Any) -> None:
+def _one(task: Task, wanted: Preparation, maker: Maker, whole: bool, told: Any) -> None:
     try:
-        perform(task, wanted, tokenizer, whole=whole, told=told)
+        perform(task, wanted, maker, whole=whole, told=told)
     except OSError as error:
         raise ConfigError(
             f"--out: {wanted.out} can't be written ({error.strerror or describe(error)}). What is done stays: mend it "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..chats import Learn
 from ..files import File
 from ..formats import Part, lookup
 from ..held_out import FEW
@@ -31,6 +32,9 @@ class Preparation:
         held_out: share of the documents kept for evaluation.
         workers: processes.
         skip: whether a file that can't be read is left out and counted, instead of ending the preparation.
+        chat: whether records are conversations, which a chat template renders, and not texts.
+        template: which one; empty for the tokenizer's own.
+        learn: what of a conversation is learned.
     """
 
     sources: tuple[str, ...]
@@ -41,10 +45,16 @@ class Preparation:
     held_out: float = 0.01
     workers: int = 1
     skip: bool = False
+    chat: bool = False
+    template: str = ""
+    learn: Learn = "assistant"
 
     def public(self) -> dict[str, Any]:
         """What decides the result, beside the files and the tokenizer."""
-        return {"field": self.field, "held_out": self.held_out, "train_tokenizer": self.train_tokenizer}
+        made = {"held_out": self.held_out, "train_tokenizer": self.train_tokenizer}
+        if self.chat:
+            return {**made, "template": self.template, "learn": self.learn}
+        return {**made, "field": self.field}
 
     def settings(self, files: Sequence[File]) -> str:
         """What a second run must have in common with the first, to go on with its work."""

@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forge_train import ConfigError, Tokenizer
 from forge_train.contract.protocols import DocumentEncoder
 
+from ..chats import Learn, Template, conversation, open_template, render, tokenise
 from ..formats import lookup, text_of
 from ..held_out import SIDES, Side, cut, side_of
 from ..manifest import WORK
 from ..shard import Ids
 from ..store import SUFFIX, Header, ShardWriter, read_header
+from ..tokenizers import BYTES, open_tokenizer
 from .tasks import Piece, Preparation, Task
 
 BATCH = 4 << 20
@@ -60,38 +63,80 @@ def done(work: Path, out: Path, task: Task) -> Done | None:
         return None
 
 
-def perform(task: Task, wanted: Preparation, tokenizer: Tokenizer, *, whole: bool, told: Callable[[int], None]) -> None:
+def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told: Callable[[int], None]) -> None:
     """Do a task.
 
     Args:
         task: what to read.
         wanted: the preparation.
-        tokenizer: of the preparation.
+        maker: of tokens.
         whole: whether documents are held out whole.
         told: is given the bytes of each piece that was read.
     """
     skipped: dict[str, str] = {}
     with ExitStack() as stack:
         sides: dict[Side, _Side] = {}
+
+        def side(name: Side) -> _Side:
+            if name not in sides:
+                path, made_by = shard_path(wanted.out, name, task.number), maker.tokenizer
+                writer = ShardWriter(path, made_by.vocabulary, made_by.digest, trained=wanted.chat)
+                sides[name] = _Side(stack.enter_context(writer), made_by)
+            return sides[name]
+
         for piece in task.pieces:
             try:
-                for document in documents(piece, wanted.field):
-                    for side, text in _divided(document, wanted.held_out, whole):
-                        if side not in sides:
-                            path = shard_path(wanted.out, side, task.number)
-                            writer = ShardWriter(path, tokenizer.vocabulary, tokenizer.digest)
-                            sides[side] = _Side(stack.enter_context(writer), tokenizer)
-                        sides[side].add(text)
+                if maker.template is not None:
+                    for text, ids, trained in chats(piece, maker.template, maker.tokenizer, wanted.learn):
+                        side(side_of(text, wanted.held_out)).add_encoded(ids, trained, len(text))
+                else:
+                    for document in documents(piece, wanted.field):
+                        for name, text in _divided(document, wanted.held_out, whole):
+                            side(name).add(text)
             except ConfigError as error:
                 if not wanted.skip:
                     raise
                 skipped.setdefault(piece.file.address, str(error))
             told(piece.part.bytes)
-        headers = {side: dataclasses.asdict(sides[side].close()) for side in SIDES if side in sides}
+        headers = {name: dataclasses.asdict(sides[name].close()) for name in SIDES if name in sides}
     note = wanted.out / WORK / f"{task_name(task)}.json"
     part = note.with_suffix(".part")
     part.write_text(json.dumps({"headers": headers, "skipped": skipped}), encoding="utf-8")
     part.replace(note)
+
+
+@dataclass(frozen=True)
+class Maker:
+    """What makes tokens of records.
+
+    Args:
+        tokenizer: of the preparation.
+        template: which renders conversations; None where records are texts.
+    """
+
+    tokenizer: Tokenizer
+    template: Template | None = None
+
+    @classmethod
+    def of(cls, wanted: Preparation, tokenizer: str) -> Maker:
+        """What a preparation needs, given its tokenizer's path.
+
+        Raises:
+            ConfigError: there is no such tokenizer, or no such template.
+        """
+        folder = None if tokenizer == BYTES else Path(tokenizer)
+        template = open_template(wanted.template, folder) if wanted.chat else None
+        return cls(open_tokenizer(tokenizer), template)
+
+
+def chats(
+    piece: Piece, template: Template, tokenizer: Tokenizer, learn: Learn
+) -> Iterator[tuple[bytes, Ids, NDArray[np.uint8]]]:
+    """Text, token ids and what is learned of each conversation of a piece."""
+    for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
+        segments = render(template, conversation(record, piece.file.at(place)), learn=learn)
+        ids, trained = tokenise(tokenizer, segments)
+        yield segments.text.encode("utf-8", errors="replace"), ids, trained
 
 
 def documents(piece: Piece, field: str) -> Iterator[bytes]:
@@ -130,11 +175,17 @@ class _Side:
         if self._size >= BATCH:
             self._flush()
 
+    def add_encoded(self, ids: Ids, trained: NDArray[np.uint8], size: int) -> None:
+        """A document that is tokens already, and begins and ends as it should."""
+        self._writer.add([ids], size, [trained])
+
     def close(self) -> Header:
         self._flush()
         return self._writer.close()
 
     def _flush(self) -> None:
+        if not self._waiting:
+            return
         begin, end = np.array(self._begin, np.int64), np.array(self._end, np.int64)
         encoded = [np.concatenate([begin, ids, end]) for ids in encode(self._tokenizer, self._waiting) if len(ids)]
         self._writer.add(encoded, self._size)

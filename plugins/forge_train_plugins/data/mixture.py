@@ -136,11 +136,10 @@ class Mixture(Plugin):
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
-        from forge_train_data.proportions import Phases
-
         from forge_train_data.loader import StreamLoader
         from forge_train_data.mixed import Mixture as Mixed
         from forge_train_data.mixed import Part
+        from forge_train_data.proportions import Phases
         from forge_train_data.stream import HELD_OUT_SEED, Ordered
 
         rows = {name: self._rows(name, job, split) for name in self._names()}
