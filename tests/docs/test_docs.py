@@ -142,7 +142,8 @@ def test_the_architecture_page_has_every_module_of_the_core() -> None:
     rooms = {path.name for path in (ROOT / "core" / "forge_train").iterdir() if path.is_dir()}
     inner = ("planning.", "verification.")  # a row for the package is enough
     tools = [name for name in modules(ROOT / "core" / "forge_train_tools") if not name.startswith(inner)]
-    known = [name for name in kernel + tools if name and name not in rooms | {"launching", "offline", "__init__"}]
+    kit = modules(ROOT / "core" / "forge_train_data")
+    known = [name for name in kernel + tools + kit if name and name not in rooms | {"launching", "offline", "__init__"}]
     assert [name for name in known if not any(f"`{at}{name}`" in text for at in ("", "nn.", "metrics."))] == []
     named = re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE)
     assert [name for name in named if name not in (*known, "config")] == []

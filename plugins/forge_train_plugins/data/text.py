@@ -33,9 +33,9 @@ class Text(Plugin):
     @section
     class Config:
         path: str | tuple[str, ...] = ""
-        """Files, folders (.txt .md .rst .py .jsonl in them) or glob patterns; empty for Python's standard library."""
+        """Files, folders, glob patterns or addresses, of any format; empty for Python's standard library."""
         field: str = "text"
-        """Where a .jsonl line has its text."""
+        """Where a record of .jsonl, .parquet and the like has its text."""
         held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
         """Share of the documents that is kept for evaluation; of every document where there are few."""
         isolate: bool = True
@@ -54,9 +54,9 @@ class Text(Plugin):
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
-        from ._text.sources import find
+        from ._text.sources import find, is_plain
 
-        lines = False
+        records = False
         if not self.config.path:  # walking the standard library would only repeat what opening the corpus does
             if config.train.init_from:
                 yield Problem(
@@ -67,12 +67,12 @@ class Text(Plugin):
                 )
         else:
             try:
-                lines = any(source.lines for source in find(self.config.path))
+                records = any(not is_plain(file) for file in find(self.config.path))
             except ConfigError as error:
                 yield Problem("text.path", str(error).removeprefix("text.path: "), data=True)
                 return
-        if not lines and self.config.field != "text":
-            yield Problem("text.field", "has no effect: there is no .jsonl file under text.path.", data=True)
+        if not records and self.config.field != "text":
+            yield Problem("text.field", "has no effect: there is no file of records under text.path.", data=True)
 
     @hookimpl
     def kernel_needs(self) -> KernelCapabilities | None:

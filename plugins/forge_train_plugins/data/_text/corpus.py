@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from forge_train import ConfigError, Tokenizer
 from forge_train.contract.protocols import DocumentEncoder
+from forge_train_data.files import File
 
 from . import cache
 from .baseline import trigram_bits_per_byte
 from .documents import Side, Survey, read, split, survey
 from .progress import Progress
-from .sources import Source, describe, find
+from .sources import describe, find, is_plain
 
 Ids = NDArray[np.integer]
 
@@ -71,7 +72,7 @@ class Recipe:
 
     def documents(self, found: Survey, progress: Progress | None = None) -> Iterator[tuple[Side, bytes]]:
         """All documents with the side they fall on."""
-        every = (document for source in found.sources for document in read(source, self.field))
+        every = (document for file in found.files for document in read(file, self.field))
         return split(progress.follow(every) if progress else every, self.held_out, found.documents)
 
 
@@ -81,21 +82,22 @@ def open_corpus(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> Corpus:
     Raises:
         ConfigError: a file is missing, unreadable or no text, nothing is in them, or the cache can't be written.
     """
-    sources = find(recipe.paths)
-    listing, settled = _listing(sources)
+    files = find(recipe.paths)
+    listing, settled = _listing(files)
     settings = [_LAYOUT, tokenizer.digest, recipe.field, recipe.held_out]
     memo = folder / "seen" / _hash([listing, *settings])
     key, found = cache.recall(memo), None
     if key is None:
-        found = survey(sources)
+        found = survey(files)
         key = _hash([found.digest, *settings])
         if settled:
             cache.remember(memo, key)
 
     def build(made: Path) -> dict[str, Any]:
-        logging.getLogger("forge_train").info("text: tokenising %d files into %s", len(sources), folder)
-        surveyed = found or survey(sources)
-        size = None if any(source.lines for source in sources) else sum(s.path.stat().st_size for s in surveyed.sources)
+        logging.getLogger("forge_train").info("text: tokenising %d files into %s", len(files), folder)
+        surveyed = found or survey(files)
+        plain = all(is_plain(file) and not file.packed for file in files)
+        size = sum(file.size() for file in surveyed.files) if plain else None
         with Progress(surveyed.documents, size) as progress:
             return _tokenise(recipe.documents(surveyed, progress), tokenizer, made)
 
@@ -105,21 +107,18 @@ def open_corpus(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> Corpus:
         name, key, folder / key, *(_map(folder / key, side, meta[side]) for side in ("train", "validation"))
     )
     if not len(corpus.train.tokens) + len(corpus.validation.tokens):
-        raise ConfigError(f"text.path: {name} is empty: there is not a single byte of text in {len(sources)} files")
+        raise ConfigError(f"text.path: {name} is empty: there is not a single byte of text in {len(files)} files")
     return corpus
 
 
-def _listing(sources: Iterable[Source]) -> tuple[list[tuple[str, bool, int, int]], bool]:
-    """Path, size and time of each file, and whether all have been left alone long enough to be known by these."""
+def _listing(files: Iterable[File]) -> tuple[list[tuple[str, bool, int, int | str]], bool]:
+    """Address, size and time of each file, and whether all have been left alone long enough to be known by these."""
     now = time.time_ns()
     listing, settled = [], True
-    for source in sources:
-        try:
-            state = source.path.stat()
-        except OSError as error:
-            raise ConfigError(f"text.path: {source.path} can't be read: {error.strerror}") from error
-        listing.append((str(source.path), source.named, state.st_size, state.st_mtime_ns))
-        settled = settled and state.st_mtime_ns < now - _SETTLED
+    for file in files:
+        size, changed = file.stamp()
+        listing.append((file.address, file.named, size, changed))
+        settled = settled and (changed < now - _SETTLED if isinstance(changed, int) else bool(changed))
     return listing, settled
 
 
