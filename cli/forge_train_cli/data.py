@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,7 @@ def prepare(
 
 def _show(line: str) -> None:
     """A line over the one before; only on a terminal."""
-    if click.get_text_stream("stderr").isatty():
+    if sys.stderr.isatty():
         click.echo(f"\r\x1b[K{line}", nl=False, err=True)
 
 

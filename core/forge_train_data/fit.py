@@ -35,7 +35,8 @@ def fitted(documents: Documents, sequence: int, *, long: Long, packing: str, key
     if long == "refuse" and longer.any():
         raise ConfigError(
             f"{key}.long: {int(longer.sum()):,} of {len(lengths):,} conversations are longer than a row of "
-            f"{sequence:,} tokens, the longest has {int(lengths.max()):,}. Raise train.sequence, or choose drop, left or right."
+            f"{sequence:,} tokens, the longest has {int(lengths.max()):,}. Raise train.sequence, or choose "
+            "drop, left or right."
         )
     document = np.flatnonzero(~longer) if long == "drop" else np.arange(len(lengths))
     length = np.minimum(lengths, sequence)[document]

@@ -40,13 +40,13 @@ class Manifest:
     Args:
         tokenizer: `digest`, `vocabulary`, and `path`: `bytes`, or `tokenizer` for the folder beside.
         settings: how the text was made, as it was asked for.
-        sources: the files it was made from, and their sizes in bytes.
+        sources: `entries`, the files and folders as they were asked for, and `files`, how many there were.
         shards: of each side, in order.
     """
 
     tokenizer: Mapping[str, Any]
     settings: Mapping[str, Any]
-    sources: Mapping[str, int]
+    sources: Mapping[str, Any]
     shards: Mapping[Side, tuple[Listed, ...]]
 
     def total(self, what: str, side: Side | None = None) -> int:

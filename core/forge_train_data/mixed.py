@@ -66,7 +66,7 @@ class Mixture:
 
     def read(self, places: Int64) -> Arrays:
         source, row = places[:, 0], places[:, 1]
-        every = np.unique(source).tolist()
+        every: list[int] = np.unique(source).tolist()
         if len(every) == 1:
             return self._streams[every[0]].read(row)
         parts = [(source == at, self._streams[at].read(row[source == at])) for at in every]

@@ -47,7 +47,6 @@ def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float
         ConfigError: the files are none of this, damaged, of another tokenizer, or have ids that the tokenizer has not.
     """
     from .documents import Documents
-    from .foreign import largest, open_foreign
     from .manifest import FILE, WORK, open_prepared
 
     vocabulary = tokenizer.vocabulary
@@ -72,6 +71,8 @@ def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float
             f"{key}.path: {path} has no manifest, so forge data prepare did not write it. For tokens of another "
             "program name the file."
         )
+    from .foreign import largest, open_foreign
+
     shards = open_foreign(path, dtype=dtype or None, end=tokenizer.end, key=key)
     for shard in shards:
         top, at = largest(shard)

@@ -19,13 +19,13 @@ from pathlib import Path
 from forge_train import ConfigError
 from forge_train.storage import model_files
 
-from ..files import find
+from ..files import File, find
 from ..held_out import SIDES
 from ..manifest import FILE, TOKENIZER, WORK, Listed, Manifest, read_manifest
 from ..tokenizers import BYTES, open_tokenizer
 from . import pool, training
 from .progress import Report
-from .tasks import Preparation, Task, divide
+from .tasks import TEXT, Preparation, Task, divide
 from .worker import Done, done, task_name
 
 __all__ = ["Preparation", "Report", "prepare", "settled"]
@@ -43,7 +43,7 @@ def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: b
     Raises:
         ConfigError: the sources can't be read, hold nothing, or the folder holds something else.
     """
-    files = find(wanted.sources, key=key)
+    files = _files(wanted, key)
     tasks = divide(files)
     with _claimed(wanted.out, wanted.settings(files), wait) as work:
         tokenizer = _tokenizer(wanted, work, tasks, report)
@@ -58,7 +58,7 @@ def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: b
         manifest = Manifest(
             tokenizer=_described(tokenizer),
             settings=wanted.public(),
-            sources={file.name: file.size() for file in files},
+            sources={"entries": list(wanted.sources), "files": len(files)},
             shards={side: tuple(_listed(results, side)) for side in SIDES},
         )
         if not manifest.total("tokens"):
@@ -66,6 +66,16 @@ def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: b
         manifest.write(wanted.out)
     report.end({file: reason for result in results for file, reason in result.skipped.items()})
     return manifest
+
+
+def _files(wanted: Preparation, key: str) -> list[File]:
+    for source in wanted.sources:
+        if (Path(source) / FILE).is_file() and (Path(source) / WORK).is_dir():
+            raise ConfigError(f"{key}: {source} is a folder of token shards already: train on it with tokens.path.")
+    files = find(wanted.sources, key=key)
+    if wanted.field != "text" and not wanted.chat and all(file.suffix in TEXT for file in files):
+        raise ConfigError("--field: has no effect: there are no records in plain text.")
+    return files
 
 
 def _required(found: Done | None, task: Task) -> Done:
