@@ -91,9 +91,12 @@ class Board:
         """What the newest evaluation found, best known first: words and value."""
         if self.evaluation is None:
             return []
+        lasts = ["loss", *(key.rpartition(".")[2] for key in self.evaluation.metrics)]
         found = [("loss", self.evaluation.loss)]
         for key, value in self.evaluation.metrics.items():
-            found.append((key.rpartition(".")[2].replace("_", " "), value))
+            last = key.rpartition(".")[2]
+            words = last if lasts.count(last) == 1 else key.replace(".", " ")  # each source's loss, say
+            found.append((words.replace("_", " "), value))
         return found
 
     @property
@@ -149,6 +152,8 @@ def _changed(section: Any) -> Iterator[str]:
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple) and value and all(map(dataclasses.is_dataclass, value)):
+        return str(len(value))  # of tables, which would fill the line
     return quantity(value) if isinstance(value, float) else str(value)
 
 
