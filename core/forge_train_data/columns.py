@@ -20,11 +20,12 @@ class _Columns:
         self._values: dict[str, list[Any]] = {}
 
     def __getitem__(self, name: str) -> list[Any]:
-        if name not in self._values:
+        values = self._values.get(name)
+        if values is None:
             if name not in self.names:
                 raise KeyError(name)
-            self._values[name] = self._batch.column(name).to_pylist()
-        return self._values[name]
+            values = self._values[name] = self._batch.column(name).to_pylist()
+        return values
 
 
 class Row(Mapping[str, Any]):

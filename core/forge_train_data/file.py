@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import posixpath
 import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO, cast
 
 from forge_train import ConfigError
@@ -44,19 +45,19 @@ class File:
     def name(self) -> str:
         """Without its folder; on the web also without what follows a `?`."""
         web = self.address.startswith(("http://", "https://"))
-        return PurePosixPath(self.address.partition("?")[0] if web else self.address).name
+        return posixpath.basename(self.address.partition("?")[0] if web else self.address)
 
     @property
     def packed(self) -> str:
         """`gz` or `zst`, or the empty string."""
-        last = PurePosixPath(self.name).suffix.lower().removeprefix(".")
+        last = posixpath.splitext(self.name)[1].lower().removeprefix(".")
         return last if last in PACKED else ""
 
     @property
     def suffix(self) -> str:
         """Of what it holds, without the dot and in lower case: `jsonl` for `a.jsonl.gz`."""
-        path = PurePosixPath(self.name)
-        return (PurePosixPath(path.stem) if self.packed else path).suffix.lower().removeprefix(".")
+        bare = posixpath.splitext(self.name)[0] if self.packed else self.name
+        return posixpath.splitext(bare)[1].lower().removeprefix(".")
 
     @property
     def label(self) -> str:
@@ -126,8 +127,10 @@ class File:
 
             return io.BufferedReader(Remote(self.address, self.label, start), _BUFFER)
         try:
-            stream = io.BufferedReader(io.FileIO(self.address), _BUFFER)
-            if os.fstat(stream.fileno()).st_size < 1024 and stream.peek(len(_POINTER)).startswith(_POINTER):
+            raw = io.FileIO(self.address)
+            size = os.fstat(raw.fileno()).st_size
+            stream = io.BufferedReader(raw, min(max(size, 1), _BUFFER))
+            if size < 1024 and stream.peek(len(_POINTER)).startswith(_POINTER):
                 stream.close()
                 raise ConfigError(
                     f"{self.label} only points to a file that Git LFS has not fetched: run git lfs pull in its folder."

@@ -14,8 +14,8 @@ from .formats import require
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-_CHUNK = 1 << 13
-"""Bytes of a .zst unpacked at a time: they may become 32,768 times as many."""
+_CHUNK, _CONTENT = 1 << 13, 1 << 20
+"""Bytes of a .zst unpacked at a time, and what should become of them: it may be 32,768 times as many."""
 _BUFFER = 1 << 20
 
 
@@ -66,6 +66,7 @@ class _Zstd:
         self._stream, self._library = stream, library
         self._frame: Any = None
         self._ready = memoryview(b"")
+        self._chunk = 1 << 6
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         while not self._ready:
@@ -82,7 +83,7 @@ class _Zstd:
         rest = b""
         if self._frame is not None and self._frame.eof:
             rest, self._frame = self._frame.unused_data, None
-        packed = rest or self._stream.read(_CHUNK)
+        packed = rest or self._stream.read(self._chunk)
         if not packed:
             if self._frame is None:
                 return None
@@ -90,4 +91,6 @@ class _Zstd:
         if self._frame is None:
             self._frame = self._library.decompressobj()
         unpacked: bytes = self._frame.decompress(packed)
+        fits = len(packed) * _CONTENT // max(len(unpacked), 1)
+        self._chunk = max(min(fits, 2 * self._chunk, _CHUNK), 1 << 4)
         return unpacked

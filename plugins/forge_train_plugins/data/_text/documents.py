@@ -81,12 +81,15 @@ def read(file: File, field: str) -> Iterator[bytes]:
         parts[0].start, parts[-1].stop, sum(part.bytes for part in parts)
     )  # so that places count from the start
     for place, record in reader.read(file, whole):
-        where = file.at(place)
-        text = text_of(record, field, where, "text.field")
+        text = record.get(field)
+        if not isinstance(text, str):
+            text = text_of(record, field, file.at(place), "text.field")
         try:
             document = text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ConfigError(f"{where}: {field!r} has half a surrogate pair at character {error.start}") from error
+            raise ConfigError(
+                f"{file.at(place)}: {field!r} has half a surrogate pair at character {error.start}"
+            ) from error
         if document:
             yield document
 
