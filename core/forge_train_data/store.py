@@ -121,20 +121,19 @@ class ShardWriter:
         if kept:
             ids = np.concatenate(kept)
             self._largest = max(self._largest, int(ids.max()))
-            ids.astype(self._dtype, casting="unsafe", copy=False).tofile(self._file)
+            self._file.write(ids.astype(self._dtype, casting="unsafe", copy=False).data)
             self._tokens += len(ids)
             self._lengths += map(len, kept)
         if self._masks is not None:
             for mask in masks:
-                mask.tofile(self._masks)
+                self._masks.write(np.ascontiguousarray(mask).data)
         self._bytes += size
 
     def close(self) -> Header:
         """Finish the file, and give it its name."""
         ends = np.cumsum(self._lengths, dtype=np.int64)
         self._file.write(b"\0" * (-self._tokens * self._dtype.itemsize % 8))
-        self._file.flush()
-        ends.tofile(self._file)
+        self._file.write(ends.data)
         if self._masks is not None:
             self._masks.seek(0)
             while chunk := self._masks.read(1 << 20):
