@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +74,12 @@ def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float
         )
     from .foreign import largest, open_foreign
 
-    shards = open_foreign(path, dtype=dtype or None, end=tokenizer.end, key=key)
+    paths = [path]
+    if any(sign in str(path) for sign in "*?[") and not path.exists():
+        paths = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        if not paths:
+            raise ConfigError(f"{key}.path: {str(path)!r}: the pattern matches no file.")
+    shards = [shard for one in paths for shard in open_foreign(one, dtype=dtype or None, end=tokenizer.end, key=key)]
     for shard in shards:
         top, at = largest(shard)
         if top >= vocabulary:

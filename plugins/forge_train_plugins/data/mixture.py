@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -41,7 +42,7 @@ class Source:
     """Its share of the sequences, beside those of the others."""
     epochs: Annotated[float, Ge(0)] = 0.0
     """How often its rows are used at most; then the others fill its place. 0 for no limit."""
-    dtype: Literal["", "uint8", "uint16", "uint32", "int32", "int64"] = ""
+    dtype: Literal["", "uint16", "uint32", "int32", "int64"] = ""
     """As `tokens.dtype`."""
 
 
@@ -102,7 +103,7 @@ class Mixture(Plugin):
             )
             return
         for at, source in enumerate(sources):
-            if not Path(source.path).exists():
+            if not glob.glob(source.path) and not Path(source.path).with_suffix(".bin").exists():
                 yield Problem(
                     "mixture.sources", f"item {at}: no such file or folder: {source.path!r} (from here).", data=True
                 )

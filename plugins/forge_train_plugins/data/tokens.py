@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -29,9 +30,9 @@ class Tokens(Plugin):
     @section
     class Config:
         path: Annotated[str, FilePath()] = ""
-        """A folder that `forge data prepare` wrote, or a file of tokens: `.bin` (with its `.idx`, a header, or
-        `tokens.dtype`) or `.npy`."""
-        dtype: Literal["", "uint8", "uint16", "uint32", "int32", "int64"] = ""
+        """A folder that `forge data prepare` wrote, or files of tokens by name or pattern: `.bin` (with its `.idx`, a
+        header, or `tokens.dtype`) or `.npy`."""
+        dtype: Literal["", "uint16", "uint32", "int32", "int64"] = ""
         """Of a `.bin` file that does not say it."""
         held_out: Annotated[float, Ge(0), Lt(1)] = 0.01
         """Share of the documents, the last ones, that is kept for evaluation where the files hold nothing out."""
@@ -56,7 +57,7 @@ class Tokens(Plugin):
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         if not self.config.path:
             yield Problem("tokens.path", "required: a folder that forge data prepare wrote, or a file of tokens.")
-        elif not Path(self.config.path).exists():
+        elif not glob.glob(self.config.path) and not Path(self.config.path).with_suffix(".bin").exists():
             yield Problem("tokens.path", f"no such file or folder: {self.config.path}.", data=True)
         if self.config.packing != "split" and not self.config.isolate:
             yield Problem("tokens.isolate", f"packing {self.config.packing!r} keeps documents apart; leave it on.")

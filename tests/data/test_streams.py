@@ -1,0 +1,299 @@
+"""Every document exactly once an epoch, on any number of ranks, resumed twice; rows and mixtures against an oracle."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge_train import MASKED, Batch, ConfigError, Loader
+from forge_train_data.documents import Documents
+from forge_train_data.fit import fitted
+from forge_train_data.loader import StreamLoader
+from forge_train_data.mixed import Mixture, Part
+from forge_train_data.prepare import Preparation, Report, prepare, tasks
+from forge_train_data.proportions import Phases
+from forge_train_data.rows import PackedRows
+from forge_train_data.shard import Shard
+from forge_train_data.stream import Ordered
+from forge_train_data.tokenizers.byte import ByteTokenizer
+from forge_train_data.tokens import rows_of
+
+pytestmark = pytest.mark.unit
+
+SEQUENCE = 12
+PAD = 9999
+
+
+def job(rank: int = 0, ranks: int = 1, micro_batch: int = 2, seed: int = 0, sequence: int = SEQUENCE) -> Any:
+    from types import SimpleNamespace
+
+    return SimpleNamespace(
+        hooks=SimpleNamespace(tokenizer=ByteTokenizer),
+        config=SimpleNamespace(train=SimpleNamespace(sequence=sequence, micro_batch=micro_batch)),
+        dist=SimpleNamespace(data_rank=rank, data_ranks=ranks),
+        device=torch.device("cpu"),
+        seed=seed,
+    )
+
+
+def corpus(lengths: list[int], first: int = 0, *, trained: bool = False, files: int = 3) -> Documents:
+    """Documents whose tokens count up from `first`, in several shards; every third token is not to be learned."""
+    ends = np.cumsum([0, *lengths])
+    ids = np.arange(first, first + ends[-1], dtype=np.int64)
+    shards = []
+    for part in np.array_split(np.arange(len(lengths)), files):
+        if len(part):
+            here = slice(ends[part[0]], ends[part[-1] + 1])
+            mask = (ids[here] % 3 != 0).astype(np.uint8) if trained else None
+            shards.append(Shard(Path("x"), ids[here], ends[part + 1] - ends[part[0]], mask))
+    return Documents(shards)
+
+
+LENGTHS = [5, 1, 30, 8, 8, 3, 64, 2, 2, 2, 41, 12, 7, 11, 1, 1, 6]
+Make = Callable[..., StreamLoader]
+
+
+def single(packing: str) -> Make:
+    def make(**options: Any) -> StreamLoader:
+        rows = rows_of(corpus(LENGTHS), SEQUENCE, packing=packing, isolate=True, pad=PAD)
+        return StreamLoader(Ordered(rows, 3, key="x"), job(**options))
+
+    return make
+
+
+def mixed(**options: Any) -> StreamLoader:
+    parts = [
+        Part(name, Ordered(rows_of(corpus(lengths, first), SEQUENCE, packing="best_fit", isolate=True, pad=PAD), 3, key="x"))
+        for name, lengths, first in (("a", LENGTHS, 0), ("b", [7] * 30, 1000), ("c", [12, 40], 2000))
+    ]  # fmt: skip
+    phases = Phases([(0, {"a": 3, "b": 1, "c": 1}), (40, {"a": 1, "b": 1, "c": 0})], 0)
+    return StreamLoader(Mixture(parts, phases, key="x"), job(**options))
+
+
+STREAMS = {**{packing: single(packing) for packing in ("split", "best_fit", "pad")}, "mixture": mixed}
+
+
+def taken(loaders: list[StreamLoader], batches: int) -> list[Any]:
+    """What all ranks together are given: rows of every tensor, in global order."""
+    found = []
+    for _ in range(batches):
+        for loader in loaders:
+            batch = next(loader)
+            found += [
+                tuple(tensor[row].tolist() for tensor in batch.tensors().values()) for row in range(len(batch.inputs))
+            ]
+    return found
+
+
+@pytest.mark.accept("data", 1)
+@pytest.mark.parametrize("name", STREAMS)
+def test_one_global_sequence_on_any_ranks_resumed_twice(name: str) -> None:
+    make = STREAMS[name]
+    assert isinstance(make(), Loader)
+    expected = taken([make(micro_batch=1)], 96)
+    for ranks, micro_batch in ((1, 3), (2, 1), (3, 2)):
+        size = ranks * micro_batch
+        every = [make(rank=rank, ranks=ranks, micro_batch=micro_batch) for rank in range(ranks)]
+        first = taken(every, 12 // size)
+        state = json.loads(json.dumps(every[-1].state_dict()))
+        assert state["sequences"] == 12
+        other = [make(rank=rank, ranks=2, micro_batch=1) for rank in range(2)]
+        for loader in other:
+            loader.load_state_dict(state)
+        second = taken(other, 12)
+        again = json.loads(json.dumps(other[0].state_dict()))
+        for loader in every:
+            loader.load_state_dict(again)
+        third = taken(every, 60 // size)
+        assert first + second + third == expected
+
+
+@pytest.mark.accept("data", 1)
+@pytest.mark.parametrize("packing", ["split", "best_fit", "pad"])
+def test_every_token_once_an_epoch(packing: str) -> None:
+    documents = corpus(LENGTHS)
+    rows = rows_of(documents, SEQUENCE, packing=packing, isolate=True, pad=PAD)
+    loader = StreamLoader(Ordered(rows, 3, key="x"), job(micro_batch=1))
+    for _ in range(3):
+        seen = Counter(token for batch in itertools.islice(loader, rows.count) for token in batch.inputs[0].tolist())
+        padding = seen.pop(PAD, 0)
+        used = rows.count * SEQUENCE if packing == "split" else documents.tokens
+        assert seen == Counter(range(used))
+        assert padding == rows.count * SEQUENCE - used
+
+
+@pytest.mark.accept("data", 2)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=15),
+    packing=st.sampled_from(["best_fit", "pad"]),
+    trained=st.booleans(),
+    files=st.integers(1, 4),
+)
+@settings(max_examples=80, deadline=None)
+def test_packed_rows_agree_with_an_oracle(lengths: list[int], packing: str, trained: bool, files: int) -> None:
+    """Each token has its document's next token as label, its place in its piece, and one number for its piece."""
+    documents = corpus(lengths, trained=trained, files=files)
+    rows = rows_of(documents, SEQUENCE, packing=packing, isolate=True, pad=PAD)
+    ends = set(np.cumsum(lengths).tolist())
+    starts = {0, *ends}
+    found = rows.read(np.arange(rows.count))
+    assert found.position_ids is not None
+    assert found.document_ids is not None
+    for inputs, labels, positions, numbers in zip(
+        *(one.tolist() for one in (found.inputs, found.labels, found.position_ids, found.document_ids)), strict=True
+    ):
+        for at, token in enumerate(inputs):
+            new = at == 0 or numbers[at] != numbers[at - 1]
+            assert positions[at] == (0 if new else positions[at - 1] + 1)
+            if token == PAD:
+                assert labels[at] == MASKED
+                assert at == 0 or inputs[at - 1] != PAD or numbers[at] == numbers[at - 1]
+                continue
+            if not new:
+                assert token == inputs[at - 1] + 1, "a piece is one stretch of one document"
+            cut = (token - max(start for start in starts if start <= token)) % SEQUENCE == 0
+            assert new == cut, "a piece begins where a document does, or where a long one is cut"
+            learned = token + 1 not in ends and (not trained or (token + 1) % 3 != 0)
+            assert labels[at] == (token + 1 if learned else MASKED)
+
+
+def conversations(lengths: list[int], long: Any) -> list[list[int]]:
+    documents = corpus(lengths)
+    pieces = fitted(documents, SEQUENCE, long=long, packing="best_fit", key="sft")
+    found = PackedRows(documents, SEQUENCE, pieces, pad=PAD).read(np.arange(len(pieces.row_ends)))
+    assert found.document_ids is not None
+    split = []
+    for inputs, numbers in zip(found.inputs.tolist(), found.document_ids.tolist(), strict=True):
+        for number in range(numbers[-1] + 1):
+            piece = [token for token, one in zip(inputs, numbers, strict=True) if one == number and token != PAD]
+            split += [piece] if piece else []
+    return sorted(split)
+
+
+def test_conversations_are_not_cut_but_by_a_stated_policy() -> None:
+    lengths = [5, 12, 20, 3]
+    whole = [list(range(5)), list(range(5, 17)), list(range(37, 40))]
+    assert conversations(lengths, "drop") == whole
+    assert conversations(lengths, "right") == sorted([*whole, list(range(17, 29))])
+    assert conversations(lengths, "left") == sorted([*whole, list(range(25, 37))])
+    with pytest.raises(
+        ConfigError, match=r"sft.long: 1 of 4 conversations are longer than a row of 12 tokens, .* has 20"
+    ):
+        conversations(lengths, "refuse")
+
+
+class TestMixture:
+    @staticmethod
+    def make(phases: list[Any], lengths: dict[str, list[int]] | None = None, **options: Any) -> StreamLoader:
+        texts = lengths or {"a": LENGTHS, "b": [7] * 30, "new": [12, 40]}
+        names = dict.fromkeys(name for _, weights in phases for name in weights)
+        parts = [
+            Part(
+                name,
+                Ordered(
+                    rows_of(corpus(texts[name], 1000 * at), SEQUENCE, packing="split", isolate=True, pad=PAD),
+                    5,
+                    key="mixture",
+                ),
+            )
+            for at, name in enumerate(names)
+        ]
+        return StreamLoader(Mixture(parts, Phases(phases, 0), key="mixture"), job(micro_batch=1, **options))
+
+    def test_proportions_hold(self) -> None:
+        loader = self.make([(0, {"a": 3, "b": 1})])
+        sources = [int(next(loader).inputs[0, 0]) // 1000 for _ in range(400)]
+        for start in range(0, 360, 7):
+            assert abs(sum(sources[start : start + 40]) - 10) <= 2
+        assert loader.state_dict()["given"] == {"a": 300, "b": 100}
+
+    def test_a_source_goes_on_where_it_was_under_other_weights(self) -> None:
+        before = self.make([(0, {"a": 3, "b": 1})])
+        old = [tuple(next(before).inputs[0].tolist()) for _ in range(20)]
+        state = json.loads(json.dumps(before.state_dict()))
+        after = self.make([(0, {"a": 1, "b": 1, "new": 1})])
+        after.load_state_dict(state)
+        rows = [tuple(next(after).inputs[0].tolist()) for _ in range(30)]
+        alone = {
+            name: self.make([(0, {"a": 1.0})], {"a": LENGTHS}) if name == "a" else None for name in ("a",)
+        }  # fmt: skip
+        loader = alone["a"]
+        assert loader is not None
+        expected = [tuple(next(loader).inputs[0].tolist()) for _ in range(60)]
+        mine = [row for row in old + rows if row[0] < 1000]
+        assert mine == expected[: len(mine)]
+        assert sum(row[0] >= 2000 for row in rows) in (9, 10, 11)
+        assert after.state_dict()["given"]["a"] == len(mine)
+
+    def test_another_source_of_the_same_name_is_refused(self) -> None:
+        state = self.make([(0, {"a": 1, "b": 1})]).state_dict()
+        other = self.make([(0, {"a": 1, "b": 1})], {"a": [30, 30], "b": [7] * 30})
+        with pytest.raises(ConfigError, match="'a' is not what this state was saved with"):
+            other.load_state_dict(state)
+
+
+class TestPlugins:
+    @pytest.fixture
+    def folders(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+        monkeypatch.setattr(tasks, "TASK", 500)
+        made = []
+        for name in ("web", "code"):
+            texts = tmp_path / f"{name}.jsonl"
+            lines = [json.dumps({"text": f"{name} {number} " * (1 + number % 5)}) for number in range(60)]
+            texts.write_text("\n".join(lines))
+            prepare(Preparation((str(texts),), tmp_path / name, held_out=0.2), Report())
+            made.append(tmp_path / name)
+        return made
+
+    @staticmethod
+    def texts(batches: list[Batch]) -> Counter[bytes]:
+        """The whole documents that rows hold."""
+        found: Counter[bytes] = Counter()
+        for batch in batches:
+            assert batch.document_ids is not None
+            for ids, numbers in zip(batch.inputs.tolist(), batch.document_ids.tolist(), strict=True):
+                for number in set(numbers):
+                    piece = [id for id, one in zip(ids, numbers, strict=True) if one == number]
+                    if piece.count(256) == 1 and piece[-1] == 256:
+                        found[bytes(piece[:-1])] += 1
+        return found
+
+    @pytest.mark.accept("data", 1)
+    @pytest.mark.parametrize("packing", ["best_fit", "pad"])
+    def test_tokens(self, folders: list[Path], packing: str) -> None:
+        from forge_train_plugins.data.tokens import Tokens
+
+        assert Tokens.brings(Tokens.Config(path=str(folders[0]))) == {"tokenizer.path": "bytes"}
+        plugin = Tokens(Tokens.Config(path=str(folders[0]), packing=packing))  # type: ignore[arg-type]
+        both: Counter[bytes] = Counter()
+        for side in ("train", "validation"):
+            loader = plugin.build_data(job(micro_batch=1, sequence=64), side)  # type: ignore[arg-type]
+            count = loader._stream.rows.count  # type: ignore[attr-defined]
+            both += self.texts([next(loader) for _ in range(count)])
+        assert both == Counter(f"web {number} ".encode() * (1 + number % 5) for number in range(60))
+
+    def test_mixture_opens_several_folders(self, folders: list[Path]) -> None:
+        from forge_train_plugins.data.mixture import Mixture as Plugin
+        from forge_train_plugins.data.mixture import Source
+
+        sources = tuple(Source(path=str(folder), weight=weight) for folder, weight in zip(folders, (3, 1), strict=True))
+        plugin = Plugin(Plugin.Config(sources=sources, packing="best_fit"))
+        one = job(micro_batch=1, sequence=64)
+        one.config.train.total_steps, one.config.train.batch_at = 10, lambda step: 2
+        loader = plugin.build_data(one, "train")
+        found = [bytes(id for id in next(loader).inputs[0].tolist() if id < 256)[:3] for _ in range(40)]
+        assert Counter(found) == {b"web": 30, b"cod": 10}
+        with pytest.raises(ConfigError, match="all are used up to their `epochs` after"):
+            capped = tuple(replace(source, epochs=0.1) for source in sources)
+            Plugin(Plugin.Config(sources=capped)).build_data(one, "train")
