@@ -34,6 +34,8 @@ def cut(lengths: Int64s, capacity: int) -> tuple[Int64s, Int64s, Int64s]:
         `[pieces]` each, in order: the document, where in it the piece starts, and the piece's length in tokens. Empty
         documents have no piece.
     """
+    if capacity < 1:
+        raise ValueError(f"rows of {capacity} tokens")
     pieces = -(-lengths // capacity)
     document = np.repeat(np.arange(len(lengths), dtype=np.int64), pieces)
     first = np.cumsum(pieces) - pieces
@@ -78,6 +80,8 @@ def _in_windows(
     lengths: Int64s, capacity: int, window: int, seed: int, rows_of: Callable[[Int64s, int], Int64s]
 ) -> Packed:
     """Shuffles documents and groups each window of them by the row that `rows_of` gives them, rows shuffled."""
+    if window < 1:
+        raise ValueError(f"windows of {window} documents")
     order, counts = np.empty(len(lengths), np.int64), []
     for number, start in enumerate(range(0, len(lengths), window)):
         stop = min(start + window, len(lengths))

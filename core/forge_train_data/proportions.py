@@ -121,9 +121,11 @@ def capped(
         The phases, and the index at which a phase has no source left: the mixture ends there. None if it is endless.
 
     Raises:
-        ConfigError: as of `Phases`.
+        ConfigError: as of `Phases`, and for the cap of an unknown source.
     """
     names = Phases(phases, seed).names
+    if unknown := [name for name in caps if name not in names]:
+        raise ConfigError(f"there is no source {unknown[0]!r} to cap; the mixture has {', '.join(names)}")
     left = dict(caps)
     done: list[tuple[int, Weights]] = []
     for (start, weights), until in zip(phases, [*(first for first, _ in phases[1:]), None], strict=True):

@@ -158,6 +158,14 @@ def test_documents_that_no_row_holds_are_named(lengths: Int64s, told: str) -> No
         buckets(lengths, tokens_per_batch=8, buffer=10, seed=1)
 
 
+def test_rows_and_windows_of_nothing() -> None:
+    with pytest.raises(ValueError, match="rows of 0 tokens"):
+        cut(ints(1), 0)
+    for window in (0, -1):
+        with pytest.raises(ValueError, match=f"windows of {window} documents"):
+            best_fit(ints(1), 8, window=window, seed=1)
+
+
 @pytest.mark.timeout(60)
 def test_permutations_of_every_length_to_10_000() -> None:
     index, epoch = np.arange(10_000), np.full(10_000, 3)
