@@ -18,7 +18,8 @@ from forge_train import ConfigError
 PACKED = ("gz", "zst")
 """Suffixes of files that are unpacked while they are read."""
 
-_BUFFER = 1 << 20
+_BUFFER, _AHEAD, _RANDOM = 1 << 20, 1 << 22, 1 << 16
+"""Bytes read at once: of a local file, of a remote one in order, and of a remote one here and there."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
 """How a file begins that stands for another one, which Git LFS has not fetched."""
 
@@ -77,7 +78,7 @@ class File:
             ConfigError: there is no such file, or it can't be read; later, while reading, if a packed file is damaged
                 or a connection stays broken.
         """
-        stream = self._open(0 if self.packed else start)
+        stream = self._open(0 if self.packed else start, _AHEAD)
         if not self.packed:
             return stream
         from .packed import unpack
@@ -90,7 +91,8 @@ class File:
     @contextlib.contextmanager
     def anywhere(self) -> Iterator[BinaryIO]:
         """The content as a stream that can be entered in the middle: what is packed is unpacked to a temporary file."""
-        with self.open() as stream, contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
+            stream = stack.enter_context(self.open() if self.packed else self._open(0, _RANDOM))
             if self.packed:
                 whole = stack.enter_context(tempfile.TemporaryFile(prefix="forge-"))
                 shutil.copyfileobj(stream, whole, _BUFFER)
@@ -121,11 +123,11 @@ class File:
             raise ConfigError(f"{self.label} can't be read: {error.strerror}") from error
         return state.st_size, state.st_mtime_ns
 
-    def _open(self, start: int) -> BinaryIO:
+    def _open(self, start: int, ahead: int) -> BinaryIO:
         if not self.local:
             from .remote import Remote
 
-            return io.BufferedReader(Remote(self.address, self.label, start), _BUFFER)
+            return io.BufferedReader(Remote(self.address, self.label, start), ahead)
         try:
             raw = io.FileIO(self.address)
             size = os.fstat(raw.fileno()).st_size

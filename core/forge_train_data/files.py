@@ -104,7 +104,8 @@ class _Entry:
             matches: dict[str, Any] = patiently(self._label, lambda: system.glob(path, detail=True))
             names = [name for name, info in matches.items() if info["type"] != "directory"]
             return self._pattern(_ordered(system.unstrip_protocol(name) for name in names))
-        if patiently(self._label, lambda: system.info(path))["type"] != "directory":
+        page = self._entry.startswith("http") and self._entry.endswith("/")  # a server's list of a folder
+        if not page and patiently(self._label, lambda: system.info(path))["type"] != "directory":
             return [self._named(self._entry)]
         root = str(system.unstrip_protocol(path)).rstrip("/")
         names = [system.unstrip_protocol(name) for name in patiently(self._label, lambda: system.find(path))]
@@ -137,16 +138,18 @@ class _Entry:
             raise ConfigError(f"{self._label} holds the splits {names}: name one, as in {self._inside(splits[0])!r}.")
         known = kinds()
         rest, about = _apart(addresses)
-        files = [file for file in (File(one, key=self._key) for one in rest) if file.suffix in {*known, *_OTHER}]
-        of = {known.get(file.suffix, file.suffix) for file in files}
+        every = [File(one, key=self._key) for one in rest]
+        files = [file for file in every if file.suffix in known or file.suffix in _OTHER or file.packed]
+        of = {known.get(file.suffix, _kind(file)) for file in files}
         if len(of) > 1:
-            counts = Counter(File(f"*.{file.suffix}.{file.packed}".rstrip(".")) for file in files)
-            most = max(counts, key=lambda file: (file.suffix in known, counts[file])).address
+            counts = Counter((file.suffix in known, _kind(file)) for file in files)
+            most = max(counts, key=lambda one: (one[0], counts[one]))[1]
             raise ConfigError(
                 f"{self._label} holds data of several kinds: {_counted(files)}. Name the files that you mean, as in "
-                f"{self._key} = {self._inside('**', most)!r}."
+                f"{self._key} = {self._inside('**', f'*{most}')!r}."
             )
-        if files and (advice := _OTHER.get(files[0].suffix)):
+        if files and files[0].suffix not in known:
+            advice = _OTHER.get(files[0].suffix, "no format is known for it; name a file to read it as plain text")
             raise ConfigError(f"{self._label} holds {_counted(files)}, which is not read: {advice}.")
         if not files:
             has = f"; it has {_counted(File(one) for one in addresses)}" if addresses else ""
@@ -190,7 +193,12 @@ def _tell_left_out(label: str, *addresses: str) -> None:
         logging.getLogger("forge_train").info("%s: left out %s. Name a file to read it.", label, names)
 
 
+def _kind(file: File) -> str:
+    """What a list of kinds has for it: `.jsonl.gz`, and the name of a file without a suffix."""
+    return "".join(f".{one}" for one in (file.suffix, file.packed) if one) or file.name
+
+
 def _counted(files: Iterable[File]) -> str:
     """How many files there are of each kind: `3 .parquet, 1 .md`."""
-    counts = Counter(f".{file.suffix}" if file.suffix else file.name for file in files).most_common()
+    counts = Counter(_kind(file) for file in files).most_common()
     return few((f"{number:,} {kind}" for kind, number in counts), 6)

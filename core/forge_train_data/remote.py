@@ -18,7 +18,7 @@ _TRIES = 6
 """Failures in a row, without a byte in between, after which reading is given up."""
 _PAUSE = 0.2
 """Seconds before the second try; each further pause is twice as long."""
-_LARGEST, _SMALLEST = 1 << 22, 1 << 14
+_LARGEST, _SMALLEST = 1 << 24, 1 << 14
 """Bytes that are asked for at once: fewer after each failure, so that a bad line still carries something."""
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, ValueError, TypeError)
 """Errors that another try does not mend."""
@@ -142,7 +142,8 @@ class Remote(io.RawIOBase):
         if self._file is not None and self._from_start and self._file.tell() > self._at:
             self._drop()
         if self._file is None:
-            self._file = self._system.open(self._path, "rb", block_size=0 if self._from_start else self._block)
+            block = 0 if self._from_start else self._block
+            self._file = self._system.open(self._path, "rb", block_size=block, cache_type="none")
         if not self._from_start:
             self._file.seek(self._at)
         while (left := self._at - self._file.tell()) > 0:

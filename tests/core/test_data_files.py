@@ -63,6 +63,16 @@ def test_a_folder_with_several_kinds_lists_them_and_how_to_choose(tmp_path: Path
     assert len(find(pattern, key="k")) == 3, "the advice works"
 
 
+def test_what_is_packed_is_never_overlooked(tmp_path: Path) -> None:
+    make(tmp_path, "dump.log.gz", "other.gz")
+    with pytest.raises(ConfigError, match=r"several kinds: 1 \.(log\.)?gz, 1 \.(log\.)?gz\. Name"):
+        names(tmp_path, "")
+    (tmp_path / "other.gz").unlink()
+    with pytest.raises(ConfigError, match=r"holds 1 \.log\.gz, which is not read: .*name a file to read it as plain"):
+        names(tmp_path, "")
+    assert names(tmp_path, "dump.log.gz") == ["dump.log.gz"]
+
+
 def test_plain_text_is_one_kind(tmp_path: Path) -> None:
     assert len(names(make(tmp_path, "a.txt", "b.md", "c.rst", "d.py", "e.TXT", "image.png"), "")) == 5
 

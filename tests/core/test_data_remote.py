@@ -44,12 +44,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
+    def _listing(self, folder: str) -> bytes:
+        names = {name[len(folder) + 1 :].partition("/") for name in self.files if name.startswith(f"{folder}/")}
+        links = sorted(first + slash for first, slash, _ in names)
+        return "".join(f'<a href="{name}">{name}</a>\n' for name in links).encode()
+
     def _answer(self, *, body: bool) -> None:
         kind = type(self)
         if body:
             kind.asked.append(self.headers.get("Range", ""))
         content = self.files.get(self.path.partition("?")[0])
         if content is None:
+            content = self._listing(self.path.rstrip("/"))
+        if not content:
             self.send_error(404)
             return
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")) if self.ranges else None
@@ -153,6 +160,16 @@ def test_etag_and_size_tell_the_content(server: tuple[str, type[Handler]]) -> No
     handler.files["/a.jsonl"] = b"two"
     assert file.stamp() != before
     assert file.size() == 3
+
+
+def test_a_folder_that_a_server_lists(server: tuple[str, type[Handler]]) -> None:
+    address, handler = server
+    for name in ("b.jsonl", "a.jsonl", "sub/c.jsonl", "README.md"):
+        handler.files[f"/d/{name}"] = b'{"text": "a"}\n'
+    everything = [f"{address}/d/{name}" for name in ("a.jsonl", "b.jsonl", "sub/c.jsonl")]
+    assert addresses(f"{address}/d/") == everything
+    assert addresses(f"{address}/d/*.jsonl") == everything[:2]
+    assert records(find(f"{address}/d/", key="k")[2]) == [{"text": "a"}]
 
 
 @pytest.fixture

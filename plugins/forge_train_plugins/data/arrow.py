@@ -53,7 +53,7 @@ def _batches(file: File) -> Generator[Any, None, None]:
             if mapped:
                 source = stack.enter_context(pa.memory_map(file.address))
             else:
-                source = pa.PythonFile(stream if whole else file.open())
+                source = pa.PythonFile(stream if whole else stack.enter_context(file.open()))
             if mapped and whole:
                 reader = pa.ipc.open_file(source)
                 batches = map(reader.get_batch, range(reader.num_record_batches))

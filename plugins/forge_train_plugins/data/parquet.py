@@ -12,6 +12,8 @@ from forge_train_data.formats import Part, Record, require
 
 _ROWS = 1024
 """Rows decoded at a time."""
+_BUFFER = 1 << 17
+"""Bytes read at a time of each column. Otherwise pyarrow holds a whole row group, which may be gigabytes."""
 
 
 class Parquet:
@@ -46,6 +48,7 @@ def _opened(file: File) -> Iterator[Any]:
 
     with file.anywhere() as stream:
         with telling(file, "Parquet"):
-            parquet = pq.ParquetFile(stream)
+            # Over a network many small reads would take longer than a row group takes memory.
+            parquet = pq.ParquetFile(stream, pre_buffer=not file.local, buffer_size=_BUFFER if file.local else 0)
         with parquet:
             yield parquet
