@@ -57,7 +57,7 @@ _QWEN_SYSTEM = """\
     {%- set system = messages[0].content %}
 {%- endif %}
 {%- if tools %}
-    {{- '<|im_start|>system\\n' + (system + '\\n\\n' if system else '') + '# Tools\\n\\n<tools>' }}
+    {{- '<|im_start|>system\\n' + (system + '\\n\\n' if system is defined else '') + '# Tools\\n\\n<tools>' }}
     {%- for tool in tools %}{{- '\\n' + tool | tojson }}{% endfor %}
     {{- '\\n</tools>\\n\\nAnswer with <tool_call></tool_call> to call one.<|im_end|>\\n' }}
 {%- elif system is defined %}
@@ -122,7 +122,7 @@ QWEN3 = (
     {%- elif message.role == 'assistant' %}
         {%- set content = message.content or '' %}
         {%- set thought = message.reasoning_content or '' %}
-        {%- if not thought and '</think>' in content %}
+        {%- if message.reasoning_content is not defined and '</think>' in content %}
             {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
             {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
         {%- endif %}

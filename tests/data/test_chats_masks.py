@@ -169,6 +169,26 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
     return [*([{"role": "system", "content": draw(TEXTS)}] if draw(st.booleans()) else []), *messages]
 
 
+@st.composite
+def with_tools(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """The same, with a call and its result before some of the assistant's turns."""
+    messages = []
+    for message in draw(conversations()):
+        while message["role"] == "assistant" and draw(st.booleans()):
+            call = draw(st.sampled_from((CALL, BARE)))
+            result = {"role": "tool", "content": draw(TEXTS), "tool_call_id": call["id"]}
+            messages += [{"role": "assistant", "content": draw(TEXTS), "tool_calls": [call]}, result]
+        messages.append(message)
+    return messages
+
+
+def opens_thoughts(messages: list[dict[str, Any]]) -> bool:
+    """Whether a text opens thoughts and never closes them: DeepSeek's prompt has opened them before."""
+    return any(
+        message["content"].startswith("<think>") and "</think>" not in message["content"] for message in messages
+    )
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(messages=said("a", "a", "a", "a"))

@@ -1,0 +1,149 @@
+"""Records to conversations, and to pairs."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from forge_train import ConfigError
+from forge_train_data.chats import (
+    EmbeddingTexts,
+    Template,
+    conversation,
+    embedding_texts,
+    open_template,
+    preference,
+    render_preference,
+)
+
+pytest.importorskip("jinja2")
+pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]
+
+USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+SAID = {"from": "human", "value": "a"}
+TOOL = {"type": "function", "function": {"name": "add"}}
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"messages": [USER, ASSISTANT], "source": "x"}, [USER, ASSISTANT]),
+        ({"messages": [USER, {**CALL, "content": None}], "prompt": None}, [USER, CALL]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": part} for part in "ab"]}, ASSISTANT]},
+            [{"role": "user", "content": "ab"}, ASSISTANT],
+        ),
+        ({"conversations": [SAID, {"from": "gpt", "value": "b"}]}, [USER, ASSISTANT]),
+        (
+            {"system": "s", "conversations": [SAID, {"from": "gpt", "value": "b", "weight": 0}]},
+            [{"role": "system", "content": "s"}, USER, {**ASSISTANT, "weight": 0}],
+        ),
+        ({"prompt": "a", "completion": "b"}, [USER, ASSISTANT]),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, [USER, ASSISTANT]),
+        ({"instruction": "a", "input": "", "output": "b"}, [USER, ASSISTANT]),
+        ({"instruction": "x", "input": "y", "output": "b"}, [{"role": "user", "content": "x\n\ny"}, ASSISTANT]),
+        ({"instruction": "a", "output": "b", "history": [["a", "b"]]}, [USER, ASSISTANT, USER, ASSISTANT]),
+    ],
+)  # fmt: skip
+def test_reads_the_usual_shapes(record: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    assert list(conversation(record).messages) == messages
+
+
+def test_tools_may_be_json_in_a_string() -> None:
+    for tools in ([TOOL], json.dumps([TOOL])):
+        assert conversation({"messages": [USER, ASSISTANT], "tools": tools}).tools == (TOOL,)
+    assert conversation({"messages": [USER, ASSISTANT], "tools": ""}).tools == ()
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        ({"text": "a", "id": 1}, r"fields \(text, id\) are no conversation's\. Shapes that are read: messages: "),
+        ({}, r"fields \(none\)"),
+        ({"messages": [USER, ASSISTANT], "prompt": "a", "completion": "b"}, "more than one shape of records: messages"),
+        ({"messages": []}, "conversation is empty"),
+        ({"messages": [USER]}, "no turn of the assistant to learn; the roles are user"),
+        ({"prompt": [USER, ASSISTANT], "completion": [USER]}, "no turn of the assistant"),
+        ({"messages": "hi"}, "messages: expected a list of messages, found str"),
+        ({"messages": ["hi"]}, r"messages\[0\]: expected a message with role and content, found str"),
+        ({"messages": [{"role": "asistant", "content": "b"}]}, r"'asistant'; expected .* Did you mean 'assistant'\?"),
+        ({"messages": [{"role": "user"}, ASSISTANT]}, r"messages\[0\]: the message has no content"),
+        ({"messages": [{"role": "user", "content": 3}, ASSISTANT]}, "expected a string, found int"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ASSISTANT]}, "type 'image'; only text"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": "add"}]}, "tool_calls: expected a list of calls"),
+        ({"messages": [USER, {**ASSISTANT, "weight": 0.5}]}, r"weight is 0\.5; expected 0 \(not learned\) or 1"),
+        ({"conversations": [{"from": "bob", "value": "a"}]}, "from is 'bob'; expected one of human, gpt"),
+        ({"conversations": [{"role": "user", "content": "a"}]}, "expected from and value, found role, content"),
+        ({"instruction": 1, "output": "b"}, "instruction: expected a string, found int"),
+        ({"instruction": "a", "output": "b", "history": ["a"]}, "history: expected pairs"),
+        ({"messages": [USER, ASSISTANT], "tools": "{"}, "tools: no JSON"),
+        ({"messages": [USER, ASSISTANT], "tools": ["add"]}, "tools: expected a list of JSON schemas"),
+    ],
+)  # fmt: skip
+def test_says_what_is_wrong_with_a_record_and_where_it_is(record: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^chats\.jsonl, line 7.*{sentence}"):
+        conversation(record, "chats.jsonl, line 7")
+
+
+def test_takes_the_shape_that_is_chosen() -> None:
+    record = {"messages": [USER, ASSISTANT], "prompt": "c", "completion": "d"}
+    assert conversation(record, shape="prompt").messages[0]["content"] == "c"
+    with pytest.raises(ConfigError, match="no shape of records 'promt'; .* Did you mean 'prompt'"):
+        conversation(record, shape="promt")
+
+
+WORSE = {"role": "assistant", "content": "c"}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [WORSE]},
+        {"prompt": "a", "chosen": [USER, ASSISTANT], "rejected": [USER, WORSE]},
+        {"prompt": None, "chosen": [USER, ASSISTANT], "rejected": [USER, WORSE], "score": 1},
+    ],
+)
+def test_preference_pairs_have_a_common_prompt(record: dict[str, Any]) -> None:
+    chosen, rejected = render_preference(open_template("plain"), preference(record))
+    assert (chosen.text, chosen.learned) == ("User: a\n\nAssistant: b\n\n", ((19, 23),))
+    assert (rejected.text, rejected.learned) == ("User: a\n\nAssistant: c\n\n", ((19, 23),))
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        ({"chosen": "b"}, "expected chosen and rejected; the fields are chosen"),
+        ({"chosen": "b", "rejected": "c"}, "chosen is a string, and there is no prompt"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
+        ({"chosen": [USER, ASSISTANT], "rejected": [USER]}, "there is no turn of the assistant"),
+    ],
+)
+def test_says_what_is_wrong_with_a_pair(record: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=f"^row 2: {re.escape(sentence)}"):
+        preference(record, "row 2")
+
+
+def test_a_prompt_that_depends_on_the_answer_is_refused() -> None:
+    source = (
+        "{{ messages[-1].content[0] }}{% for m in messages if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% endfor %}"
+    )
+    with pytest.raises(ConfigError, match="row 2: .* does not write the same prompt before both"):
+        render_preference(Template(source), preference({"prompt": "a", "chosen": "b", "rejected": "c"}, "row 2"))
+
+
+def test_embedding_texts() -> None:
+    assert embedding_texts({"anchor": "a", "positive": "b"}) == EmbeddingTexts("a", "b")
+    assert embedding_texts({"anchor": "a", "positive": "b", "negative": "c"}) == EmbeddingTexts("a", "b", ("c",))
+    assert embedding_texts({"anchor": "a", "positive": "b", "negative": ["c", "d"]}).negatives == ("c", "d")
+    for record, sentence in (
+        ({"anchor": "a"}, "row 2: expected a text as positive; the fields are anchor"),
+        ({"anchor": "a", "positive": "b", "negative": [1]}, "row 2: negative: expected a text, or a list"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            embedding_texts(record, "row 2")
