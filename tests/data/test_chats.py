@@ -176,6 +176,16 @@ def test_refuses_where_the_turns_are_not_sure(source: str) -> None:
         render(Template(source), conversation(FOUR, "row 3"))
 
 
+def test_learns_a_call_whose_words_and_arguments_are_not_written() -> None:
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}</>\n"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    messages = [USER, {**CALL, "content": "Well:"}, {"role": "tool", "content": "3"}, ASSISTANT]
+    found = render(Template(source, tokens=["</>"]), conversation({"messages": messages}))
+    assert [found.text[a:b] for a, b in found.learned] == ["add</>", "b</>"]
+
+
 def test_learns_nothing_of_a_turn_that_is_left_out() -> None:
     source = (
         "{% for m in messages[-2:] %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}"

@@ -198,11 +198,18 @@ def opens_thoughts(messages: list[dict[str, Any]]) -> bool:
 def test_masks_are_transformers(pair: Any, family: str, messages: list[dict[str, Any]]) -> None:
     if family == "gemma" and messages[0]["role"] == "system":
         messages = messages[1:]
-    if (
-        family == "deepseek"
-    ):  # the prompt opens the thoughts already: a text that opens them again and never closes them
-        assume(not any(m["content"].startswith("<think>") and "</think>" not in m["content"] for m in messages))
+    assume(family != "deepseek" or not opens_thoughts(messages))
     pair(family).agree(messages)
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen2.5", "qwen3", "mistral", "deepseek"])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(messages=with_tools(), tools=st.sampled_from([None, TOOLS]))
+def test_masks_are_transformers_with_tools(
+    pair: Any, family: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> None:
+    assume(family != "deepseek" or not opens_thoughts(messages))
+    pair(family).agree(messages, tools)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,8 +17,9 @@ ends it. A template is a program, so each border is found in a way that proves i
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from forge_train import ConfigError
@@ -42,6 +43,7 @@ class Turns:
 
     def __init__(self, template: Template, messages: Sequence[Message], tools: Sequence[Any], text: str) -> None:
         self._template, self._messages, self._tools, self._text = template, list(messages), tools, text
+        self._replaced: dict[int, tuple[Message, str | None]] = {}
         self._word = "Sentinel"
         while self._word in text:
             self._word += "s"
@@ -53,9 +55,8 @@ class Turns:
         Raises:
             ConfigError: they can't be told for sure.
         """
-        replaced = self._replaced(turn)
-        whole = self._render([*self._messages[:turn], replaced, *self._messages[turn + 1 :]])
-        if whole == self._text and replaced != self._messages[turn]:
+        _, whole = self._replace(turn)
+        if whole == self._text:
             return None
         if around := self._around(whole, turn):
             before, after = around
@@ -73,7 +74,7 @@ class Turns:
             return None
         last = turn == len(self._messages) - 1
         following = [{"role": "user", "content": "And then?"}] if last else []
-        around = self._around(self._render([*self._messages[:turn], self._replaced(turn), *following]), turn)
+        around = self._around(self._render([*self._messages[:turn], self._replace(turn)[0], *following]), turn)
         if not around and not last:
             return None
         same = common(after, around[1]) if around else len(after)
@@ -99,8 +100,8 @@ class Turns:
 
     def _start_after(self, turn: int) -> int | None:
         """The same by what follows the words of the message before it."""
-        earlier = [*self._messages[: turn - 1], self._replaced(turn - 1)]
-        here = self._around(self._render([*earlier, *self._messages[turn:]]), turn - 1)
+        replaced, whole = self._replace(turn - 1)
+        earlier, here = [*self._messages[: turn - 1], replaced], self._around(whole, turn - 1)
         prompt = self._around(self._render(earlier, prompt=True), turn - 1)
         if not here or not prompt or not self._text.endswith(here[1]):
             return None
@@ -128,29 +129,37 @@ class Turns:
         except ConfigError:
             return None
 
-    def _replaced(self, turn: int) -> Message:
-        """A message with sentinels for its strings, each another."""
-        message = self._messages[turn]
-        count = 0
+    def _replace(self, turn: int) -> tuple[Message, str | None]:
+        """A message with a sentinel for each of its strings, and the rendering of the conversation with it.
 
-        def sentinel(text: str) -> str:
-            nonlocal count
-            if not text and message.get("tool_calls"):
-                return text  # templates ask whether a call comes with words
-            count += 1
-            return self._sentinel(turn, count)
+        Names of tools stay, unless the template writes no other string of the message.
+        """
+        if turn in self._replaced:
+            return self._replaced[turn]
+        message, whole = self._messages[turn], None
+        for kept in (_KEPT, _KEPT[:-1]):
+            numbers = itertools.count(1)
 
-        replaced: Message = _map_strings(message, sentinel, _KEPT)
-        if not count:  # a call without arguments
-            replaced = _map_strings(message, sentinel, _KEPT[:-1])
-        return replaced
+            def sentinel(text: str, numbers: Iterator[int] = numbers) -> str:
+                called = not text and self._messages[turn].get("tool_calls")  # templates ask whether words go with it
+                return text if called else self._sentinel(turn, next(numbers))
 
-    def _sentinel(self, turn: int, count: int) -> str:
-        return f"{self._word}{turn}x{count}x"
+            message = _map_strings(self._messages[turn], sentinel, kept)
+            whole = self._render([*self._messages[:turn], message, *self._messages[turn + 1 :]])
+            if whole is not None and self._mark(turn) in whole:
+                break
+        self._replaced[turn] = message, whole
+        return message, whole
+
+    def _mark(self, turn: int) -> str:
+        return f"{self._word}{turn}x"
+
+    def _sentinel(self, turn: int, number: int) -> str:
+        return f"{self._mark(turn)}{number}x"
 
     def _around(self, text: str | None, turn: int) -> tuple[str, str] | None:
         """What stands before and after all sentinels of a message; None if one of them is there twice, or none is."""
-        found = list(re.finditer(rf"{self._word}{turn}x\d+x", text or ""))
+        found = list(re.finditer(rf"{self._mark(turn)}\d+x", text or ""))
         if text is None or not found or len({match.group() for match in found}) < len(found):
             return None
         return text[: found[0].start()], text[found[-1].end() :]
