@@ -124,7 +124,7 @@ class Remote(io.RawIOBase):
             data: bytes = self._file.read(min(wanted, self._block))
         except ValueError as error:
             self._drop()
-            if self._from_start or "range" not in str(error):
+            if self._from_start or not ("range" in str(error) or "seek" in str(error)):
                 raise
             self._from_start = True
             raise ConnectionError("the server does not send parts of files") from error
