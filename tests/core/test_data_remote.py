@@ -228,6 +228,18 @@ def test_folders_and_patterns_of_addresses(memory: Any) -> None:
         find("memory://d/*.parquet", key="k")
 
 
+def test_a_file_that_is_not_there_is_asked_for_once() -> None:
+    asked = []
+
+    def absent() -> None:
+        asked.append(1)
+        raise FileNotFoundError("x") from KeyError("x")  # as file systems of clouds do
+
+    with pytest.raises(ConfigError, match=r"^s3://b/x: no such file or folder$"):
+        remote.patiently("s3://b/x", absent)
+    assert len(asked) == 1
+
+
 def test_a_scheme_that_nobody_knows() -> None:
     with pytest.raises(ConfigError, match=r"k: 'nowhere://x' can't be read: Protocol not known: nowhere"):
         find("nowhere://x", key="k")
