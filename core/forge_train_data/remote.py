@@ -58,8 +58,8 @@ def patiently(label: str, action: Callable[[], T]) -> T:
             raise
         except Exception as error:  # every file system has exceptions of its own
             cause = error.__cause__
-            if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
-                error = cause  # fsspec's http calls any failure so
+            if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and _of_connection(cause):
+                error = cause  # fsspec's http says that there is no file whenever it can't connect
             status = getattr(error, "status", 0)
             if isinstance(error, FileNotFoundError) or status == 404:
                 raise ConfigError(f"{label}: no such file or folder") from error
@@ -69,6 +69,10 @@ def patiently(label: str, action: Callable[[], T]) -> T:
                 raise ConfigError(f"{label} can't be read: {describe(error)}{times}") from error
         time.sleep(_PAUSE * 2 ** (failures - 1))
     raise AssertionError
+
+
+def _of_connection(error: Exception) -> bool:
+    return type(error).__module__.startswith("aiohttp.") or isinstance(error, TimeoutError)
 
 
 def info(address: str, label: str) -> dict[str, Any]:
@@ -124,7 +128,7 @@ class Remote(io.RawIOBase):
             data: bytes = self._file.read(min(wanted, self._block))
         except ValueError as error:
             self._drop()
-            if self._from_start or "range" not in str(error):
+            if self._from_start or not ("range" in str(error) or "seek" in str(error)):
                 raise
             self._from_start = True
             raise ConnectionError("the server does not send parts of files") from error

@@ -30,6 +30,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     files: ClassVar[dict[str, bytes]] = {}
     ranges: ClassVar = True
+    sized: ClassVar = True
+    protocol_version = "HTTP/1.1"
     bytes_each: ClassVar = 1 << 40
     drops: ClassVar = 10**9
     broken: ClassVar = 0
@@ -68,7 +70,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         else:
             piece = content
             self.send_response(200)
-        self.send_header("Content-Length", str(len(piece)))
+        size = ("Content-Length", str(len(piece))) if self.sized else ("Transfer-Encoding", "chunked")
+        self.send_header(*size)
         self.send_header("ETag", f'"{hash(content)}"')
         if self.ranges:
             self.send_header("Accept-Ranges", "bytes")
@@ -78,7 +81,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 kind.broken += 1
                 piece = piece[: self.bytes_each]
                 self.close_connection = True
-            self.wfile.write(piece)
+            if self.sized:
+                self.wfile.write(piece)
+                return
+            for start in range(0, len(piece), 1 << 16):
+                chunk = piece[start : start + (1 << 16)]
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+            if not self.close_connection:
+                self.wfile.write(b"0\r\n\r\n")
 
 
 @pytest.fixture
@@ -118,13 +128,20 @@ def test_reading_goes_on_where_the_connection_broke(server: tuple[str, type[Hand
         assert stream.read(1000) == JSONL[12_345:13_345]
 
 
-def test_a_server_that_sends_no_parts(server: tuple[str, type[Handler]]) -> None:
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_server_that_sends_no_parts(server: tuple[str, type[Handler]], sized: bool) -> None:
     address, handler = server
+    handler.sized = sized
     handler.files["/a.jsonl"], handler.ranges = JSONL * 4, False
     handler.bytes_each, handler.drops = 3_000_000, 3
     with File(f"{address}/a.jsonl").open(7) as stream:
         assert stream.read() == (JSONL * 4)[7:]
     assert handler.broken == 3
+    if not sized:
+        assert File(f"{address}/a.jsonl").size() == 0
+        handler.files["/a.parquet"] = JSONL
+        with pytest.raises(ConfigError, match=r"/a\.parquet can't be entered in the middle: its server does not tell"):
+            records(File(f"{address}/a.parquet"))
 
 
 def test_parquet_is_entered_in_the_middle(server: tuple[str, type[Handler]]) -> None:
@@ -209,6 +226,18 @@ def test_folders_and_patterns_of_addresses(memory: Any) -> None:
         find("memory://gone", key="k")
     with pytest.raises(ConfigError, match="the pattern matches no file"):
         find("memory://d/*.parquet", key="k")
+
+
+def test_a_file_that_is_not_there_is_asked_for_once() -> None:
+    asked = []
+
+    def absent() -> None:
+        asked.append(1)
+        raise FileNotFoundError("x") from KeyError("x")  # as file systems of clouds do
+
+    with pytest.raises(ConfigError, match=r"^s3://b/x: no such file or folder$"):
+        remote.patiently("s3://b/x", absent)
+    assert len(asked) == 1
 
 
 def test_a_scheme_that_nobody_knows() -> None:

@@ -155,7 +155,7 @@ def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
     ended=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-@pytest.mark.accept("data", 2)
+@pytest.mark.accept("data", 1)
 def test_parts_have_every_line_once_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[int, str]], size: int, ended: bool
 ) -> None:
