@@ -207,6 +207,7 @@ WORDS = {
     "constant",
     "eager",
     "linear",
+    "mixture",
     "precision",
     "sample",
     "sequential",
@@ -214,6 +215,7 @@ WORDS = {
     "tensorboard",
     "text",
     "tokenizer",
+    "tokens",
 }
 """Names of plugins that are ordinary words, or libraries, too."""
 

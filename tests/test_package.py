@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "forge_train": "core",
     "forge_train_tools": "core",
+    "forge_train_data": "core",
     "forge_train_plugins": "plugins",
     "forge_train_cli": "cli",
     "forge_train_contrib": "contrib",
@@ -30,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(next(folder.glob("*.whl")))
 
 
-def test_the_wheel_holds_five_typed_packages(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_holds_six_typed_packages(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)

@@ -22,23 +22,15 @@ LEAST = 257
 def train(wanted: Preparation, tasks: list[Task], folder: Path, report: Report) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`, whole or not at all."""
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
     if wanted.train_tokenizer < LEAST:
         raise ConfigError(
             f"--train-tokenizer: {wanted.train_tokenizer} ids are too few; there are 256 bytes and an end."
         )
     report.say("training the tokenizer")
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=wanted.train_tokenizer,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        _sample(wanted, tasks), vocab_size=wanted.train_tokenizer, special_tokens=[END], show_progress=False
     )
-    tokenizer.train_from_iterator(_sample(wanted, tasks), trainer)
     part = folder.with_name(f".{folder.name}.part")
     part.mkdir(exist_ok=True)
     tokenizer.save(str(part / "tokenizer.json"))
