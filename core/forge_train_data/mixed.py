@@ -82,6 +82,9 @@ class Mixture:
         Raises:
             ConfigError: a source of the same name has other content.
         """
+        if "given" not in state:  # a place alone: that of these very proportions
+            self._shift = np.zeros_like(self._shift)
+            return
         known = state["sources"]
         for name, digest in self._digests.items():
             if known.get(name, digest) != digest:

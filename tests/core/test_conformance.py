@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from forge_train import ConfigError, Job, LogRecord, Plugin, StepResult, hookimpl
 from forge_train.registry.discovery import DISTRIBUTION, discover
 from forge_train.testing import Installed, Pool, Report, assert_conforms, check, run_forge
+from forge_train_data.prepare import Preparation, prepare
+from forge_train_data.prepare import Report as Progress
 
 
 def failed(report: Report) -> set[str]:
@@ -28,12 +31,27 @@ CHEAPER = {"compile": {"compile.backend": "aot_eager"}}
 """Without inductor's C++: tests/plugins/test_compile.py and tests/dist/test_compositions.py have that."""
 
 
+def needed(name: str, folder: Path) -> dict[str, Any]:
+    """What a plugin can't be tried without."""
+    if name == "distill":
+        return {"distill.weights": str(run_forge([], steps=1, folder=folder / "teacher").run)}
+    if name == "sft":
+        lines = [json.dumps({"prompt": f"say {number}", "completion": str(number)}) for number in range(400)]
+        (folder / "chats.jsonl").write_text("\n".join(lines))
+        return {"sft.path": str(folder / "chats.jsonl"), "sft.template": "plain", "sft.cache": str(folder / "cache")}
+    if name in ("tokens", "mixture"):
+        (folder / "text.txt").write_text("".join(f"line {number}\n" for number in range(4000)))
+        prepare(Preparation((str(folder / "text.txt"),), folder / "tokens", held_out=0.2), Progress())
+        path = str(folder / "tokens")
+        return {"tokens.path": path} if name == "tokens" else {"mixture.sources": [{"path": path}]}
+    return {}
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_forges_own_plugins_conform(name: str, tmp_path: Path, ranks: Pool) -> None:
-    settings = CHEAPER.get(name)
-    if name == "distill":
-        settings = {"distill.weights": str(run_forge([], steps=1, folder=tmp_path / "teacher").run)}
-    assert_conforms(name, settings, folder=tmp_path, strict=True, ranks=ranks)
+    assert_conforms(
+        name, {**CHEAPER.get(name, {}), **needed(name, tmp_path)}, folder=tmp_path, strict=True, ranks=ranks
+    )
 
 
 # -- the class ----------------------------------------------------------------------------------------------------

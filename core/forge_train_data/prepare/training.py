@@ -22,6 +22,7 @@ LEAST = 257
 def train(wanted: Preparation, tasks: list[Task], folder: Path, report: Report) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`, whole or not at all."""
     import tokenizers
+
     if wanted.train_tokenizer < LEAST:
         raise ConfigError(
             f"--train-tokenizer: {wanted.train_tokenizer} ids are too few; there are 256 bytes and an end."
