@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Literal
 
 Side = Literal["train", "validation"]
@@ -18,12 +19,25 @@ def side_of(document: bytes, share: float) -> Side:
     return "validation" if chosen else "train"
 
 
-def cut(document: bytes, share: float) -> tuple[bytes, bytes]:
-    """A UTF-8 text in two, the second of about that share, from the beginning of a line where there is one."""
-    at = int(len(document) * (1 - share))
+def divided(document: bytes, share: float, *, whole: bool) -> Iterator[tuple[Side, bytes]]:
+    """A UTF-8 text with its side; or, if documents are not held out whole, its beginning and its last part.
+
+    The last part is of about that share, from the beginning of a line where there is one.
+    """
+    if whole or not share:
+        yield side_of(document, share), document
+        return
+    at = _cut(document, int(len(document) * (1 - share)))
+    if at:
+        yield "train", document[:at]
+    if at < len(document):
+        yield "validation", document[at:]
+
+
+def _cut(document: bytes, at: int) -> int:
     line = document.find(b"\n", at) + 1
     if 0 < line < len(document):
-        return document[:line], document[line:]
+        return line
     while at < len(document) and document[at] & 0xC0 == 0x80:  # a continuation byte of UTF-8
         at += 1
-    return document[:at], document[at:]
+    return at

@@ -19,7 +19,7 @@ from forge_train import Evaluation
 from forge_train_data.tokenizers.pretrained import PretrainedTokenizer
 from forge_train_plugins.data._text import baseline
 from forge_train_plugins.data._text.baseline import trigram_bits_per_byte
-from forge_train_plugins.data._text.documents import Side
+from forge_train_data.held_out import Side
 from text_fakes import job, plugin, prose, write
 
 pytestmark = pytest.mark.unit

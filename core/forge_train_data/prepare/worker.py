@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forge_train import ConfigError, Tokenizer
-from forge_train.contract.protocols import DocumentEncoder
 
 from ..chats import Learn, Template, conversation, open_template, render, tokenise
 from ..formats import lookup, text_of
-from ..held_out import SIDES, Side, cut, side_of
+from ..held_out import SIDES, Side, divided, side_of
 from ..manifest import WORK
 from ..shard import Ids
 from ..store import SUFFIX, Header, ShardWriter, read_header
-from ..tokenizers import BYTES, open_tokenizer
+from ..tokenizers import BYTES, encode_documents, open_tokenizer
 from .tasks import Piece, Preparation, Task
 
 BATCH = 4 << 20
@@ -91,7 +90,7 @@ def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told:
                         side(side_of(text, wanted.held_out)).add_encoded(ids, trained, len(text))
                 else:
                     for document in documents(piece, wanted.field):
-                        for name, text in _divided(document, wanted.held_out, whole):
+                        for name, text in divided(document, wanted.held_out, whole=whole):
                             side(name).add(text)
             except ConfigError as error:
                 if not wanted.skip:
@@ -151,15 +150,6 @@ def documents(piece: Piece, field: str) -> Iterator[bytes]:
                 raise ConfigError(f"{where}: {field!r} has half a surrogate pair at character {error.start}") from error
 
 
-def _divided(document: bytes, share: float, whole: bool) -> Iterator[tuple[Side, bytes]]:
-    if not share or whole:
-        yield side_of(document, share), document
-        return
-    for side, text in zip(SIDES, cut(document, share), strict=True):
-        if text:
-            yield side, text
-
-
 class _Side:
     """Texts that wait until there are enough of them to be tokenised together."""
 
@@ -187,16 +177,8 @@ class _Side:
         if not self._waiting:
             return
         begin, end = np.array(self._begin, np.int64), np.array(self._end, np.int64)
-        encoded = [np.concatenate([begin, ids, end]) for ids in encode(self._tokenizer, self._waiting) if len(ids)]
+        encoded = [
+            np.concatenate([begin, ids, end]) for ids in encode_documents(self._tokenizer, self._waiting) if len(ids)
+        ]
         self._writer.add(encoded, self._size)
         self._waiting, self._size = [], 0
-
-
-def encode(tokenizer: Tokenizer, documents: list[bytes]) -> Sequence[Ids]:
-    """Ids of UTF-8 texts, all at once where the tokenizer can."""
-    if isinstance(tokenizer, DocumentEncoder):
-        return tokenizer.encode_documents(documents)
-    encoded = [np.asarray(tokenizer.encode(document.decode("utf-8")), np.int64) for document in documents]
-    if (largest := max((int(ids.max()) for ids in encoded if len(ids)), default=0)) >= tokenizer.vocabulary:
-        raise ConfigError(f"The tokenizer gave the id {largest}, and says that it has {tokenizer.vocabulary}.")
-    return encoded

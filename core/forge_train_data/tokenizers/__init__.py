@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forge_train import ConfigError, Tokenizer
+from forge_train.contract.protocols import DocumentEncoder
+
 if TYPE_CHECKING:
-    from forge_train import Tokenizer
+    from ..shard import Ids
 
 BYTES = "bytes"
 
@@ -24,3 +28,19 @@ def open_tokenizer(path: str) -> Tokenizer:
     from .pretrained import PretrainedTokenizer
 
     return PretrainedTokenizer(Path(path).expanduser())
+
+
+def encode_documents(tokenizer: Tokenizer, documents: Sequence[bytes]) -> Sequence[Ids]:
+    """Ids of UTF-8 texts, all at once where the tokenizer can.
+
+    Raises:
+        ConfigError: an id is not below the tokenizer's vocabulary.
+    """
+    import numpy as np
+
+    if isinstance(tokenizer, DocumentEncoder):
+        return tokenizer.encode_documents(documents)
+    encoded = [np.asarray(tokenizer.encode(document.decode("utf-8")), np.int64) for document in documents]
+    if (largest := max((int(ids.max()) for ids in encoded if len(ids)), default=0)) >= tokenizer.vocabulary:
+        raise ConfigError(f"The tokenizer gave the id {largest}, and says that it has {tokenizer.vocabulary}.")
+    return encoded

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forge_train import ConfigError, Tokenizer
-from forge_train.contract.protocols import DocumentEncoder
 from forge_train_data.files import File
+from forge_train_data.held_out import Side
+from forge_train_data.tokenizers import encode_documents
 
 from . import cache
 from .baseline import trigram_bits_per_byte
-from .documents import Side, Survey, read, split, survey
+from .documents import Survey, read, split, survey
 from .progress import Progress
 from .sources import describe, find, is_plain
 
@@ -160,23 +161,13 @@ class _Writer:
         return {"dtype": self._dtype.name, "bytes": self._bytes}
 
     def _flush(self) -> None:
-        encoded = encode(self._tokenizer, self._waiting)
+        encoded = encode_documents(self._tokenizer, self._waiting)
         parts = [part for ids in encoded if len(ids) for part in (self._begin, ids, self._end)]
         if parts:
             np.concatenate(parts, dtype=self._dtype, casting="unsafe").tofile(self._file)
         self._lengths += [len(self._begin) + len(ids) + len(self._end) for ids in encoded if len(ids)]
         self._bytes += self._waiting_bytes
         self._waiting, self._waiting_bytes = [], 0
-
-
-def encode(tokenizer: Tokenizer, documents: Sequence[bytes]) -> Sequence[Ids]:
-    """Ids of UTF-8 texts, all at once where the tokenizer can."""
-    if isinstance(tokenizer, DocumentEncoder):
-        return tokenizer.encode_documents(documents)
-    encoded = [np.asarray(tokenizer.encode(document.decode("utf-8")), np.int64) for document in documents]
-    if (largest := max((int(ids.max()) for ids in encoded if len(ids)), default=0)) >= tokenizer.vocabulary:
-        raise ConfigError(f"text: the tokenizer gave the id {largest}, and says that it has {tokenizer.vocabulary}.")
-    return encoded
 
 
 def _map(folder: Path, side: str, meta: dict[str, Any]) -> Split:

@@ -6,19 +6,15 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from forge_train import ConfigError
 from forge_train_data.files import File
 from forge_train_data.formats import NotTextError, Part, kinds, text_of
+from forge_train_data.held_out import FEW, Side, divided
 
 from .sources import form, is_plain
 
-Side = Literal["train", "validation"]
-
 _CHUNK = 1 << 24
-_WHOLE = 8
-"""Held-out documents to expect before whole documents are held out: with 8, one corpus in 3000 ends up with none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,28 +97,9 @@ def split(documents: Iterable[bytes], held_out: float, expected: int) -> Iterato
     equal documents fall on the same side. Where that would leave fewer than about 8 (`expected` × `held_out`), as with
     one long file, the last `held_out` of every document is held out instead, from the beginning of a line.
     """
-    whole = expected * held_out >= _WHOLE
+    whole = expected * held_out >= FEW
     for document in documents:
-        if not held_out:
-            yield "train", document
-        elif whole:
-            chosen = int.from_bytes(hashlib.blake2b(document, digest_size=8).digest()) < held_out * 2.0**64
-            yield ("validation" if chosen else "train"), document
-        else:
-            cut = _cut(document, int(len(document) * (1 - held_out)))
-            if cut:
-                yield "train", document[:cut]
-            if cut < len(document):
-                yield "validation", document[cut:]
-
-
-def _cut(document: bytes, at: int) -> int:
-    line = document.find(b"\n", at) + 1
-    if 0 < line < len(document):
-        return line
-    while at < len(document) and document[at] & 0xC0 == 0x80:  # a continuation byte of UTF-8
-        at += 1
-    return at
+        yield from divided(document, held_out, whole=whole)
 
 
 def _plain(file: File) -> tuple[bytes, int]:
