@@ -45,7 +45,8 @@ class Turns:
         self._template, self._messages, self._tools, self._text = template, list(messages), tools, text
         self._replaced: dict[int, tuple[Message, str | None]] = {}
         self._word = "Sentinel"
-        while self._word in text:
+        everything = text + repr((self._messages, tools))  # prompts may hold what the text does not
+        while self._word in everything:
             self._word += "s"
         self._added = re.compile("|".join(map(re.escape, sorted(template.tokens, key=len, reverse=True))) or "(?!)")
 
