@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,73 +130,6 @@ def test_plain_on_bytes_learns_the_assistants_words_and_no_others(texts: list[st
     assert learned == "".join(f" {text}\n\n" for text in texts[1::2]).encode()
 
 
-def test_context_and_weights_are_not_learned(tmp_path: Path) -> None:
-    def spans(record: dict[str, Any], learn: Any = "assistant", source: str | None = None) -> list[str]:
-        template = open_template("plain") if source is None else Template(source)
-        segments = render(template, conversation(record), learn=learn)
-        return [segments.text[start:stop] for start, stop in segments.learned]
-
-    messages = FOUR["messages"]
-    shots = {"prompt": messages[:3], "completion": messages[3:]}
-    light = {"messages": [USER, {**ASSISTANT, "weight": 0}, *messages[2:]]}
-    dark = {"messages": [*messages[:3], {**messages[3], "weight": 0}]}
-    tagged = (
-        "{% for m in messages %}{% generation %}{% if m.role == 'assistant' %}{{ m.content }}{% endif %}"
-        "{% endgeneration %}{% endfor %}"
-    )
-    for source, b, d in ((None, " b\n\n", " d\n\n"), (tagged, "b", "d")):
-        assert spans(FOUR, source=source) == [b, d]
-        assert spans(shots, source=source) == spans(light, source=source) == [d]
-        assert spans(dark, source=source) == spans(dark, "last", source) == [b]
-
-
-def test_tags_may_be_several_in_a_turn() -> None:
-    source = (
-        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-        "{% endgeneration %}-{% generation %}.{% endgeneration %}{% else %}{{ m.content }}{% endif %}|{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    found = render(Template(source), conversation(FOUR))
-    assert [found.text[a:b] for a, b in found.learned] == ["b", ".", "d", "."]
-    found = render(Template(source), conversation(FOUR), learn="last")
-    assert [found.text[a:b] for a, b in found.learned] == ["d", "."]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for m in messages %}{{ m.role }}: {{ m.content | upper }}\n{% endfor %}",
-        "{% for m in messages %}{{ m.content }}{{ m.content }}\n{% endfor %}",
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}?{% endif %}",
-        "{% for m in messages %}{{ m.content }}{{ m.content | length }}\n{% endfor %}",
-    ],
-)
-def test_refuses_where_the_turns_are_not_sure(source: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^row 3: .* the assistant's message 1, .* can't be told for sure; put {% gen"
-    ):
-        render(Template(source), conversation(FOUR, "row 3"))
-
-
-def test_learns_a_call_whose_words_and_arguments_are_not_written() -> None:
-    source = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}</>\n"
-        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    messages = [USER, {**CALL, "content": "Well:"}, {"role": "tool", "content": "3"}, ASSISTANT]
-    found = render(Template(source, tokens=["</>"]), conversation({"messages": messages}))
-    assert [found.text[a:b] for a, b in found.learned] == ["add</>", "b</>"]
-
-
-def test_learns_nothing_of_a_turn_that_is_left_out() -> None:
-    source = (
-        "{% for m in messages[-2:] %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    found = render(Template(source, tokens=["</>"]), conversation(FOUR))
-    assert [found.text[a:b] for a, b in found.learned] == ["d</>"]
-
-
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
@@ -215,6 +150,14 @@ def test_learns_nothing_of_a_turn_that_is_left_out() -> None:
 def test_a_template_that_fails_or_means_harm(source: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=rf"^row 5: folder/x: .*{sentence}"):
         render(Template(source, name="folder/x"), conversation(FOUR, "row 5"))
+
+
+def test_needs_jinja_only_where_a_template_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys, forge_train_data.chats; print(sorted({'torch', 'jinja2', 'transformers'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ConfigError, match=r"chat templates need jinja2: pip install 'forge-train\[data\]'"):
+        Template("")
 
 
 def test_says_that_a_template_is_none() -> None:

@@ -194,6 +194,7 @@ def opens_thoughts(messages: list[dict[str, Any]]) -> bool:
 @example(messages=said("a", "a", "a", "a"))
 @example(messages=said("<tool_response>x</tool_response>", "<think>\nhm\n</think>\n\na", "b", "c"))
 @example(messages=said("Sentinel1x1x", "Sentinel1x1x"))
+@example(messages=[{"role": "system", "content": "Sentinel1x1x"}, *said("", "")])
 @given(messages=conversations())
 def test_masks_are_transformers(pair: Any, family: str, messages: list[dict[str, Any]]) -> None:
     if family == "gemma" and messages[0]["role"] == "system":

@@ -5,7 +5,8 @@ ends it. A template is a program, so each border is found in a way that proves i
 
 - The end: the strings of the turn are replaced by sentinels. What the template writes after the last one must end the
   final rendering too, so its length gives the end of the turn's own words. The first part of it that is the same
-  whatever follows the turn, up to its last added token (`<|im_end|>`), ends the turn.
+  whatever follows the turn, up to its last added token (`<|im_end|>`), ends the turn. Where the last turn ends with
+  another token than earlier ones (gpt-oss), it is the first added token, unless a header begins with it.
 - The start, the first of these that holds:
   1. the messages before the turn, rendered with a generation prompt, begin the final rendering;
   2. the same, seen from the message before the turn on: sentinels in that message make what follows it comparable also
@@ -45,7 +46,8 @@ class Turns:
         self._template, self._messages, self._tools, self._text = template, list(messages), tools, text
         self._replaced: dict[int, tuple[Message, str | None]] = {}
         self._word = "Sentinel"
-        while self._word in text:
+        everything = text + repr((self._messages, tools))  # prompts may hold what the text does not
+        while self._word in everything:
             self._word += "s"
         self._added = re.compile("|".join(map(re.escape, sorted(template.tokens, key=len, reverse=True))) or "(?!)")
 
@@ -73,12 +75,18 @@ class Turns:
         if not self._text.endswith(after):
             return None
         last = turn == len(self._messages) - 1
+        closed = [*self._messages[:turn], self._replace(turn)[0]]
         following = [{"role": "user", "content": "And then?"}] if last else []
-        around = self._around(self._render([*self._messages[:turn], self._replace(turn)[0], *following]), turn)
+        around = self._around(self._render([*closed, *following]), turn)
         if not around and not last:
             return None
         same = common(after, around[1]) if around else len(after)
-        return len(self._text) - len(after) + self._ending(after, same)
+        length = self._ending(after, same)
+        if not length and (first := self._added.match(after)):
+            prompt = None if last else self._around(self._render(closed, prompt=True), turn)
+            same = len(after) if last else common(after, prompt[1]) if prompt else 0
+            length = first.end() if first.end() <= same else 0
+        return len(self._text) - len(after) + length
 
     def _ending(self, after: str, same: int) -> int:
         """How many of the first `same` characters after a turn's words end it: up to the last added token in them."""
