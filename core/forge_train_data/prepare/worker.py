@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -25,6 +26,10 @@ from .tasks import Piece, Preparation, Task
 
 BATCH = 4 << 20
 """Bytes of text that are tokenised at a time."""
+
+
+TODAY = datetime.datetime(2024, 7, 26)  # noqa: DTZ001 - a template knows no time zones
+"""What a template is told that asks for the date, so that tokens do not change from day to day; Llama 3.1's default."""
 
 
 @dataclass(frozen=True)
@@ -124,17 +129,22 @@ class Maker:
             ConfigError: there is no such tokenizer, or no such template.
         """
         folder = None if tokenizer == BYTES else Path(tokenizer)
-        template = open_template(wanted.template, folder) if wanted.chat else None
+        template = open_template(wanted.template, folder, now=TODAY) if wanted.chat else None
         return cls(open_tokenizer(tokenizer), template)
 
 
 def chats(
     piece: Piece, template: Template, tokenizer: Tokenizer, learn: Learn
 ) -> Iterator[tuple[bytes, Ids, NDArray[np.uint8]]]:
-    """Text, token ids and what is learned of each conversation of a piece."""
+    """Text, token ids and what is learned of each conversation of a piece.
+
+    Where a template writes no token that ends a text, the tokenizer's own ends the conversation, and is learned.
+    """
     for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
         segments = render(template, conversation(record, piece.file.at(place)), learn=learn)
         ids, trained = tokenise(tokenizer, segments)
+        if tokenizer.end is not None and not np.isin(ids, tokenizer.stops).any():
+            ids, trained = np.append(ids, np.uint32(tokenizer.end)), np.append(trained, np.uint8(1))
         yield segments.text.encode("utf-8", errors="replace"), ids, trained
 
 
