@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forge_train_plugins.data._tokenizer.pretrained import PretrainedTokenizer
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from chat_families import FAMILIES, names, tokenizer, untagged
 from forge_train_data.chats import Conversation, Template, conversation, open_template, render, tokenise
+from forge_train_data.tokenizers.pretrained import PretrainedTokenizer
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
