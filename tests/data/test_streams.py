@@ -290,3 +290,17 @@ class TestPlugins:
         capped = Plugin(Plugin.Config(sources=tuple(replace(source, epochs=0.1) for source in sources)))
         with pytest.raises(ConfigError, match="all are used up to their `epochs` after"):
             capped.build_data(one, "train")
+
+    def test_paths_in_a_file_begin_where_the_file_lies(self, folders: list[Path], tmp_path: Path) -> None:
+        from forge_train.config.layers import Request
+        from forge_train.registry.setup import resolve
+
+        file = tmp_path / "run.toml"
+        file.write_text(
+            'plugins = ["mixture"]\n[mixture]\nsources = [{ path = "web", weight = 3 }, { path = "code", name = "c" }]\n'
+        )
+        setup = resolve(Request(str(file), set=("train.steps=2",)))
+        found = [source.path for source in setup.config.sections["mixture"].sources]
+        assert found == [str(folder) for folder in folders]
+        assert setup.config.sections["tokenizer"].path == "bytes"
+        assert str(setup.config.origin(("tokenizer", "path"))) == "plugin mixture"

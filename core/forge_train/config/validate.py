@@ -96,7 +96,14 @@ def read_text(cls: type, key: Key, text: str) -> Any:
 
 
 def _absolute(cls: type, key: Key, value: Any, origin: Origin) -> Any:
-    """The value, as an absolute path if its field is a `FilePath`."""
+    """The value, as an absolute path if its field is a `FilePath`; those of a list's tables too."""
+    if isinstance(value, list):
+        return [
+            {name: _absolute(cls, (*key, str(at), name), one, origin) for name, one in item.items()}
+            if isinstance(item, dict)
+            else item
+            for at, item in enumerate(value)
+        ]
     if not isinstance(value, str) or not value or (marked := mark(cls, key, FilePath)) is None or value in marked.words:
         return value
     return str((origin.folder / Path(value).expanduser()).absolute())

@@ -11,6 +11,7 @@ from forge_train import (
     Batch,
     ConfigError,
     Evaluator,
+    FilePath,
     Ge,
     Gt,
     KernelCapabilities,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 class Source:
     """One source of a mixture."""
 
-    path: str
+    path: Annotated[str, FilePath()]
     """As `tokens.path`."""
     name: str = ""
     """In messages and metrics; without one, the path's last part."""
@@ -104,9 +105,7 @@ class Mixture(Plugin):
             return
         for at, source in enumerate(sources):
             if not glob.glob(source.path) and not Path(source.path).with_suffix(".bin").exists():
-                yield Problem(
-                    "mixture.sources", f"item {at}: no such file or folder: {source.path!r} (from here).", data=True
-                )
+                yield Problem("mixture.sources", f"item {at}: no such file or folder: {source.path}.", data=True)
         if twice := sorted({name for name in names if names.count(name) > 1}):
             yield Problem("mixture.sources", f"two sources are named {twice[0]!r}: give one a `name` of its own.")
         if not any(source.weight for source in sources):
