@@ -297,7 +297,7 @@ class TestPlugins:
 
         file = tmp_path / "run.toml"
         file.write_text(
-            'plugins = ["mixture"]\n[mixture]\nsources = [{ path = "web", weight = 3 }, { path = "code", name = "c" }]\n'
+            'plugins = ["mixture"]\n[mixture]\nsources = [{ path = "web" }, { path = "code", name = "c" }]\n'
         )
         setup = resolve(Request(str(file), set=("train.steps=2",)))
         found = [source.path for source in setup.config.sections["mixture"].sources]

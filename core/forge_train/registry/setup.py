@@ -51,8 +51,7 @@ def resolve(request: Request, *, world: int = 1, training: bool = True, data: bo
     enabled = resolution.enable()
     _raise(resolution.mistakes, resolution.hints)
     sections = _sections(layered.tree, enabled, resolution)
-    _raise(resolution.mistakes, resolution.hints)
-    if _bring(layered.tree, enabled, sections):
+    if not resolution.mistakes and _bring(layered.tree, enabled, sections):
         sections = _sections(layered.tree, enabled, resolution)
     tree, mistakes = layered.tree, resolution.mistakes
     core = {name: validate(name, cls, tree.below((name,)), mistakes) for name, cls in CORE_SECTIONS.items()}
