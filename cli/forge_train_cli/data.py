@@ -36,6 +36,10 @@ def data() -> None:
 @click.option("--field", default="text", show_default=True, metavar="NAME", help="Where a record has its text.")
 @click.option("--held-out", type=click.FloatRange(0, 1, max_open=True), default=0.01, show_default=True,
               help="Share of the documents that is kept for evaluation.")  # fmt: skip
+@click.option("--chat", is_flag=True, help="Records are conversations: render them, and mark what is learned.")
+@click.option("--template", metavar="T", help="The chat template; the tokenizer's own without it.")
+@click.option("--map", "maps", multiple=True, metavar="NAME[:OPTION=VALUE,…]",
+              help="A change of documents, one after the other: length:least=200, fim:rate=0.5.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; all cores without it.")
 @click.option("--skip-broken", is_flag=True, help="Leave out files that can't be read, and name them.")
 def prepare(
@@ -45,6 +49,9 @@ def prepare(
     train_tokenizer: int | None,
     field: str,
     held_out: float,
+    chat: bool,
+    template: str | None,
+    maps: tuple[str, ...],
     workers: int | None,
     skip_broken: bool,
 ) -> None:
@@ -57,6 +64,10 @@ def prepare(
 
     if tokenizer and train_tokenizer is not None:
         raise ConfigError("--tokenizer and --train-tokenizer exclude each other; give one.")
+    if template and not chat:
+        raise ConfigError("--template: has no effect without --chat.")
+    if chat and (maps or train_tokenizer is not None or field != "text"):
+        raise ConfigError("--chat: conversations take no --map, --field or --train-tokenizer.")
     wanted = Preparation(
         sources,
         Path(out),
@@ -66,6 +77,9 @@ def prepare(
         held_out=held_out,
         workers=workers or len(os.sched_getaffinity(0)),
         skip=skip_broken,
+        chat=chat,
+        template=template or "",
+        maps=maps,
     )
     report = Report(_show)
     manifest = perform(wanted, report)

@@ -26,7 +26,7 @@ from ..tokenizers import BYTES, open_tokenizer
 from . import pool, training
 from .progress import Report
 from .tasks import TEXT, Preparation, Task, divide
-from .worker import Done, done, task_name
+from .worker import Done, Maker, done, task_name
 
 __all__ = ["Preparation", "Report", "prepare", "settled"]
 
@@ -47,6 +47,7 @@ def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: b
     tasks = divide(files)
     with _claimed(wanted.out, wanted.settings(files), wait) as work:
         tokenizer = _tokenizer(wanted, work, tasks, report)
+        Maker.of(wanted, tokenizer)  # what does not fit is told before anything is read
         left = [task for task in tasks if done(work, wanted.out, task) is None]
         report.begin(tasks, left)
         if not left and (wanted.out / FILE).is_file():

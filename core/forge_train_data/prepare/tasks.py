@@ -35,6 +35,7 @@ class Preparation:
         chat: whether records are conversations, which a chat template renders, and not texts.
         template: which one; empty for the tokenizer's own.
         learn: what of a conversation is learned.
+        maps: changes of texts, in order, as `Maps` takes them.
     """
 
     sources: tuple[str, ...]
@@ -48,13 +49,14 @@ class Preparation:
     chat: bool = False
     template: str = ""
     learn: Learn = "assistant"
+    maps: tuple[str, ...] = ()
 
     def public(self) -> dict[str, Any]:
         """What decides the result, beside the files and the tokenizer."""
         made = {"held_out": self.held_out, "train_tokenizer": self.train_tokenizer}
         if self.chat:
             return {**made, "template": self.template, "learn": self.learn}
-        return {**made, "field": self.field}
+        return {**made, "field": self.field, "maps": list(self.maps)}
 
     def settings(self, files: Sequence[File]) -> str:
         """What a second run must have in common with the first, to go on with its work."""

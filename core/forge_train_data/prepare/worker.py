@@ -19,6 +19,7 @@ from ..chats import Learn, Template, conversation, open_template, render, tokeni
 from ..formats import lookup, text_of
 from ..held_out import SIDES, Side, divided, side_of
 from ..manifest import WORK
+from ..maps import Maps
 from ..shard import Ids
 from ..store import SUFFIX, Header, ShardWriter, read_header
 from ..tokenizers import BYTES, encode_documents, open_tokenizer
@@ -96,7 +97,8 @@ def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told:
                 else:
                     for document in documents(piece, wanted.field):
                         for name, text in divided(document, wanted.held_out, whole=whole):
-                            side(name).add(text)
+                            for made in maker.maps(text):
+                                side(name).add(made)
             except ConfigError as error:
                 if not wanted.skip:
                     raise
@@ -116,21 +118,25 @@ class Maker:
     Args:
         tokenizer: of the preparation.
         template: which renders conversations; None where records are texts.
+        maps: changes of texts.
     """
 
     tokenizer: Tokenizer
-    template: Template | None = None
+    template: Template | None
+    maps: Maps
 
     @classmethod
     def of(cls, wanted: Preparation, tokenizer: str) -> Maker:
         """What a preparation needs, given its tokenizer's path.
 
         Raises:
-            ConfigError: there is no such tokenizer, or no such template.
+            ConfigError: there is no such tokenizer, template or map, or they don't fit each other.
         """
+        opened, maps = open_tokenizer(tokenizer), Maps(wanted.maps)
+        maps.check(opened)
         folder = None if tokenizer == BYTES else Path(tokenizer)
         template = open_template(wanted.template, folder, now=TODAY) if wanted.chat else None
-        return cls(open_tokenizer(tokenizer), template)
+        return cls(opened, template, maps)
 
 
 def chats(
