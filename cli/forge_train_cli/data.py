@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -43,17 +43,7 @@ def data() -> None:
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; all cores without it.")
 @click.option("--skip-broken", is_flag=True, help="Leave out files that can't be read, and name them.")
 def prepare(
-    sources: tuple[str, ...],
-    out: str,
-    tokenizer: str | None,
-    train_tokenizer: int | None,
-    field: str,
-    held_out: float,
-    chat: bool,
-    template: str | None,
-    maps: tuple[str, ...],
-    workers: int | None,
-    skip_broken: bool,
+    sources: tuple[str, ...], out: str, tokenizer: str | None, train_tokenizer: int | None, **more: Any
 ) -> None:
     """Read SOURCES (files, folders, patterns, addresses), tokenise them, and write shards into a folder.
 
@@ -64,22 +54,22 @@ def prepare(
 
     if tokenizer and train_tokenizer is not None:
         raise ConfigError("--tokenizer and --train-tokenizer exclude each other; give one.")
-    if template and not chat:
+    if more["template"] and not more["chat"]:
         raise ConfigError("--template: has no effect without --chat.")
-    if chat and (maps or train_tokenizer is not None or field != "text"):
+    if more["chat"] and (more["maps"] or train_tokenizer is not None or more["field"] != "text"):
         raise ConfigError("--chat: conversations take no --map, --field or --train-tokenizer.")
     wanted = Preparation(
         sources,
         Path(out),
         tokenizer=tokenizer or "bytes",
         train_tokenizer=train_tokenizer or 0,
-        field=field,
-        held_out=held_out,
-        workers=workers or len(os.sched_getaffinity(0)),
-        skip=skip_broken,
-        chat=chat,
-        template=template or "",
-        maps=maps,
+        field=more["field"],
+        held_out=more["held_out"],
+        workers=more["workers"] or len(os.sched_getaffinity(0)),
+        skip=more["skip_broken"],
+        chat=more["chat"],
+        template=more["template"] or "",
+        maps=more["maps"],
     )
     report = Report(_show)
     manifest = perform(wanted, report)
