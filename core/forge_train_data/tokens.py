@@ -62,7 +62,7 @@ def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float
         for side in prepared.manifest.shards.values():
             for one in side:
                 if one.header.largest >= vocabulary:
-                    raise ConfigError(_beyond(path / one.file, one.header.largest, None, vocabulary))
+                    raise ConfigError(beyond(path / one.file, one.header.largest, None, vocabulary))
         if prepared.sides["validation"].tokens or not held_out:
             return prepared.sides
         return divided(prepared.sides["train"].shards, held_out)
@@ -73,19 +73,20 @@ def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float
         )
     from .foreign import largest, open_foreign
 
-    shards = open_foreign(path, dtype=dtype or None, end=tokenizer.end, key=key)
+    shards = open_foreign(path, dtype=dtype or None, end=tokenizer.end, key=f"{key}.")
     for shard in shards:
         top, at = largest(shard)
         if top >= vocabulary:
-            raise ConfigError(_beyond(shard.path, top, at, vocabulary))
+            raise ConfigError(beyond(shard.path, top, at, vocabulary))
     return divided(shards, held_out) if held_out else {"train": Documents(shards), "validation": Documents([])}
 
 
-def _beyond(path: Path, id: int, at: int | None, vocabulary: int) -> str:
+def beyond(path: Path, id: int, at: int | None, vocabulary: int, *, key: str = "tokenizer.path") -> str:
+    """What is wrong with a file that holds an id which its tokenizer has not."""
     place = "" if at is None else f" at {at:,}"
     return (
         f"{path}: holds the token id {id:,}{place}, and the tokenizer has {vocabulary:,}: they do not belong together. "
-        "Set tokenizer.path to the one that made it."
+        f"Set {key} to the one that made it."
     )
 
 
