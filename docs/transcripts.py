@@ -227,6 +227,7 @@ SESSIONS = {
         few="text.path=texts;text.held_out=0.1;log.every=2;train.evaluate_batches=1",
     ),
     "how-to/first-run.md": Session(before=_texts),
+    "how-to/inspect-data.md": Session(before=_texts),
     "how-to/plan.md": Session(before=_larger, slow=r".* (--device h100|-p ac|train.micro_batch=1)"),
     "how-to/resume.md": Session(before=_mine, never="forge train --resume"),
     "how-to/schedules.md": Session(before=_mine, never="forge train"),

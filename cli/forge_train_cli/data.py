@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "prepare": (".data:prepare", "Make token shards of any source."),
+    "inspect": (".inspect:inspect", "Look at data: lengths, samples as tokens, duplicates."),
+    "show": (".show:show", "What a run does with its data, stage by stage."),
 }
 
 

@@ -43,13 +43,13 @@ def open_foreign(path: Path, *, dtype: str | None, end: int | None, key: str) ->
     Args:
         dtype: one of `RAW`. May be stated for a file that states its own, and must then agree.
         end: the tokenizer's end-of-document id. The file is read once to find it.
-        key: the section whose options `dtype` and `end` are, for messages.
+        key: what stands before `dtype` in messages: `tokens.` for the key, `--` for the option.
 
     Raises:
         ConfigError: naming the file, and the place in it or the option.
     """
     if dtype is not None and dtype not in RAW:
-        raise ConfigError(f"{key}.dtype: {dtype!r} is none of {', '.join(RAW)}")
+        raise ConfigError(f"{key}dtype: {dtype!r} is none of {', '.join(RAW)}")
     try:
         tokens, ends = _read(path, dtype, key)
     except OSError as error:
@@ -57,12 +57,13 @@ def open_foreign(path: Path, *, dtype: str | None, end: int | None, key: str) ->
     if not len(tokens):
         raise ConfigError(f"{path} holds no tokens")
     if dtype is not None and tokens.dtype.newbyteorder("=") != np.dtype(dtype):
-        raise ConfigError(f"{path} states that it holds {tokens.dtype}, and {key}.dtype is {dtype}")
+        raise ConfigError(f"{path} states that it holds {tokens.dtype}, and {key}dtype is {dtype}")
     if ends is None:
         ends = np.array([len(tokens)], np.int64) if end is None else ends_of(tokens, end)
         if end is not None and len(ends) == 1 and tokens[-1] != end:
             raise ConfigError(
-                f"{path}: none of its {len(tokens):,} tokens is {end}, which {key}.end says to end a document"
+                f"{path}: none of its {len(tokens):,} tokens is {end}, with which the tokenizer ends a document: "
+                "they do not belong together"
             )
     return [Shard(path, tokens, ends)]
 
@@ -117,7 +118,7 @@ def _read(path: Path, dtype: str | None, key: str) -> tuple[Ids, Int64s | None]:
         raise ConfigError(f"{path} holds llm.c's multiple-choice questions, not documents")
     if dtype is None:
         raise ConfigError(
-            f"{path} does not say how its tokens are stored: set {key}.dtype to uint16 (vocabularies up to 65,536, as "
+            f"{path} does not say how its tokens are stored: set {key}dtype to uint16 (vocabularies up to 65,536, as "
             "GPT-2's) or uint32 (larger ones)"
         )
     return _map(path, np.dtype(dtype).newbyteorder("<"), 0), None

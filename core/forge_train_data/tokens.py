@@ -63,7 +63,7 @@ def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float
         for side in prepared.manifest.shards.values():
             for one in side:
                 if one.header.largest >= vocabulary:
-                    raise ConfigError(_beyond(path / one.file, one.header.largest, None, vocabulary))
+                    raise ConfigError(beyond(path / one.file, one.header.largest, None, vocabulary))
         if prepared.sides["validation"].tokens or not held_out:
             return prepared.sides
         return divided(prepared.sides["train"].shards, held_out)
@@ -79,19 +79,23 @@ def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float
         paths = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
         if not paths:
             raise ConfigError(f"{key}.path: {str(path)!r}: the pattern matches no file.")
-    shards = [shard for one in paths for shard in open_foreign(one, dtype=dtype or None, end=tokenizer.end, key=key)]
+    stated = dtype or None
+    shards = [
+        shard for one in paths for shard in open_foreign(one, dtype=stated, end=tokenizer.end, key=f"{key}.")
+    ]
     for shard in shards:
         top, at = largest(shard)
         if top >= vocabulary:
-            raise ConfigError(_beyond(shard.path, top, at, vocabulary))
+            raise ConfigError(beyond(shard.path, top, at, vocabulary))
     return divided(shards, held_out) if held_out else {"train": Documents(shards), "validation": Documents([])}
 
 
-def _beyond(path: Path, id: int, at: int | None, vocabulary: int) -> str:
+def beyond(path: Path, id: int, at: int | None, vocabulary: int, *, key: str = "tokenizer.path") -> str:
+    """What is wrong with a file that holds an id which its tokenizer has not."""
     place = "" if at is None else f" at {at:,}"
     return (
         f"{path}: holds the token id {id:,}{place}, and the tokenizer has {vocabulary:,}: they do not belong together. "
-        "Set tokenizer.path to the one that made it."
+        f"Set {key} to the one that made it."
     )
 
 

@@ -60,7 +60,7 @@ def npy(path: Path, description: str, shape: str, data: bytes) -> Path:
 
 
 def only(path: Path, dtype: str | None = None, end: int | None = None) -> Shard:
-    [shard] = open_foreign(path, dtype=dtype, end=end, key="tokens")
+    [shard] = open_foreign(path, dtype=dtype, end=end, key="tokens.")
     return shard
 
 
@@ -72,7 +72,7 @@ def texts(shard: Shard) -> list[list[int]]:
 
 def refused(told: str, path: Path, **stated: str | int) -> None:
     with pytest.raises(ConfigError, match=told) as caught:
-        open_foreign(path, **{"dtype": None, "end": None, "key": "tokens", **stated})
+        open_foreign(path, **{"dtype": None, "end": None, "key": "tokens.", **stated})
     assert "\n" not in str(caught.value)
 
 
@@ -194,14 +194,14 @@ class TestRaw:
         path = tmp_path / "train.bin"
         path.write_bytes(struct.pack("<4H", 1, 2, 3, 4))
         refused("train.bin does not say .* set tokens.dtype to uint16 .* or uint32", path)
-        refused("train.bin does not say .* set mix.web.dtype", path, key="mix.web")
+        refused("train.bin does not say .* set mix.web.dtype", path, key="mix.web.")
 
     def test_faults_are_named(self, tmp_path: Path) -> None:
         path = tmp_path / "train.bin"
         path.write_bytes(struct.pack("<3H", 1, 2, 3))
         refused("train.bin is truncated or not of uint32: its 6 bytes .* multiple of 4", path, dtype="uint32")
         refused("tokens.dtype: 'uint-16' is none of uint16, uint32, int32, int64", path, dtype="uint-16")
-        refused("none of its 3 tokens is 50256, which tokens.end", path, dtype="uint16", end=50256)
+        refused("none of its 3 tokens is 50256, with which the tokenizer ends", path, dtype="uint16", end=50256)
         refused("none of its 3 tokens is 100257", path, dtype="uint16", end=100257)
         path.write_bytes(b"")
         refused("train.bin holds no tokens", path, dtype="uint16")

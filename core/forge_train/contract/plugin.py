@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pluggy
 
 from ..config.schema import section
 from ..ground.errors import PluginError
 from .attention import KernelCapabilities
+
+if TYPE_CHECKING:
+    from .job import Job
 
 __all__ = ["API", "Plugin", "hookimpl"]
 
@@ -104,3 +107,9 @@ class Plugin:
         """Values of other keys that follow from its section, for keys that nobody set: a folder of tokens brings
         `{"tokenizer.path": …}`. Called before anything slow is imported."""
         return {}
+
+    def data_stages(self, job: Job) -> Iterable[tuple[str, str]]:
+        """What it does with the data of the run, for `forge data show`: a stage and a line of text each. Stages are
+        `source`, `decode`, `render`, `tokenise`, `filter`, `map`, `pack`, `order` and `batch`. Nothing is trained
+        afterwards, and what takes long is left out; data that is not there is a line too."""
+        return ()

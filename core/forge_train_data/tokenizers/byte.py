@@ -28,5 +28,8 @@ class ByteTokenizer:
         """Text; bytes that are not UTF-8 become U+FFFD, ids that are no bytes are left out."""
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
+    def special(self, id: int) -> str:
+        return "" if id < 256 else "<end>"
+
     def encode_documents(self, documents: Sequence[bytes]) -> list[NDArray[np.uint8]]:
         return [np.frombuffer(document, np.uint8) for document in documents]

@@ -122,6 +122,11 @@ class PretrainedTokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
+    def special(self, id: int) -> str:
+        """The text of a special token; empty for other tokens."""
+        added = self._tokenizer.get_added_tokens_decoder().get(id)
+        return added.content if added is not None and added.special else ""
+
     def encode_documents(self, documents: Sequence[bytes]) -> list[Ids]:
         """Token ids of UTF-8 texts, one array each, without the end; all of the library's threads work on it."""
         pieces = [_pieces(document) for document in documents]

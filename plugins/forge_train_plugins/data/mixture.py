@@ -155,6 +155,29 @@ class Mixture(Plugin):
         phases = [(0, dict.fromkeys(rows, 1.0))] if held_out else self._phases(job, rows)
         return StreamLoader(Mixed(parts, Phases(phases, job.seed), key="mixture"), job)
 
+    def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
+        from forge_train_data.proportions import tempered
+        from forge_train_data.stages import held_out, order, packed, passes, sequences, sides
+
+        config, names = self.config, self._names()
+        share = tempered({n: s.weight for n, s in zip(names, config.sources, strict=True)}, config.temperature)
+        whole, needed = sum(share.values()), sequences(job)
+        yield "decode", "token shards, mapped"
+        yield "filter", held_out(config.held_out, "the last documents of each source that holds nothing out")
+        for phase in config.phases:
+            yield "order", f"from step {self._step(phase, job.config):,} on: weights {list(phase.weights)}"
+        yield "order", order(job, shuffle=config.shuffle)
+        yield "pack", packed(config.packing, job, isolate=config.isolate)
+        for name in names:
+            part = share[name] / whole
+            try:
+                count = self._rows(name, job, "train").count
+            except ConfigError as error:
+                yield "source", f"{name}, {part:.1%} of the sequences: {error}"
+                continue
+            epochs = "" if config.phases or not count else f"; {passes(count, needed * part)}"
+            yield "source", f"{name}, {part:.1%} of the sequences: {sides(self._opened[name])}{epochs}"  # type: ignore[index]
+
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
         import torch

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from forge_train.config import Config as RunConfig
     from forge_train_data.documents import Documents
     from forge_train_data.held_out import Side
+    from forge_train_data.prepare import Preparation
 
 
 class SFT(Plugin):
@@ -77,6 +78,33 @@ class SFT(Plugin):
         seed = HELD_OUT_SEED if split == "validation" else job.seed if self.config.shuffle else None
         return StreamLoader(Ordered(rows, seed, key="sft", fixed=split == "validation"), job)
 
+    def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
+        from forge_train_data.files import find
+        from forge_train_data.fit import fitted
+        from forge_train_data.manifest import FILE, open_prepared
+        from forge_train_data.stages import counted, held_out, order, packed, sides
+
+        config, rows = self.config, None
+        yield "render", f"chat template: {config.template or 'of the tokenizer'}; learned: {config.learn}"
+        yield "filter", held_out(config.held_out, "conversations by their hash")
+        yield "filter", f"conversations longer than a row: {config.long}"
+        yield "order", order(job, shuffle=config.shuffle)
+        try:
+            files = find(config.path, key="sft.path")
+            wanted = self._wanted(job)
+            known = ""
+            if (wanted.out / FILE).is_file():
+                found = open_prepared(wanted.out, key="sft.path").sides
+                pieces = fitted(
+                    found["train"], job.config.train.sequence, long=config.long, packing=config.packing, key="sft"
+                )
+                known, rows = f"; {sides(found)}", len(pieces.row_ends)
+            yield "source", f"{counted(files)}{known}"
+            yield "decode", "each record is a conversation"
+        except ConfigError as error:
+            yield "source", str(error)
+        yield "pack", packed(config.packing, job, isolate=True, rows=rows)
+
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
         import torch
@@ -87,27 +115,10 @@ class SFT(Plugin):
 
     def _open(self, job: Job) -> Mapping[Side, Documents]:
         if self._sides is None:
-            from forge_train.storage import model_files
             from forge_train_data.manifest import open_prepared
-            from forge_train_data.prepare import Preparation, Report, prepare, settled
+            from forge_train_data.prepare import Report, prepare
 
-            path, tokenizer = self.config.path, job.hooks.tokenizer()
-            section, key = model_files.option(job.hooks) or ("", "")
-            if not section:
-                raise ConfigError("sft: the run's tokenizer is of a plugin that names no files of it.")
-            wanted = settled(
-                Preparation(
-                    (path,) if isinstance(path, str) else path,
-                    Path(),
-                    tokenizer=getattr(job.config.sections[section], key),
-                    held_out=self.config.held_out,
-                    chat=True,
-                    template=self.config.template,
-                    learn=self.config.learn,
-                ),
-                self.config.cache,
-                "sft",
-            )
+            tokenizer, wanted = job.hooks.tokenizer(), self._wanted(job)
             prepare(wanted, Report(), key="sft.path", wait=True)
             prepared = open_prepared(wanted.out, key="sft.path")
             if prepared.manifest.tokenizer["digest"] != tokenizer.digest:
@@ -116,3 +127,22 @@ class SFT(Plugin):
                 )
             self._sides = prepared.sides
         return self._sides
+
+    def _wanted(self, job: Job) -> Preparation:
+        from forge_train.storage import model_files
+        from forge_train_data.prepare import Preparation, settled
+
+        path = self.config.path
+        section, key = model_files.option(job.hooks) or ("", "")
+        if not section:
+            raise ConfigError("sft: the run's tokenizer is of a plugin that names no files of it.")
+        wanted = Preparation(
+            (path,) if isinstance(path, str) else path,
+            Path(),
+            tokenizer=getattr(job.config.sections[section], key),
+            held_out=self.config.held_out,
+            chat=True,
+            template=self.config.template,
+            learn=self.config.learn,
+        )
+        return settled(wanted, self.config.cache, "sft")

@@ -88,6 +88,27 @@ class Text(Plugin):
             self._job, self._held_out = job, corpus.validation
         return loader
 
+    def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
+        from forge_train_data.stages import counted, held_out, order, packed
+
+        from ._text.cache import folder
+        from ._text.corpus import cached
+        from ._text.sources import describe, find, is_plain
+
+        rows = None
+        try:
+            files = find(self.config.path)
+            plain = all(map(is_plain, files))
+            found = cached(self._recipe, job.hooks.tokenizer(), folder(self.config.cache))
+            yield "source", f"{describe(self.config.path)}: {counted(files)}"
+            yield "decode", "each file is a document" if plain else f"each record is a document: {self.config.field!r}"
+            rows = len(found.train.tokens) // job.config.train.sequence if found else None
+        except ConfigError as error:
+            yield "source", str(error)
+        yield "filter", held_out(self.config.held_out, "documents by their hash; the end of each where there are few")
+        yield "pack", packed("split", job, isolate=self.config.isolate, rows=rows)
+        yield "order", order(job, shuffle=self.config.shuffle)
+
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
         import torch

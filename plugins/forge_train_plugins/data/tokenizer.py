@@ -49,6 +49,12 @@ class Tokenizer(Plugin):
     def tokenizer(self, job: Job) -> TokenizerProtocol:
         return self._tokenizer
 
+    def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
+        tokenizer, path = self._tokenizer, self.config.path
+        begin = f"{list(tokenizer.begin)} before each document" if tokenizer.begin else "nothing before a document"
+        end = "nothing" if tokenizer.end is None else tokenizer.end
+        yield "tokenise", f"{path}: {tokenizer.vocabulary:,} token ids, {begin}, {end} after it"
+
     @cached_property
     def _tokenizer(self) -> TokenizerProtocol:
         from forge_train_data.tokenizers import open_tokenizer

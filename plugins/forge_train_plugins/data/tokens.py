@@ -92,6 +92,26 @@ class Tokens(Plugin):
         seed = HELD_OUT_SEED if split == "validation" else job.seed if self.config.shuffle else None
         return StreamLoader(Ordered(rows, seed, key="tokens", fixed=split == "validation"), job)
 
+    def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
+        from forge_train_data.stages import held_out, order, packed, sides
+        from forge_train_data.tokens import open_tokens, rows_of
+
+        config, tokenizer = self.config, job.hooks.tokenizer()
+        yield "decode", f"token shards, mapped{f', of {config.dtype}' if config.dtype else ''}"
+        yield "filter", held_out(config.held_out, "the last documents, where the files hold nothing out")
+        yield "order", order(job, shuffle=config.shuffle)
+        try:
+            found = open_tokens(
+                Path(config.path), tokenizer, dtype=config.dtype, held_out=config.held_out, key="tokens"
+            )
+        except ConfigError as error:
+            yield "source", str(error)
+            yield "pack", packed(config.packing, job, isolate=config.isolate)
+            return
+        yield "source", f"{config.path}: {sides(found)}"
+        rows = rows_of(found["train"], job.config.train.sequence, packing=config.packing, isolate=config.isolate, pad=0)
+        yield "pack", packed(config.packing, job, isolate=config.isolate, rows=rows.count)
+
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
         import torch

@@ -35,12 +35,12 @@ def obtain(target: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict[str
     Raises:
         ConfigError: the folder can't be written.
     """
-    if (meta := _whole(target)) is not None:
+    if (meta := whole(target)) is not None:
         return meta
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _lock(target.with_name(f"{target.name}.lock")) as alone:
-            if (meta := _whole(target)) is not None:
+            if (meta := whole(target)) is not None:
                 return meta
             return _build(target, build, alone)
     except OSError as error:
@@ -76,12 +76,12 @@ def _build(target: Path, build: Callable[[Path], Mapping[str, Any]], alone: bool
         (made / _META).write_text(json.dumps({"meta": meta, "files": files}))
         for path in made.iterdir():
             _sync(path)
-        if target.exists() and _whole(target) is None:
+        if target.exists() and whole(target) is None:
             target.rename(made / "damaged")
         try:
             made.rename(target)
         except OSError:
-            if _whole(target) is None:  # else another process was faster, which only happens without locks
+            if whole(target) is None:  # else another process was faster, which only happens without locks
                 raise
         shutil.rmtree(target / "damaged", ignore_errors=True)
         return meta
@@ -89,7 +89,7 @@ def _build(target: Path, build: Callable[[Path], Mapping[str, Any]], alone: bool
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _whole(target: Path) -> dict[str, Any] | None:
+def whole(target: Path) -> dict[str, Any] | None:
     """The folder's description if all its files are as they were written.
 
     Size and modification time vouch for a file, so that opening takes the same short time at every size; where the time

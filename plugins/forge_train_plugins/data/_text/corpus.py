@@ -112,6 +112,17 @@ def open_corpus(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> Corpus:
     return corpus
 
 
+def cached(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> Corpus | None:
+    """The corpus, if it is in the cache.
+
+    Raises:
+        ConfigError: a file is missing.
+    """
+    listing, _ = _listing(find(recipe.paths))
+    key = cache.recall(folder / "seen" / _hash([listing, _LAYOUT, tokenizer.digest, recipe.field, recipe.held_out]))
+    return open_corpus(recipe, tokenizer, folder) if key and cache.whole(folder / key) is not None else None
+
+
 def _listing(files: Iterable[File]) -> tuple[list[tuple[str, bool, int, int | str]], bool]:
     """Address, size and time of each file, and whether all have been left alone long enough to be known by these."""
     now = time.time_ns()

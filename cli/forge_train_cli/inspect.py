@@ -1,0 +1,202 @@
+"""`forge data inspect`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from forge_train.ground.strict_json import dumps
+
+from . import screen
+from .options import json_option
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from forge_train_data.inspection import Findings, Sample, Token
+
+WIDTH = 40
+"""Characters of the longest bar."""
+SHADES = ("#1c1f23 on #dbe7f5", "#1c1f23 on #f7e6cf")
+BORDER, UNLEARNED = "│", ("⟦", "⟧")
+"""Between tokens, and around what is not learned, where there are no colours."""
+
+
+@click.command(short_help="Look at data: lengths, samples as tokens, duplicates.")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...|DIR")
+@click.option(
+    "--tokenizer", metavar="T", help="A tokenizer.json, a Hugging Face folder, or bytes (for text the default)."
+)
+@click.option("--field", metavar="NAME", help="Where a record has its text, text without it.")
+@click.option("--dtype", metavar="TYPE", help="Of a file of tokens that does not say it: uint16 or uint32.")
+@click.option("--chat", is_flag=True, help="Records are conversations, which a chat template renders.")
+@click.option("--template", metavar="NAME", help="The chat template, as sft.template; the tokenizer's own without it.")
+@click.option("--learn", type=click.Choice(["assistant", "last", "all"]), help="What of a conversation is learned.")
+@click.option("--samples", "count", type=click.IntRange(0, 1000), default=3, show_default=True, metavar="N",
+              help="How many stretches of tokens to show.")  # fmt: skip
+@click.option("--html", metavar="FILE", help="Write it as a page too.")
+@json_option
+def inspect(sources: tuple[str, ...], count: int, html: str | None, as_json: bool, **asked: Any) -> None:
+    """Look at a DIR of `forge data prepare`, whose files are verified, at a file of tokens, or at the beginning of
+    SOURCES that `forge data prepare` would read.
+
+    \b
+    forge data inspect shards
+    forge data inspect chats.jsonl --chat --tokenizer model
+    forge data inspect train.bin --dtype uint16
+    """
+    from forge_train_data.inspection import Asked
+    from forge_train_data.inspection import inspect as look
+
+    given = {name: value for name, value in asked.items() if value is not None}
+    findings = look(Asked(sources, **given), count=count, told=_told)
+    _told("")
+    if html:
+        from .inspect_page import page
+
+        screen.write(Path(html), page(findings))
+    if as_json:
+        click.echo(dumps(findings.table(), indent=1))
+        return
+    _show(findings)
+    if html:
+        click.echo(f"\nWrote {html}.")
+
+
+def _told(line: str) -> None:
+    """A line over the one before; only on a terminal."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{line}", nl=False, err=True)
+
+
+def _show(findings: Findings) -> None:
+    from rich.text import Text
+
+    screen.table(("", ""), [(Text(name, style="dim"), text) for name, text in about(findings)], indent=0)
+    screen.heading("Tokens of a document")
+    screen.table(("", "", ""), list(bars(findings)), right=(0, 2))
+    screen.line(f"  {quantiles(findings)}", "dim")
+    screen.heading("Duplicates")
+    for line in repeated(findings):
+        screen.line(f"  {line}")
+    colours = screen.console().is_terminal
+    if findings.samples:
+        screen.heading("Samples")
+        screen.line(f"  {_legend(findings, colours)}", "dim")
+    for sample in findings.samples:
+        screen.line(f"\ndocument {sample.document:,}", "bold")
+        screen.console().print(_coloured(sample) if colours else Text(_plain(sample)), soft_wrap=True)
+
+
+def about(findings: Findings) -> Iterator[tuple[str, str]]:
+    """What it is, in rows of a name and a text."""
+    from forge_train.ground.present import few
+    from forge_train_tools.present import short
+
+    facts = findings.facts
+    what = {
+        "prepared": f"{facts.get('path')}, a folder of token shards",
+        "tokens": f"{facts.get('path')}, a file of tokens of {facts.get('dtype')}",
+        "source": few(facts.get("sources", ())),
+    }
+    yield "data", what[findings.kind]
+    for side in ("train", "validation"):
+        if side in facts:
+            one = facts[side]
+            yield side, f"{one['documents']:,} documents, {one['tokens']:,} tokens in {one['shards']:,} shards"
+    if findings.kind != "prepared":
+        yield "documents", f"{findings.documents:,}"
+        yield "tokens", f"{findings.tokens:,}"
+    if findings.learned != findings.tokens:
+        yield "learned", f"{findings.learned:,} tokens ({findings.learned / findings.tokens:.1%})"
+    if "bytes" in facts:
+        each = facts["bytes"] / findings.tokens
+        yield "text", f"{short(facts['bytes'])} bytes, {each:.2f} a token"
+    if "tokenizer" in facts:
+        yield "tokenizer", f"{facts['tokenizer']}, {facts['vocabulary']:,} token ids"
+    else:
+        yield "tokenizer", f"not known (--tokenizer); the largest id is {facts['largest']:,}"
+    if findings.kind == "prepared":
+        yield "made of", f"{few(facts['sources'])} ({facts['source_files']:,} files)"
+        yield "settings", ", ".join(f"{name} = {value}" for name, value in facts["settings"].items())
+        yield "verified", "every shard holds what was written"
+    elif findings.kind == "source":
+        part = f"the first {short(facts['bytes'])} bytes of text only, in {facts['files_read']:,} of"
+        yield "read", f"{part if facts['read'] == 'beginning' else 'all of'} {facts['source_files']:,} files"
+
+
+def bars(findings: Findings) -> Iterator[tuple[str, str, str]]:
+    """The histogram of lengths: a bin, its bar and its number of documents."""
+    most = max(count for _, _, count in findings.lengths.bins)
+    for low, high, count in findings.lengths.bins:
+        eighths = -(-count * WIDTH * 8 // most)
+        bar = "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+        yield f"{low:,}–{high:,}" if high > low else f"{low:,}", bar, f"{count:,}"
+
+
+def quantiles(findings: Findings) -> str:
+    lengths = findings.lengths
+    shares = ", ".join(f"{share} %: {tokens:,}" for share, tokens in lengths.quantiles.items())
+    return f"{shares}, longest: {lengths.longest:,}, mean: {lengths.mean:,.1f}"
+
+
+def repeated(findings: Findings) -> Iterator[str]:
+    """What is there more than once, in sentences."""
+    found = findings.duplicates
+    share = found.exact / found.documents
+    yield f"exact: {found.exact:,} of {found.documents:,} documents ({share:.2%}) equal an earlier one"
+    scope = "" if found.compared == found.documents else "the first "
+    yield (
+        f"near: {found.near:,} of {scope}{found.compared:,} documents ({found.near / found.compared:.2%}) are like an "
+        "earlier one, and equal none"
+    )
+
+
+def _legend(findings: Findings, colours: bool) -> str:
+    masked = findings.learned != findings.tokens
+    if colours:
+        return "one shade a token, special tokens in bold, a line after each document" + masked * ", dim: not learned"
+    return f"{BORDER} between tokens, a line after each document" + masked * ", ⟦not learned⟧"
+
+
+def written(token: Token) -> str:
+    """A token as it is shown: white space to be seen, a dot for the part of a character, the id where nothing is known
+    of its text."""
+    if token.text is None:
+        return str(token.id)
+    return screen.visible(token.text.replace("\n", "↵\n").replace("\t", "⇥\t")) or "·"
+
+
+def _coloured(sample: Sample) -> Text:
+    from rich.text import Text
+
+    text = Text()
+    for at, token in enumerate(sample.tokens):
+        style = SHADES[at % 2] + " bold" * token.special + " dim" * (not token.learned)
+        shown = written(token)
+        text.append(shown, style)
+        if token.ends:
+            text.append("\n" * (not shown.endswith("\n")) + "─" * WIDTH + "\n", "dim")
+    return text
+
+
+def _plain(sample: Sample) -> str:
+    parts: list[str] = []
+    learned, fresh = True, True
+    for token in sample.tokens:
+        if token.learned != learned:
+            parts.append(UNLEARNED[token.learned])
+            learned = token.learned
+        elif not fresh:
+            parts.append(BORDER)
+        parts.append(written(token))
+        fresh = token.ends
+        if token.ends:
+            parts.append("" if learned else UNLEARNED[1])
+            parts.append(f"\n{'─' * WIDTH}\n")
+            learned = True
+    return "".join(parts) + ("" if learned else UNLEARNED[1])

@@ -1,0 +1,78 @@
+"""What `forge data inspect` finds, as one page of HTML that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from typing import TYPE_CHECKING
+
+from forge_train import __version__
+
+from .inspect import about, bars, quantiles, repeated, written
+
+if TYPE_CHECKING:
+    from forge_train_data.inspection import Findings, Sample
+
+STYLE = """
+:root{color-scheme:light dark;--back:#fff;--text:#1c1f23;--dim:#667;--rule:#d8dce2}
+:root{--a:#dbe7f5;--b:#f7e6cf;--bar:#5b8fc7}
+@media(prefers-color-scheme:dark){:root{--back:#14171a;--text:#e3e6ea;--dim:#98a1ab;--rule:#343a41}
+:root{--a:#243b55;--b:#4d3c22}}
+body{background:var(--back);color:var(--text);font:15px/1.5 system-ui,sans-serif;max-width:1000px;
+margin:2rem auto;padding:0 1rem}
+h1{font-size:1.5rem}h2{font-size:1.15rem;margin:2rem 0 .5rem}h3{font-size:1rem;margin:1.2rem 0 .3rem}
+p,th{color:var(--dim)}th{font-weight:normal;white-space:nowrap}
+th,td{text-align:left;padding:.1rem .8rem .1rem 0;vertical-align:top;overflow-wrap:anywhere}
+.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.bars,.bars td:nth-child(2){width:100%}.bar{background:var(--bar);height:1em;border-radius:2px}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.7;border:1px solid var(--rule);padding:.6rem}
+i{font-style:normal;background:var(--a);border-radius:2px}i:nth-of-type(even){background:var(--b)}
+i:hover{outline:2px solid var(--bar)}hr{border:0;border-top:2px dashed var(--dim)}
+.u{opacity:.45}.s{font-weight:bold;outline:1px solid var(--dim)}
+"""
+
+
+def page(findings: Findings) -> str:
+    """The page."""
+    title = next(text for _, text in about(findings))
+    most = max(count for _, _, count in findings.lengths.bins)
+    lines = (
+        f'<tr><th class="n">{escape(name)}</th><td><div class="bar" style="width:{100 * count / most:.2f}%"></div></td>'
+        f'<td class="n">{escape(shown)}</td></tr>'
+        for (name, _, shown), (_, _, count) in zip(bars(findings), findings.lengths.bins, strict=True)
+    )
+    sections = [
+        f"<h1>{escape(title)}</h1>",
+        f"<table>{''.join(_row(name, text) for name, text in about(findings))}</table>",
+        f'<h2>Tokens of a document</h2><table class="bars">{"".join(lines)}</table>',
+        _paragraphs([quantiles(findings)]),
+        f"<h2>Duplicates</h2>{_paragraphs(repeated(findings))}",
+        "<h2>Samples</h2><p>One shade a token; its id is shown where the pointer is. A dashed line ends a document, "
+        "special tokens have a frame, and what is not learned is pale.</p>" * bool(findings.samples),
+        *map(_sample, findings.samples),
+        f"<p>Written by forge {escape(__version__)}.</p>",
+    ]
+    head = (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
+    )
+    return head + "\n".join(sections) + "</body></html>\n"
+
+
+def _row(name: str, text: str) -> str:
+    return f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>"
+
+
+def _paragraphs(lines: Iterable[str]) -> str:
+    return "".join(f"<p>{escape(line)}</p>" for line in lines)
+
+
+def _sample(sample: Sample) -> str:
+    parts = []
+    for token in sample.tokens:
+        style = " ".join(["u"] * (not token.learned) + ["s"] * token.special)
+        known = f' class="{style}"' if style else ""
+        parts.append(f'<i{known} title="{token.id}">{escape(written(token))}</i>' + "<hr>" * token.ends)
+    return f"<h3>document {sample.document:,}</h3><pre>{''.join(parts)}</pre>"

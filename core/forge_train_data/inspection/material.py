@@ -1,0 +1,253 @@
+"""What is inspected: a prepared folder, a file of tokens, or the beginning of a source, all as documents of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forge_train import ConfigError
+from forge_train.ground.errors import ForgeError
+
+from ..chats import Learn
+from ..documents import Documents
+from ..files import File, find
+from ..formats import lookup
+from ..held_out import SIDES
+from ..manifest import FILE, WORK, Prepared, open_prepared
+from ..prepare import Preparation
+from ..prepare.tasks import Piece
+from ..prepare.worker import BATCH, Maker, chats, documents, encode
+from ..shard import Ids, Shard
+from ..store import content, read_header
+from ..tokenizers import BYTES, open_tokenizer
+from ..tokens import beyond
+
+if TYPE_CHECKING:
+    from forge_train import Tokenizer
+
+SAMPLE = 64 << 20
+"""Bytes of text that are read of a source."""
+FOREIGN = (".bin", ".idx", ".npy")
+KEY = "SOURCE"
+
+
+class DamagedError(ForgeError):
+    """Shards do not hold what was written into them."""
+
+    type = "data"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be inspected, as it was asked for.
+
+    Args:
+        sources: a prepared folder, a file of tokens, or what `forge data prepare` takes.
+        tokenizer: `bytes`, a `tokenizer.json` or a folder; empty for the default, or a folder's own.
+        field: where a record has its text.
+        dtype: of a file of tokens that does not say it; empty otherwise.
+        chat: whether records are conversations.
+        template: which renders them; empty for the tokenizer's own.
+        learn: what of them is learned; None for what the assistant says.
+    """
+
+    sources: tuple[str, ...]
+    tokenizer: str = ""
+    field: str = ""
+    dtype: str = ""
+    chat: bool = False
+    template: str = ""
+    learn: Learn | None = None
+
+
+@dataclass(frozen=True)
+class Material:
+    """Documents, and what is known about them.
+
+    Args:
+        kind: `prepared`, `tokens` or `source`.
+        documents: all of them; of a source, those that were read.
+        tokenizer: that made them; None where nobody said which.
+        words: whether tokens are bytes.
+        facts: what there is to say, by name: numbers and texts.
+    """
+
+    kind: str
+    documents: Documents
+    tokenizer: Tokenizer | None
+    words: bool
+    facts: dict[str, Any]
+
+
+def open_material(asked: Asked, told: Callable[[str], None] = lambda text: None) -> Material:
+    """Open what was asked for.
+
+    Args:
+        told: is given a line about how far it is.
+
+    Raises:
+        ConfigError: it can't be read, holds nothing, or an option does not fit it.
+        DamagedError: naming the shards of a prepared folder whose content is not what was written.
+    """
+    first = Path(asked.sources[0]).expanduser()
+    prepared, foreign = (first / FILE).is_file() or (first / WORK).is_dir(), first.suffix in FOREIGN or asked.dtype
+    if (prepared or foreign) and len(asked.sources) > 1:
+        raise ConfigError(f"{KEY}: {first} holds tokens already: inspect it alone.")
+    made = ("field", "chat", "template", "learn", *(("dtype", "tokenizer") if prepared else ()))
+    useless = made if prepared or foreign else () if asked.chat else ("template", "learn")
+    for option in useless:
+        if getattr(asked, option):
+            why = f"{first} holds tokens" if prepared or foreign else "it is for --chat"
+            raise ConfigError(f"--{option}: has no effect: {why}.")
+    if asked.chat and asked.field:
+        raise ConfigError("--field: has no effect: conversations have fields of their own.")
+    if prepared:
+        return _prepared(first, told)
+    return _foreign(first, asked) if foreign else _source(asked, told)
+
+
+def _prepared(folder: Path, told: Callable[[str], None]) -> Material:
+    prepared = open_prepared(folder, key=KEY)
+    tokenizer = open_tokenizer(prepared.tokenizer)
+    manifest = prepared.manifest
+    if tokenizer.digest != manifest.tokenizer["digest"]:
+        raise ConfigError(f"{KEY}: {prepared.tokenizer} is not the tokenizer that made the shards of {folder}.")
+    verify(prepared, told)
+    facts: dict[str, Any] = {"path": str(folder)}
+    for side in SIDES:
+        facts[side] = {
+            "documents": manifest.total("documents", side),
+            "tokens": manifest.total("tokens", side),
+            "bytes": manifest.total("bytes", side),
+            "shards": len(manifest.shards[side]),
+        }
+    facts |= {"tokenizer": prepared.tokenizer, "vocabulary": tokenizer.vocabulary}
+    facts |= {"settings": dict(manifest.settings), "sources": list(manifest.sources["entries"])}
+    facts |= {"source_files": manifest.sources["files"], "bytes": manifest.total("bytes"), "verified": True}
+    shards = [shard for side in SIDES for shard in prepared.sides[side].shards]
+    return Material("prepared", Documents(shards), tokenizer, prepared.tokenizer == BYTES, facts)
+
+
+def verify(prepared: Prepared, told: Callable[[str], None]) -> None:
+    """Compare every shard's content with the hash that was taken when it was written.
+
+    Raises:
+        DamagedError: naming all that differ.
+    """
+    listed = [one for side in SIDES for one in prepared.manifest.shards[side]]
+    damaged = []
+    for number, one in enumerate(listed, 1):
+        told(f"checking shard {number:,} of {len(listed):,}")
+        path = prepared.folder / Path(one.file).name
+        with path.open("rb") as file:
+            if content(file) != read_header(path).content:
+                damaged.append(str(path))
+    if damaged:
+        raise DamagedError(
+            f"{', '.join(damaged)}: the content is not what was written: the file is damaged. Delete it and run the "
+            "same forge data prepare again."
+        )
+
+
+def _foreign(path: Path, asked: Asked) -> Material:
+    from ..foreign import largest, open_foreign
+
+    tokenizer = open_tokenizer(asked.tokenizer) if asked.tokenizer else None
+    shards = open_foreign(path, dtype=asked.dtype or None, end=tokenizer.end if tokenizer else None, key="--")
+    top, at = largest(shards[0])
+    if tokenizer and top >= tokenizer.vocabulary:
+        raise ConfigError(beyond(shards[0].path, top, at, tokenizer.vocabulary, key="--tokenizer"))
+    facts = {"path": str(path), "dtype": shards[0].tokens.dtype.name, "largest": top}
+    if tokenizer:
+        facts |= {"tokenizer": asked.tokenizer, "vocabulary": tokenizer.vocabulary}
+    return Material("tokens", Documents(shards), tokenizer, asked.tokenizer == BYTES, facts)
+
+
+def _source(asked: Asked, told: Callable[[str], None]) -> Material:
+    files = find(asked.sources, key=KEY)
+    path = asked.tokenizer or BYTES
+    options = {"chat": asked.chat, "template": asked.template, "learn": asked.learn or "assistant"}
+    wanted = Preparation(asked.sources, Path(), tokenizer=path, field=asked.field or "text", **options)  # type: ignore[arg-type]
+    maker = Maker.of(wanted, path)
+    reading = _Reading(files, wanted, maker, told)
+    shard = reading.shard()
+    facts: dict[str, Any] = {"sources": list(asked.sources), "source_files": len(files)}
+    facts |= {"tokenizer": path, "vocabulary": maker.tokenizer.vocabulary, "bytes": reading.bytes}
+    facts |= {"read": "beginning" if reading.more else "all", "files_read": reading.files}
+    return Material("source", Documents([shard]), maker.tokenizer, path == BYTES, facts)
+
+
+class _Reading:
+    """The documents of the first files, up to `SAMPLE` bytes of text, as tokens in memory."""
+
+    def __init__(self, files: Sequence[File], wanted: Preparation, maker: Maker, told: Callable[[str], None]) -> None:
+        self.bytes = self.files = 0
+        self.more = False
+        self._files, self._wanted, self._maker, self._told = files, wanted, maker, told
+        self._dtype = np.min_scalar_type(max(maker.tokenizer.vocabulary - 1, 0))
+        self._ids: list[Ids] = []
+        self._masks: list[NDArray[np.uint8]] = []
+        self._lengths: list[int] = []
+
+    def shard(self) -> Shard:
+        """Read.
+
+        Raises:
+            ConfigError: a record can't be read, or there is no text.
+        """
+        waiting: list[bytes] = []
+        size = 0
+        for text, ids, mask in self._records():
+            if ids is not None:
+                self._add(ids)
+                self._masks.append(mask)
+            else:
+                waiting.append(text)
+                size += len(text)
+                if size >= BATCH:
+                    self._encode(waiting)
+                    waiting, size = [], 0
+        self._encode(waiting)
+        if not self._lengths:
+            raise ConfigError(f"{KEY}: there is no text in {self.files:,} files.")
+        tokens, ends = np.concatenate(self._ids), np.cumsum(self._lengths, dtype=np.int64)
+        mask = np.concatenate(self._masks) if self._maker.template else None
+        return Shard(Path(self._files[0].address), tokens, ends, mask)
+
+    def _records(self) -> Iterator[tuple[bytes, Any, Any]]:
+        for file in self._files:
+            self.files += 1
+            self._told(f"reading {file.address}")
+            for part in lookup(file.suffix, file.label).parts(file):
+                for record in self._of(Piece(file, part)):
+                    if self.bytes >= SAMPLE:
+                        self.more = True
+                        return
+                    self.bytes += len(record[0])
+                    yield record
+
+    def _of(self, piece: Piece) -> Iterator[tuple[bytes, Any, Any]]:
+        maker = self._maker
+        if maker.template is not None:
+            yield from chats(piece, maker.template, maker.tokenizer, self._wanted.learn)
+        else:
+            for text in documents(piece, self._wanted.field):
+                yield text, None, None
+
+    def _encode(self, texts: list[bytes]) -> None:
+        tokenizer = self._maker.tokenizer
+        begin = np.array(tokenizer.begin, self._dtype)
+        end = np.array([] if tokenizer.end is None else [tokenizer.end], self._dtype)
+        for ids in encode(tokenizer, texts) if texts else ():
+            if len(ids):
+                self._add(np.concatenate([begin, ids, end]))
+
+    def _add(self, ids: Ids) -> None:
+        if len(ids):
+            self._ids.append(ids.astype(self._dtype, copy=False))
+            self._lengths.append(len(ids))

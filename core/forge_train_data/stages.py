@@ -1,0 +1,66 @@
+"""What data plugins say of their stages, in the words of `forge data show`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from forge_train.ground.present import few, gib
+
+if TYPE_CHECKING:
+    from forge_train import Job
+
+    from .documents import Documents
+    from .files import File
+    from .held_out import Side
+
+_PACKING = {
+    "split": "all documents as one text, cut every {} tokens",
+    "best_fit": "several whole documents in a row of {} tokens",
+    "pad": "one document in a row of {} tokens",
+}
+
+
+def counted(files: Sequence[File]) -> str:
+    """`3 files (3 .jsonl), 1.2 MiB`."""
+    kinds = Counter(f".{file.suffix}" if file.suffix else file.name for file in files).most_common()
+    size = gib(sum(file.size() for file in files))
+    return f"{len(files):,} files ({few(f'{count:,} {kind}' for kind, count in kinds)}), {size}"
+
+
+def sides(found: Mapping[Side, Documents]) -> str:
+    """How much there is to train on, and to evaluate on."""
+    train, held = found["train"], found["validation"]
+    return f"{train.count:,} documents of {train.tokens:,} tokens, and held out {held.count:,} of {held.tokens:,}"
+
+
+def held_out(share: float, how: str) -> str:
+    return f"held out for evaluation: {share:.2%}, {how}" if share else "held out for evaluation: nothing"
+
+
+def packed(packing: str, job: Job, *, isolate: bool, rows: int | None = None) -> str:
+    """How documents lie in rows, and how far those last.
+
+    Args:
+        rows: of an epoch, where they are known without work.
+    """
+    how = _PACKING[packing].format(f"{job.config.train.sequence:,}")
+    apart = "attention stays in a document" if isolate else "attention crosses documents"
+    return f"{how}; {apart}" + (f"; {passes(rows, sequences(job))}" if rows else "")
+
+
+def order(job: Job, *, shuffle: bool) -> str:
+    return f"shuffled anew for every epoch, by seed {job.seed} and position" if shuffle else "as it lies in the files"
+
+
+def passes(rows: int, needed: float) -> str:
+    """How often a run goes through its rows."""
+    return f"{rows:,} sequences an epoch, {needed / rows:.2f} epochs in this run"
+
+
+def sequences(job: Job) -> int:
+    """Sequences of the whole run, over all ranks."""
+    train = job.config.train
+    warm = sum(phase.steps for phase in train.batch_warmup)
+    return sum(map(train.batch_at, range(warm))) + train.global_batch * max(train.total_steps - warm, 0)

@@ -1,0 +1,66 @@
+"""What a run does with its data, stage by stage, as its plugins tell it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge_train.ground.errors import ForgeError, PluginError, locate
+from forge_train.ground.layout import Layout
+from forge_train.registry.setup import Setup
+
+from .opening import lone_job
+
+STAGES = ("source", "decode", "render", "tokenise", "filter", "map", "pack", "order", "batch")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A line about a stage."""
+
+    stage: str
+    plugin: str
+    """Who says it; empty for forge itself."""
+    text: str
+
+
+def stages(setup: Setup, world: int) -> list[Stage]:
+    """Every stage that somebody tells, in the order in which data goes through them.
+
+    Raises:
+        PluginError: a plugin tells of a stage that there is not.
+    """
+    job, hooks = lone_job(setup, Path(), "cpu"), setup.hooks
+    found: list[Stage] = []
+    for name, plugin in hooks.plugins.items():
+        try:
+            told = [Stage(stage, name, text) for stage, text in plugin.data_stages(job)]
+        except Exception as error:
+            locate(error, plugin=name, hook="data_stages")
+            if not isinstance(error, ForgeError):
+                hooks.note_plugin(error)
+            raise
+        if wrong := next((one.stage for one in told if one.stage not in STAGES), None):
+            raise PluginError(f"Plugin {name!r} tells of a stage {wrong!r}; there are {', '.join(STAGES)}.")
+        found += told
+    tellers, provider = {one.plugin for one in found}, hooks.provider("build_data") or ""
+    if provider not in tellers:
+        found.append(Stage("source", provider, "tells nothing of its data (data_stages)"))
+    tokenizer = hooks.provider("tokenizer")
+    if tokenizer and tokenizer not in tellers:
+        found.append(Stage("tokenise", tokenizer, f"{hooks.tokenizer().vocabulary:,} token ids"))
+    silent = (name for name in hooks.implementers("prepare_batch") if name not in tellers)
+    found += [Stage("map", name, "changes each batch before the model gets it (prepare_batch)") for name in silent]
+    found.append(Stage("batch", "", _batch(setup, world)))
+    return sorted(found, key=lambda one: STAGES.index(one.stage))
+
+
+def _batch(setup: Setup, world: int) -> str:
+    train = setup.config.train
+    ranks = Layout.of(setup.config.parallel, world).dp
+    passes = train.global_batch // (train.micro_batch * ranks)
+    warm = "; smaller at first (train.batch_warmup)" if train.batch_warmup else ""
+    return (
+        f"{train.sequence:,} tokens × {train.micro_batch:,} sequences × {ranks:,} data ranks × {passes:,} passes = "
+        f"{train.tokens_per_step:,} tokens a step{warm}; {train.total_steps:,} steps"
+    )

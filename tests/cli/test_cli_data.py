@@ -1,0 +1,180 @@
+"""`forge data inspect` and `forge data show`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from forge_command import Forge
+
+pytestmark = pytest.mark.accept("data", 6)
+
+CHATS = [
+    {"messages": [{"role": "user", "content": "<b>&amp;</b>"}, {"role": "assistant", "content": f"Yes {at} 😀"}]}
+    for at in range(3)
+]
+OWN = """
+from forge_train import Plugin, hookimpl
+
+
+class Own(Plugin):
+    api = (1, 0)
+
+    @hookimpl
+    def build_data(self, job, split): ...
+
+    def data_stages(self, job):
+        yield "pack", f"rows of {job.config.train.sequence}"
+        yield "STAGE", "numbers"
+"""
+
+
+@pytest.fixture
+def chats(folder: Path) -> Path:
+    file = folder / "chats.jsonl"
+    file.write_text("".join(json.dumps(chat) + "\n" for chat in CHATS), encoding="utf-8")
+    return file
+
+
+class Page(HTMLParser):
+    """What a page shows, and what it would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_inspect_shows_samples_and_counts(forge: Forge, chats: Path) -> None:
+    shown = forge("data", "inspect", "chats.jsonl", "--chat", "--template", "plain", "--samples", "1").out
+    assert re.search(r"^documents +3$", shown, re.MULTILINE)
+    assert "⟦U│s│e│r│:│ │<│b│>│&│a│m│p│;" in shown
+    assert "A│s│s│i│s│t│a│n│t│:⟧ │Y│e│s│" in shown
+    assert "│·│·│·│😀│" in shown
+    assert "\x1b" not in shown
+    data = forge("data", "inspect", "chats.jsonl", "--chat", "--template", "plain", "--json").json
+    assert data["documents"] == 3
+    assert len(data["samples"]) == 3
+    learned = "".join(token["text"] for token in data["samples"][0]["tokens"] if token["learned"])
+    assert learned.startswith(" Yes 0 😀")
+
+
+def test_the_page_loads_nothing_and_escapes_everything(forge: Forge, chats: Path) -> None:
+    assert (
+        "Wrote x.html."
+        in forge("data", "inspect", "chats.jsonl", "--chat", "--template", "plain", "--html", "x.html").out
+    )
+    text = Path("x.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert not {"b", "script", "link", "img"} & {tag for tag, _ in page.tags}
+    assert not any({"src", "href"} & attributes.keys() for _, attributes in page.tags)
+    assert "url(" not in text
+    assert "<b>&amp;</b>" in page.text
+    ids = [attributes["title"] for tag, attributes in page.tags if tag == "i"]
+    assert bytes(int(id or 0) for id in ids).decode().startswith("User: <b>&amp;</b>")
+    assert any(attributes.get("class") == "u" for _, attributes in page.tags)
+
+
+def test_a_damaged_shard_ends_with_1(forge: Forge, folder: Path) -> None:
+    forge("data", "prepare", "corpus.txt", "--out", "out", "--held-out", "0.2", "--workers", "1")
+    shown = forge("data", "inspect", "out").out
+    assert "every shard holds what was written" in shown
+    assert re.search(r"near: 0 of 2 documents", shown)
+    shard = folder / "out" / "validation-00000.tokens"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert (
+        "out/validation-00000.tokens: the content is not what was written"
+        in forge("data", "inspect", "out", fails=1).err
+    )
+    shard.write_bytes(content[:-1])
+    assert "truncated or damaged" in forge("data", "inspect", "out", fails=2).err
+
+
+def stages(forge: Forge, *asked: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    without = ("--without", "text") if "-p" in asked else ()
+    for one in forge("data", "show", "tiny.toml", *asked, *without, "--json").json:
+        found.setdefault(one["stage"], []).append(one["text"])
+    return found
+
+
+def test_show_follows_the_configuration(forge: Forge, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    text = stages(forge)
+    assert list(text) == ["source", "decode", "tokenise", "filter", "pack", "order", "batch"]
+    assert "1 files (1 .txt)" in text["source"][0]
+    assert text["batch"] == ["16 tokens × 2 sequences × 1 data ranks × 1 passes = 32 tokens a step; 6 steps"]
+    assert "epoch" not in text["pack"][0]
+    done = forge("train", "tiny.toml", "--json").json
+    assert done["step"] == 6
+    known = stages(forge, "-s", "train.global_batch=4", "-s", "text.shuffle=false", "--world", "2")
+    assert (found := re.search(r"; ([\d,]+) sequences an epoch, (.*) epochs in this run", known["pack"][0]))
+    assert float(found[2]) == round(6 * 4 / int(found[1].replace(",", "")), 2)
+    assert known["order"] == ["as it lies in the files"]
+    assert "2 sequences × 2 data ranks × 1 passes = 64 tokens" in known["batch"][0]
+
+
+def test_show_counts_tokens(forge: Forge, folder: Path) -> None:
+    lines = [json.dumps({"text": f"line {at} " * 20}) for at in range(100)]
+    (folder / "docs.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    forge("data", "prepare", "docs.jsonl", "--out", "out", "--workers", "1", "--held-out", "0.2")
+    known = forge("data", "inspect", "out", "--json").json["facts"]["train"]
+    rows = stages(forge, "-p", "tokens", "-s", "tokens.path=out")
+    assert f"out: {known['documents']:,} documents of {known['tokens']:,} tokens" in rows["source"][0]
+    assert f"; {known['tokens'] // 16:,} sequences an epoch" in rows["pack"][0]
+    padded = stages(
+        forge, "-p", "tokens", "-s", "tokens.path=out", "-s", "tokens.packing=pad", "-s", "train.sequence=64"
+    )
+    assert "one document in a row of 64 tokens; attention stays in a document" in padded["pack"][0]
+    sources = 'mixture.sources=[{path="out",weight=3},{path="out",name="b"}]'
+    mixed = stages(forge, "-p", "mixture", "-s", sources)
+    assert [text.partition(":")[0] for text in mixed["source"]] == [
+        "out, 75.0% of the sequences",
+        "b, 25.0% of the sequences",
+    ]
+
+
+def test_show_without_the_data(forge: Forge) -> None:
+    assert "nowhere can't be read" in stages(forge, "-p", "tokens", "-s", "tokens.path=nowhere")["source"][0]
+    assert "no such file" in stages(forge, "-s", "text.path=nowhere")["source"][0]
+
+
+def test_show_of_chats(forge: Forge, chats: Path, folder: Path) -> None:
+    options = ("-p", "sft", "-s", "sft.path=chats.jsonl", "-s", "sft.template=plain", "-s", f"sft.cache={folder}/c")
+    found = stages(forge, *options, "-s", "sft.learn=last")
+    assert found["render"] == ["chat template: plain; learned: last"]
+    assert "1 files (1 .jsonl)" in found["source"][0]
+    assert "conversations longer than a row: refuse" in found["filter"]
+
+
+@pytest.mark.parametrize(("stage", "code"), [("source", 0), ("sauce", 1)])
+def test_a_plugin_tells_its_own_stages(
+    forge: Forge, folder: Path, distribution: Callable[..., Path], stage: str, code: int
+) -> None:
+    (folder / "own.py").write_text(OWN.replace("STAGE", stage), encoding="utf-8")
+    ended = forge("data", "show", "tiny.toml", "-p", "./own.py:Own", "--without", "text", fails=code)
+    if code:
+        assert "tells of a stage 'sauce'; there are source, decode" in ended.err
+    else:
+        assert re.search(r"^source +numbers +own$", ended.out, re.MULTILINE)
+        assert ended.out.index("numbers") < ended.out.index("rows of 16")
+
+
+def test_a_plugin_that_tells_nothing_is_named(forge: Forge, folder: Path) -> None:
+    (folder / "own.py").write_text(OWN.partition("    def data_stages")[0], encoding="utf-8")
+    shown = forge("data", "show", "tiny.toml", "-p", "./own.py:Own", "--without", "text").out
+    assert "tells nothing of its data" in shown
