@@ -17,6 +17,7 @@ from .options import json_option
 
 if TYPE_CHECKING:
     from forge_train_tools.offline.generate import Completion
+    from forge_train_tools.offline.opening import Opened
 
 ENDED = {
     "tokens": "as many tokens as asked for",
@@ -39,6 +40,9 @@ ENDED = {
 )
 @click.option("--seed", default=0, show_default=True, metavar="S", help="The same seed gives the same text.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
+@click.option(
+    "--chat", is_flag=True, help="The prompt is a user's message; the model's chat template is put around it."
+)
 @json_option
 def generate(
     path: Path,
@@ -49,6 +53,7 @@ def generate(
     top_p: float,
     seed: int,
     stop: tuple[str, ...],
+    chat: bool,
     as_json: bool,
 ) -> None:
     """Continue a text with the model of PATH: a run (its newest whole checkpoint), or a checkpoint.
@@ -56,6 +61,7 @@ def generate(
     \b
     forge generate runs/first --prompt "def "
     forge generate runs/first --prompt "import " --temperature 0 --stop $'\\n'
+    forge generate runs/tuned --chat --prompt "Who are you?"
     """
     from forge_train_tools.offline.generate import Completion, Sampling
     from forge_train_tools.offline.opening import open_model
@@ -63,10 +69,11 @@ def generate(
     sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop)
     prompt = _stdin() if prompt == "-" else prompt
     opened = open_model(path)
-    completion = Completion(opened.job, opened.model, prompt, sampling)
+    given = _as_chat(opened, prompt) if chat else prompt
+    completion = Completion(opened.job, opened.model, given, sampling, whole=chat)
     started = time.perf_counter()
     if not as_json:
-        _show(prompt, completion)
+        _show("" if chat else prompt, completion)
     else:
         for _ in completion:
             pass
@@ -81,6 +88,17 @@ def generate(
             "tokens_per_second": completion.tokens / seconds,
         }
         click.echo(dumps(result))
+
+
+def _as_chat(opened: Opened, message: str) -> str:
+    from forge_train.storage import model_files
+    from forge_train_data.chats import open_template
+
+    files = model_files.of(opened.job.config, opened.job.hooks, opened.path)
+    if model_files.TOKENIZER not in files:
+        raise ConfigError("--chat: this model came without a tokenizer's folder, so it has no chat template.")
+    template = open_template("", files[model_files.TOKENIZER].parent)
+    return template.render([{"role": "user", "content": message}], generation_prompt=True)[0]
 
 
 def _stdin() -> str:

@@ -65,7 +65,8 @@ def train(
     quiet: bool,
     as_json: bool,
 ) -> int:
-    """Train as CONFIG says: a TOML file, or the name of a preset (quickstart, if none is given).
+    """Train as CONFIG says: a TOML file, the name of a preset (quickstart, if none is given), or a Hugging Face folder,
+    which is trained further.
 
     \b
     forge train                                  a small model of Python source, in about a minute
@@ -83,9 +84,12 @@ def train(
         from forge_train.ground.world import world_size
         from forge_train.registry.setup import resolve
         from forge_train_tools.launching.launch import check_alone
+        from forge_train_tools.offline.imported import imported, is_hugging_face
 
         if isinstance(nproc, int) or max_restarts:
             check_alone(f"--nproc {nproc}" if isinstance(nproc, int) else f"--max-restarts {max_restarts}")
+        if is_hugging_face(request.config):
+            request = imported(request, Path(run_dir), lambda text: click.echo(text, err=True))
         count = nproc if isinstance(nproc, int) else how_many(request)
         try:
             setup = resolve(request, world=count if count > 1 else world_size())

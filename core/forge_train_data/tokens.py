@@ -80,9 +80,7 @@ def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float
         if not paths:
             raise ConfigError(f"{key}.path: {str(path)!r}: the pattern matches no file.")
     stated = dtype or None
-    shards = [
-        shard for one in paths for shard in open_foreign(one, dtype=stated, end=tokenizer.end, key=f"{key}.")
-    ]
+    shards = [shard for one in paths for shard in open_foreign(one, dtype=stated, end=tokenizer.end, key=f"{key}.")]
     for shard in shards:
         top, at = largest(shard)
         if top >= vocabulary:

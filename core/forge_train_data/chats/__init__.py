@@ -5,6 +5,7 @@ segments = render(template, conversation(record, "chats.jsonl, line 7"), learn="
 ids, trained = tokenise(tokenizer, segments)
 """
 
+from .beside import turn_end, write_beside
 from .pairs import EmbeddingTexts, Preference, embedding_texts, preference, render_preference
 from .records import SHAPES, Conversation, conversation
 from .render import Learn, Segments, render, tokenise
@@ -27,4 +28,6 @@ __all__ = [
     "render",
     "render_preference",
     "tokenise",
+    "turn_end",
+    "write_beside",
 ]

@@ -48,6 +48,7 @@ class Template:
         self.tokens = tuple(dict.fromkeys(token for token in tokens if token.strip()))
         self._tracker = _Tracker(now or datetime.datetime.now().astimezone())
         named = {"default": sources} if isinstance(sources, str) else sources
+        self.sources = dict(named)
         self._compiled = {key: self._compile(source) for key, source in named.items()}
 
     def render(

@@ -21,10 +21,10 @@ from ..held_out import SIDES
 from ..manifest import FILE, WORK, Prepared, open_prepared
 from ..prepare import Preparation
 from ..prepare.tasks import Piece
-from ..prepare.worker import BATCH, Maker, chats, documents, encode
+from ..prepare.worker import BATCH, Maker, chats, documents
 from ..shard import Ids, Shard
 from ..store import content, read_header
-from ..tokenizers import BYTES, open_tokenizer
+from ..tokenizers import BYTES, encode_documents, open_tokenizer
 from ..tokens import beyond
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class _Reading:
         tokenizer = self._maker.tokenizer
         begin = np.array(tokenizer.begin, self._dtype)
         end = np.array([] if tokenizer.end is None else [tokenizer.end], self._dtype)
-        for ids in encode(tokenizer, texts) if texts else ():
+        for ids in encode_documents(tokenizer, texts) if texts else ():
             if len(ids):
                 self._add(np.concatenate([begin, ids, end]))
 

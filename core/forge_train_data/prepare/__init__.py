@@ -175,5 +175,16 @@ def settled(wanted: Preparation, cache: str, name: str) -> Preparation:
         Path(cache).expanduser() if cache else (Path(home) if home else Path.home() / ".cache") / "forge-train" / name
     )
     settings = wanted.settings(find(wanted.sources, key=f"{name}.path"))
-    identity = hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
-    return dataclasses.replace(wanted, out=folder / identity)
+    identity = hashlib.blake2b(settings.encode(), digest_size=16)
+    for file in _deciding(wanted):
+        identity.update(file.read_bytes())
+    return dataclasses.replace(wanted, out=folder / identity.hexdigest())
+
+
+def _deciding(wanted: Preparation) -> list[Path]:
+    """Files of the tokenizer and the template whose content decides the tokens; what is only used later is left out."""
+    path = Path(wanted.tokenizer).expanduser()
+    found = {} if wanted.tokenizer == BYTES else model_files.files(path)
+    later = (model_files.MODEL_CONFIG, "generation_config.json")
+    chosen = [Path(wanted.template)] if wanted.template and Path(wanted.template).is_file() else []
+    return [*(file for name, file in found.items() if name not in later), *chosen]

@@ -93,12 +93,13 @@ class Completion:
         model: in one part.
         prompt: what to go on from; empty for the beginning of a document.
         sampling: how.
+        whole: whether the prompt has its own beginning, as a rendered chat has; else the tokenizer's is put before it.
 
     Raises:
         ConfigError: for a prompt that leaves no room, a model that can't generate here.
     """
 
-    def __init__(self, job: Job, model: Model, prompt: str, sampling: Sampling) -> None:
+    def __init__(self, job: Job, model: Model, prompt: str, sampling: Sampling, *, whole: bool = False) -> None:
         if len(model.parts) != 1 or job.dist.layout.cp > 1:
             raise ConfigError("Text is generated with whole models and sequences; this one is cut by pp or cp.")
         if not job.hooks.provider("tokenizer"):
@@ -109,7 +110,7 @@ class Completion:
             raise ConfigError(f"This model can't generate text: {model.looks_ahead}.")
         self._job, self._model, self._part, self._sampling = job, model, model.parts[0], sampling
         self._tokenizer = job.hooks.tokenizer()
-        self._prompt = self._encode(prompt)
+        self._prompt = self._encode(prompt, whole=whole)
         room = self._room()
         self._count = min(sampling.tokens, room)
         self.stopped: Stopped = ""
@@ -159,9 +160,9 @@ class Completion:
         token: int = self._job.dist.on_main(lambda: choose(logits, self._sampling, generator))
         return token
 
-    def _encode(self, prompt: str) -> list[int]:
+    def _encode(self, prompt: str, *, whole: bool) -> list[int]:
         """Token ids of the prompt; where a document has no beginning, the end of another precedes it."""
-        if ids := [*self._tokenizer.begin, *self._tokenizer.encode(prompt)]:
+        if ids := [*(() if whole else self._tokenizer.begin), *self._tokenizer.encode(prompt)]:
             return ids
         if self._tokenizer.end is None:
             raise ConfigError("The tokenizer has no token that begins a document; give a prompt to go on from.")

@@ -129,7 +129,7 @@ def _understand(
     sections: dict[str, Mapping[str, Any]] = {**layout.sections, "train": train}
     if (folder.path / TOKENIZER).is_file() and (place := model_files.option(hooks)):
         sections[place[0]] = {**sections.get(place[0], {}), place[1]: str(folder.path.absolute())}
-    setup = resolve(dataclasses.replace(request, sections=sections))
+    setup = resolve(dataclasses.replace(request, sections=sections), data=False)
     started = dataclasses.replace(setup.config.train, init_from=str(target.absolute()))  # which asks for a text
     return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
 

@@ -10,7 +10,9 @@ from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Plugin, 
 from forge_train.contract.protocols import Loader
 
 if TYPE_CHECKING:
-    from forge_train import Job
+    import torch
+
+    from forge_train import Job, Model
     from forge_train.config import Config as RunConfig
     from forge_train_data.documents import Documents
     from forge_train_data.held_out import Side
@@ -54,7 +56,7 @@ class SFT(Plugin):
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         if not self.config.path:
-            yield Problem("sft.path", "required: your conversations, such as chats.jsonl.")
+            yield Problem("sft.path", "required: your conversations, such as chats.jsonl.", data=True)
 
     @hookimpl
     def kernel_needs(self) -> KernelCapabilities | None:
@@ -112,6 +114,19 @@ class SFT(Plugin):
         train = job.config.train
         ids = torch.zeros(train.micro_batch, train.sequence, dtype=torch.int64)
         return Batch(ids, ids, ids, ids)
+
+    @hookimpl
+    def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        """The run's copy of the tokenizer's files is what exports and `forge generate` read."""
+        from forge_train.contract.run import writing
+        from forge_train.storage import model_files
+        from forge_train_data.chats import open_template, write_beside
+
+        folder, choice = job.run.dir / model_files.FOLDER, self.config.template
+        if job.dist.main and (folder / model_files.TOKENIZER).is_file():
+            with writing(job.run.dir):
+                template = open_template(choice, folder)
+                write_beside(folder, template, job.hooks.tokenizer(), chosen=bool(choice))
 
     def _open(self, job: Job) -> Mapping[Side, Documents]:
         if self._sides is None:

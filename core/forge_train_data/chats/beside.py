@@ -1,0 +1,65 @@
+"""The files beside a tokenizer, so that whoever loads them chats as the model was trained to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from forge_train.contract.protocols import Tokenizer
+from forge_train.ground.files import write_json, write_whole
+
+from ..tokenizers.special import GENERATION_CONFIG, MODEL_CONFIG
+from .records import Conversation
+from .render import render, tokenise
+from .template import Template
+
+_PROBE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"})
+
+
+def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
+    """The token that ends a turn of the assistant; None where the template ends it with plain text.
+
+    Raises:
+        ConfigError: the template refuses a question with an answer.
+    """
+    segments = render(template, Conversation(_PROBE, where="a question with an answer"))
+    ids, trained = tokenise(tokenizer, segments)
+    if not segments.learned or not trained.any():
+        return None
+    start, stop = segments.learned[-1]
+    said = segments.text[start:stop]
+    return int(ids[np.flatnonzero(trained)[-1]]) if said.endswith(template.tokens) else None
+
+
+def write_beside(folder: Path, template: Template, tokenizer: Tokenizer, *, chosen: bool) -> None:
+    """Have generation end where a turn ends, and the folder's template be the one that was trained with.
+
+    Args:
+        folder: of a `tokenizer.json`; its `generation_config.json` gets the token that ends a turn beside those that
+            it has, and is made if there is none.
+        template: that was trained with.
+        tokenizer: of that folder.
+        chosen: whether it is another template than the folder's own, and is written there.
+
+    Raises:
+        ConfigError: see `turn_end`.
+        OSError: a file can't be written.
+    """
+    if chosen:
+        write_whole(folder / "chat_template.jinja", template.sources["default"])
+    end = turn_end(template, tokenizer)
+    if end is None or end in tokenizer.stops:
+        return
+    known = _table(folder / GENERATION_CONFIG)
+    if not known:
+        model = _table(folder / MODEL_CONFIG)
+        known = {key: model[key] for key in ("bos_token_id", "pad_token_id") if model.get(key) is not None}
+    known.pop("_from_model_config", None)  # else transformers takes the ids of config.json
+    write_json(folder / GENERATION_CONFIG, {**known, "eos_token_id": [*tokenizer.stops, end]})
+
+
+def _table(file: Path) -> dict[str, object]:
+    """A JSON object; the tokenizer, which was opened before, has refused anything else."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -1,0 +1,62 @@
+"""A Hugging Face folder where a configuration is expected: it is imported once, and its checkpoint's is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from forge_train.config.layers import Request
+from forge_train.ground.errors import ConfigError
+
+from .hf_files import CONFIG
+
+FOLDER = "imported"
+"""Where the checkpoints lie, beside the runs."""
+
+
+def is_hugging_face(path: str) -> bool:
+    """Whether a path is a folder in Hugging Face layout."""
+    return bool(path) and (Path(path) / CONFIG).is_file() and not (Path(path) / "config.toml").exists()
+
+
+def imported(request: Request, run_dir: Path, told: Callable[[str], None]) -> Request:
+    """The request with the configuration of the folder's checkpoint, which is made if it is not there yet.
+
+    Another process that imports the same folder is waited for. Files that changed, and other plugins, are another
+    checkpoint.
+
+    Args:
+        request: `config` is a folder in Hugging Face layout.
+        run_dir: where runs are made.
+        told: is given what becomes known, to be shown.
+
+    Raises:
+        ConfigError: see `import_checkpoint`; or the checkpoint can't be written.
+    """
+    from .huggingface import EDITABLE, import_checkpoint
+
+    source = Path(request.config).resolve()
+    stamps = [
+        (file.name, stat.st_size, stat.st_mtime_ns)
+        for file in sorted(source.iterdir())
+        if file.is_file() and (stat := file.stat())
+    ]
+    made_of = repr((str(source), stamps, sorted(request.plugins), sorted(request.without)))
+    name = f"{source.name}-{hashlib.blake2b(made_of.encode(), digest_size=4).hexdigest()}"
+    target = run_dir / FOLDER / name
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = target.with_name(f".{name}.lock").open("a")
+    except OSError as error:
+        raise ConfigError(f"{target}: can't be written: {error.strerror or error}.") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (target / EDITABLE).is_file():
+            done = import_checkpoint(source, target, plugins=request.plugins, without=request.without)
+            told(f"{source} is imported as {target}.")
+            for note in done.notes:
+                told(f"Note: {note}")
+    return dataclasses.replace(request, config=str(target / EDITABLE))
