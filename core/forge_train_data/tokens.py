@@ -34,6 +34,21 @@ def tokenizer_of(path: Path) -> str:
     return known if known != TOKENIZER else str((path / TOKENIZER).absolute())
 
 
+def tokens_per_byte(path: Path, *, isolate: bool) -> float | None:
+    """Predicted tokens for each byte of a prepared folder's held-out text; None where it has none, or parts of its text
+    are not learned."""
+    from .manifest import FILE, read_manifest
+
+    if not (path / FILE).is_file():
+        return None
+    manifest = read_manifest(path, key="tokens.path")
+    size = manifest.total("bytes", "validation")
+    if not size or any(one.header.trained for one in manifest.shards["validation"]):
+        return None
+    unpredicted = manifest.total("documents", "validation") if isolate else 1
+    return (manifest.total("tokens", "validation") - unpredicted) / size
+
+
 def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float, key: str) -> Mapping[Side, Documents]:
     """Both sides of a folder or a file of tokens.
 

@@ -83,7 +83,7 @@ def test_the_page_loads_nothing_and_escapes_everything(forge: Forge, chats: Path
     assert "url(" not in text
     assert "<b>&amp;</b>" in page.text
     ids = [attributes["title"] for tag, attributes in page.tags if tag == "i"]
-    assert bytes(int(id or 0) for id in ids).decode().startswith("User: <b>&amp;</b>")
+    assert bytes(int(id or 0) for id in ids if int(id or 0) < 256).decode().startswith("User: <b>&amp;</b>")
     assert any(attributes.get("class") == "u" for _, attributes in page.tags)
 
 

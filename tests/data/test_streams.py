@@ -304,3 +304,10 @@ class TestPlugins:
         assert found == [str(folder) for folder in folders]
         assert setup.config.sections["tokenizer"].path == "bytes"
         assert str(setup.config.origin(("tokenizer", "path"))) == "plugin mixture"
+
+    def test_bits_per_byte_of_a_prepared_folder(self, folders: list[Path]) -> None:
+        """As many tokens are predicted as there are bytes: every byte, and the end, but a document's first one."""
+        from forge_train_data.tokens import tokens_per_byte
+
+        assert tokens_per_byte(folders[0], isolate=True) == 1.0
+        assert tokens_per_byte(folders[0].parent, isolate=True) is None

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_train import Batch, ConfigError, FilePath, Ge, KernelCapabilities, Lt, Plugin, Problem, hookimpl, section
+from forge_train.contract.events import Evaluation
 from forge_train.contract.protocols import Loader
 
 if TYPE_CHECKING:
     from forge_train import Job
     from forge_train.config import Config as RunConfig
+    from forge_train_data.documents import Documents
+    from forge_train_data.held_out import Side
 
 Packing = Literal["split", "best_fit", "pad"]
 
@@ -21,7 +25,8 @@ class Tokens(Plugin):
     """Token shards: a folder of `forge data prepare`, or files of Megatron, nanoGPT, llm.c or numpy.
 
     Shards are mapped and never read as a whole: a start takes the same short time at every size. A prepared folder
-    brings its tokenizer along; with other files, `tokenizer.path` is the one that made them.
+    brings its tokenizer along; with other files, `tokenizer.path` is the one that made them. `bits_per_byte` of an
+    evaluation does not depend on the tokenizer; only a prepared folder knows its bytes.
     """
 
     api = (1, 0)
@@ -45,6 +50,7 @@ class Tokens(Plugin):
         """Take the rows in another order in every epoch."""
 
     config: Config
+    _sides: Mapping[Side, Documents] | None = None
 
     @classmethod
     def brings(cls, config: Any) -> Mapping[str, Any]:
@@ -70,18 +76,15 @@ class Tokens(Plugin):
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
         from forge_train_data.loader import StreamLoader
         from forge_train_data.stream import HELD_OUT_SEED, Ordered
-        from forge_train_data.tokens import open_tokens, rows_of
+        from forge_train_data.tokens import rows_of
 
-        tokenizer = job.hooks.tokenizer()
-        found = open_tokens(
-            Path(self.config.path), tokenizer, dtype=self.config.dtype, held_out=self.config.held_out, key="tokens"
-        )
+        found = self._open(job)
         rows = rows_of(
             found[split],
             job.config.train.sequence,
             packing=self.config.packing,
             isolate=self.config.isolate,
-            pad=tokenizer.end or 0,
+            pad=job.hooks.tokenizer().end or 0,
         )
         if not rows.count:
             advice = "" if split == "train" else " Hold more out, or do not evaluate (train.evaluate_every = 0)."
@@ -94,16 +97,14 @@ class Tokens(Plugin):
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         from forge_train_data.stages import held_out, order, packed, sides
-        from forge_train_data.tokens import open_tokens, rows_of
+        from forge_train_data.tokens import rows_of
 
-        config, tokenizer = self.config, job.hooks.tokenizer()
+        config = self.config
         yield "decode", f"token shards, mapped{f', of {config.dtype}' if config.dtype else ''}"
         yield "filter", held_out(config.held_out, "the last documents, where the files hold nothing out")
         yield "order", order(job, shuffle=config.shuffle)
         try:
-            found = open_tokens(
-                Path(config.path), tokenizer, dtype=config.dtype, held_out=config.held_out, key="tokens"
-            )
+            found = self._open(job)
         except ConfigError as error:
             yield "source", str(error)
             yield "pack", packed(config.packing, job, isolate=config.isolate)
@@ -111,6 +112,24 @@ class Tokens(Plugin):
         yield "source", f"{config.path}: {sides(found)}"
         rows = rows_of(found["train"], job.config.train.sequence, packing=config.packing, isolate=config.isolate, pad=0)
         yield "pack", packed(config.packing, job, isolate=config.isolate, rows=rows.count)
+
+    @hookimpl
+    def on_evaluate(self, evaluation: Evaluation) -> None:
+        from forge_train_data.tokens import tokens_per_byte
+
+        per_byte = tokens_per_byte(Path(self.config.path), isolate=self.config.isolate)
+        if per_byte is not None:
+            evaluation.add("bits_per_byte", evaluation.loss / math.log(2) * per_byte)
+
+    def _open(self, job: Job) -> Mapping[Side, Documents]:
+        if self._sides is None:
+            from forge_train_data.tokens import open_tokens
+
+            path, config = Path(self.config.path), self.config
+            self._sides = open_tokens(
+                path, job.hooks.tokenizer(), dtype=config.dtype, held_out=config.held_out, key="tokens"
+            )
+        return self._sides
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
