@@ -53,8 +53,10 @@ def inspect(sources: tuple[str, ...], count: int, html: str | None, as_json: boo
     from forge_train_data.inspection import inspect as look
 
     given = {name: value for name, value in asked.items() if value is not None}
-    findings = look(Asked(sources, **given), count=count, told=_told)
-    _told("")
+    try:
+        findings = look(Asked(sources, **given), count=count, told=_told)
+    finally:
+        _told("")
     if html:
         from .inspect_page import page
 
@@ -76,7 +78,9 @@ def _told(line: str) -> None:
 def _show(findings: Findings) -> None:
     from rich.text import Text
 
-    screen.table(("", ""), [(Text(name, style="dim"), text) for name, text in about(findings)], indent=0)
+    screen.table(
+        ("", ""), [(Text(name, style="dim"), screen.visible(text)) for name, text in about(findings)], indent=0
+    )
     screen.heading("Tokens of a document")
     screen.table(("", "", ""), list(bars(findings)), right=(0, 2))
     screen.line(f"  {quantiles(findings)}", "dim")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from forge_train_data.documents import Documents
 from forge_train_data.inspection import minhash
@@ -108,14 +107,29 @@ def test_a_document_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None
     assert duplicates(documents(texts), words=False).near == 1
 
 
-def words(text: str) -> NDArray[np.int64]:
-    return np.array([*text.encode(), 256])
+def words(*texts: str) -> list[set[int]]:
+    """Shingles of each text."""
+    ids = [np.array([*text.encode(), 256]) for text in texts]
+    hashes, counts = shingles(np.concatenate(ids), np.cumsum([len(one) for one in ids]), words=True)
+    assert len(hashes) == counts.sum()
+    return [set(part.tolist()) for part in np.split(hashes, np.cumsum(counts)[:-1])]
 
 
 def test_bytes_are_compared_by_words() -> None:
-    one = shingles(words("the quick brown fox jumps over"), words=True)
-    assert len(one) == 2
-    assert np.array_equal(one, shingles(words("  the quick\n\nbrown fox\tjumps over "), words=True))
-    assert len({*one.tolist(), *shingles(words("the quick brown fox jumps ovre"), words=True).tolist()}) == 3
-    assert len(shingles(words(" \n"), words=True)) == 1
-    assert len(shingles(words("two words"), words=True)) == 1
+    one, same, other, none, short = words(
+        *("the quick brown fox jumps over", "  the quick\n\nbrown fox\tjumps over ", "the quick brown fox jumps ovre"),
+        *(" \n", "two words"),
+    )
+    assert one == same
+    assert (len(one), len(one | other), none, len(short)) == (2, 3, set(), 1)
+
+
+def test_neighbours_change_no_shingles() -> None:
+    texts = ["a b", "c", "", "a b c d e f", "g", " ", "a b c d e f"]
+    assert words(*texts) == [words(text)[0] for text in texts]
+    ids = [np.arange(size) for size in (3, 1, 5, 9, 3)]
+    hashes, counts = shingles(np.concatenate(ids), np.cumsum([len(one) for one in ids]), words=False)
+    assert counts.tolist() == [1, 1, 1, 5, 1]
+    alone = [shingles(one, np.array([len(one)]), words=False)[0] for one in ids]
+    assert np.array_equal(hashes, np.concatenate(alone))
+    assert len(set(hashes.tolist())) == 7, "three tokens come twice, and five begin nine"

@@ -127,8 +127,8 @@ def _prepared(folder: Path, told: Callable[[str], None]) -> Material:
             "shards": len(manifest.shards[side]),
         }
     facts |= {"tokenizer": prepared.tokenizer, "vocabulary": tokenizer.vocabulary}
-    facts |= {"settings": dict(manifest.settings), "sources": list(manifest.sources["entries"])}
-    facts |= {"source_files": manifest.sources["files"], "bytes": manifest.total("bytes"), "verified": True}
+    facts |= {"settings": dict(manifest.settings), "sources": list(manifest.sources.get("entries", ()))}
+    facts |= {"source_files": manifest.sources.get("files", 0), "bytes": manifest.total("bytes"), "verified": True}
     shards = [shard for side in SIDES for shard in prepared.sides[side].shards]
     return Material("prepared", Documents(shards), tokenizer, prepared.tokenizer == BYTES, facts)
 

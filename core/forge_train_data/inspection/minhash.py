@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..documents import Documents
-from ..shard import Ids
+from ..documents import Documents, Int64
 
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
@@ -23,13 +22,15 @@ PERMUTATIONS, ROWS = 128, 8
 """Size of a signature, and of a band of it: two documents are compared if they agree in one band. Of pairs with
 similarity s that is the share 1 − (1 − s⁸)¹⁶: 0.95 at 0.8, 0.22 at 0.6."""
 DOCUMENTS, TOKENS = 200_000, 1 << 25
-"""How many documents, and tokens of them, are compared with each other. A signature takes 512 bytes."""
+"""How many documents, and tokens of them (bytes: four times as many), are compared with each other. A signature takes
+512 bytes."""
 
 _CHUNK = 1 << 20
 """Tokens whose shingles are looked at together."""
 _NEIGHBOURS = 4
 """Documents of a bucket with which the next one is compared, beside the first."""
-_SPACES = np.isin(np.arange(257), [*b" \t\n\r\v\f"])
+_SPACES = np.isin(np.arange(257), [*b" \t\n\r\v\f", 256])
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +63,17 @@ def duplicates(documents: Documents, *, words: bool) -> Duplicates:
     count = min(len(first), DOCUMENTS)
     if count:
         ends = np.cumsum(documents.lengths()[:count])
-        count = max(int(ends.searchsorted(TOKENS, "right")), 1)
+        count = max(int(ends.searchsorted(TOKENS * (4 if words else 1), "right")), 1)
     chosen = np.flatnonzero(~seen[:count])
     similar = near(signatures(documents, chosen, words=words))
     return Duplicates(len(first), int(seen.sum()), count, int(seen[:count].sum()), int(similar.sum()))
 
 
-def _firsts(documents: Documents) -> NDArray[np.int64]:
+def _firsts(documents: Documents) -> Int64:
     """Of each document, the first one that equals it, `[documents]`."""
     hashes = np.fromiter(_hashes(documents), np.uint64, documents.count)
     _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-    found: NDArray[np.int64] = first[inverse]
+    found: Int64 = first[inverse]
     return found
 
 
@@ -85,18 +86,18 @@ def _hashes(documents: Documents) -> Iterator[int]:
             start = end
 
 
-def signatures(documents: Documents, chosen: NDArray[np.int64], *, words: bool) -> U32:
+def signatures(documents: Documents, chosen: Int64, *, words: bool) -> U32:
     """MinHash signatures (Broder 1997) of some documents, `[chosen, PERMUTATIONS]`: two of them agree in about that
     share of their places in which the documents' sets of shingles agree."""
-    signed = np.full((len(chosen), PERMUTATIONS), np.iinfo(np.uint32).max, np.uint32)
+    signed = np.full((PERMUTATIONS, len(chosen)), np.iinfo(np.uint32).max, np.uint32)
     random = np.random.default_rng(0)
     factors = random.integers(0, 2**32, PERMUTATIONS, np.uint32) | np.uint32(1)
     shifts = random.integers(0, 2**32, PERMUTATIONS, np.uint32)
     for rows, starts, hashes in _shingled(documents, chosen, words):
         for at, (factor, shift) in enumerate(zip(factors, shifts, strict=True)):
             lowest = np.minimum.reduceat(hashes * factor + shift, starts)
-            np.minimum.at(signed[:, at], rows, lowest)
-    return signed
+            signed[at, rows] = np.minimum(signed[at, rows], lowest)
+    return np.ascontiguousarray(signed.T)
 
 
 def near(signed: U32) -> NDArray[np.bool_]:
@@ -121,54 +122,69 @@ def near(signed: U32) -> NDArray[np.bool_]:
     return found
 
 
-def _shingled(
-    documents: Documents, chosen: NDArray[np.int64], words: bool
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], U32]]:
-    """Hashes of shingles of some documents at a time: rows of `chosen`, where each one's begin, and the hashes. A
-    document that is longer than a chunk comes in pieces, whose borders no shingle crosses."""
+def _shingled(documents: Documents, chosen: Int64, words: bool) -> Iterator[tuple[Int64, Int64, U32]]:
+    """Hashes of shingles of some documents at a time: rows of `chosen`, where the shingles of each begin, and the
+    hashes. A document that is longer than a chunk comes in pieces, whose borders no shingle crosses."""
+    buffer = np.empty(_CHUNK, np.int64)
     rows: list[int] = []
-    waiting: list[U32] = []
+    ends: list[int] = []
     size = 0
     for row, document in enumerate(chosen.tolist()):
         start, stop = documents.span(document)
-        for piece in range(start, stop, _CHUNK):
-            ids = np.empty(min(stop - piece, _CHUNK), np.int64)
-            documents.take(piece, ids)
+        while start < stop:
+            taken = min(stop - start, _CHUNK - size)
+            documents.take(start, buffer[size : size + taken])
+            start, size = start + taken, size + taken
             rows.append(row)
-            waiting.append(shingles(ids, words=words))
-            size += len(waiting[-1])
-            if size >= _CHUNK:
-                yield _together(rows, waiting)
-                rows, waiting, size = [], [], 0
+            ends.append(size)
+            if size == _CHUNK:
+                yield _together(buffer, rows, ends, words)
+                rows, ends, size = [], [], 0
     if rows:
-        yield _together(rows, waiting)
+        yield _together(buffer[:size], rows, ends, words)
 
 
-def _together(rows: list[int], parts: list[U32]) -> tuple[NDArray[np.int64], NDArray[np.int64], U32]:
-    sizes = np.array([len(part) for part in parts], np.int64)
-    return np.array(rows, np.int64), np.cumsum(sizes) - sizes, np.concatenate(parts)
+def _together(ids: Int64, rows: list[int], ends: list[int], words: bool) -> tuple[Int64, Int64, U32]:
+    hashes, counts = shingles(ids, np.array(ends, np.int64), words=words)
+    some = counts > 0
+    return np.array(rows, np.int64)[some], (np.cumsum(counts) - counts)[some], hashes
 
 
-def shingles(ids: Ids, *, words: bool) -> U32:
-    """Hashes of every `SHINGLE` words or tokens that stand together, at least one: a shorter text is one itself."""
-    units = _words(ids) if words else _scramble(ids.astype(np.uint64))
-    count = max(len(units) - SHINGLE + 1, 1)
-    mixed = np.zeros(count, np.uint64)
-    for at in range(min(SHINGLE, len(units))):
-        mixed = _scramble(mixed ^ units[at : at + count])
-    return (mixed >> np.uint64(32)).astype(np.uint32)
+def shingles(ids: Int64, ends: Int64, *, words: bool) -> tuple[U32, Int64]:
+    """Hashes of every `SHINGLE` words or tokens of a document that stand together; a shorter one is one itself.
+
+    Args:
+        ids: `[tokens]`, of documents one after the other.
+        ends: `[documents]`, where each ends (exclusive).
+
+    Returns:
+        The hashes, and how many of them each document has: none, if it has no words.
+    """
+    units, ends = _words(ids, ends) if words else (_scramble(ids.astype(np.uint64)), ends)
+    sizes = np.diff(ends, prepend=0)
+    left = ends.repeat(sizes) - np.arange(len(units))  # of the document, from each unit on
+    mixed = units.copy()
+    for at in range(1, min(SHINGLE, len(units))):
+        mixed[:-at] += units[at:] * _FACTOR**at * (left[:-at] > at)
+    first = np.zeros(len(units), bool)
+    first[(ends - sizes)[sizes > 0]] = True
+    found = _scramble(mixed[first | (left >= SHINGLE)])
+    return (found >> np.uint64(32)).astype(np.uint32), np.where(sizes, np.maximum(sizes - SHINGLE + 1, 1), 0)
 
 
-def _words(ids: Ids) -> U64:
-    """Hashes of what stands between white space, of bytes; the end of a document is left out."""
-    space = _SPACES[np.minimum(ids, 256)] | (ids >= 256)
+def _words(ids: Int64, ends: Int64) -> tuple[U64, Int64]:
+    """Hashes of what stands between white space, of bytes, and where each document's end; other ids are left out."""
+    space = _SPACES[np.minimum(ids, 256)]
     letters = np.flatnonzero(~space)
     if not len(letters):
-        return np.zeros(1, np.uint64)
-    starts = np.flatnonzero(np.diff(letters, prepend=-2) > 1)
-    length = np.diff(starts, append=len(letters))
-    place = np.arange(len(letters)) - starts.repeat(length)
-    return _scramble(np.add.reduceat(_scramble((place * 256 + ids[letters]).astype(np.uint64)), starts))
+        return np.empty(0, np.uint64), np.zeros_like(ends)
+    fresh = np.diff(letters, prepend=-2) > 1
+    inside = letters.searchsorted(ends)
+    fresh[inside[inside < len(letters)]] = True
+    starts = np.flatnonzero(fresh)
+    place = np.arange(len(letters)) - starts.repeat(np.diff(starts, append=len(letters)))
+    hashes = np.add.reduceat(_scramble((place * 256 + ids[letters]).astype(np.uint64)), starts)
+    return _scramble(hashes), starts.searchsorted(inside)
 
 
 def _scramble(x: U64) -> U64:
