@@ -60,7 +60,10 @@ def open_table(wanted: Wanted) -> Any:
 
     with telling(wanted.label):
         if saved(wanted.path):
-            return _split(datasets.load_from_disk(wanted.path), wanted)
+            try:
+                return _split(datasets.load_from_disk(wanted.path), wanted)
+            except IndexError as error:  # a folder without a file of records
+                raise ConfigError(f"hf_datasets.path: {wanted.label} has no records.") from error
         return datasets.load_dataset(**_arguments(wanted))
 
 
