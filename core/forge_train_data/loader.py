@@ -11,6 +11,7 @@ import torch
 from forge_train import Batch
 
 from .documents import Int64
+from .rows import Arrays
 from .stream import Stream
 
 if TYPE_CHECKING:
@@ -45,14 +46,7 @@ class StreamLoader:
             self._planned = iter(self._plan())
             places = next(self._planned)
         self._position += self._micro_batch * self._ranks
-        arrays = self._stream.read(places)
-        positions, documents = arrays.position_ids, arrays.document_ids
-        return Batch(
-            self._tensor(arrays.inputs),
-            self._tensor(arrays.labels),
-            None if positions is None else self._tensor(positions),
-            None if documents is None else self._tensor(documents),
-        )
+        return as_batch(self._stream.read(places), pin=self._pin)
 
     def state_dict(self) -> dict[str, Any]:
         """`sequences`: sequences that all ranks together have been given; and what the stream keeps."""
@@ -84,6 +78,18 @@ class StreamLoader:
         places = self._stream.places(sample.ravel())
         return places.reshape(*sample.shape, *places.shape[1:])
 
-    def _tensor(self, array: Int64) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory() if self._pin else tensor
+
+def as_batch(arrays: Arrays, *, pin: bool) -> Batch:
+    """Rows as tensors, in pinned memory if they go to a CUDA device."""
+
+    def tensor(array: Int64) -> torch.Tensor:
+        made = torch.from_numpy(array)
+        return made.pin_memory() if pin else made
+
+    positions, documents = arrays.position_ids, arrays.document_ids
+    return Batch(
+        tensor(arrays.inputs),
+        tensor(arrays.labels),
+        None if positions is None else tensor(positions),
+        None if documents is None else tensor(documents),
+    )

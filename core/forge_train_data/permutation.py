@@ -37,12 +37,13 @@ def _mix(value: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) -> NDAr
 
 def _keys(epoch: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
     """`[rounds, k]` independent 64-bit keys: splitmix64 (Steele et al. 2014) of seed, epoch and round."""
-    start = _scramble(_scramble(np.full(1, seed % 2**64, _U64)) + epoch.astype(_U64))
+    start = scramble(scramble(np.full(1, seed % 2**64, _U64)) + epoch.astype(_U64))
     rounds = np.arange(1, _ROUNDS + 1, dtype=_U64)[:, None]
-    return _scramble(start[None, :] + rounds)
+    return scramble(start[None, :] + rounds)
 
 
-def _scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's mixing, elementwise: a bijection whose results look independent."""
     x = x * _U64(0x9E3779B97F4A7C15) + _U64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)

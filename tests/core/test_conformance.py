@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import datasets
 import pytest
 
 from forge_train import ConfigError, Job, LogRecord, Plugin, StepResult, hookimpl
@@ -44,6 +45,10 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
         prepare(Preparation((str(folder / "text.txt"),), folder / "tokens", held_out=0.2), Progress())
         path = str(folder / "tokens")
         return {"tokens.path": path} if name == "tokens" else {"mixture.sources": [{"path": path}]}
+    if name == "hf_datasets":
+        records = [{"text": f"line {number}\n" * 20} for number in range(400)]
+        datasets.Dataset.from_list(records).save_to_disk(folder / "records")
+        return {"hf_datasets.path": str(folder / "records"), "hf_datasets.cache": str(folder / "cache")}
     return {}
 
 

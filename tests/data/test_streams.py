@@ -23,6 +23,7 @@ from forge_train_data.loader import StreamLoader
 from forge_train_data.mixed import Mixture, Part
 from forge_train_data.prepare import Preparation, Report, prepare, tasks
 from forge_train_data.proportions import Phases
+from forge_train_data.random_tokens import RandomTokens
 from forge_train_data.rows import PackedRows
 from forge_train_data.shard import Shard
 from forge_train_data.stream import Ordered
@@ -80,7 +81,15 @@ def mixed(**options: Any) -> StreamLoader:
     return StreamLoader(Mixture(parts, phases, key="x"), job(**options))
 
 
-STREAMS = {**{packing: single(packing) for packing in ("split", "best_fit", "pad")}, "mixture": mixed}
+def random_tokens(length: int = 9, isolate: bool = True) -> RandomTokens:
+    return RandomTokens(SEQUENCE, 50, length, seed=3, isolate=isolate, key="x")
+
+
+STREAMS = {
+    **{packing: single(packing) for packing in ("split", "best_fit", "pad")},
+    "mixture": mixed,
+    "random": lambda **options: StreamLoader(random_tokens(), job(**options)),
+}
 
 
 def taken(loaders: list[StreamLoader], batches: int) -> list[Any]:
@@ -130,6 +139,25 @@ def test_every_token_once_an_epoch(packing: str) -> None:
         used = rows.count * SEQUENCE if packing == "split" else documents.tokens
         assert seen == Counter(range(used))
         assert padding == rows.count * SEQUENCE - used
+
+
+def test_random_tokens_are_one_text_in_rows() -> None:
+    whole = random_tokens(isolate=False).read(np.arange(4000))
+    ids = whole.inputs.ravel()
+    assert whole.labels.ravel()[:-1].tolist() == ids[1:].tolist()
+    counts = np.bincount(ids, minlength=50)
+    assert len(counts) == 50
+    assert abs(counts / len(ids) * 50 - 1).max() < 0.2
+    apart = random_tokens().read(np.arange(4000))
+    ends = np.flatnonzero(apart.labels.ravel() == MASKED) + 1
+    assert 8.5 < len(ids) / len(ends) < 9.5
+    text = Documents([Shard(Path("x"), ids, np.append(ends, len(ids)) if ends[-1] < len(ids) else ends)])
+    rows = rows_of(text, SEQUENCE, packing="split", isolate=True, pad=PAD).read(np.arange(3999))
+    for name in ("inputs", "labels", "position_ids", "document_ids"):
+        assert (getattr(apart, name)[:3999] == getattr(rows, name)).all(), name
+    assert random_tokens(1).read(np.arange(9)).labels.tolist() == np.full((9, SEQUENCE), MASKED).tolist()
+    with pytest.raises(ConfigError, match="not the tokens"):
+        random_tokens(8).load_state_dict(random_tokens().state_dict(0), 0)
 
 
 @pytest.mark.accept("data", 2)

@@ -28,7 +28,7 @@ from .progress import Report
 from .tasks import TEXT, Preparation, Task, divide
 from .worker import Done, Maker, done, task_name
 
-__all__ = ["Preparation", "Report", "prepare", "settled"]
+__all__ = ["Preparation", "Report", "cache_folder", "prepare", "settled"]
 
 
 def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: bool = False) -> Manifest:
@@ -170,15 +170,11 @@ def settled(wanted: Preparation, cache: str, name: str) -> Preparation:
         cache: the cache's folder; empty for the user's.
         name: of the plugin that has it.
     """
-    home = os.environ.get("XDG_CACHE_HOME")
-    folder = (
-        Path(cache).expanduser() if cache else (Path(home) if home else Path.home() / ".cache") / "forge-train" / name
-    )
     settings = wanted.settings(find(wanted.sources, key=f"{name}.path"))
     identity = hashlib.blake2b(settings.encode(), digest_size=16)
     for file in _deciding(wanted):
         identity.update(file.read_bytes())
-    return dataclasses.replace(wanted, out=folder / identity.hexdigest())
+    return dataclasses.replace(wanted, out=cache_folder(cache, name) / identity.hexdigest())
 
 
 def _deciding(wanted: Preparation) -> list[Path]:
@@ -188,3 +184,10 @@ def _deciding(wanted: Preparation) -> list[Path]:
     later = (model_files.MODEL_CONFIG, "generation_config.json")
     chosen = [Path(wanted.template)] if wanted.template and Path(wanted.template).is_file() else []
     return [*(file for name, file in found.items() if name not in later), *chosen]
+
+
+def cache_folder(cache: str, name: str) -> Path:
+    """A plugin's cache: the folder that was chosen, or the user's."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    user = Path(home) if home else Path.home() / ".cache"
+    return Path(cache).expanduser() if cache else user / "forge-train" / name
