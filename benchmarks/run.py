@@ -1,13 +1,14 @@
 """Measures forge against plain PyTorch and plain Python on this machine, and writes benchmarks/results/core.md.
 
     python benchmarks/run.py            # everything
-    python benchmarks/run.py loop data  # some of it: startup, first, loop, loss, data, quickstart, trials
+    python benchmarks/run.py loop text  # some of it: startup, first, loop, loss, text, quickstart, trials
     python benchmarks/run.py parallel   # several processes: benchmarks/results/distributed.md
     python benchmarks/run.py experts    # experts: benchmarks/results/experts.md
     python benchmarks/run.py low_precision   # fp8 and its like: benchmarks/results/low-precision.md
     python benchmarks/run.py optimizers      # muon: benchmarks/results/optimizers.md
     python benchmarks/run.py attention       # packed documents: benchmarks/results/attention.md
     python benchmarks/run.py observing       # metrics and trackers: benchmarks/results/observing.md
+    python benchmarks/run.py data            # token shards: benchmarks/results/data.md
 
 Each ratio is of two things measured alternately in one go, by the CPU time of one thread, and the best of each counts:
 other work on the machine adds time and never takes any away.
@@ -34,6 +35,7 @@ EXPERTS = HERE / "results" / "experts.md"
 OPTIMIZERS = HERE / "results" / "optimizers.md"
 ATTENTION = HERE / "results" / "attention.md"
 OBSERVING = HERE / "results" / "observing.md"
+DATA = HERE / "results" / "data.md"
 FORGE = [sys.executable, "-m", "forge_train_cli"]
 
 
@@ -125,7 +127,7 @@ def loss() -> list[Row]:
     return [Row("peak memory of the loss at 32,768 words, chunked / plain", f"{share:.2f}", "≤ 0.30", share <= 0.3)]
 
 
-def data() -> list[Row]:
+def text() -> list[Row]:
     from types import SimpleNamespace
 
     import torch
@@ -316,6 +318,19 @@ def attention() -> list[Row]:
     return rows
 
 
+def data() -> list[Row]:
+    """Token shards: reading them, making them, and packing."""
+    done = subprocess.run([sys.executable, str(HERE / "data.py")], check=True, stdout=subprocess.PIPE, text=True)
+    rows = [Row(*one) for one in json.loads(done.stdout.splitlines()[-1])]
+    note = (
+        "Loaders give micro-batches of 8 × 2,048 shuffled tokens from page cache, all in turn, the best of 5 rounds. "
+        "The text is the Python source of this installation. MosaicML's `streaming` is not among them: its "
+        "requirements exclude the versions that forge is tested with."
+    )
+    DATA.write_text(table(rows, "Data", "python benchmarks/run.py data", note), encoding="utf-8")
+    return rows
+
+
 def trials() -> list[Row]:
     environment = {**os.environ, "FORGE_TRIALS": "20", "FORGE_EXAMPLES": "3000"}
     rows = []
@@ -332,11 +347,11 @@ def trials() -> list[Row]:
 PARTS: dict[str, Callable[[], list[Row]]] = {
     part.__name__: part
     for part in (
-        *(startup, first, loop, loss, data, quickstart, trials),
-        *(parallel, experts, low_precision, optimizers, attention, observing),
+        *(startup, first, loop, loss, text, quickstart, trials),
+        *(parallel, experts, low_precision, optimizers, attention, observing, data),
     )
 }
-APART = {"parallel", "experts", "low_precision", "optimizers", "attention", "observing"}
+APART = {"parallel", "experts", "low_precision", "optimizers", "attention", "observing", "data"}
 """Those that have a table of their own."""
 
 

@@ -33,7 +33,13 @@ def in_terminal(values: Sequence[float]) -> Iterator[str]:
 
 def as_svg(title: str, values: Sequence[float]) -> str:
     """A picture of values by step."""
-    picture = drawing(title, [Curve(0, title, [(float(step), value) for step, value in enumerate(values, 1)])])
-    return picture.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
-        ">", f"><style>{_STYLE}</style>", 1
+    return picture(title, [Curve(0, title, [(float(step), value) for step, value in enumerate(values, 1)])])
+
+
+def picture(title: str, curves: Sequence[Curve]) -> str:
+    """A picture of curves, as a file of its own."""
+    return (
+        drawing(title, curves)
+        .replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+        .replace(">", f"><style>{_STYLE}</style>", 1)
     )

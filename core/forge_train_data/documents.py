@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +26,10 @@ class Documents:
 
     def __init__(self, shards: Sequence[Shard], digest: str = "") -> None:
         self.shards = [shard for shard in shards if len(shard.tokens)]
-        self._starts = _sums(len(shard.tokens) for shard in self.shards)
-        self._firsts = _sums(len(shard.ends) for shard in self.shards)
-        self.tokens = int(self._starts[-1])
-        self.count = int(self._firsts[-1])
+        self._starts = list(accumulate((len(shard.tokens) for shard in self.shards), initial=0))
+        self._firsts = list(accumulate((len(shard.ends) for shard in self.shards), initial=0))
+        self.tokens = self._starts[-1]
+        self.count = self._firsts[-1]
         """Number of documents."""
         self.masked = any(shard.trained is not None for shard in self.shards)
         """Whether some tokens are not to be learned."""
@@ -49,7 +51,7 @@ class Documents:
         """Copy the tokens from `start` on into `out`; what lies beyond the last token stays as it is."""
         at, stop, done = self._shard_of(start), min(start + len(out), self.tokens), 0
         while start + done < stop:
-            inside = start + done - int(self._starts[at])
+            inside = start + done - self._starts[at]
             piece = self.shards[at].tokens[inside : inside + stop - start - done]
             out[done : done + len(piece)] = piece
             done, at = done + len(piece), at + 1
@@ -58,7 +60,7 @@ class Documents:
         """Whether each token from `start` on is to be learned, into `out`."""
         at, stop, done = self._shard_of(start), min(start + len(out), self.tokens), 0
         while start + done < stop:
-            shard, inside = self.shards[at], start + done - int(self._starts[at])
+            shard, inside = self.shards[at], start + done - self._starts[at]
             size = min(len(shard.tokens) - inside, stop - start - done)
             out[done : done + size] = True if shard.trained is None else shard.trained[inside : inside + size] != 0
             done, at = done + size, at + 1
@@ -67,8 +69,8 @@ class Documents:
         """Every place e, start < e ≤ stop, at which a document ends (exclusive)."""
         found, at = [], self._shard_of(start)
         while at < len(self.shards) and self._starts[at] < stop:
-            base, ends = int(self._starts[at]), self.shards[at].ends
-            low, high = ends.searchsorted((start - base, stop - base), "right")
+            base, ends = self._starts[at], self.shards[at].ends
+            low, high = ends.searchsorted((start - base, stop - base), "right").tolist()
             found.append(ends[low:high] + base)
             at += 1
         return found[0] if len(found) == 1 else np.concatenate([*found, np.empty(0, np.int64)])
@@ -79,13 +81,9 @@ class Documents:
 
     def span(self, document: int) -> tuple[int, int]:
         """Where a document begins and ends."""
-        at = int(self._firsts.searchsorted(document, "right")) - 1
-        base, inside, ends = int(self._starts[at]), document - int(self._firsts[at]), self.shards[at].ends
+        at = bisect_right(self._firsts, document) - 1
+        base, inside, ends = self._starts[at], document - self._firsts[at], self.shards[at].ends
         return base + (int(ends[inside - 1]) if inside else 0), base + int(ends[inside])
 
     def _shard_of(self, token: int) -> int:
-        return int(self._starts.searchsorted(token, "right")) - 1
-
-
-def _sums(sizes: object) -> Int64:
-    return np.concatenate([[0], np.cumsum(list(sizes), dtype=np.int64)])  # type: ignore[call-overload]
+        return bisect_right(self._starts, token) - 1

@@ -54,7 +54,6 @@ class SplitRows:
         self._documents, self._sequence, self._isolate = documents, sequence, isolate
         self.count = documents.tokens // sequence
         self.digest = documents.digest
-        self._columns = np.arange(sequence, dtype=np.int64)
 
     def read(self, rows: Int64) -> Arrays:
         size = self._sequence
@@ -77,19 +76,21 @@ class SplitRows:
 
     def _apart(self, starts: Sequence[int], labels: Int64) -> tuple[Int64, Int64]:
         """Mask labels of other documents; gives position and document ids."""
-        size = self._sequence
-        ends = [self._documents.ends_within(start, start + size) - start for start in starts]
-        row = np.arange(len(ends)).repeat([len(found) for found in ends])
-        column = np.concatenate(ends)
-        labels[row, column - 1] = MASKED
-        inside = column < size
-        row, column = row[inside], column[inside]
-        # Each stretch of a row that lies in one document: every row's first, and one after each end inside.
+        size, flat = self._sequence, labels.reshape(-1)
+        found = [self._documents.ends_within(start, start + size) for start in starts]
         first = np.arange(len(starts), dtype=np.int64) * size
-        begin = np.insert(row * size + column, row.searchsorted(np.arange(len(starts))), first)
-        length = np.diff(begin, append=labels.size)
+        ends = np.concatenate(found) + (first - starts).repeat([len(one) for one in found])
+        flat[ends - 1] = MASKED
+        # Each stretch of a row that lies in one document: every row's first, and one after each end inside.
+        begins = np.zeros(len(flat) + 1, bool)
+        begins[first] = begins[ends] = True
+        begin = np.flatnonzero(begins[:-1])
+        length = np.empty_like(begin)
+        np.subtract(begin[1:], begin[:-1], out=length[:-1])
+        length[-1:] = len(flat) - begin[-1:]
         number = np.arange(len(begin)) - begin.searchsorted(first)[begin // size]
-        offset = (first[:, None] + self._columns).ravel() - begin.repeat(length)
+        offset = begin.repeat(length)
+        np.subtract(np.arange(len(flat)), offset, out=offset)
         return offset.reshape(labels.shape), number.repeat(length).reshape(labels.shape)
 
 

@@ -1,0 +1,182 @@
+"""Token shards: how fast they are read beside other libraries' loaders, how fast they are made, and in what memory.
+
+    python benchmarks/data.py           # prints one line of JSON: rows of what, measured, bar and whether it is met
+    python benchmarks/data.py --small   # the same on a twentieth of the data, to see that it runs
+    python benchmarks/data.py rates     # a part of it: rates, start, making, waiting
+
+The text is all Python source of this installation, its standard library's and its packages'.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from loaders import SCALE, SEQUENCE, Row, rates, start
+
+FORGE = [sys.executable, "-m", "forge_train_cli"]
+
+
+def python_files() -> Iterator[str]:
+    """All Python source of this installation."""
+    import sysconfig
+
+    roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
+    files = {file for root in roots for file in root.rglob("*.py")}
+    for file in sorted(files):
+        text = file.read_bytes().decode("utf-8", errors="replace")
+        if text:
+            yield text
+
+
+def write_text(file: Path, wanted: int) -> int:
+    """Documents in a .jsonl file, over and over until it is as large as wanted; returns the bytes of their text."""
+    size = 0
+    with file.open("w", encoding="utf-8") as out:
+        while True:
+            for text in python_files():
+                if out.tell() >= wanted:
+                    return size
+                out.write(json.dumps({"text": text}) + "\n")
+                size += len(text.encode())
+
+
+def family(pid: int) -> int:
+    """Bytes of memory of a process and its children; shared pages are counted once."""
+    total, waiting = 0, [pid]
+    while waiting:
+        one = waiting.pop()
+        try:
+            waiting += map(int, Path(f"/proc/{one}/task/{one}/children").read_text().split())
+            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
+            total += next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+        except (OSError, StopIteration):
+            continue
+    return total
+
+
+def prepared(source: Path, out: Path, *options: str) -> tuple[float, float, int]:
+    """Wall seconds, CPU seconds and peak memory of `forge data prepare`."""
+    command = [*FORGE, "data", "prepare", str(source), "--out", str(out), *options]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began, most = time.perf_counter(), 0
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            most = max(most, family(process.pid))
+            time.sleep(0.05)
+    wall = time.perf_counter() - began
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} exited {process.returncode}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, most
+
+
+def by_library(source: Path, tokenizer: Path) -> None:
+    """In a process of its own: encode all documents of a .jsonl file, 16 MB at a time; the reading is not counted."""
+    import tokenizers
+
+    made = tokenizers.Tokenizer.from_file(str(tokenizer))
+    wall = cpu = 0.0
+    size, waiting = 0, []
+    with source.open(encoding="utf-8") as lines:
+        for line in [*lines, ""]:
+            if line:
+                waiting.append(json.loads(line)["text"])
+                size += len(waiting[-1])
+            if size >= 16 << 20 or not line:
+                began, spent = time.perf_counter(), time.process_time()
+                made.encode_batch_fast(waiting, add_special_tokens=False)
+                wall, cpu = wall + time.perf_counter() - began, cpu + time.process_time() - spent
+                size, waiting = 0, []
+    print(json.dumps({"wall": wall, "cpu": cpu}))
+
+
+def making(folder: Path) -> Iterator[Row]:
+    """`forge data prepare` beside the tokenizers library, its memory at two sizes, and packing of what it made."""
+    from forge_train_data.manifest import open_prepared
+
+    little, large, text = folder / "little.jsonl", folder / "large.jsonl", "real text, read again and again"
+    sizes = {file: write_text(file, size // SCALE) for file, size in ((little, 250_000_000), (large, 1_000_000_000))}
+    prepared(little, folder / "first", "--train-tokenizer", "8192")
+    tokenizer = folder / "first" / "tokenizer"
+    *_, small_peak = prepared(little, folder / "second", "--tokenizer", str(tokenizer))
+    wall, cpu, peak = prepared(large, folder / "third", "--tokenizer", str(tokenizer))
+    command = [sys.executable, __file__, "library", str(little), str(tokenizer / "tokenizer.json")]
+    done = [json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(2)]
+    theirs = {key: sizes[little] / min(one[key] for one in done) for key in ("wall", "cpu")}
+    ours = {"wall": sizes[large] / wall, "cpu": sizes[large] / cpu}
+    cores = f"{os.cpu_count()} cores"
+    for key, of, bar in (("wall", f"on {cores}, MB/s", 0.85), ("cpu", "MB per CPU-second of all processes", None)):
+        ratio = ours[key] / theirs[key]
+        what = f"`forge data prepare`, the whole command on a .jsonl of {large.stat().st_size / 1e9:.2g} GB ({text}), "
+        measured = f"{ratio:.2f} ({ours[key] / 1e6:.1f} / {theirs[key] / 1e6:.1f})"
+        yield (
+            f"{what}{of}, over `encode_batch_fast`'s",
+            measured,
+            f"≥ {bar}" if bar else "—",
+            ratio >= (bar or 0),
+        )
+    what = f"its peak memory, all processes on {cores}, MB, on {large.stat().st_size / 1e6:.0f} MB of text"
+    yield f"{what} ({small_peak / 1e6:.0f} on a quarter of it)", f"{peak / 1e6:.0f}", "≤ 500", peak <= 500e6
+    yield from packing(open_prepared(folder / "first", key="").sides["train"].lengths())
+
+
+def packing(lengths: Any) -> Iterator[Row]:
+    """Best fit of real documents."""
+    from forge_train_data.packing import best_fit, cut
+
+    many = np.tile(lengths, max(1, 300_000 // SCALE // len(lengths)))
+    seconds, used = float("inf"), 0.0
+    for _ in range(3):
+        began = time.process_time()
+        pieces = cut(many, SEQUENCE)[2]
+        packed = best_fit(pieces, SEQUENCE, seed=0)
+        seconds = min(seconds, time.process_time() - began)
+        used = int(pieces.sum()) / (len(packed.row_ends) * SEQUENCE)
+    rate = len(many) / seconds
+    of = f"{len(many):,} Python files, mean {many.mean():,.0f} tokens, cut into {len(pieces):,} pieces"
+    yield f"best fit at {SEQUENCE:,} of {of}: documents per CPU-second", f"{rate:,.0f}", "≥ 150,000", rate >= 150e3
+    yield "the same: share of the rows' tokens that is used", f"{used:.2%}", "≥ 99 %", used >= 0.99
+
+
+def waiting(folder: Path) -> Iterator[Row]:
+    """The quickstart's `data_wait`."""
+    command = [*FORGE, "train", "--run-dir", str(folder), "--name", "q", "--quiet", "-s", "log.every=1"]
+    command += ["-s", "train.steps=60", "-s", "train.evaluate_every=0"] if SCALE > 1 else []
+    subprocess.run(command, check=True, capture_output=True)
+    lines = [json.loads(line) for line in (folder / "q" / "metrics.jsonl").read_text().splitlines()]
+    share = mean(line["data_wait"] for line in lines if "data_wait" in line)
+    yield "quickstart, share of the steps' time waited for data", f"{share:.2%}", "≤ 1 %", share <= 0.01
+
+
+PARTS = (rates, start, making, waiting)
+
+
+def main() -> None:
+    rows: list[Row] = []
+    chosen = [part for part in PARTS if part.__name__ in sys.argv] or PARTS
+    for part in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            for row in part(Path(folder)):
+                rows.append(row)
+                print(*row, sep=" | ", file=sys.stderr, flush=True)
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["library"]:
+        by_library(Path(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        main()
