@@ -60,6 +60,10 @@ def prepare(
         raise ConfigError("--template: has no effect without --chat.")
     if more["chat"] and (more["maps"] or train_tokenizer is not None or more["field"] != "text"):
         raise ConfigError("--chat: conversations take no --map, --field or --train-tokenizer.")
+    if tokenizer and tokenizer != "bytes" and not Path(tokenizer).expanduser().exists():
+        raise ConfigError(
+            f"--tokenizer: no such file or folder: {tokenizer}. Expected bytes, a tokenizer.json or its folder."
+        )
     wanted = Preparation(
         sources,
         Path(out),

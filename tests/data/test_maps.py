@@ -79,7 +79,9 @@ def test_one_after_the_other() -> None:
         ("lenght", r"there is no such map\. Did you mean 'length'\?"),
         ("length:least", "expected name:option=value"),
         ("length:size=3", "unexpected keyword argument 'size'"),
-        ("length:least=9,most=3", "expected 0 <= least <= most, found least=9 and most=3"),
+        ("length:least=9,most=3", "0 <= least <= most, found least=9 and most=3"),
+        ("length:least=x", "expected numbers, .* found least=x"),
+        ("length", "has no effect: give least"),
         ("fim:rate=2", "expected shares from 0 to 1"),
     ],
 )

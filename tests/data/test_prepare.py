@@ -156,6 +156,22 @@ def test_two_at_once(texts: Path, tmp_path: Path) -> None:
             prepare(wanted(texts, out), Report())
 
 
+def test_what_only_a_look_inside_shows(texts: Path, tmp_path: Path) -> None:
+    """A Parquet file without its end can't even be divided; a share that is no number; a map that leaves nothing."""
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"PAR1" + b"x" * 100)
+    both = Preparation((str(texts), str(broken)), tmp_path / "out")
+    with pytest.raises(ConfigError, match="broken.parquet"):
+        prepare(both, Report())
+    report = Report()
+    assert prepare(replace(both, out=tmp_path / "skipped", skip=True), report).total("documents") == 120
+    assert [Path(file).name for file in report.skipped] == ["broken.parquet"]
+    with pytest.raises(ConfigError, match="--held-out: expected a share from 0 up to 1, found nan"):
+        prepare(wanted(texts, tmp_path / "nan", held_out=float("nan")), Report())
+    with pytest.raises(ConfigError, match="no text in 12 files after --map length:least=9999"):
+        prepare(wanted(texts, tmp_path / "none", maps=("length:least=9999",)), Report())
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_broken_line_is_told_or_left_out(texts: Path, tmp_path: Path, workers: int) -> None:
     with (texts / "05.jsonl").open("a") as file:
@@ -208,7 +224,7 @@ def test_shards_of_different_preparations_do_not_mix(texts: Path, tmp_path: Path
 
 def test_nothing_in_it(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(ConfigError, match="there is no text in 1 files"):
+    with pytest.raises(ConfigError, match="there is no text in 1 file\\."):
         prepare(Preparation((str(tmp_path / "empty.txt"),), tmp_path / "out"), Report())
 
 

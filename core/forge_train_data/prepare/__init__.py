@@ -43,8 +43,11 @@ def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: b
     Raises:
         ConfigError: the sources can't be read, hold nothing, or the folder holds something else.
     """
+    if not 0 <= wanted.held_out < 1:
+        raise ConfigError(f"--held-out: expected a share from 0 up to 1, found {wanted.held_out}.")
     files = _files(wanted, key)
-    tasks = divide(files)
+    unreadable: dict[str, str] = {}
+    tasks = divide(files, unreadable if wanted.skip else None)
     with _claimed(wanted.out, wanted.settings(files), wait) as work:
         tokenizer = _tokenizer(wanted, work, tasks, report)
         Maker.of(wanted, tokenizer)  # what does not fit is told before anything is read
@@ -63,9 +66,11 @@ def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: b
             shards={side: tuple(_listed(results, side)) for side in SIDES},
         )
         if not manifest.total("tokens"):
-            raise ConfigError(f"{key}: there is no text in {len(files):,} files.")
+            number = "1 file" if len(files) == 1 else f"{len(files):,} files"
+            after = f" after --map {' '.join(wanted.maps)}" if wanted.maps else ""
+            raise ConfigError(f"{key}: there is no text in {number}{after}.")
         manifest.write(wanted.out)
-    report.end({file: reason for result in results for file, reason in result.skipped.items()})
+    report.end(unreadable | {file: reason for result in results for file, reason in result.skipped.items()})
     return manifest
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forge_train import ConfigError
+
 from ..chats import Learn
 from ..files import File
 from ..formats import Part, lookup
@@ -91,13 +93,25 @@ class Task:
         return sum(piece.part.bytes for piece in self.pieces)
 
 
-def divide(files: Sequence[File]) -> list[Task]:
-    """Tasks of about `TASK` bytes, in the order of the files; they depend on names and sizes alone."""
+def divide(files: Sequence[File], unreadable: dict[str, str] | None = None) -> list[Task]:
+    """Tasks of about `TASK` bytes, in the order of the files; they depend on names and sizes alone.
+
+    Args:
+        files: to be read.
+        unreadable: is given the files that can't be, and why; without it the first one is an error.
+    """
     tasks: list[Task] = []
     waiting: list[Piece] = []
     size = 0
     for file in files:
-        for part in lookup(file.suffix, file.label).parts(file):
+        try:
+            parts = lookup(file.suffix, file.label).parts(file)
+        except ConfigError as error:
+            if unreadable is None:
+                raise
+            unreadable[file.address] = str(error)
+            continue
+        for part in parts:
             waiting.append(Piece(file, part))
             size += part.bytes
             if size >= TASK:

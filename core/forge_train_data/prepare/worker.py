@@ -144,13 +144,14 @@ def chats(
 ) -> Iterator[tuple[bytes, Ids, NDArray[np.uint8]]]:
     """Text, token ids and what is learned of each conversation of a piece.
 
-    Where a template writes no token that ends a text, the tokenizer's own ends the conversation, and is learned.
+    Where a template writes no token that ends a text, the tokenizer's own ends the conversation; it is learned if what
+    stands before it is.
     """
     for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
         segments = render(template, conversation(record, piece.file.at(place)), learn=learn)
         ids, trained = tokenise(tokenizer, segments)
         if tokenizer.end is not None and not np.isin(ids, tokenizer.stops).any():
-            ids, trained = np.append(ids, np.uint32(tokenizer.end)), np.append(trained, np.uint8(1))
+            ids, trained = np.append(ids, np.uint32(tokenizer.end)), np.append(trained, trained[-1])
         yield segments.text.encode("utf-8", errors="replace"), ids, trained
 
 

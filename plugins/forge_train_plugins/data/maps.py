@@ -16,8 +16,10 @@ class Length:
     """
 
     def __init__(self, least: int = 0, most: float = math.inf) -> None:
-        if not 0 <= least <= most:
-            raise ValueError(f"expected 0 <= least <= most, found least={least} and most={most}.")
+        if not _numbers(least, most) or not 0 <= least <= most:
+            raise ValueError(f"expected numbers, 0 <= least <= most, found least={least} and most={most}.")
+        if least == 0 and most == math.inf:
+            raise ValueError("has no effect: give least, most or both.")
         self._least, self._most = least, most
 
     def __call__(self, text: str, random: Random) -> Iterator[str]:
@@ -47,7 +49,7 @@ class FillInTheMiddle:
         suffix: str = "<|fim_suffix|>",
         middle: str = "<|fim_middle|>",
     ) -> None:
-        if not (0 <= rate <= 1 and 0 <= spm <= 1):
+        if not _numbers(rate, spm) or not (0 <= rate <= 1 and 0 <= spm <= 1):
             raise ValueError(f"expected shares from 0 to 1, found rate={rate} and spm={spm}.")
         self._rate, self._spm = rate, spm
         self.tokens = (prefix, suffix, middle)
@@ -63,3 +65,8 @@ class FillInTheMiddle:
             yield f"{prefix}{suffix}{after}{middle}{before}{inside}"
         else:
             yield f"{prefix}{before}{suffix}{after}{middle}{inside}"
+
+
+def _numbers(*found: object) -> bool:
+    """Whether what was written for options is numbers."""
+    return all(isinstance(one, (int, float)) for one in found)
