@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forge_train_plugins.data._tokenizer.byte import ByteTokenizer
-from forge_train_plugins.data._tokenizer.pretrained import PretrainedTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
@@ -26,6 +24,8 @@ from forge_train_data.chats import (
     render,
     tokenise,
 )
+from forge_train_data.tokenizers.byte import ByteTokenizer
+from forge_train_data.tokenizers.pretrained import PretrainedTokenizer
 
 pytest.importorskip("jinja2")
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]

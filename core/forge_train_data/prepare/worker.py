@@ -134,7 +134,10 @@ def chats(
 ) -> Iterator[tuple[bytes, Ids, NDArray[np.uint8]]]:
     """Text, token ids and what is learned of each conversation of a piece."""
     for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
-        segments = render(template, conversation(record, piece.file.at(place)), learn=learn)
+        found = conversation(record, piece.file.at(place))
+        if found.silent:
+            raise ConfigError(f"{found.where}: the assistant's turn is empty; a model would learn to say nothing.")
+        segments = render(template, found, learn=learn)
         ids, trained = tokenise(tokenizer, segments)
         yield segments.text.encode("utf-8", errors="replace"), ids, trained
 

@@ -12,7 +12,7 @@ from forge_train.contract.protocols import Loader
 if TYPE_CHECKING:
     import torch
 
-    from forge_train import Job, Model
+    from forge_train import Job, Model, Tokenizer
     from forge_train.config import Config as RunConfig
     from forge_train_data.documents import Documents
     from forge_train_data.held_out import Side
@@ -100,6 +100,20 @@ class SFT(Plugin):
                 template = open_template(choice, folder)
                 write_beside(folder, template, job.hooks.tokenizer(), chosen=bool(choice))
 
+    def _check_template(self, path: Path, tokenizer: Tokenizer) -> None:
+        """Refuse a template that is not there, or can't end a turn, before anything is read."""
+        from forge_train.storage.model_files import TOKENIZER
+        from forge_train_data.chats import open_template, turn_end
+
+        folder = path.parent if path.name == TOKENIZER else path
+        if path.is_file() and folder == path:
+            return  # a file of another name becomes a folder first
+        try:
+            turn_end(open_template(self.config.template, folder if path.exists() else None), tokenizer)
+        except ConfigError as error:
+            other = "" if path.exists() else " To fine-tune a model, name its folder: forge train FOLDER -p sft …"
+            raise ConfigError(f"sft.template: {error}{other}") from error
+
     def _open(self, job: Job) -> Mapping[Side, Documents]:
         if self._sides is None:
             from forge_train.storage import model_files
@@ -110,11 +124,13 @@ class SFT(Plugin):
             section, key = model_files.option(job.hooks) or ("", "")
             if not section:
                 raise ConfigError("sft: the run's tokenizer is of a plugin that names no files of it.")
+            named = getattr(job.config.sections[section], key)
+            self._check_template(Path(named), tokenizer)
             wanted = settled(
                 Preparation(
                     (path,) if isinstance(path, str) else path,
                     Path(),
-                    tokenizer=getattr(job.config.sections[section], key),
+                    tokenizer=named,
                     held_out=self.config.held_out,
                     chat=True,
                     template=self.config.template,
