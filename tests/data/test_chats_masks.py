@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from chat_families import FAMILIES, names, tokenizer, untagged
-from forge_train_data.chats import Conversation, Template, conversation, open_template, render, tokenise
+from forge_train_data.chats import Conversation, Template, conversation, open_template, render, tokenise, turn_end
 from forge_train_data.tokenizers.pretrained import PretrainedTokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -84,6 +84,22 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds",
 def said(*texts: str) -> list[dict[str, Any]]:
     """Messages of user and assistant in turn."""
     return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
+
+
+def test_the_token_that_ends_a_turn(pair: Any) -> None:
+    found = {family: turn_end(pair(family).template, pair(family).ours) for family in FAMILIES}
+    ids = tokenizer().token_to_id
+    chatml, closed = ids("<|im_end|>"), ids("</s>")
+    assert found == {
+        "llama3": ids("<|eot_id|>"),
+        "qwen2.5": chatml,
+        "qwen3": chatml,
+        "mistral": closed,
+        "gemma": ids("<end_of_turn>"),
+        "phi3": ids("<|end|>"),
+        "zephyr": closed,
+        "deepseek": ids("<｜end▁of▁sentence｜>"),
+    }
 
 
 def test_ends_of_turns_are_learned_and_nothing_after_them(pair: Any) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 
+from forge_train import ConfigError
 from forge_train.contract.protocols import Tokenizer
 from forge_train.ground.files import write_json, write_whole
 
@@ -15,6 +17,8 @@ from .records import Conversation
 from .render import render, tokenise
 from .template import Template
 
+_MARKUP = re.compile(r"<\S+>|\[\S+\]")
+"""How templates write tokens: `<|im_end|>`, `</s>`, `[EOS]`."""
 _PROBE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"})
 
 
@@ -22,15 +26,22 @@ def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
     """The token that ends a turn of the assistant; None where the template ends it with plain text.
 
     Raises:
-        ConfigError: the template refuses a question with an answer.
+        ConfigError: the template refuses a question with an answer, or ends a turn with what looks like a token and is
+            none of this tokenizer's.
     """
     segments = render(template, Conversation(_PROBE, where="a question with an answer"))
     ids, trained = tokenise(tokenizer, segments)
-    if not segments.learned or not trained.any():
-        return None
-    start, stop = segments.learned[-1]
-    said = segments.text[start:stop]
-    return int(ids[np.flatnonzero(trained)[-1]]) if said.endswith(template.tokens) else None
+    if segments.learned and trained.any():
+        start, stop = segments.learned[-1]
+        if segments.text[start:stop].endswith(template.tokens):
+            return int(ids[np.flatnonzero(trained)[-1]])
+    after = segments.text.rpartition(_PROBE[-1]["content"])[2].strip()
+    if _MARKUP.match(after) and not after.startswith(template.tokens):
+        raise ConfigError(
+            f"{template.name} ends a turn with {after.split()[0]!r}, which is no token of this tokenizer: generation "
+            "would not stop there. Take another template, or the tokenizer that it was written for."
+        )
+    return None
 
 
 def write_beside(folder: Path, template: Template, tokenizer: Tokenizer, *, chosen: bool) -> None:

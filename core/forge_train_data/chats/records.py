@@ -41,6 +41,14 @@ class Conversation:
     context: int = 0
     where: str = "this record"
 
+    @property
+    def silent(self) -> bool:
+        """Whether the assistant neither says, nor thinks, nor calls anything."""
+        turns = [message for message in self.messages[self.context :] if message["role"] == "assistant"]
+        words = ("content", "reasoning_content", "thinking", "reasoning")
+        said = (str(turn.get(name) or "") for turn in turns for name in words)
+        return not any(turn.get("tool_calls") for turn in turns) and not any(map(str.strip, said))
+
 
 def conversation(record: Mapping[str, Any], where: str = "this record", shape: str = "") -> Conversation:
     """A record as messages.

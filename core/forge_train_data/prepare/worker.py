@@ -148,7 +148,10 @@ def chats(
     stands before it is.
     """
     for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
-        segments = render(template, conversation(record, piece.file.at(place)), learn=learn)
+        found = conversation(record, piece.file.at(place))
+        if found.silent:
+            raise ConfigError(f"{found.where}: the assistant's turn is empty; a model would learn to say nothing.")
+        segments = render(template, found, learn=learn)
         ids, trained = tokenise(tokenizer, segments)
         if tokenizer.end is not None and not np.isin(ids, tokenizer.stops).any():
             ids, trained = np.append(ids, np.uint32(tokenizer.end)), np.append(trained, trained[-1])

@@ -12,7 +12,7 @@ from forge_train.contract.protocols import Loader
 if TYPE_CHECKING:
     import torch
 
-    from forge_train import Job, Model
+    from forge_train import Job, Model, Tokenizer
     from forge_train.config import Config as RunConfig
     from forge_train_data.documents import Documents
     from forge_train_data.held_out import Side
@@ -128,12 +128,27 @@ class SFT(Plugin):
                 template = open_template(choice, folder)
                 write_beside(folder, template, job.hooks.tokenizer(), chosen=bool(choice))
 
+    def _check_template(self, path: Path, tokenizer: Tokenizer) -> None:
+        """Refuse a template that is not there, or can't end a turn, before anything is read."""
+        from forge_train.storage.model_files import TOKENIZER
+        from forge_train_data.chats import open_template, turn_end
+
+        folder = path.parent if path.name == TOKENIZER else path
+        if path.is_file() and folder == path:
+            return  # a file of another name becomes a folder first
+        try:
+            turn_end(open_template(self.config.template, folder if path.exists() else None), tokenizer)
+        except ConfigError as error:
+            other = "" if path.exists() else " To fine-tune a model, name its folder: forge train FOLDER -p sft …"
+            raise ConfigError(f"sft.template: {error}{other}") from error
+
     def _open(self, job: Job) -> Mapping[Side, Documents]:
         if self._sides is None:
             from forge_train_data.manifest import open_prepared
             from forge_train_data.prepare import Report, prepare
 
             tokenizer, wanted = job.hooks.tokenizer(), self._wanted(job)
+            self._check_template(Path(wanted.tokenizer), tokenizer)
             prepare(wanted, Report(), key="sft.path", wait=True)
             prepared = open_prepared(wanted.out, key="sft.path")
             if prepared.manifest.tokenizer["digest"] != tokenizer.digest:

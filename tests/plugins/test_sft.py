@@ -1,0 +1,212 @@
+"""`sft`: what of a small file of chats is learned, held out, kept, and gone on with."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import chat_model
+from forge_train import MASKED, Batch, ConfigError
+from forge_train_data.chats import open_template, write_beside
+from forge_train_data.tokenizers import open_tokenizer
+from forge_train_plugins.data.sft import SFT
+from forge_train_plugins.data.tokenizer import Tokenizer
+
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 5)]
+END, TURN_END = 0, 2
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    chat_model.write_tokenizer(tmp_path / "hf")
+    chat_model.write_chats(tmp_path / "chats.jsonl")
+    return tmp_path
+
+
+def job(here: Path, sequence: int = 48, rank: int = 0, ranks: int = 1, seed: int = 0) -> Any:
+    section = Tokenizer.Config(path=str(here / "hf"))
+    plugin = Tokenizer(section)
+    return SimpleNamespace(
+        hooks=SimpleNamespace(
+            tokenizer=lambda: plugin.tokenizer(None),  # type: ignore[arg-type]
+            provider=lambda slot: slot,
+            plugins={"tokenizer": plugin},
+        ),
+        config=SimpleNamespace(
+            train=SimpleNamespace(sequence=sequence, micro_batch=1), sections={"tokenizer": section}
+        ),
+        dist=SimpleNamespace(data_rank=rank, data_ranks=ranks),
+        device=torch.device("cpu"),
+        seed=seed,
+    )
+
+
+def sft(here: Path, **options: Any) -> SFT:
+    options = {"path": str(here / "chats.jsonl"), "cache": str(here / "cache"), "held_out": 0.0, **options}
+    return SFT(SFT.Config(**options))
+
+
+def write(here: Path, *records: object) -> None:
+    (here / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+
+
+def epoch(loader: Any) -> list[Batch]:
+    """All rows, each once."""
+    return list(itertools.islice(loader, loader._stream.rows.count))
+
+
+def learned(here: Path, batches: list[Batch]) -> Counter[str]:
+    """The stretches of labels, as text with special tokens."""
+    import tokenizers
+
+    decode = tokenizers.Tokenizer.from_file(str(here / "hf" / "tokenizer.json")).decode
+    found: Counter[str] = Counter()
+    for batch in batches:
+        for masked, group in itertools.groupby(batch.labels[0].tolist(), lambda label: label == MASKED):
+            if not masked:
+                found[decode(list(group), skip_special_tokens=False)] += 1
+    return found
+
+
+def several(*answers: str) -> dict[str, object]:
+    turns = [(("user", f"say {at}"), ("assistant", answer)) for at, answer in enumerate(answers)]
+    return {"messages": [{"role": role, "content": text} for pair in turns for role, text in pair]}
+
+
+def test_labels_are_what_the_assistant_says_and_the_ends_of_its_turns(here: Path) -> None:
+    write(here, several("zero", "one"), several("two"))
+    batches = epoch(sft(here).build_data(job(here), "train"))
+    assert learned(here, batches) == Counter(["zero<|im_end|>", "one<|im_end|>", "two<|im_end|>"])
+    for batch in batches:
+        for now, following in itertools.pairwise(range(48)):
+            if batch.labels[0, now] != MASKED:
+                assert batch.labels[0, now] == batch.inputs[0, following]
+
+
+def test_the_last_turn_only(here: Path) -> None:
+    write(here, several("zero", "one"), several("two"))
+    batches = epoch(sft(here, learn="last").build_data(job(here), "train"))
+    assert learned(here, batches) == Counter(["one<|im_end|>", "two<|im_end|>"])
+
+
+@pytest.mark.parametrize(("packing", "most"), [("pad", 1), ("best_fit", 3)])
+def test_conversations_in_a_row(here: Path, packing: str, most: int) -> None:
+    batches = epoch(sft(here, packing=packing).build_data(job(here), "train"))
+    asked = [batch.inputs[0].tolist().count(TURN_END) // 2 for batch in batches]
+    assert sum(asked) == 60
+    assert max(asked) == most
+    assert sum(learned(here, batches).values()) == 60
+
+
+def test_the_held_out_share_is_apart_and_equal_chats_are_on_one_side(here: Path) -> None:
+    write(here, *(chat_model.chat(f"say {at % 400}", str(at % 400)) for at in range(800)))
+    plugin = sft(here, held_out=0.25)
+    train, validation = (learned(here, epoch(plugin.build_data(job(here), split))) for split in ("train", "validation"))  # type: ignore[arg-type]
+    assert not train.keys() & validation.keys()
+    assert (train + validation).total() == 800
+    assert {*train.values(), *validation.values()} == {2}
+    assert 140 < validation.total() < 260
+
+
+def test_goes_on_in_the_middle_of_an_epoch_on_other_ranks(here: Path) -> None:
+    expected = [batch.inputs[0].tolist() for batch in itertools.islice(sft(here).build_data(job(here), "train"), 70)]
+    first = sft(here).build_data(job(here), "train")
+    begun = [next(first).inputs[0].tolist() for _ in range(7)]
+    state = json.loads(json.dumps(first.state_dict()))
+    others = [sft(here).build_data(job(here, rank=rank, ranks=3), "train") for rank in range(3)]
+    for loader in others:
+        loader.load_state_dict(state)
+    rest = [next(loader).inputs[0].tolist() for _ in range(21) for loader in others]
+    assert begun + rest == expected
+
+
+def _first(here: Path, out: Any) -> None:
+    out.put(next(iter(sft(here).build_data(job(here), "train"))).inputs[0].tolist())
+
+
+def test_processes_share_what_one_of_them_makes(here: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    out = context.Queue()
+    every = [context.Process(target=_first, args=(here, out)) for _ in range(2)]
+    for process in every:
+        process.start()
+    rows = [out.get(timeout=120) for _ in every]
+    for process in every:
+        process.join()
+    assert rows[0] == rows[1]
+    assert len(list((here / "cache").iterdir())) == 1
+    made = next((here / "cache").glob("*/train-00000.tokens")).stat()
+    sft(here).build_data(job(here), "train")
+    assert next((here / "cache").glob("*/train-00000.tokens")).stat().st_mtime_ns == made.st_mtime_ns
+
+
+@pytest.mark.parametrize("left", [0, 40])
+def test_what_was_made_and_is_damaged_is_made_again(here: Path, left: int) -> None:
+    expected = next(sft(here).build_data(job(here), "train")).inputs.tolist()
+    shard = next((here / "cache").glob("*/train-00000.tokens"))
+    shard.write_bytes(shard.read_bytes()[:left])
+    assert next(sft(here).build_data(job(here), "train")).inputs.tolist() == expected
+
+
+def test_another_template_in_the_same_place_is_rendered_anew(here: Path) -> None:
+    before = next(sft(here).build_data(job(here), "train")).inputs.tolist()
+    template = here / "hf" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("'<|im_end|>\n'", "'<|im_end|>'"))
+    after = next(sft(here).build_data(job(here), "train")).inputs.tolist()
+    assert after != before
+    template.write_text(chat_model.CHATML)
+    assert next(sft(here).build_data(job(here), "train")).inputs.tolist() == before
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"text": "x"}, r"chats.jsonl, line 2: its fields \(text\) are no conversation's"),
+        (several(" "), r"chats.jsonl, line 2: the assistant's turn is empty"),
+        ({"messages": [{"role": "user", "content": "x"}]}, r"chats.jsonl, line 2: there is no turn of the assistant"),
+        (several("long " * 50), r"sft.long: 1 of 2 conversations are longer than a row of 48 tokens"),
+    ],
+)
+def test_a_record_that_can_not_be_learned_is_named(here: Path, record: object, said: str) -> None:
+    write(here, several("one"), record)
+    with pytest.raises(ConfigError, match=said):
+        sft(here).build_data(job(here), "train")
+
+
+class TestTemplates:
+    def test_without_one(self, here: Path) -> None:
+        chat_model.write_tokenizer(here / "hf", template=None)
+        (here / "hf" / "chat_template.jinja").unlink(missing_ok=True)
+        with pytest.raises(ConfigError, match=r"^sft.template: .*hf has no chat template .* choose 'chatml'"):
+            sft(here).build_data(job(here), "train")
+
+    def test_with_tokens_that_the_tokenizer_lacks(self, here: Path) -> None:
+        (here / "hf" / "chat_template.jinja").write_text(chat_model.CHATML.replace("im_end", "turn_end"))
+        with pytest.raises(ConfigError, match=r"ends a turn with '<\|turn_end\|>', which is no token"):
+            sft(here).build_data(job(here), "train")
+
+    def test_the_chosen_one_and_its_end_are_written_beside_the_tokenizer(self, here: Path) -> None:
+        folder = here / "hf"
+        (folder / "chat_template.jinja").unlink()
+        (folder / "generation_config.json").write_text('{"_from_model_config": true, "temperature": 0.6}')
+        tokenizer = open_tokenizer(str(folder))
+        assert tokenizer.stops == (END,)
+        write_beside(folder, open_template("chatml", folder), tokenizer, chosen=True)
+        assert json.loads((folder / "generation_config.json").read_text()) == {
+            "temperature": 0.6,
+            "eos_token_id": [END, TURN_END],
+        }
+        again = open_tokenizer(str(folder))
+        assert again.stops == (END, TURN_END)
+        assert again.digest == tokenizer.digest, "a run goes on with the files that it wrote"
+        own = open_template("", folder).render([{"role": "user", "content": "a"}], generation_prompt=True)
+        assert own[0] == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
