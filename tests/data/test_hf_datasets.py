@@ -82,7 +82,7 @@ class Ranks:
                 train=SimpleNamespace(sequence=SEQUENCE, micro_batch=micro_batch),
                 sections={"tokenizer": SimpleNamespace(path="bytes")},
             ),
-            dist=SimpleNamespace(data_rank=rank, data_ranks=ranks, gather_objects=gather),
+            dist=SimpleNamespace(main=not rank, data_rank=rank, data_ranks=ranks, gather_objects=gather),
             device=torch.device("cpu"),
             seed=7,
         )

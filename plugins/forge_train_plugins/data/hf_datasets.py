@@ -41,7 +41,7 @@ class HFDatasets(Plugin):
         data_files: str | tuple[str, ...] = ()
         """Files or patterns, for a builder."""
         split: str = "train"
-        """What is learned; without streaming a slice too, as `train[:10%]`."""
+        """What is learned. Of a builder or the hub, and without streaming, a slice too: `train[:10%]`."""
         validation: str = ""
         """The split for evaluation; empty to hold out part of `split`."""
         held_out: Annotated[float, Ge(0), Lt(1)] = _HELD_OUT
@@ -84,6 +84,10 @@ class HFDatasets(Plugin):
                 "hf_datasets: nothing is held out for evaluation: name a split (hf_datasets.validation), set "
                 "hf_datasets.held_out, or do not evaluate (train.evaluate_every = 0)."
             )
+        if not job.dist.main:
+            import datasets
+
+            datasets.disable_progress_bars()
         if self.config.streaming:
             loader = self._stream(job, split)
             if split == "train":
