@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,7 @@ def prepare(
         template=more["template"] or "",
         maps=more["maps"],
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its workers end as at Ctrl-C
     report = Report(_show)
     manifest = perform(wanted, report)
     _summary(Path(out), manifest, report)

@@ -66,6 +66,7 @@ class Manifest:
             "sources": dict(self.sources),
             "shards": sides,
         }
+        table["seal"] = _seal(table)
         part = folder / f".{FILE}.part"
         part.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
         part.replace(folder / FILE)
@@ -92,12 +93,19 @@ def read_manifest(folder: Path, *, key: str) -> Manifest:
             raise ConfigError(f"{key}: {file} is no manifest of token shards.")
         if table["version"] > VERSION:
             raise ConfigError(f"{key}: {file} is of format {table['version']}; update forge-train to read it.")
+        if table.pop("seal") != _seal(table):
+            raise ConfigError(f"{key}: {file} was changed since it was written: prepare the folder again.")
         shards = {
             side: tuple(Listed(one.pop("file"), Header(**one)) for one in table["shards"][side]) for side in SIDES
         }
         return Manifest(table["tokenizer"], table["settings"], table["sources"], shards)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{key}: {file} is damaged ({describe(error)}): prepare the folder again.") from error
+
+
+def _seal(table: Mapping[str, Any]) -> str:
+    """A hash of all that a manifest says."""
+    return hashlib.blake2b(json.dumps(table, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,8 +100,9 @@ def test_goes_on_after_a_kill(texts: Path, tmp_path: Path, writes: int) -> None:
     assert ended.returncode == -signal.SIGKILL
     with pytest.raises(ConfigError, match="was not prepared to the end: run the same"):
         read_manifest(out, key="tokens.path")
-    with pytest.raises(ConfigError, match="was begun with something else \\(field\\)"):
-        prepare(wanted(texts, out, field="other"), Report())
+    if list(out.glob(".prepare/[0-9]*.json")):
+        with pytest.raises(ConfigError, match="was begun with something else \\(field\\)"):
+            prepare(wanted(texts, out, field="other"), Report())
     stamps = {path: path.stat().st_mtime_ns for path in out.glob("*.tokens")}
     prepare(wanted(texts, out), Report())
     prepare(wanted(texts, tmp_path / "whole"), Report())
@@ -129,10 +130,33 @@ def test_a_shard_that_was_damaged_is_made_again(texts: Path, tmp_path: Path) -> 
     assert everything(tmp_path / "out") == expected
 
 
+def test_an_edited_manifest_is_told(texts: Path, tmp_path: Path) -> None:
+    prepare(wanted(texts, tmp_path / "out"), Report())
+    file = tmp_path / "out" / "manifest.json"
+    table = json.loads(file.read_text())
+    table["shards"]["train"] *= 2
+    file.write_text(json.dumps(table))
+    with pytest.raises(ConfigError, match=r"manifest.json was changed since it was written"):
+        open_prepared(tmp_path / "out", key="x")
+
+
+def test_a_first_mistake_can_be_mended(texts: Path, tmp_path: Path) -> None:
+    """While nothing is done, the same folder may be begun with something else."""
+    good = (texts / "00.jsonl").read_text()
+    (texts / "00.jsonl").write_text("{")
+    with pytest.raises(ConfigError, match="00.jsonl"):
+        prepare(wanted(texts, tmp_path / "out"), Report())
+    with pytest.raises(ConfigError, match="rate=2"):
+        prepare(wanted(texts, tmp_path / "maps", maps=("fim:rate=2",)), Report())
+    assert not (tmp_path / "maps").exists()
+    (texts / "00.jsonl").write_text(good)
+    assert prepare(wanted(texts, tmp_path / "out"), Report()).total("documents") == 120
+
+
 def test_changed_sources_are_told(texts: Path, tmp_path: Path) -> None:
     prepare(wanted(texts, tmp_path / "out"), Report())
     (texts / "00.jsonl").write_text('{"text": "new"}\n')
-    with pytest.raises(ConfigError, match=r"begun with something else \(files\)"):
+    with pytest.raises(ConfigError, match=r"begun with something else \(files, such as .*00.jsonl\)"):
         prepare(wanted(texts, tmp_path / "out"), Report())
 
 

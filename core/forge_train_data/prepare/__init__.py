@@ -22,6 +22,7 @@ from forge_train.storage import model_files
 from ..files import File, find
 from ..held_out import SIDES
 from ..manifest import FILE, TOKENIZER, WORK, Listed, Manifest, read_manifest
+from ..maps import Maps
 from ..tokenizers import BYTES, open_tokenizer
 from . import pool, training
 from .progress import Report
@@ -46,6 +47,11 @@ def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: b
     if not 0 <= wanted.held_out < 1:
         raise ConfigError(f"--held-out: expected a share from 0 up to 1, found {wanted.held_out}.")
     files = _files(wanted, key)
+    if wanted.train_tokenizer:
+        training.check(wanted)
+        Maps(wanted.maps)
+    else:
+        Maker.of(wanted, wanted.tokenizer)
     unreadable: dict[str, str] = {}
     tasks = divide(files, unreadable if wanted.skip else None)
     with _claimed(wanted.out, wanted.settings(files), wait) as work:
@@ -131,7 +137,7 @@ def _claimed(out: Path, settings: str, wait: bool) -> Iterator[Path]:
     work = out / WORK
     plan = work / "plan.json"
     try:
-        if out.exists() and not work.is_dir() and any(out.iterdir()):
+        if out.exists() and not work.is_dir() and any(one.name != WORK for one in out.iterdir()):
             what = "a folder of other files" if not (out / FILE).is_file() else "a preparation that was cleaned up"
             raise ConfigError(f"--out: {out} is {what}; choose a folder that is empty or not there yet.")
         work.mkdir(parents=True, exist_ok=True)
@@ -143,11 +149,12 @@ def _claimed(out: Path, settings: str, wait: bool) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
             raise ConfigError(f"--out: {out} is being prepared by another process.") from error
-        if plan.is_file() and (known := plan.read_text(encoding="utf-8")) != settings:
+        begun = (out / FILE).is_file() or any(work.glob("[0-9]*.json"))
+        if begun and plan.is_file() and (known := plan.read_text(encoding="utf-8")) != settings:
             raise ConfigError(
                 f"--out: {out} was begun with something else ({_difference(known, settings)}). {_WAY_OUT}"
             )
-        if not plan.is_file():
+        if not begun or not plan.is_file():
             if (out / FILE).is_file():
                 read_manifest(out, key="--out")
             part = plan.with_suffix(".part")
@@ -162,8 +169,10 @@ _WAY_OUT = "Choose another folder, delete that one, or give what it was begun wi
 def _difference(known: str, wanted: str) -> str:
     try:
         old, new = json.loads(known), json.loads(wanted)
-        return ", ".join(sorted(key for key in {*old, *new} if old.get(key) != new.get(key)))
-    except ValueError:
+        changed = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
+        files = [one for one in [*old["files"], *new["files"]] if one not in old["files"] or one not in new["files"]]
+        return ", ".join(f"files, such as {files[0][0]}" if key == "files" else key for key in changed)
+    except (ValueError, KeyError, TypeError, IndexError):
         return "its plan is damaged"
 
 

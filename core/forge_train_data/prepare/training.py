@@ -19,14 +19,18 @@ LEAST = 257
 """Token ids: all bytes, and the end of a document."""
 
 
-def train(wanted: Preparation, tasks: list[Task], folder: Path, report: Report) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`, whole or not at all."""
-    import tokenizers
-
+def check(wanted: Preparation) -> None:
+    """Refuse too small a vocabulary."""
     if wanted.train_tokenizer < LEAST:
         raise ConfigError(
             f"--train-tokenizer: {wanted.train_tokenizer} ids are too few; there are 256 bytes and an end."
         )
+
+
+def train(wanted: Preparation, tasks: list[Task], folder: Path, report: Report) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json`, whole or not at all."""
+    import tokenizers
+
     report.say("training the tokenizer")
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(
