@@ -23,7 +23,8 @@ class SFT(Plugin):
     """Conversations, rendered by the tokenizer's chat template; only what the assistant says is learned.
 
     Reads `{"messages": …}`, ShareGPT, `{"prompt", "completion"}` and Alpaca, from every file format there is. What is
-    learned includes the token that ends the assistant's turn. Whole conversations are packed into rows.
+    learned includes the token that ends the assistant's turn. Whole conversations are packed into rows. The run's copy
+    of the tokenizer's files gets the template and the token that ends a turn, so that an export stops there.
     """
 
     api = (1, 0)
