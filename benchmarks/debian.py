@@ -34,7 +34,7 @@ SOURCES = {
     "interfaces": (
         *("rust-doc", "openjdk-17-doc", "ghc-doc", "scala-doc", "cppreference-doc-en-html", "libboost1.81-doc"),
         *("qtbase5-doc-html", "libstdc++-12-doc", "libgtkmm-3.0-doc", "libpcl-doc", "wx3.2-doc", "pike8.0-doc"),
-        *("libfastutil-java-doc", "libgecode-doc", "groovy-doc", "crystal-doc", "libghc-gi-gtk-doc"),
+        "libfastutil-java-doc",
     ),
 }
 HTML, PLAIN = frozenset({".html", ".htm", ".xhtml"}), frozenset({".txt", ".rst", ".pod", ".md", ".dz"})
@@ -130,8 +130,8 @@ def collect(package: str, out: Path) -> int:
     return out.stat().st_size
 
 
-def main() -> None:
-    root = Path(sys.argv[1])
+def collect_all(root: Path) -> None:
+    """Write every package's documents that are not there, on two processes."""
     wanted = [(source, package) for source, packages in SOURCES.items() for package in packages]
     with ProcessPoolExecutor(2) as pool:
         outs = [root / source / f"{package}.jsonl" for source, package in wanted]
@@ -141,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    collect_all(Path(sys.argv[1]))

@@ -54,6 +54,8 @@ class SplitRows:
         self._documents, self._sequence, self._isolate = documents, sequence, isolate
         self.count = documents.tokens // sequence
         self.digest = documents.digest
+        self._count = np.arange(0, dtype=np.int64)
+        """0, 1, … for as many tokens as were ever read at once."""
 
     def read(self, rows: Int64) -> Arrays:
         size = self._sequence
@@ -90,7 +92,9 @@ class SplitRows:
         length[-1:] = len(flat) - begin[-1:]
         number = np.arange(len(begin)) - begin.searchsorted(first)[begin // size]
         offset = begin.repeat(length)
-        np.subtract(np.arange(len(flat)), offset, out=offset)
+        if len(self._count) < len(flat):
+            self._count = np.arange(len(flat), dtype=np.int64)
+        np.subtract(self._count[: len(flat)], offset, out=offset)
         return offset.reshape(labels.shape), number.repeat(length).reshape(labels.shape)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -130,12 +132,22 @@ class PretrainedTokenizer:
     def encode_documents(self, documents: Sequence[bytes]) -> list[Ids]:
         """Token ids of UTF-8 texts, one array each, without the end; all of the library's threads work on it."""
         pieces = [_pieces(document) for document in documents]
-        texts = [piece.decode("utf-8") for document in pieces for piece in document]
-        encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-        return [
-            np.concatenate([np.asarray(next(encoded).ids, np.uint32) for _ in document] or [np.empty(0, np.uint32)])
-            for document in pieces
-        ]
+        encoded = self._encode(piece.decode("utf-8") for document in pieces for piece in document)
+        return [np.concatenate([next(encoded) for _ in document] or [np.empty(0, np.uint32)]) for document in pieces]
+
+    def _encode(self, texts: Iterable[str]) -> Iterator[Ids]:
+        """Token ids of each text; so many at a time as the library's threads have to do, not all."""
+        most = _PIECE * int(os.environ.get("RAYON_NUM_THREADS") or os.cpu_count() or 1)
+        waiting: list[str] = []
+        size = 0
+        for text in chain(texts, [None]):
+            if text is not None:
+                waiting.append(text)
+                size += len(text)
+            if size >= most or text is None:
+                for one in self._tokenizer.encode_batch_fast(waiting, add_special_tokens=False):
+                    yield np.asarray(one.ids, np.uint32)
+                waiting, size = [], 0
 
 
 def _pieces(document: bytes) -> list[bytes]:
