@@ -107,4 +107,9 @@ def _summary(out: Path, manifest: Manifest, report: Report) -> None:
         f"{duration(report.seconds)}{rate}",
         "dim",
     )
-    screen.line(f"Train on it: forge train -p tokens -s tokens.path={out}")
+    if not manifest.shards["validation"] and manifest.settings["held_out"]:
+        screen.line(
+            "No document fell on the held-out side: prepare with more --held-out, or train with evaluate_every=0."
+        )
+    packing = " -s tokens.packing=best_fit" if "template" in manifest.settings else ""
+    screen.line(f"Train on it: forge train -p tokens -s tokens.path={out}{packing}")

@@ -138,6 +138,22 @@ def divided(shards: list[Shard], held_out: float) -> Mapping[Side, Documents]:
     return {"train": Documents(train), "validation": Documents(validation)}
 
 
+def _check_uncut(documents: Documents, sequence: int, packing: str) -> None:
+    """Conversations lose what they were about where they are cut.
+
+    Raises:
+        ConfigError: some would be.
+    """
+    if packing == "split":
+        raise ConfigError("packing 'split' would cut conversations: choose best_fit or pad.")
+    lengths = documents.lengths()
+    if longer := int((lengths > sequence).sum()):
+        raise ConfigError(
+            f"{longer:,} of {len(lengths):,} conversations are longer than a row of {sequence:,} tokens, the longest "
+            f"has {int(lengths.max()):,}: raise train.sequence, or leave them out of the source."
+        )
+
+
 def rows_of(documents: Documents, sequence: int, *, packing: str, isolate: bool, pad: int) -> Rows:
     """Documents in rows.
 
@@ -147,12 +163,17 @@ def rows_of(documents: Documents, sequence: int, *, packing: str, isolate: bool,
         packing: `split`, `best_fit` or `pad`.
         isolate: whether documents of one row are kept apart; `best_fit` and `pad` always do.
         pad: the token id after what a row holds.
+
+    Raises:
+        ConfigError: conversations would be cut.
     """
     import numpy as np
 
     from .packing import best_fit, cut
     from .rows import PackedRows, Pieces, SplitRows
 
+    if documents.masked:
+        _check_uncut(documents, sequence, packing)
     if packing == "split":
         return SplitRows(documents, sequence, isolate=isolate)
     document, start, length = cut(documents.lengths(), sequence)

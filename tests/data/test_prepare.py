@@ -123,6 +123,12 @@ def test_a_second_run_does_nothing(texts: Path, tmp_path: Path) -> None:
 def test_a_shard_that_was_damaged_is_made_again(texts: Path, tmp_path: Path) -> None:
     prepare(wanted(texts, tmp_path / "out"), Report())
     expected = everything(tmp_path / "out")
+    shard = tmp_path / "out" / "train-00002.tokens"
+    data = bytearray(shard.read_bytes())
+    data[1030:1040] = b"\xff" * 10  # what only its hash shows
+    shard.write_bytes(data)
+    prepare(wanted(texts, tmp_path / "out"), Report())
+    assert everything(tmp_path / "out") == expected
     (tmp_path / "out" / "train-00001.tokens").write_bytes(b"x")
     with pytest.raises(ConfigError, match="train-00001.tokens: is no token shard"):
         open_prepared(tmp_path / "out", key="x")

@@ -170,6 +170,8 @@ def test_random_tokens_are_one_text_in_rows() -> None:
 @settings(max_examples=80, deadline=None)
 def test_packed_rows_agree_with_an_oracle(lengths: list[int], packing: str, trained: bool, files: int) -> None:
     """Each token has its document's next token as label, its place in its piece, and one number for its piece."""
+    if trained:  # conversations, which are never cut
+        lengths = [min(length, SEQUENCE) for length in lengths]
     documents = corpus(lengths, trained=trained, files=files)
     rows = rows_of(documents, SEQUENCE, packing=packing, isolate=True, pad=PAD)
     ends = set(np.cumsum(lengths).tolist())
@@ -193,6 +195,12 @@ def test_packed_rows_agree_with_an_oracle(lengths: list[int], packing: str, trai
             assert new == cut, "a piece begins where a document does, or where a long one is cut"
             learned = token + 1 not in ends and (not trained or (token + 1) % 3 != 0)
             assert labels[at] == (token + 1 if learned else MASKED)
+
+
+def test_prepared_conversations_are_not_cut() -> None:
+    for packing, message in (("split", "'split' would cut conversations"), ("pad", "2 of 3 .* are longer than a row of 12")):
+        with pytest.raises(ConfigError, match=message):
+            rows_of(corpus([5, 13, 20], trained=True), SEQUENCE, packing=packing, isolate=True, pad=PAD)
 
 
 def conversations(lengths: list[int], long: Any) -> list[list[int]]:

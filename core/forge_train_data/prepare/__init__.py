@@ -57,7 +57,7 @@ def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: b
     with _claimed(wanted.out, wanted.settings(files), wait) as work:
         tokenizer = _tokenizer(wanted, work, tasks, report)
         Maker.of(wanted, tokenizer)  # what does not fit is told before anything is read
-        left = [task for task in tasks if done(work, wanted.out, task) is None]
+        left = [task for task in tasks if done(work, wanted.out, task, verify=not wait) is None]
         report.begin(tasks, left)
         if not left and (wanted.out / FILE).is_file():
             report.end({})

@@ -21,7 +21,7 @@ from ..held_out import SIDES, Side, divided, side_of
 from ..manifest import WORK
 from ..maps import Maps
 from ..shard import Ids
-from ..store import SUFFIX, Header, ShardWriter, read_header
+from ..store import SUFFIX, Header, ShardWriter, content, read_header
 from ..tokenizers import BYTES, encode_documents, open_tokenizer
 from .tasks import Piece, Preparation, Task
 
@@ -56,16 +56,23 @@ def shard_path(out: Path, side: str, number: int) -> Path:
     return out / f"{side}-{task_name(number)}{SUFFIX}"
 
 
-def done(work: Path, out: Path, task: Task) -> Done | None:
-    """The note of a task whose shards are all there, whole."""
+def done(work: Path, out: Path, task: Task, *, verify: bool = False) -> Done | None:
+    """The note of a task whose shards are all there, whole; `verify` reads them and compares their content."""
     try:
         table = json.loads((work / f"{task_name(task)}.json").read_text(encoding="utf-8"))
         headers = {side: Header(**header) for side, header in table["headers"].items()}
         if any(read_header(shard_path(out, side, task.number)) != header for side, header in headers.items()):
             return None
+        if verify and any(not _intact(shard_path(out, side, task.number), headers[side]) for side in headers):
+            return None
         return Done(task.number, headers, table["skipped"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError):
         return None
+
+
+def _intact(path: Path, header: Header) -> bool:
+    with path.open("rb") as file:
+        return content(file) == header.content
 
 
 def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told: Callable[[int], None]) -> None:
