@@ -198,7 +198,10 @@ def test_packed_rows_agree_with_an_oracle(lengths: list[int], packing: str, trai
 
 
 def test_prepared_conversations_are_not_cut() -> None:
-    for packing, message in (("split", "'split' would cut conversations"), ("pad", "2 of 3 .* are longer than a row of 12")):
+    for packing, message in (
+        ("split", "'split' would cut conversations"),
+        ("pad", "2 of 3 .* are longer than a row of 12"),
+    ):
         with pytest.raises(ConfigError, match=message):
             rows_of(corpus([5, 13, 20], trained=True), SEQUENCE, packing=packing, isolate=True, pad=PAD)
 
