@@ -96,7 +96,7 @@ def test_batches_are_of_like_length_and_as_large_as_they_can_be(case: tuple[Int6
     lengths, tokens, _, seed = case
     packed = buckets(lengths, tokens_per_batch=tokens, buffer=len(lengths) + 1, seed=seed)
     batches = sorted(sorted(lengths[row].tolist()) for row in rows(packed)) if len(lengths) else []
-    batches.sort(key=lambda batch: (batch[0], batch[-1]))
+    batches.sort(key=lambda batch: (batch[0], batch[-1], -len(batch)))
     for batch, after in pairwise(batches):
         assert batch[-1] <= after[0], "sorted by length, the batches do not overlap"
         assert after[0] * (len(batch) + 1) > tokens, "the next document did not fit"
