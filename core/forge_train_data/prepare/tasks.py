@@ -16,7 +16,9 @@ from ..formats import Part, lookup
 from ..held_out import FEW
 
 TASK = 64 << 20
-"""Bytes of a task, about: what a kill costs each worker, and the text of a shard."""
+"""Bytes of a task at most, about: what a kill costs each worker, and the text of a shard."""
+TASKS, LEAST = 64, 4 << 20
+"""How many tasks there are at least, so that all cores have work, and the bytes below which no task is divided."""
 TEXT = frozenset({"txt", "md", "rst", "py"})
 """Suffixes of files that are one document each."""
 
@@ -94,29 +96,30 @@ class Task:
 
 
 def divide(files: Sequence[File], unreadable: dict[str, str] | None = None) -> list[Task]:
-    """Tasks of about `TASK` bytes, in the order of the files; they depend on names and sizes alone.
+    """Tasks of at most about `TASK` bytes, in the order of the files; they depend on names and sizes alone.
 
     Args:
         files: to be read.
         unreadable: is given the files that can't be, and why; without it the first one is an error.
     """
-    tasks: list[Task] = []
-    waiting: list[Piece] = []
-    size = 0
+    pieces: list[Piece] = []
     for file in files:
         try:
-            parts = lookup(file.suffix, file.label).parts(file)
+            pieces += [Piece(file, part) for part in lookup(file.suffix, file.label).parts(file)]
         except ConfigError as error:
             if unreadable is None:
                 raise
             unreadable[file.address] = str(error)
-            continue
-        for part in parts:
-            waiting.append(Piece(file, part))
-            size += part.bytes
-            if size >= TASK:
-                tasks.append(Task(len(tasks), tuple(waiting)))
-                waiting, size = [], 0
+    wanted = min(TASK, max(sum(piece.part.bytes for piece in pieces) // TASKS, LEAST))
+    tasks: list[Task] = []
+    waiting: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        waiting.append(piece)
+        size += piece.part.bytes
+        if size >= wanted:
+            tasks.append(Task(len(tasks), tuple(waiting)))
+            waiting, size = [], 0
     if waiting:
         tasks.append(Task(len(tasks), tuple(waiting)))
     return tasks
