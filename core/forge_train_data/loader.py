@@ -79,6 +79,13 @@ class StreamLoader:
         return places.reshape(*sample.shape, *places.shape[1:])
 
 
+def example(job: Job, *, isolate: bool) -> Batch:
+    """A micro-batch of the shape that loaders give, of zeros: for `example_batch`."""
+    train = job.config.train
+    ids = torch.zeros(train.micro_batch, train.sequence, dtype=torch.int64)
+    return Batch(ids, ids, ids, ids) if isolate else Batch(ids, ids)
+
+
 def as_batch(arrays: Arrays, *, pin: bool) -> Batch:
     """Rows as tensors, in pinned memory if they go to a CUDA device."""
 

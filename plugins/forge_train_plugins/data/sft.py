@@ -110,11 +110,9 @@ class SFT(Plugin):
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
-        import torch
+        from forge_train_data.loader import example
 
-        train = job.config.train
-        ids = torch.zeros(train.micro_batch, train.sequence, dtype=torch.int64)
-        return Batch(ids, ids, ids, ids)
+        return example(job, isolate=True)
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:

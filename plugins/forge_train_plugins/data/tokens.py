@@ -133,8 +133,6 @@ class Tokens(Plugin):
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
-        import torch
+        from forge_train_data.loader import example
 
-        train = job.config.train
-        ids = torch.zeros(train.micro_batch, train.sequence, dtype=torch.int64)
-        return Batch(ids, ids, ids, ids) if self.config.isolate else Batch(ids, ids)
+        return example(job, isolate=self.config.isolate)
