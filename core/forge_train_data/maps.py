@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from forge_train import ConfigError, Tokenizer
 from forge_train.ground.errors import ForgeError, describe, nearest
+from forge_train.registry.discovery import identity
 
 GROUP = "forge_train.maps"
 
@@ -80,17 +81,20 @@ def _applied(spec: str, one: Map, text: str) -> list[str]:
     seed = hashlib.blake2b(f"{spec.partition(':')[0]}\0{text}".encode(), digest_size=8).digest()
     try:
         return list(one(text, Random(seed)))
-    except Exception as error:
+    except Exception as error:  # whatever a stranger's map does with a text
         raise ConfigError(f"--map {spec}: failed on the document {text[:40]!r}: {describe(error)}") from error
 
 
 def _open(spec: str) -> Map:
     name, _, options = spec.partition(":")
     points = _points()
+    if len(points.get(name, ())) > 1:
+        owners = " and ".join(" ".join(identity(point.dist)) for point in points[name])
+        raise ConfigError(f"--map {name}: is a map of {owners}; uninstall one.")
     if name not in points:
         raise ConfigError(f"--map {name}: there is no such map.{nearest(name, points)} Maps: {', '.join(points)}.")
     try:
-        made = points[name].load()
+        made = points[name][0].load()
         arguments = _options(spec, options)
         inspect.signature(made).bind(**arguments)
     except TypeError as error:
@@ -98,7 +102,7 @@ def _open(spec: str) -> Map:
     except Exception as error:  # whatever a stranger's module does while it is imported
         if isinstance(error, ForgeError):
             raise
-        raise ConfigError(f"--map {spec}: {points[name].value} can't be loaded: {describe(error)}") from error
+        raise ConfigError(f"--map {spec}: {points[name][0].value} can't be loaded: {describe(error)}") from error
     try:
         found: Map = made(**arguments)
     except (TypeError, ValueError) as error:
@@ -120,5 +124,8 @@ def _options(spec: str, text: str) -> dict[str, Any]:
 
 
 @cache
-def _points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: p.name)}
+def _points() -> dict[str, list[EntryPoint]]:
+    found: dict[str, list[EntryPoint]] = {}
+    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
+        found.setdefault(point.name, []).append(point)
+    return found

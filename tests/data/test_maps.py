@@ -40,7 +40,8 @@ class Broken:
 @pytest.fixture(autouse=True)
 def strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     real = maps._points()
-    more = {name: EntryPoint(name, f"test_maps:{name.title()}", maps.GROUP) for name in ("twice", "broken")}
+    more = {name: [EntryPoint(name, f"test_maps:{name.title()}", maps.GROUP)] for name in ("twice", "broken")}
+    more["claimed"] = more["twice"] * 2
     monkeypatch.setattr(maps, "_points", lambda: {**real, **more})
 
 
@@ -81,6 +82,7 @@ def test_one_after_the_other() -> None:
         ("length:size=3", "unexpected keyword argument 'size'"),
         ("length:least=9,most=3", "0 <= least <= most, found least=9 and most=3"),
         ("length:least=x", "expected numbers, .* found least=x"),
+        ("claimed", "is a map of .* and .*; uninstall one"),
         ("length", "has no effect: give least"),
         ("fim:rate=2", "expected shares from 0 to 1"),
     ],

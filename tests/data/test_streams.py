@@ -326,6 +326,11 @@ class TestPlugins:
         loader = plugin.build_data(one, "train")
         found = [bytes(id for id in next(loader).inputs[0].tolist() if id < 256)[:3] for _ in range(40)]
         assert Counter(found) == {b"web": 30, b"cod": 10}
+        held_out = [
+            next(Plugin(Plugin.Config(sources=sources)).build_data(job(seed=seed, sequence=8), "validation")).inputs
+            for seed in range(6)
+        ]
+        assert all(torch.equal(held_out[0], other) for other in held_out), "every run is evaluated on the same text"
         capped = Plugin(Plugin.Config(sources=tuple(replace(source, epochs=0.1) for source in sources)))
         with pytest.raises(ConfigError, match="all are used up to their `epochs` after"):
             capped.build_data(one, "train")

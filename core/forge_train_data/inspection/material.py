@@ -171,8 +171,15 @@ def _foreign(path: Path, asked: Asked) -> Material:
 def _source(asked: Asked, told: Callable[[str], None]) -> Material:
     files = find(asked.sources, key=KEY)
     path = asked.tokenizer or BYTES
-    options = {"chat": asked.chat, "template": asked.template, "learn": asked.learn or "assistant"}
-    wanted = Preparation(asked.sources, Path(), tokenizer=path, field=asked.field or "text", **options)  # type: ignore[arg-type]
+    wanted = Preparation(
+        asked.sources,
+        Path(),
+        tokenizer=path,
+        field=asked.field or "text",
+        chat=asked.chat,
+        template=asked.template,
+        learn=asked.learn or "assistant",
+    )
     maker = Maker.of(wanted, path)
     reading = _Reading(files, wanted, maker, told)
     shard = reading.shard()

@@ -153,7 +153,8 @@ class Mixture(Plugin):
         seed = HELD_OUT_SEED if held_out else job.seed if self.config.shuffle else None
         parts = [Part(name, Ordered(one, seed, key="mixture", fixed=held_out)) for name, one in rows.items()]
         phases = [(0, dict.fromkeys(rows, 1.0))] if held_out else self._phases(job, rows)
-        return StreamLoader(Mixed(parts, Phases(phases, job.seed), key="mixture"), job)
+        proportions = Phases(phases, HELD_OUT_SEED if held_out else job.seed)
+        return StreamLoader(Mixed(parts, proportions, key="mixture"), job)
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         from forge_train_data.proportions import tempered
@@ -176,7 +177,7 @@ class Mixture(Plugin):
                 yield "source", f"{name}, {part:.1%} of the sequences: {error}"
                 continue
             epochs = "" if config.phases or not count else f"; {passes(count, needed * part)}"
-            yield "source", f"{name}, {part:.1%} of the sequences: {sides(self._opened[name])}{epochs}"  # type: ignore[index]
+            yield "source", f"{name}, {part:.1%} of the sequences: {sides(self._open(job)[name])}{epochs}"
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
@@ -246,20 +247,23 @@ class Mixture(Plugin):
         return found
 
     def _rows(self, name: str, job: Job, split: Side) -> Rows:
-        from forge_train_data.tokens import open_tokens, rows_of
+        from forge_train_data.tokens import rows_of
 
-        tokenizer, config = job.hooks.tokenizer(), self.config
-        if self._opened is None:
-            self._opened = {
-                one: open_tokens(
-                    Path(source.path), tokenizer, dtype=source.dtype, held_out=config.held_out, key="mixture"
-                )
-                for one, source in zip(self._names(), config.sources, strict=True)
-            }
         return rows_of(
-            self._opened[name][split],
+            self._open(job)[name][split],
             job.config.train.sequence,
-            packing=config.packing,
-            isolate=config.isolate,
-            pad=tokenizer.end or 0,
+            packing=self.config.packing,
+            isolate=self.config.isolate,
+            pad=job.hooks.tokenizer().end or 0,
         )
+
+    def _open(self, job: Job) -> dict[str, Mapping[Side, Documents]]:
+        if self._opened is None:
+            from forge_train_data.tokens import open_tokens
+
+            tokenizer, share = job.hooks.tokenizer(), self.config.held_out
+            self._opened = {
+                name: open_tokens(Path(source.path), tokenizer, dtype=source.dtype, held_out=share, key="mixture")
+                for name, source in zip(self._names(), self.config.sources, strict=True)
+            }
+        return self._opened
