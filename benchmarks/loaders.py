@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -158,15 +159,15 @@ def opening(folder: Path, packing: str) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    began = time.perf_counter()
+    began, spent = time.perf_counter(), time.process_time()
     batches = loader(folder, held_out=0.01, packing=packing)
     next(batches)
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - spent
     for _ in range(200):
         next(batches)
     ended.set()
     watcher.join()
-    print(json.dumps({"seconds": seconds, "bytes": max(most, anonymous()) - before}))
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "bytes": max(most, anonymous()) - before}))
 
 
 def start(folder: Path) -> Iterator[Row]:
@@ -175,17 +176,25 @@ def start(folder: Path) -> Iterator[Row]:
 
     def opened(packing: str, times: int) -> dict[str, float]:
         command = [sys.executable, __file__, str(folder), packing]
-        found = [json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(times)]
+        environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+        found = [
+            json.loads(subprocess.run(command, check=True, capture_output=True, env=environment).stdout)
+            for _ in range(times)
+        ]
         return {key: min(one[key] for one in found) for key in found[0]}
 
     of = "a corpus of 10 GB and 10 million documents"
-    split = opened("split", 3)
-    yield f"{of}: seconds to the first batch", f"{split['seconds']:.2f}", "< 1", split["seconds"] < 1
-    grown = split["bytes"] / 1e6
-    yield f"{of}: MB of memory beyond the maps, over 200 batches", f"{grown:.0f}", "≤ 50", grown <= 50
-    packed = opened("best_fit", 1)
-    yield f"{of}: seconds to the first batch with `best_fit`", f"{packed['seconds']:.0f}", "—", True
-    yield f"{of}: MB beyond the maps with `best_fit`, at its peak", f"{packed['bytes'] / 1e6:.0f}", "—", True
+    for packing, what, times, bars in (
+        ("split", "", 3, True),
+        ("best_fit", " with `best_fit`, its plan not yet made", 1, False),
+        ("best_fit", " with `best_fit`, its plan kept", 3, True),
+    ):
+        found = opened(packing, times)
+        seconds, grown = found["seconds"], found["bytes"] / 1e6
+        measured = f"{seconds:.2f} ({found['cpu']:.2f} of CPU)"
+        yield f"{of}: seconds to the first batch{what}", measured, "< 1" if bars else "—", not bars or seconds < 1
+        more = f"{of}: MB of memory beyond the maps{what}, at its peak over 200 batches"
+        yield more, f"{grown:.0f}", "≤ 50" if bars else "—", not bars or grown <= 50
 
 
 if __name__ == "__main__":

@@ -61,8 +61,9 @@ def forge(kind: str, clock: Clock) -> None:
             clock.step(step.step)
 
     world = dist.get_world_size()
-    tp = world if kind == "tp" else 1
-    mine = (f"train.micro_batch={BATCH * tp // world}", f"train.sequence={SEQUENCE}", f"parallel.tp={tp}")
+    tp, pp = (world if kind == one else 1 for one in ("tp", "pp"))
+    micro = 1 if kind == "pp" else BATCH * tp // world
+    mine = (f"train.micro_batch={micro}", f"train.sequence={SEQUENCE}", f"parallel.tp={tp}", f"parallel.pp={pp}")
     sets = (*SHAPE, *mine, "checkpoint.every=0", "log.every=10")
     with tempfile.TemporaryDirectory() as folder:
         plugins = [kind, "console", "tensorboard", Timed]
@@ -75,6 +76,9 @@ def by_hand(kind: str, clock: Clock) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(kind,))
     model = skeleton()
+    if kind == "pp":
+        _pipeline(model, clock)
+        return
     forward: Callable[[Tensor, Tensor], Tensor] = {"fsdp2": _fsdp2, "tp": _tp}[kind](model, mesh)
     materialise(model, torch.device("cpu"), 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -141,3 +145,45 @@ def _tp(model: Any, mesh: Any) -> Callable[[Tensor, Tensor], Tensor]:
         return loss
 
     return step
+
+
+def _pipeline(model: Any, clock: Clock) -> None:
+    """torch's own stages and 1F1B, cut where forge cuts."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    from forge_train_plugins.parallel._pp import cutting
+    from forge_train_plugins.parallel._pp.cuts import balanced
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    costs = [cutting._cost(cutting._part(model, model.stages, range(at, at + 1)), SEQUENCE) for at in range(8)]
+    cuts = balanced(costs, world)
+    part: Any = cutting._part(model, model.stages, range(cuts[rank], cuts[rank + 1]))
+    materialise(part, torch.device("cpu"), 0)
+    if part.head is not None:
+        part.register_forward_hook(lambda _, __, hidden: part.head(hidden))
+    optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3, fused=True)
+    batches = [torch.randint(0, 256, (BATCH, SEQUENCE + 1)) for _ in range(4)]
+    ids, hidden = torch.zeros(1, SEQUENCE, dtype=torch.int64), torch.zeros(1, SEQUENCE, 256, requires_grad=True)
+    given, out = hidden if rank else ids, hidden if rank < world - 1 else torch.zeros(1, SEQUENCE, 2048)
+    stage = PipelineStage(part, rank, world, torch.device("cpu"), input_args=given, output_args=out)
+
+    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    schedule = Schedule1F1B(stage, n_microbatches=BATCH, loss_fn=loss_of)
+    for step in range(1, STEPS + 1):
+        tokens, losses = batches[step % 4], list[Tensor]()
+        if rank == 0:
+            schedule.step(tokens[:, :-1])
+        elif rank == world - 1:
+            schedule.step(target=tokens[:, 1:], losses=losses)
+        else:
+            schedule.step()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in part.parameters()]) ** 2
+        dist.all_reduce(norm)
+        torch.nn.utils.clip_grads_with_norm_(part.parameters(), 1.0, norm.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 0 and losses:
+            losses[0].item()
+        clock.step(step)

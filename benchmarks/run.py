@@ -182,7 +182,7 @@ def parallel() -> list[Row]:
     tokens = 8 * 4 * 256  # of the timed steps
     rows = []
     with tempfile.TemporaryDirectory() as folder, Pool(Path(folder), size=4) as pool:
-        for kind in ("fsdp2", "tp"):
+        for kind in ("fsdp2", "tp", "pp"):
             for world in (2, 4):
                 rounds: dict[str, list[float]] = {"by_hand": [], "forge": []}
                 for _ in range(3):

@@ -2,8 +2,12 @@
 
     python benchmarks/verify_all.py            # everything
     python benchmarks/verify_all.py tp4 dp3    # some layouts, without writing
+    python benchmarks/verify_all.py context    # context parallelism, without writing
+    python benchmarks/verify_all.py pipelines  # pipelines, without writing
 
-The full product on up to 4 processes. On 8, which share the cores, all pairs of the other factors.
+The full product on up to 4 processes. On 8, which share the cores, all pairs of the other factors. Context parallelism
+in every size and way, with each of what it is combined with alone, and with all together. Pipelines with every schedule
+on 2, 3 and 4 ranks likewise, up to 8 processes, and one of 16 with all axes above 1.
 """
 
 from __future__ import annotations
@@ -27,8 +31,12 @@ RESULTS = HERE / "results" / "verify.md"
 sys.path.insert(0, str(HERE.parent / "tests" / "dist"))
 
 from compositions import LAYOUTS, SEED, STEPS, Composition, covering, product, write  # noqa: E402
+from contexts import Context  # noqa: E402
+from contexts import product as contexts  # noqa: E402
 from forge_train.testing import Pool, Verifier  # noqa: E402
 from forge_train_tools.verification import Verdict  # noqa: E402
+from pipelines import Everything, Piped  # noqa: E402
+from pipelines import product as pipelines  # noqa: E402
 
 IN_FULL = 4
 """Processes up to which the product is taken in full."""
@@ -45,15 +53,33 @@ for accumulation over 1 and 3 micro-batches × tied and untied heads × packed d
 largest relative differences; on 8 processes it stands for all pairs of these (seed {seed}).
 
 {table}
+
+## Sequences cut over ranks
+
+Each row stands for a size and a way alone, with grouped queries, packed documents, tp2, `zero1`, experts over ranks,
+`ac`, 3 micro-batches, dp2, and with all that go together.
+
+{cut}
+
+## Pipelines
+
+Each row stands for a schedule on some ranks: alone, with tied weights, packed documents, `ac`, tp2, experts, experts
+over ranks, and with all of these that go together, on one data rank and with `fsdp2`; and with each other way to share
+data.
+
+{piped}
 """
 COMPARED = ("loss", "grad_norm", "gradients", "later gradients", "updates", "optimizer", "evaluation")
+
+
+Case = Composition | Context | Piped | Everything
 
 
 @dataclass(frozen=True)
 class Verified:
     """One composition and what became of it."""
 
-    composition: Composition
+    composition: Case
     verdict: Verdict
 
     def worst(self, name: str) -> float:
@@ -70,7 +96,7 @@ def chosen(layouts: Iterable[str]) -> Iterator[Composition]:
         yield from product([layout]) if LAYOUTS[layout].world <= IN_FULL else covering(SEED, [layout])
 
 
-def verified(compositions: list[Composition]) -> Iterator[Verified]:
+def verified(compositions: list[Case]) -> Iterator[Verified]:
     """Verify on one pool of processes, one after the other."""
     with tempfile.TemporaryDirectory(prefix="forge-verify-all-") as folder:
         file = write(Path(folder))
@@ -85,16 +111,24 @@ def verified(compositions: list[Composition]) -> Iterator[Verified]:
 
 
 def table(found: list[Verified]) -> Iterator[str]:
-    """A row for each layout and mode of activation checkpointing."""
-    yield f"| layout | processes | activation checkpointing | agree | {' | '.join(COMPARED)} |"
+    """A row for each layout and mode of activation checkpointing, or of context parallelism for each size and way."""
+    kinds = {Context: "method", Piped: "schedule"}
+    how = kinds.get(type(found[0].composition), "activation checkpointing") if found else ""
+    yield f"| layout | processes | {how} | agree | {' | '.join(COMPARED)} |"
     yield "|---" * (4 + len(COMPARED)) + "|"
     groups: dict[tuple[str, str], list[Verified]] = {}
     for one in found:
-        groups.setdefault((one.composition.layout, one.composition.ac), []).append(one)
+        case = one.composition
+        row = (
+            case.row
+            if isinstance(case, (Piped, Everything))
+            else ((f"cp{case.size}", case.method) if isinstance(case, Context) else (case.layout, case.ac))
+        )
+        groups.setdefault(row, []).append(one)
     for (layout, ac), group in groups.items():
-        agree = sum(one.verdict.agree for one in group)
+        agree, worlds = sum(one.verdict.agree for one in group), sorted({one.composition.world for one in group})
         worst = " | ".join(f"{max(one.worst(name) for one in group):.1e}" for name in COMPARED)
-        yield f"| {layout} | {LAYOUTS[layout].world} | {ac} | {agree} of {len(group)} | {worst} |"
+        yield f"| {layout} | {', '.join(map(str, worlds))} | {ac} | {agree} of {len(group)} | {worst} |"
 
 
 def report(found: list[Verified], total: int, seconds: float) -> str:
@@ -113,14 +147,20 @@ def report(found: list[Verified], total: int, seconds: float) -> str:
         minutes=f"{seconds / 60:.0f}",
         steps=STEPS,
         seed=SEED,
-        table="\n".join(table(found)),
+        table="\n".join(table([one for one in found if isinstance(one.composition, Composition)])),
+        cut="\n".join(table([one for one in found if isinstance(one.composition, Context)])),
+        piped="\n".join(table([one for one in found if isinstance(one.composition, (Piped, Everything))])),
     )
     return page + "".join(f"{line}\n" for line in (["", "## What does not agree", "", *failed] if failed else []))
 
 
 def main() -> int:
     began = time.perf_counter()
-    compositions = list(chosen(sys.argv[1:] or LAYOUTS))
+    asked = sys.argv[1:]
+    layouts = [one for one in asked if one not in ("context", "pipelines")] if asked else list(LAYOUTS)
+    cut = contexts() if not asked or "context" in asked else ()
+    piped = [*pipelines(), Everything()] if not asked or "pipelines" in asked else ()
+    compositions: list[Case] = [*chosen(layouts), *cut, *piped]
     found: list[Verified] = []
     for one in verified(compositions):
         found.append(one)

@@ -16,6 +16,7 @@ GROUPS = {
     "Plugins and their options": "Plugin hookimpl section Gt Ge Lt Le Volatile FilePath Problem",
     "The run": "Job Tracker Metric Bins Finished LogRecord Evaluation CheckpointEvent StepResult Update",
     "The model and what changes it": "Model Phase Transform Applied swap Init Layer",
+    "Pipelines": "Timetable Action Overlap Work PipelineExecutor",
     "Inside the model": "attach_loss record_choices",
     "Errors": "ForgeError ConfigError PluginError CommunicationError DivergedError Failure",
 }

@@ -228,6 +228,7 @@ SESSIONS = {
     ),
     "how-to/first-run.md": Session(before=_texts),
     "how-to/inspect-data.md": Session(before=_texts),
+    "how-to/pipelines.md": Session(slow=".* --schedules"),
     "how-to/plan.md": Session(before=_larger, slow=r".* (--device h100|-p ac|train.micro_batch=1)"),
     "how-to/resume.md": Session(before=_mine, never="forge train --resume"),
     "how-to/schedules.md": Session(before=_mine, never="forge train"),

@@ -21,6 +21,7 @@ DOCS = Path(__file__).parent
 sys.path.append(str(DOCS))
 
 import lists  # noqa: E402  # beside this file
+import pictures  # noqa: E402
 import reference  # noqa: E402
 import screen  # noqa: E402
 import transcripts  # noqa: E402
@@ -85,6 +86,7 @@ def main() -> int:
             page.write_text(transcripts.written(name, page.read_text(encoding="utf-8")), encoding="utf-8")
             print(page.relative_to(DOCS.parent))
         screen.TARGET.write_text(screen.picture(), encoding="utf-8")
+        pictures.main()
     return 1 if pages and check else 0
 
 

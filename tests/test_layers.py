@@ -198,8 +198,8 @@ def test_the_core_names_no_plugin_package() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-AXES = {"tp", "ep"}
-"""Mesh axes are the kernel's; the plugins that cover two of them bear their names."""
+AXES = {"tp", "cp", "ep", "pp"}
+"""Mesh axes are the kernel's; the plugins that cover some of them bear their names."""
 WORDS = {
     "auto",
     "compile",

@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-PRESET = "quickstart"
+if TYPE_CHECKING:
+    from forge_train.config.layers import Request
+
+PRESET, RUN_DIR = "quickstart", "runs"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -45,7 +49,8 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
     """CONFIG, --plugins, --without and --set; the command gets them as one `request`.
 
     Args:
-        default: the configuration where none is named.
+        default: the configuration where none is named; with an empty one, the command itself chooses it, and imports it
+            with `hugging_face`.
     """
 
     def decorate(function: _F) -> _F:
@@ -67,11 +72,22 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
                 set=assignments,
                 environment=os.environ.get("FORGE_SET", ""),
             )
-            return function(*args, request=request, **options)
+            return function(*args, request=hugging_face(request, RUN_DIR) if default else request, **options)
 
         return _CONFIG(plugin_options(set_option(command)))  # type: ignore[return-value]  # click gives what it is given
 
     return decorate
+
+
+def hugging_face(request: Request, run_dir: str) -> Request:
+    """The request; one for a folder in Hugging Face layout becomes one for the checkpoint that it is imported as."""
+    if not Path(request.config).is_dir():
+        return request
+    from forge_train_tools.offline.imported import imported, is_hugging_face
+
+    if not is_hugging_face(request.config):
+        return request
+    return imported(request, Path(run_dir), lambda text: click.echo(text, err=True))
 
 
 def json_option(function: _F) -> _F:
@@ -82,7 +98,7 @@ def json_option(function: _F) -> _F:
 def run_dir_option(function: _F) -> _F:
     """--run-dir."""
     return click.option(
-        "--run-dir", default="runs", show_default=True, metavar="DIR", help="Where run folders are made."
+        "--run-dir", default=RUN_DIR, show_default=True, metavar="DIR", help="Where run folders are made."
     )(function)
 
 

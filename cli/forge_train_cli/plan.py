@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from forge_train.config.layers import Request
+from forge_train.ground.errors import ConfigError
 from forge_train.ground.present import few, gib
 from forge_train.ground.strict_json import dumps
 from forge_train_tools.planning import DEVICES, FLOPS_CONVENTION
 from forge_train_tools.planning.meshes import grid, groups
 from forge_train_tools.present import column, counted, short, time_span
 
-from . import screen
+from . import pipeline, screen
 from .options import json_option, run_options
 
 if TYPE_CHECKING:
@@ -30,10 +32,15 @@ SHOWN = 3
 @click.option("--world", default=1, show_default=True, type=click.IntRange(min=1), metavar="N", help="Number of ranks.")
 @click.option("--nodes", type=click.IntRange(min=1), metavar="K", help="Nodes they are spread over; 8 ranks to each.")
 @click.option("--device", metavar="NAME", help=f"Estimate speed on a device: {', '.join(DEVICES)}.")
+@click.option("--schedules", is_flag=True, help="Compare the schedules that a pipeline could follow.")
+@click.option("--svg", metavar="FILE", help="Draw a pipeline's timeline into a file.")
 @json_option
-def plan(request: Request, world: int, nodes: int | None, device: str | None, as_json: bool) -> None:
+def plan(
+    request: Request, world: int, nodes: int | None, device: str | None, schedules: bool, svg: str | None, as_json: bool
+) -> None:
     """Compose CONFIG for N ranks and rehearse a step of one of them, without memory, devices or other processes: what
-    each plugin matched, meshes, parameters, memory, communication and FLOPs. Nothing is allocated or written.
+    each plugin matched, meshes, parameters, memory, communication and FLOPs; of a pipeline one rank of each stage, and
+    the timeline of all. Nothing is allocated, and nothing written but --svg.
 
     \b
     forge plan --world 4                              the quickstart on 4 ranks
@@ -43,15 +50,28 @@ def plan(request: Request, world: int, nodes: int | None, device: str | None, as
     from forge_train_tools.planning import plan as make
 
     setup = resolve(request, world=world, data=False)
-    made = make(setup, world=world, nodes=nodes or 0, device=device)
+    made = make(setup, world=world, nodes=nodes or 0, device=device, schedules=schedules)
+    if made.pipeline is None and (schedules or svg):
+        option = "--schedules" if schedules else "--svg"
+        raise ConfigError(
+            f"{option} needs a pipeline whose executor tells what its ranks do; parallel.pp is "
+            f"{setup.config.parallel.pp}."
+        )
+    if made.pipeline is not None and svg:
+        from forge_train_tools.planning.drawing import svg as drawn
+
+        screen.write(Path(svg), drawn(made.pipeline.timeline, f"{setup.config.source} on {world} processes"))
     if as_json:
         click.echo(dumps(_as_json(made), indent=1))
     else:
         _show(made, setup, request, world)
+        if svg:
+            click.echo(f"Wrote {svg}.")
 
 
 def _as_json(made: Plan) -> dict[str, object]:
-    plain = dataclasses.asdict(made)
+    plain = dataclasses.asdict(dataclasses.replace(made, pipeline=None))
+    plain["pipeline"] = None if made.pipeline is None else pipeline.as_json(made.pipeline)
     plain["grids"] = {domain: grid(axes) for domain, axes in made.meshes.items()}
     plain["flops_convention"] = FLOPS_CONVENTION
     return plain
@@ -79,6 +99,8 @@ def _show(made: Plan, setup: Setup, request: Request, world: int) -> None:
     if made.communication:
         _show_communication(made)
     _show_work(made)
+    if made.pipeline is not None:
+        pipeline.show(made.pipeline)
     if made.warnings:
         screen.heading("Warnings")
         for warning in made.warnings:
@@ -164,7 +186,9 @@ def _show_optimizer(made: Plan) -> None:
 
 def _show_memory(made: Plan) -> None:
     memory = made.memory
-    screen.heading("Memory of a rank")
+    stages = made.pipeline.stages if made.pipeline is not None else ()
+    fullest = next((stage for stage, one in enumerate(stages) if one.memory is memory), None)
+    screen.heading("Memory of a rank" if fullest is None else f"Memory of a rank of stage {fullest}, which needs most")
     rows = [
         ("parameters", memory.parameters, "exact"),
         ("buffers", memory.buffers, "exact"),

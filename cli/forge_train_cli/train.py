@@ -26,7 +26,7 @@ from forge_train.storage.run import is_checkpoint, is_run
 from .closing import next_commands
 from .devices import how_many
 from .failures import complain, report, show_progress
-from .options import AUTO, PRESET, processes_option, run_dir_option, run_options
+from .options import AUTO, PRESET, hugging_face, processes_option, run_dir_option, run_options
 
 if TYPE_CHECKING:
     from forge_train.registry.setup import Setup
@@ -84,12 +84,10 @@ def train(
         from forge_train.ground.world import world_size
         from forge_train.registry.setup import resolve
         from forge_train_tools.launching.launch import check_alone
-        from forge_train_tools.offline.imported import imported, is_hugging_face
 
         if isinstance(nproc, int) or max_restarts:
             check_alone(f"--nproc {nproc}" if isinstance(nproc, int) else f"--max-restarts {max_restarts}")
-        if is_hugging_face(request.config):
-            request = imported(request, Path(run_dir), lambda text: click.echo(text, err=True))
+        request = hugging_face(request, run_dir)
         count = nproc if isinstance(nproc, int) else how_many(request)
         try:
             setup = resolve(request, world=count if count > 1 else world_size())

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .contract.attention import AttentionKernel as AttentionKernel
     from .contract.attention import KernelCapabilities as KernelCapabilities
     from .contract.auxiliary import attach_loss as attach_loss
+    from .contract.backward import wanted_gradients as wanted_gradients
     from .contract.batch import MASKED as MASKED
     from .contract.batch import Axes as Axes
     from .contract.batch import Batch as Batch
@@ -60,6 +61,11 @@ if TYPE_CHECKING:
     from .contract.protocols import TokenDispatch as TokenDispatch
     from .contract.protocols import Tokenizer as Tokenizer
     from .contract.state_dtypes import StateDtypes as StateDtypes
+    from .contract.timetable import Action as Action
+    from .contract.timetable import Overlap as Overlap
+    from .contract.timetable import PipelineExecutor as PipelineExecutor
+    from .contract.timetable import Timetable as Timetable
+    from .contract.timetable import Work as Work
     from .contract.tracker import Tracker as Tracker
     from .contract.transform import Applied as Applied
     from .contract.transform import MicroBatch as MicroBatch
@@ -81,6 +87,7 @@ _HOME = {
     "config.schema": "FilePath Ge Gt Le Lt Volatile section",
     "contract.attention": "Attention AttentionKernel KernelCapabilities",
     "contract.auxiliary": "attach_loss",
+    "contract.backward": "wanted_gradients",
     "contract.batch": "Axes Batch BatchPhase MASKED PrepareBatch",
     "contract.choices": "record_choices",
     "contract.dtypes": "dtype_borders",
@@ -94,6 +101,7 @@ _HOME = {
     "contract.protocols": "Evaluator Executor FeedForward HFModel Head HeadSpec Init Layer"
     " Loader LossFunction LossScale RolloutLoader Schedule Span SpanName Task TokenDispatch Tokenizer",
     "contract.state_dtypes": "StateDtypes",
+    "contract.timetable": "Action Overlap PipelineExecutor Timetable Work",
     "contract.tracker": "Tracker",
     "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
     "ground.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",

@@ -94,6 +94,7 @@ def train(
 
         try:
             training = Training(assemble(job, watcher, allocate))
+            stack.callback(training.close)
             memory.holds(training.model, training.stepper.optimizer)
             stack.enter_context(signals(job.control))
             training.start(found)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
+
+from forge_train import ConfigError
 
 from .shard import Ids, Shard
 
@@ -22,9 +24,11 @@ class Documents:
     Args:
         shards: in order.
         digest: identifies the content; without one, a hash of the shards' sizes and of some of their tokens.
+        vocabulary: of the tokenizer; ids beyond it are refused where rows are read. None for any.
     """
 
-    def __init__(self, shards: Sequence[Shard], digest: str = "") -> None:
+    def __init__(self, shards: Sequence[Shard], digest: str = "", *, vocabulary: int | None = None) -> None:
+        self._vocabulary = vocabulary
         self.shards = [shard for shard in shards if len(shard.tokens)]
         self._starts = list(accumulate((len(shard.tokens) for shard in self.shards), initial=0))
         self._firsts = list(accumulate((len(shard.ends) for shard in self.shards), initial=0))
@@ -56,6 +60,30 @@ class Documents:
             out[done : done + len(piece)] = piece
             done, at = done + len(piece), at + 1
 
+    def check(self, read: Int64, spans: Iterable[tuple[int, int]]) -> None:
+        """Refuse ids that the tokenizer has not: headers said that there are none, so a file was damaged since.
+
+        Args:
+            read: ids as they were read; their largest alone is looked at.
+            spans: where they come from: first token, and number of tokens.
+
+        Raises:
+            ConfigError: naming the file and the position.
+        """
+        limit = self._vocabulary
+        if limit is None or not read.size or read.max() < limit:
+            return
+        for start, count in spans:
+            ids = np.zeros(count, np.int64)
+            self.take(start, ids)
+            if (bad := np.flatnonzero(ids >= limit)).size:
+                at = self._shard_of(token := start + int(bad[0]))
+                shard, inside = self.shards[at], token - self._starts[at]
+                raise ConfigError(
+                    f"{shard.path}: is damaged: token {shard.first + inside:,} is {ids[bad[0]]:,}, and the tokenizer "
+                    f"has {limit:,} ids. Restore the file, or make it again."
+                )
+
     def learned(self, start: int, out: NDArray[np.bool_]) -> None:
         """Whether each token from `start` on is to be learned, into `out`."""
         at, stop, done = self._shard_of(start), min(start + len(out), self.tokens), 0
@@ -84,6 +112,13 @@ class Documents:
         at = bisect_right(self._firsts, document) - 1
         base, inside, ends = self._starts[at], document - self._firsts[at], self.shards[at].ends
         return base + (int(ends[inside - 1]) if inside else 0), base + int(ends[inside])
+
+    def where(self, token: int) -> str:
+        """The file that a token lies in, and its place there, for messages."""
+        at = self._shard_of(token)
+        inside = token - self._starts[at]
+        document = int(self.shards[at].ends.searchsorted(inside, "right"))
+        return f"{self.shards[at].path}, document {document:,}, token {inside:,}"
 
     def _shard_of(self, token: int) -> int:
         return bisect_right(self._starts, token) - 1

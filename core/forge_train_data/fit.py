@@ -9,14 +9,14 @@ import numpy as np
 from forge_train import ConfigError
 
 from .documents import Documents
-from .packing import best_fit
+from .packing import arranged
+from .plans import planned
 from .rows import Pieces
-from .tokens import PACKING_SEED
 
 Long = Literal["refuse", "drop", "left", "right"]
 
 
-def fitted(documents: Documents, sequence: int, *, long: Long, packing: str, key: str) -> Pieces:
+def fitted(documents: Documents, sequence: int, *, long: Long, packing: str, key: str, together: int = 1) -> Pieces:
     """Whole documents in rows of `sequence` tokens.
 
     Args:
@@ -24,8 +24,9 @@ def fitted(documents: Documents, sequence: int, *, long: Long, packing: str, key
         sequence: tokens of a row.
         long: what becomes of a longer one: `refuse` it, `drop` it, or keep as many of its tokens as a row has, without
             those on its `left` or `right`.
-        packing: `best_fit`, several in a row, or `pad`, one.
+        packing: `best_fit`, several in a row; `pad`, one; or `buckets`.
         key: the section that messages name.
+        together: documents that belong together: all of them are dropped if one is.
 
     Raises:
         ConfigError: there is a longer one, and it is to be refused.
@@ -33,16 +34,19 @@ def fitted(documents: Documents, sequence: int, *, long: Long, packing: str, key
     lengths = documents.lengths()
     longer = lengths > sequence
     if long == "refuse" and longer.any():
+        what = "conversations" if together == 1 else "texts"
         raise ConfigError(
-            f"{key}.long: {int(longer.sum()):,} of {len(lengths):,} conversations are longer than a row of "
+            f"{key}.long: {int(longer.sum()):,} of {len(lengths):,} {what} are longer than a row of "
             f"{sequence:,} tokens, the longest has {int(lengths.max()):,}. Raise train.sequence, or choose "
             "drop, left or right."
         )
-    document = np.flatnonzero(~longer) if long == "drop" else np.arange(len(lengths))
+    kept = ~longer.reshape(-1, together).any(1).repeat(together)
+    document = np.flatnonzero(kept) if long == "drop" else np.arange(len(lengths))
     length = np.minimum(lengths, sequence)[document]
     start = (lengths[document] - length) if long == "left" else np.zeros(len(document), np.int64)
-    order, row_ends = np.arange(len(document)), np.arange(1, len(document) + 1)
-    if packing == "best_fit":
-        packed = best_fit(length, sequence, seed=PACKING_SEED)
-        order, row_ends = packed.order, packed.row_ends
-    return Pieces(document[order], start[order], length[order], row_ends)
+
+    def packed() -> Pieces:
+        made = arranged(length, sequence, packing)
+        return Pieces(document[made.order], start[made.order], length[made.order], made.row_ends)
+
+    return packed() if packing == "pad" else planned(documents, f"{packing} {sequence} {long}", packed)

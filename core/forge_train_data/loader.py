@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,42 +14,81 @@ import torch
 from forge_train import Batch
 
 from .documents import Int64
+from .plugin import Prefetch
+from .reading import Reader, Reading
 from .rows import Arrays
 from .stream import Stream
+from .workers import Task, Workers
 
 if TYPE_CHECKING:
     from forge_train import Job
 
+SOURCE = "source"
+"""The target that says which source of a mixture each sequence is from, `[batch]` int64."""
+
 _AHEAD = 4096
 """Samples whose places are worked out at a time."""
+_Read = tuple[Batch, tuple[str, ...]]
+"""A micro-batch, and what was left out of it."""
 
 
 class StreamLoader:
     """This rank's micro-batches, without end: row r of global micro-batch g is sample g × micro_batch + r.
 
+    Workers read micro-batches ahead and give them in order: what is given, and the state, which is that of what was
+    given, depend neither on their number nor on their kind.
+
     Args:
         stream: the samples.
         job: gives micro-batch, data-parallel rank and number of data ranks, and the device.
+        prefetch: how they are read ahead, and what becomes of one that can't be read.
+        on_skip: is told of the samples that were left out of a micro-batch when that is given.
+        target: the name of `Arrays.sources` in a batch.
     """
 
-    def __init__(self, stream: Stream, job: Job) -> None:
-        self._stream = stream
+    def __init__(
+        self,
+        stream: Stream,
+        job: Job,
+        prefetch: Prefetch | None = None,
+        on_skip: Callable[[tuple[str, ...]], None] | None = None,
+        *,
+        target: str = SOURCE,
+    ) -> None:
+        self._stream, self._on_skip = stream, on_skip
+        self._prefetch = prefetch or Prefetch()
+        self._reader = Reader(stream, self._prefetch.on_error)
         self._micro_batch = int(job.config.train.micro_batch)
         self._rank, self._ranks = job.dist.data_rank, job.dist.data_ranks
-        self._pin = torch.device(job.device).type == "cuda"
+        self._finish = partial(_finish, pin=torch.device(job.device).type == "cuda", target=target)
         self._position = 0
-        self._planned: Iterator[Int64] = iter(())
+        self._planned: Iterator[tuple[Int64, Int64]] | None = None
+        self._workers: Workers[_Read] | None = None
+        self._end: Callable[[], object] | None = None
+        self._ahead: deque[Task[_Read]] = deque()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        places = next(self._planned, None)
-        if places is None:
-            self._planned = iter(self._plan())
-            places = next(self._planned)
+        if self._prefetch.workers:
+            self._read_ahead()
+            batch, skipped = self._running().result(self._ahead[0])
+            self._ahead.popleft()
+            self._read_ahead()  # before the step: workers have its whole time
+        else:
+            batch, skipped = self._finish(self._reader(*self._next_places()))
+        if skipped and self._on_skip:
+            self._on_skip(skipped)
         self._position += self._micro_batch * self._ranks
-        return as_batch(self._stream.read(places), pin=self._pin)
+        return batch
+
+    def close(self) -> None:
+        """End all workers; the next batch would start them again."""
+        self._forget()
+        if self._end is not None:
+            self._end()
+        self._workers = self._end = None
 
     def state_dict(self) -> dict[str, Any]:
         """`sequences`: sequences that all ranks together have been given; and what the stream keeps."""
@@ -68,15 +110,55 @@ class StreamLoader:
     def _move(self, position: int) -> None:
         if position < 0:
             raise ValueError(f"the stream has no position {position}")
-        self._position, self._planned = position, iter(())
+        self._position = position
+        self._forget()
 
-    def _plan(self) -> Int64:
-        """Places of this rank's next micro-batches, `[micro-batches, micro_batch, …]`."""
+    def _forget(self) -> None:
+        """Forget what was read ahead."""
+        if self._workers is not None:
+            self._workers.drop(self._ahead)
+        self._ahead.clear()
+        self._planned = None
+
+    def _read_ahead(self) -> None:
+        workers = self._running()
+        while len(self._ahead) < self._prefetch.workers * self._prefetch.batches:
+            places, numbers = self._next_places()
+            what = partial(self._reader.where, places[0], int(numbers[0]))
+            self._ahead.append(workers.submit((places, numbers), what))
+
+    def _running(self) -> Workers[_Read]:
+        if self._workers is None:
+            prefetch = self._prefetch
+            self._workers = Workers(
+                self._reader,
+                self._finish,
+                count=prefetch.workers,
+                processes=prefetch.kind == "processes",
+                deadline=prefetch.deadline,
+                restart=prefetch.on_error == "skip",
+            )
+            self._end = weakref.finalize(self, self._workers.close)  # for whoever does not close the loader
+        return self._workers
+
+    def _next_places(self) -> tuple[Int64, Int64]:
+        if self._planned is None:
+            self._planned = self._plan(self._position)
+        return next(self._planned)
+
+    def _plan(self, position: int) -> Iterator[tuple[Int64, Int64]]:
+        """Places `[micro_batch, …]` and numbers of this rank's next samples, micro-batch by micro-batch."""
         size = self._micro_batch
         first = np.arange(max(1, _AHEAD // size), dtype=np.int64) * (size * self._ranks)
-        sample = self._position + self._rank * size + first[:, None] + np.arange(size, dtype=np.int64)
-        places = self._stream.places(sample.ravel())
-        return places.reshape(*sample.shape, *places.shape[1:])
+        while True:
+            number = position + self._rank * size + first[:, None] + np.arange(size, dtype=np.int64)
+            places = self._stream.places(number.ravel())
+            yield from zip(places.reshape(*number.shape, *places.shape[1:]), number, strict=True)
+            position += len(first) * size * self._ranks
+
+
+def _finish(reading: Reading, *, pin: bool, target: str) -> _Read:
+    return as_batch(reading.arrays, pin=pin, target=target), reading.skipped
 
 
 def example(job: Job, *, isolate: bool) -> Batch:
@@ -86,17 +168,18 @@ def example(job: Job, *, isolate: bool) -> Batch:
     return Batch(ids, ids, ids, ids) if isolate else Batch(ids, ids)
 
 
-def as_batch(arrays: Arrays, *, pin: bool) -> Batch:
+def as_batch(arrays: Arrays, *, pin: bool, target: str = SOURCE) -> Batch:
     """Rows as tensors, in pinned memory if they go to a CUDA device."""
 
     def tensor(array: Int64) -> torch.Tensor:
         made = torch.from_numpy(array)
         return made.pin_memory() if pin else made
 
-    positions, documents = arrays.position_ids, arrays.document_ids
+    positions, documents, sources = arrays.position_ids, arrays.document_ids, arrays.sources
     return Batch(
         tensor(arrays.inputs),
         tensor(arrays.labels),
         None if positions is None else tensor(positions),
         None if documents is None else tensor(documents),
+        targets={} if sources is None else {target: tensor(sources)},
     )

@@ -144,5 +144,6 @@ def open_prepared(folder: Path, *, key: str) -> Prepared:
                 )
             shards.append(shard)
         contents = ",".join([manifest.tokenizer["digest"], *(one.header.content for one in manifest.shards[side])])
-        sides[side] = Documents(shards, digest=hashlib.blake2b(contents.encode(), digest_size=16).hexdigest())
+        digest = hashlib.blake2b(contents.encode(), digest_size=16).hexdigest()
+        sides[side] = Documents(shards, digest, vocabulary=manifest.tokenizer["vocabulary"])
     return Prepared(folder, manifest, sides)

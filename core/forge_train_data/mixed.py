@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from forge_train import ConfigError
 
 from .documents import Int64
-from .proportions import Phases
+from .proportions import Recipe
 from .rows import Arrays
 from .stream import Ordered
 
@@ -29,36 +29,48 @@ class Part:
 class Mixture:
     """Sample i comes from the source that its place in the proportions says, and is the next sample of that source.
 
-    The state is the number of samples that each source has given. A run that goes on with other weights, or with a
-    source more, takes up each source where it was.
+    The state is the number of samples that each source has given, and where the proportions were last changed. A run
+    that goes on with other weights, caps or phases, or with a source more, takes up each source where it was; caps
+    count what a source really gave.
 
     Args:
         parts: the sources.
-        phases: their proportions, by the index of a sample; every name of a part is in it.
+        recipe: their proportions; every name of a part is in it.
         key: the section that messages name.
     """
 
-    def __init__(self, parts: Sequence[Part], phases: Phases, *, key: str) -> None:
+    def __init__(self, parts: Sequence[Part], recipe: Recipe, *, key: str) -> None:
         self._parts = {part.name: part for part in parts}
-        self._streams = [self._parts[name].stream for name in phases.names]
-        self._phases, self._key = phases, key
-        self._shift = np.zeros(len(phases.names), np.int64)
-        """What each source had given beyond what the proportions say, since they were changed at a resume."""
+        self._streams = [self._parts[name].stream for name in recipe.names]
+        self._recipe, self._key = recipe, key
+        self._begin(0, {})
         self.digest = hashlib.blake2b(json.dumps(self._digests).encode(), digest_size=16).hexdigest()
+
+    def _begin(self, start: int, given: Mapping[str, int]) -> None:
+        """Have the recipe hold from a sample on, before which each source had given something."""
+        self._start, self._before = start, {name: int(given.get(name, 0)) for name in self._recipe.names}
+        self._offset = np.array(list(self._before.values()), np.int64)
+        self._phases, self._short = self._recipe.phases(start, self._before)
 
     @property
     def _digests(self) -> dict[str, str]:
-        return {name: self._parts[name].stream.digest for name in self._phases.names}
+        return {name: self._parts[name].stream.digest for name in self._recipe.names}
 
     def given(self, samples: int) -> dict[str, int]:
         """How many of the first samples each source has given."""
-        counts = self._phases.counts(samples) + self._shift
-        return dict(zip(self._phases.names, counts.tolist(), strict=True))
+        counts = self._phases.counts(samples - self._start) + self._offset
+        return dict(zip(self._recipe.names, counts.tolist(), strict=True))
 
     def places(self, index: Int64) -> Int64:
-        """`[k]` → `[k, 2]`: the source, and the place in it."""
-        source, number = self._phases.at(index)
-        found = np.stack([source, number + self._shift[source]], axis=1)
+        """`[k]` → `[k, 2]`: the source, and the place in it.
+
+        Raises:
+            ConfigError: all sources are used up before the end. Only now: a resumed run says later what they gave.
+        """
+        if self._short:
+            raise ConfigError(self._short)
+        source, number = self._phases.at(index - self._start)
+        found = np.stack([source, number + self._offset[source]], axis=1)
         for at in np.unique(source).tolist():
             here = source == at
             found[here, 1] = self._streams[at].places(found[here, 1])
@@ -68,22 +80,31 @@ class Mixture:
         source, row = places[:, 0], places[:, 1]
         every: list[int] = np.unique(source).tolist()
         if len(every) == 1:
-            return self._streams[every[0]].read(row)
+            found = self._streams[every[0]].read(row)
+            return replace(found, sources=np.full(len(found.inputs), every[0]))  # a bucket has several sequences
         parts = [(source == at, self._streams[at].read(row[source == at])) for at in every]
-        return Arrays(*(_joined(name, parts) for name in ("inputs", "labels", "position_ids", "document_ids")))
+        fields = ("inputs", "labels", "position_ids", "document_ids")
+        return Arrays(**{name: _joined(name, parts) for name in fields}, sources=source.copy())
+
+    def where(self, place: Int64) -> str:
+        return f"{self._phases.names[int(place[0])]}: {self._streams[int(place[0])].where(place[1])}"
+
+    def after(self, place: Int64) -> Int64:
+        return np.stack([place[0], self._streams[int(place[0])].after(place[1])])
 
     def state_dict(self, samples: int) -> dict[str, Any]:
-        """What each source has given, and what it is."""
-        return {"given": self.given(samples), "sources": self._digests}
+        """What each source has given, what it is, and since when these proportions hold."""
+        since = {"recipe": self._recipe.digest, "sample": self._start, "given": self._before}
+        return {"given": self.given(samples), "sources": self._digests, "since": since}
 
     def load_state_dict(self, state: Mapping[str, Any], samples: int) -> None:
-        """Take up each source where it was.
+        """Take up each source where it was. Proportions that changed hold from here on.
 
         Raises:
             ConfigError: a source of the same name has other content.
         """
         if "given" not in state:  # a place alone: that of these very proportions
-            self._shift = np.zeros_like(self._shift)
+            self._begin(0, {})
             return
         known = state["sources"]
         for name, digest in self._digests.items():
@@ -92,8 +113,11 @@ class Mixture:
                     f"{self._key}.sources: {name!r} is not what this state was saved with: its content or its packing "
                     "changed. Give the new one another name."
                 )
-        before = np.array([state["given"].get(name, 0) for name in self._phases.names], np.int64)
-        self._shift = before - self._phases.counts(samples)
+        since = state["since"]
+        if since["recipe"] == self._recipe.digest:
+            self._begin(since["sample"], since["given"])
+        else:
+            self._begin(samples, state["given"])
 
 
 def _joined(name: str, parts: Sequence[tuple[Any, Arrays]]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,11 @@ from numpy.typing import NDArray
 from .permutation import permute
 
 Int64s = NDArray[np.int64]
+
+SEED = 0x9ACC
+"""Of the windows in which documents are packed: rows are the same in every run, only their order is the run's."""
+_BUFFER = 65536
+"""Documents among which those of like length are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,23 @@ def cut(lengths: Int64s, capacity: int) -> tuple[Int64s, Int64s, Int64s]:
     first = np.cumsum(pieces) - pieces
     start = (np.arange(len(document), dtype=np.int64) - first[document]) * capacity
     return document, start, np.minimum(lengths[document] - start, capacity)
+
+
+def arranged(lengths: Int64s, sequence: int, packing: str) -> Packed:
+    """Pieces of at most `sequence` tokens in rows: `best_fit`, several in a row; `pad`, one; or `buckets`, batches of
+    pieces of like length in the place of rows."""
+    if packing == "best_fit":
+        return best_fit(lengths, sequence, seed=SEED)
+    if packing == "buckets":
+        unit = bucket_unit(sequence)
+        return buckets(-(-lengths // unit) * unit, tokens_per_batch=sequence, buffer=_BUFFER, seed=SEED)
+    return Packed(np.arange(len(lengths), dtype=np.int64), np.arange(1, len(lengths) + 1, dtype=np.int64))
+
+
+def bucket_unit(sequence: int) -> int:
+    """The length of a bucket's rows is a multiple of this: there are few shapes to compile, and tensor parallelism can
+    divide them as it divides `sequence`."""
+    return math.gcd(sequence, 64)
 
 
 def best_fit(lengths: Int64s, capacity: int, *, window: int = 65536, seed: int) -> Packed:

@@ -17,20 +17,24 @@ def permute(index: NDArray[np.int64], epoch: NDArray[np.int64], n: int, seed: in
     arbitrary finite domains"), which keeps the bijection and takes fewer than two passes on average.
     """
     bits = max(1, (n - 1).bit_length())
-    value = index.astype(_U64)
-    keys = _keys(epoch, seed)
-    todo = np.arange(len(value))
+    one = len(epoch) > 0 and bool((epoch == epoch[0]).all())
+    keys = _keys(epoch[:1] if one else epoch, seed)
+    value = _mix(index.astype(_U64), keys, bits)
+    todo = np.flatnonzero(value >= _U64(n))
     while len(todo):
-        value[todo] = _mix(value[todo], keys[:, todo], bits)
-        todo = todo[value[todo] >= _U64(n)]
-    return value.astype(np.int64)
+        again = _mix(value[todo], keys if one else keys[:, todo], bits)
+        value[todo] = again
+        todo = todo[again >= _U64(n)]
+    return value.view(np.int64)
 
 
 def _mix(value: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
     mask, shift = _U64((1 << bits) - 1), _U64((bits + 1) // 2)
     for key in keys:
-        value = (value ^ (key >> _U64(32))) & mask
-        value = (value * (key | _U64(1))) & mask
+        value = value ^ (key >> _U64(32))
+        value &= mask
+        value *= key | _U64(1)
+        value &= mask
         value ^= value >> shift
     return value
 

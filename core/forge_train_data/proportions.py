@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -107,6 +111,56 @@ class Phases:
         phase = int(np.searchsorted(self._first, samples, "right")) - 1
         here: Int64s = self._past[phase] + self._mixtures[phase].counts(samples - int(self._first[phase]))
         return here
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the sources of a mixture are mixed by.
+
+    Args:
+        weights: the index of a phase's first sample, and its weights, as of `Phases`.
+        seed: of the order.
+        caps: source → samples that it gives at most; one without a cap is endless.
+        samples: that the mixture is to give; None for no end.
+        key: the section that messages name.
+    """
+
+    weights: Sequence[tuple[int, Weights]]
+    seed: int
+    caps: Mapping[str, int] = field(default_factory=dict)
+    samples: int | None = None
+    key: str = "mixture"
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the sources, in the order in which they appear."""
+        return Phases(self.weights, self.seed).names
+
+    @cached_property
+    def digest(self) -> str:
+        """Of everything that decides the order; how many samples are needed does not."""
+        decides = [[(at, list(weights.items())) for at, weights in self.weights], self.seed, sorted(self.caps.items())]
+        return hashlib.blake2b(json.dumps(decides).encode(), digest_size=16).hexdigest()
+
+    def phases(self, start: int, given: Mapping[str, int]) -> tuple[Phases, str]:
+        """The phases from a sample on, which is their sample 0; and why they are too short, empty where they are not.
+
+        Args:
+            start: the sample.
+            given: what each source had given before it.
+        """
+        running = max(at for at, (first, _) in enumerate(self.weights) if first <= start)
+        later = [(max(first - start, 0), weights) for first, weights in self.weights[running:]]
+        every = [(first, {name: weights.get(name, 0) for name in self.names}) for first, weights in later]
+        left = {name: max(cap - given.get(name, 0), 0) for name, cap in self.caps.items()}
+        found, end = capped(every, left, self.seed)
+        short = ""
+        if self.samples is not None and end is not None and start + end < self.samples:
+            short = (
+                f"{self.key}.sources: all are used up to their `epochs` after {start + end:,} sequences, and the run "
+                f"takes {self.samples:,}. Raise `epochs`, add a source without, or shorten the run."
+            )
+        return Phases(found or every, self.seed), short
 
 
 def capped(

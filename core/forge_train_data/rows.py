@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,16 +12,19 @@ import numpy as np
 from forge_train import MASKED
 
 from .documents import Documents, Int64
+from .packing import bucket_unit
 
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """Some rows, `[rows, sequence]` int64 each; the last two are None where documents are not kept apart."""
+    """Some rows, `[rows, sequence]` int64 each; positions and documents are None where documents are not kept apart."""
 
     inputs: Int64
     labels: Int64
     position_ids: Int64 | None = None
     document_ids: Int64 | None = None
+    sources: Int64 | None = None
+    """Which source of a mixture each row is from, or which member of its pair it is, `[rows]`."""
 
 
 class Rows(Protocol):
@@ -34,6 +37,10 @@ class Rows(Protocol):
 
     def read(self, rows: Int64) -> Arrays:
         """Rows by number, in the order asked for."""
+        ...
+
+    def where(self, row: int) -> str:
+        """The file, and the place in it, where a row begins; for messages."""
         ...
 
 
@@ -63,6 +70,7 @@ class SplitRows:
         starts = [row * size for row in rows.tolist()]
         for line, start in zip(block, starts, strict=True):
             self._documents.take(start, line)
+        self._documents.check(block, ((start, size + 1) for start in starts))
         inputs, labels = block[:, :-1].copy(), block[:, 1:].copy()
         if self._documents.masked:
             learned = np.zeros(labels.shape, bool)
@@ -75,6 +83,9 @@ class SplitRows:
                     line[-1] = MASKED
             return Arrays(inputs, labels)
         return Arrays(inputs, labels, *self._apart(starts, labels))
+
+    def where(self, row: int) -> str:
+        return self._documents.where(row * self._sequence)
 
     def _apart(self, starts: Sequence[int], labels: Int64) -> tuple[Int64, Int64]:
         """Mask labels of other documents; gives position and document ids."""
@@ -92,9 +103,10 @@ class SplitRows:
         length[-1:] = len(flat) - begin[-1:]
         number = np.arange(len(begin)) - begin.searchsorted(first)[begin // size]
         offset = begin.repeat(length)
-        if len(self._count) < len(flat):
-            self._count = np.arange(len(flat), dtype=np.int64)
-        np.subtract(self._count[: len(flat)], offset, out=offset)
+        count = self._count
+        if len(count) < len(flat):
+            count = self._count = np.arange(len(flat), dtype=np.int64)
+        np.subtract(count[: len(flat)], offset, out=offset)
         return offset.reshape(labels.shape), number.repeat(length).reshape(labels.shape)
 
 
@@ -107,12 +119,50 @@ class Pieces:
         start: where each piece begins in its document.
         length: of each, in tokens.
         row_ends: `[rows]`, where each row's pieces end (exclusive).
+        digest: `layout` of them, where it is known.
     """
 
     document: Int64
     start: Int64
     length: Int64
     row_ends: Int64
+    digest: str = ""
+
+    def of(self, row: int) -> range:
+        """The pieces of a row."""
+        return range(int(self.row_ends[row - 1]) if row else 0, int(self.row_ends[row]))
+
+    def read(self, piece: int, documents: Documents, inputs: Int64, labels: Int64) -> None:
+        """Tokens and labels of a piece, into arrays of its length; labels that are not learned stay as they are."""
+        begin, end = documents.span(int(self.document[piece]))
+        start, length = begin + int(self.start[piece]), len(inputs)
+        known = min(length, end - start - 1)  # labels: the document's last token has none
+        documents.take(start, inputs)
+        documents.take(start + 1, labels[:known])
+        if documents.masked:
+            learned = np.zeros(known, bool)
+            documents.learned(start + 1, learned)
+            labels[:known][~learned] = MASKED
+
+    def spans(self, row: int, documents: Documents) -> Iterator[tuple[int, int]]:
+        """Where each piece of a row, with the label after it, comes from: its first token, and how many."""
+        for piece in self.of(row):
+            begin, end = documents.span(int(self.document[piece]))
+            start = begin + int(self.start[piece])
+            yield start, min(int(self.length[piece]) + 1, end - start)
+
+    def where(self, row: int, documents: Documents) -> str:
+        """Where the first piece of a row lies."""
+        first = self.of(row).start
+        return documents.where(documents.span(int(self.document[first]))[0] + int(self.start[first]))
+
+
+def layout(documents: Documents, pieces: Pieces) -> str:
+    """Identifies documents and how they lie in rows."""
+    found = hashlib.blake2b(documents.digest.encode(), digest_size=16)
+    for part in (pieces.document, pieces.start, pieces.length, pieces.row_ends):
+        found.update(np.ascontiguousarray(part, np.int64).data)
+    return found.hexdigest()
 
 
 class PackedRows:
@@ -130,10 +180,7 @@ class PackedRows:
     def __init__(self, documents: Documents, sequence: int, pieces: Pieces, *, pad: int = 0) -> None:
         self._documents, self._sequence, self._pieces, self._pad = documents, sequence, pieces, pad
         self.count = len(pieces.row_ends)
-        layout = hashlib.blake2b(documents.digest.encode(), digest_size=16)
-        for part in (pieces.document, pieces.start, pieces.length, pieces.row_ends):
-            layout.update(np.ascontiguousarray(part, np.int64).tobytes())
-        self.digest = layout.hexdigest()
+        self.digest = pieces.digest or layout(documents, pieces)
 
     def read(self, rows: Int64) -> Arrays:
         shape = len(rows), self._sequence
@@ -141,25 +188,59 @@ class PackedRows:
         position_ids, document_ids = np.empty(shape, np.int64), np.empty(shape, np.int64)
         for at, row in enumerate(rows.tolist()):
             self._read(row, inputs[at], labels[at], position_ids[at], document_ids[at])
+        for ids in (inputs, labels):
+            self._documents.check(ids, self._spans(rows))
         return Arrays(inputs, labels, position_ids, document_ids)
 
+    def where(self, row: int) -> str:
+        return self._pieces.where(row, self._documents)
+
+    def _spans(self, rows: Int64) -> Iterator[tuple[int, int]]:
+        for row in rows.tolist():
+            yield from self._pieces.spans(row, self._documents)
+
     def _read(self, row: int, inputs: Int64, labels: Int64, position_ids: Int64, document_ids: Int64) -> None:
-        pieces = self._pieces
-        first, last = int(pieces.row_ends[row - 1]) if row else 0, int(pieces.row_ends[row])
-        at = 0
-        for number, piece in enumerate(range(first, last)):
-            begin, end = self._documents.span(int(pieces.document[piece]))
-            start, length = begin + int(pieces.start[piece]), int(pieces.length[piece])
-            here = slice(at, at + length)
-            known = min(length, end - start - 1)  # labels: the document's last token has none
-            self._documents.take(start, inputs[here])
-            self._documents.take(start + 1, labels[at : at + known])
-            if self._documents.masked:
-                learned = np.zeros(known, bool)
-                self._documents.learned(start + 1, learned)
-                labels[at : at + known][~learned] = MASKED
-            position_ids[here] = np.arange(length)
+        at, pieces = 0, self._pieces.of(row)
+        for number, piece in enumerate(pieces):
+            here = slice(at, at + int(self._pieces.length[piece]))
+            self._pieces.read(piece, self._documents, inputs[here], labels[here])
+            position_ids[here] = np.arange(here.stop - at)
             document_ids[here] = number
-            at += length
+            at = here.stop
         position_ids[at:] = np.arange(self._sequence - at)
-        document_ids[at:] = last - first
+        document_ids[at:] = len(pieces)
+
+
+class Buckets:
+    """Batches of documents of like length, each document in a row of its own, with padding after it.
+
+    A batch is what is asked for as one row, and a micro-batch on its own: `[documents, length]` of at most `sequence`
+    tokens together. Attention is causal, so no token sees the padding behind it, and documents need no ids.
+
+    Args:
+        documents: the text.
+        sequence: most tokens of a batch, padding included.
+        pieces: what lies where; a row of them is a batch.
+        pad: the token id of padding.
+    """
+
+    def __init__(self, documents: Documents, sequence: int, pieces: Pieces, *, pad: int = 0) -> None:
+        self._documents, self._pieces, self._pad = documents, pieces, pad
+        self._unit = bucket_unit(sequence)
+        self.count = len(pieces.row_ends)
+        self.digest = f"{pieces.digest or layout(documents, pieces)}, buckets of {sequence}"
+
+    def read(self, rows: Int64) -> Arrays:
+        (batch,) = rows.tolist()
+        pieces = self._pieces.of(batch)
+        length = self._pieces.length[pieces.start : pieces.stop]
+        shape = len(pieces), -(-int(length.max()) // self._unit) * self._unit
+        inputs, labels = np.full(shape, self._pad, np.int64), np.full(shape, MASKED, np.int64)
+        for line, piece, size in zip(range(len(pieces)), pieces, length.tolist(), strict=True):
+            self._pieces.read(piece, self._documents, inputs[line, :size], labels[line, :size])
+        for ids in (inputs, labels):
+            self._documents.check(ids, self._pieces.spans(batch, self._documents))
+        return Arrays(inputs, labels)
+
+    def where(self, row: int) -> str:
+        return self._pieces.where(row, self._documents)

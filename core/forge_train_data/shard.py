@@ -21,9 +21,11 @@ class Shard:
         ends: `[documents]` int64, where each document ends (exclusive); the last is `len(tokens)`. A map, if the file
             has them.
         trained: `[tokens]` uint8, 1 where the token is to be learned as a label; None where all are.
+        first: tokens of the file that lie before these, for messages.
     """
 
     path: Path
     tokens: Ids
     ends: NDArray[np.int64]
     trained: NDArray[np.uint8] | None = None
+    first: int = 0

@@ -19,6 +19,7 @@ _PACKING = {
     "split": "all documents as one text, cut every {} tokens",
     "best_fit": "several whole documents in a row of {} tokens",
     "pad": "one document in a row of {} tokens",
+    "buckets": "documents of like length in micro-batches of at most {} tokens",
 }
 
 
@@ -46,7 +47,7 @@ def packed(packing: str, job: Job, *, isolate: bool, rows: int | None = None) ->
         rows: of an epoch, where they are known without work.
     """
     how = _PACKING[packing].format(f"{job.config.train.sequence:,}")
-    apart = "attention stays in a document" if isolate else "attention crosses documents"
+    apart = "attention stays in a document" if isolate or packing == "buckets" else "attention crosses documents"
     return f"{how}; {apart}" + (f"; {passes(rows, sequences(job))}" if rows else "")
 
 

@@ -119,7 +119,7 @@ class ShardWriter:
         """
         kept = [document for document in documents if len(document)]
         if kept:
-            ids = np.concatenate(kept)
+            ids = kept[0] if len(kept) == 1 else np.concatenate(kept)
             self._largest = max(self._largest, int(ids.max()))
             self._file.write(ids.astype(self._dtype, casting="unsafe", copy=False).data)
             self._tokens += len(ids)

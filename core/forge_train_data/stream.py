@@ -28,7 +28,16 @@ class Stream(Protocol):
         ...
 
     def read(self, places: Int64) -> Arrays:
-        """The samples of some places."""
+        """The samples of some places, `[k, …]`. Called by several threads at once, or in another process, where samples
+        are read ahead: a stream for which that is right can be pickled."""
+        ...
+
+    def where(self, place: Int64) -> str:
+        """Where the sample of one place, `[…]`, lies, for messages: file and document, or file and token."""
+        ...
+
+    def after(self, place: Int64) -> Int64:
+        """The place that stands in for one that can't be read: the next one of its source."""
         ...
 
     def state_dict(self, samples: int) -> dict[str, Any]:
@@ -67,6 +76,12 @@ class Ordered:
 
     def read(self, places: Int64) -> Arrays:
         return self.rows.read(places)
+
+    def where(self, place: Int64) -> str:
+        return self.rows.where(int(place))
+
+    def after(self, place: Int64) -> Int64:
+        return np.asarray((place + 1) % self.rows.count)
 
     def state_dict(self, samples: int) -> dict[str, Any]:
         return {"corpus": self.digest}

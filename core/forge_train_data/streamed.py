@@ -11,21 +11,18 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 
-from forge_train import MASKED, Batch, ConfigError, Tokenizer
+from forge_train import MASKED, ConfigError, Tokenizer
+from forge_train.ground.errors import ForgeError, describe
 
 from .documents import Int64
-from .loader import as_batch
 from .permutation import permute
+from .reading import SampleError, stage
 from .rows import Arrays
 from .tokenizers import encode_documents
-
-if TYPE_CHECKING:
-    from forge_train import Job
 
 _AT_A_TIME = 64
 """Texts that are tokenised together."""
@@ -102,7 +99,7 @@ class StreamedRows:
 
     def go_to(self, place: Mapping[str, Any] | None) -> None:
         """Go to a place that `place` gave, or to the beginning."""
-        self._from = place
+        self._from, self._reading = place, (0, 0)
         self._documents = self._read(place)
         self._waiting: deque[_Document] = deque()
         self._tokens = 0
@@ -147,9 +144,21 @@ class StreamedRows:
 
     def _fill(self, tokens: int) -> None:
         while self._tokens < tokens:
-            document = next(self._documents)
+            document = self._next()
             self._waiting.append(document)
             self._tokens += len(document.ids) - document.used
+
+    def _next(self) -> _Document:
+        try:
+            return next(self._documents)
+        except ForgeError:  # which says what there is to say
+            raise
+        except Exception as error:
+            epoch, block = self._reading
+            raise SampleError(
+                f"{self._key}: a document in block {block:,} (of {self._buffer:,} each) of epoch {epoch:,} can't be "
+                f"read: stage {getattr(error, 'stage', 'read')}: {describe(error)}"
+            ) from error
 
     def _use(self, tokens: int) -> None:
         """Take tokens away; at least one stays, so that a document tells where the next row begins."""
@@ -190,6 +199,7 @@ class StreamedRows:
         """The blocks of an epoch from one of them on, each with its texts in their shuffled order."""
         texts, source = self._source.read(first.source), first.source
         for number in itertools.count(first.number):
+            self._reading = first.epoch, number
             block = list(itertools.islice(texts, self._buffer))
             if not block:
                 return
@@ -209,79 +219,8 @@ class StreamedRows:
         begin = np.array(self._tokenizer.begin, np.int64)
         end = np.array([] if self._tokenizer.end is None else [self._tokenizer.end], np.int64)
         for start in range(first, len(texts), _AT_A_TIME):
-            encoded = encode_documents(self._tokenizer, texts[start : start + _AT_A_TIME])
+            with stage("tokenise"):
+                encoded = encode_documents(self._tokenizer, texts[start : start + _AT_A_TIME])
             for number, ids in enumerate(encoded, start):
                 if len(ids):
                     yield number, np.concatenate([begin, ids, end]).astype(np.int64)
-
-
-class StreamedLoader:
-    """This rank's micro-batches of its own texts, without end.
-
-    The place in the texts is each rank's own, and is not in `state_dict`, which is asked for in every step: the plugin
-    keeps it (`gathered`, `scatter`). From `sequences` alone the loader goes on too: it reads all that was read before.
-
-    Args:
-        rows: of this rank.
-        job: gives micro-batch, data-parallel rank and number of data ranks, and the device.
-        key: the section that messages name.
-    """
-
-    def __init__(self, rows: StreamedRows, job: Job, *, key: str) -> None:
-        self._rows, self._dist, self._key = rows, job.dist, key
-        self._micro_batch = int(job.config.train.micro_batch)
-        self._pin = torch.device(job.device).type == "cuda"
-        self._sequences = 0
-        self._taken = 0
-        """Rows that were taken from `rows`."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        self._seek()
-        arrays = self._rows.take(self._micro_batch)
-        self._taken += self._micro_batch
-        self._sequences += self._micro_batch * self._dist.data_ranks
-        return as_batch(arrays, pin=self._pin)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sequences": self._sequences}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sequences = int(state["sequences"])
-
-    def skip(self, sequences: int) -> None:
-        self._sequences += sequences
-
-    def gathered(self) -> dict[str, Any]:
-        """The places of all ranks, on every one of them; all have to call it. JSON only."""
-        self._seek()
-        mine = {"taken": self._taken, "place": self._rows.place()}
-        places = dict(self._dist.gather_objects((self._dist.data_rank, mine)))
-        return {"places": [places[rank] for rank in range(self._dist.data_ranks)]}
-
-    def scatter(self, state: Mapping[str, Any]) -> None:
-        """Go to this rank's place.
-
-        Raises:
-            ConfigError: the places are of another number of ranks.
-        """
-        places, ranks = state["places"], self._dist.data_ranks
-        if len(places) != ranks:
-            raise ConfigError(
-                f"{self._key}: a stream goes on with the number of data-parallel ranks that it was saved with, "
-                f"{len(places)}, and not with {ranks}; without {self._key}.streaming any number can."
-            )
-        mine = places[self._dist.data_rank]
-        self._rows.go_to(mine["place"])
-        self._taken = mine["taken"]
-
-    def _seek(self) -> None:
-        """Go where `sequences` says."""
-        wanted = self._sequences // self._dist.data_ranks
-        if wanted < self._taken:
-            self._rows.go_to(None)
-            self._taken = 0
-        self._rows.drop(wanted - self._taken)
-        self._taken = wanted

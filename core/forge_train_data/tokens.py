@@ -14,11 +14,8 @@ if TYPE_CHECKING:
 
     from .documents import Documents
     from .held_out import Side
-    from .rows import Rows
+    from .rows import Pieces, Rows
     from .shard import Shard
-
-PACKING_SEED = 0x9ACC
-"""Of the windows in which documents are packed: rows are the same in every run, only their order is the run's."""
 
 
 def tokenizer_of(path: Path) -> str:
@@ -81,7 +78,7 @@ def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float
                     raise ConfigError(beyond(path / one.file, one.header.largest, None, vocabulary))
         if prepared.sides["validation"].tokens or not held_out:
             return prepared.sides
-        return divided(prepared.sides["train"].shards, held_out)
+        return divided(prepared.sides["train"].shards, held_out, prepared.sides["train"].digest, vocabulary)
     if path.is_dir():
         raise ConfigError(
             f"{key}.path: {path} has no manifest, so forge data prepare did not write it. For tokens of another "
@@ -100,7 +97,9 @@ def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float
         top, at = largest(shard)
         if top >= vocabulary:
             raise ConfigError(beyond(shard.path, top, at, vocabulary))
-    return divided(shards, held_out) if held_out else {"train": Documents(shards), "validation": Documents([])}
+    if held_out:
+        return divided(shards, held_out, vocabulary=vocabulary)
+    return {"train": Documents(shards, vocabulary=vocabulary), "validation": Documents([])}
 
 
 def beyond(path: Path, id: int, at: int | None, vocabulary: int, *, key: str = "tokenizer.path") -> str:
@@ -112,13 +111,22 @@ def beyond(path: Path, id: int, at: int | None, vocabulary: int, *, key: str = "
     )
 
 
-def divided(shards: list[Shard], held_out: float) -> Mapping[Side, Documents]:
+def divided(
+    shards: list[Shard], held_out: float, digest: str = "", vocabulary: int | None = None
+) -> Mapping[Side, Documents]:
     """The last documents, of about that share of the tokens, apart from the others. At least one stays on each side
-    where there are two."""
+    where there are two.
+
+    Args:
+        shards: to divide.
+        held_out: share of the tokens.
+        digest: identifies the shards; without one their tokens are sampled, a page of memory each.
+        vocabulary: ids must be below it, if it is known.
+    """
     from .documents import Documents
     from .shard import Shard
 
-    whole = Documents(shards)
+    whole = Documents(shards, vocabulary=vocabulary)
     if whole.count < 2:
         return {"train": whole, "validation": Documents([])}
     wanted, last = max(int(whole.tokens * (1 - held_out)), 1), whole.span(whole.count - 1)[0]
@@ -133,9 +141,13 @@ def divided(shards: list[Shard], held_out: float) -> Mapping[Side, Documents]:
             (validation, slice(cut, None), shard.ends[at:] - cut),
         ):
             mask = None if shard.trained is None else shard.trained[tokens]
-            side.append(Shard(shard.path, shard.tokens[tokens], ends, mask))
+            side.append(Shard(shard.path, shard.tokens[tokens], ends, mask, first=tokens.start))
         border -= len(shard.tokens)
-    return {"train": Documents(train), "validation": Documents(validation)}
+    known = {side: digest and f"{digest} {side} {held_out}" for side in ("train", "validation")}
+    return {
+        "train": Documents(train, known["train"], vocabulary=vocabulary),
+        "validation": Documents(validation, known["validation"], vocabulary=vocabulary),
+    }
 
 
 def _check_uncut(documents: Documents, sequence: int, packing: str) -> None:
@@ -145,7 +157,7 @@ def _check_uncut(documents: Documents, sequence: int, packing: str) -> None:
         ConfigError: some would be.
     """
     if packing == "split":
-        raise ConfigError("packing 'split' would cut conversations: choose best_fit or pad.")
+        raise ConfigError("packing 'split' would cut conversations: choose best_fit, pad or buckets.")
     lengths = documents.lengths()
     if longer := int((lengths > sequence).sum()):
         raise ConfigError(
@@ -160,25 +172,41 @@ def rows_of(documents: Documents, sequence: int, *, packing: str, isolate: bool,
     Args:
         documents: of one side.
         sequence: tokens of a row.
-        packing: `split`, `best_fit` or `pad`.
+        packing: `split`, `best_fit`, `pad` or `buckets`.
         isolate: whether documents of one row are kept apart; `best_fit` and `pad` always do.
         pad: the token id after what a row holds.
 
     Raises:
         ConfigError: conversations would be cut.
     """
-    import numpy as np
-
-    from .packing import best_fit, cut
-    from .rows import PackedRows, Pieces, SplitRows
+    from .plans import planned
+    from .rows import SplitRows
 
     if documents.masked:
         _check_uncut(documents, sequence, packing)
     if packing == "split":
         return SplitRows(documents, sequence, isolate=isolate)
+
+    def packed() -> Pieces:
+        return _pieces(documents, sequence, packing)
+
+    pieces = packed() if packing == "pad" else planned(documents, f"{packing} {sequence}", packed)
+    return laid_out(documents, sequence, pieces, packing=packing, pad=pad)
+
+
+def _pieces(documents: Documents, sequence: int, packing: str) -> Pieces:
+    from .packing import arranged, cut
+    from .rows import Pieces
+
     document, start, length = cut(documents.lengths(), sequence)
-    order, row_ends = np.arange(len(length)), np.arange(1, len(length) + 1)
-    if packing == "best_fit":
-        packed = best_fit(length, sequence, seed=PACKING_SEED)
-        order, row_ends = packed.order, packed.row_ends
-    return PackedRows(documents, sequence, Pieces(document[order], start[order], length[order], row_ends), pad=pad)
+    packed = arranged(length, sequence, packing)
+    order = packed.order
+    return Pieces(document[order], start[order], length[order], packed.row_ends)
+
+
+def laid_out(documents: Documents, sequence: int, pieces: Pieces, *, packing: str, pad: int) -> Rows:
+    """Pieces of documents as rows, or as buckets where that is the packing."""
+    from .rows import Buckets, PackedRows
+
+    made = Buckets if packing == "buckets" else PackedRows
+    return made(documents, sequence, pieces, pad=pad)

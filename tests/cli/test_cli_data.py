@@ -181,3 +181,19 @@ def test_a_plugin_that_tells_nothing_is_named(forge: Forge, folder: Path) -> Non
     (folder / "own.py").write_text(OWN.partition("    def data_stages")[0], encoding="utf-8")
     shown = forge("data", "show", "tiny.toml", "-p", "./own.py:Own", "--without", "text").out
     assert "tells nothing of its data" in shown
+
+
+def test_show_of_pairs(forge: Forge, folder: Path) -> None:
+    (folder / "pairs.jsonl").write_text('{"anchor": "a", "positive": "b"}\n')
+    options = (
+        "-p",
+        "text_pairs,pair_task:Contrast",
+        "-s",
+        "text_pairs.path=pairs.jsonl",
+        "-s",
+        f"text_pairs.cache={folder}/c",
+    )
+    found = stages(forge, *options, "-s", "text_pairs.kind=embedding")
+    assert found["render"] == ["texts as they are"]
+    assert found["pack"] == ["one text in a row; a pair is two rows, anchor, positive"]
+    assert "1 files (1 .jsonl)" in found["source"][0]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
+
+from forge_train.ground.layout import Layout
+from forge_train.processes.distributed import DistributedContext
 
 
 def total(value: float) -> float:
@@ -46,3 +50,16 @@ def die_on(rank: int) -> None:
 
 def not_json() -> object:
     return torch.ones(1)
+
+
+_met: list[weakref.ref[object]] = []
+
+
+def meets_again() -> bool:
+    """Whether the mesh of a layout, and with it the process group, is that of the call before."""
+    with DistributedContext.join(Layout(dp_shard=dist.get_world_size()), "cpu") as context:
+        mesh = context.mesh("dense")
+        context.all_reduce(torch.ones(1), axis="dp_shard")
+    again = bool(_met) and _met[0]() is mesh
+    _met[:] = [weakref.ref(mesh)]  # a group that somebody holds keeps its connections
+    return again

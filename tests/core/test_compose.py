@@ -417,7 +417,7 @@ def test_a_cut_model_has_the_names_and_the_initial_weights_of_the_whole(tmp_path
     for name, value in whole.state_dict().items():
         assert torch.equal(value, cut.state_dict()[name])
     assert cut.roles == whole.roles
-    with pytest.raises(ValueError, match="unpack"):
+    with pytest.raises(ConfigError, match="A pipeline has cut the model into parts"):
         cut(torch.zeros(1, 1, dtype=torch.int64))
 
 

@@ -40,6 +40,15 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
         lines = [json.dumps({"prompt": f"say {number}", "completion": str(number)}) for number in range(400)]
         (folder / "chats.jsonl").write_text("\n".join(lines))
         return {"sft.path": str(folder / "chats.jsonl"), "sft.template": "plain", "sft.cache": str(folder / "cache")}
+    if name == "text_pairs":
+        lines = [json.dumps({"anchor": f"say {number}", "positive": str(number)}) for number in range(400)]
+        (folder / "pairs.jsonl").write_text("\n".join(lines))
+        more = {
+            "text_pairs.kind": "embedding",
+            "text_pairs.cache": str(folder / "cache"),
+            "plugins": ["pair_task:Contrast"],
+        }
+        return {"text_pairs.path": str(folder / "pairs.jsonl"), **more}
     if name in ("tokens", "mixture"):
         (folder / "text.txt").write_text("".join(f"line {number}\n" for number in range(4000)))
         prepare(Preparation((str(folder / "text.txt"),), folder / "tokens", held_out=0.2), Progress())

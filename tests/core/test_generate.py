@@ -196,7 +196,7 @@ def scripted(script: Sequence[int], tokenizer: Any = None, prompt: str = "", **v
     task = SimpleNamespace(outputs=lambda part, hidden, batch: hidden)
     hooks = SimpleNamespace(provider={"tokenizer": "text"}.get, tokenizer=lambda: tokenizer, task=lambda: task)
     hooks.gives = lambda slot: "token_logits"
-    dist = SimpleNamespace(layout=SimpleNamespace(cp=1), on_main=lambda function: function())
+    dist = SimpleNamespace(layout=SimpleNamespace(pp=1, cp=1), on_main=lambda function: function())
     job = SimpleNamespace(hooks=hooks, dist=dist, device=torch.device("cpu"))
     model = SimpleNamespace(parts=(Scripted(script),), free_gathered=lambda: None, looks_ahead="")
     return Completion(job, model, prompt, Sampling(**({"tokens": len(script), "temperature": 0} | values)))  # type: ignore[arg-type]

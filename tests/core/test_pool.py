@@ -42,6 +42,17 @@ def test_a_failure_comes_with_its_rank_and_traceback(ranks: Pool) -> None:
     assert [reply["process"] for reply in after] == [reply["process"] for reply in before]
 
 
+def test_cases_that_keep_their_group_share_its_meshes(ranks: Pool) -> None:
+    ranks.run(pool_cases.meets_again, 3, keep=True)
+    assert ranks.run(pool_cases.meets_again, 3, keep=True) == [True] * 3
+    assert ranks.run(pool_cases.meets_again, 2, keep=True) == [False] * 2, "another world"
+    assert ranks.run(pool_cases.meets_again, 2) == [False] * 2, "one that does not keep has its own"
+    assert ranks.run(pool_cases.meets_again, 2, keep=True) == [False] * 2
+    with pytest.raises(PoolError, match="rank 1 failed"):
+        ranks.run(pool_cases.fail_on, 2, keep=True, rank=1)
+    assert ranks.run(pool_cases.meets_again, 2, keep=True) == [False] * 2, "a failure ends it"
+
+
 @pytest.mark.accept("trial", 26)
 def test_a_hang_is_ended_and_shows_where(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time runs out once the other rank has answered, however long that takes on a busy machine."""

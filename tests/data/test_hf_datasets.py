@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 from forge_train import ConfigError, Loader
 from forge_train.testing import Pool, PoolError, run_forge
+from forge_train_data.plugin import Prefetch
 from forge_train_data.tokenizers.byte import ByteTokenizer
 from forge_train_plugins.data._hf_datasets.opening import Wanted, open_stream
 from forge_train_plugins.data.hf_datasets import HFDatasets
@@ -142,10 +144,12 @@ def test_a_stream_gives_every_document_once_an_epoch(sources: dict[str, Any], ki
 
 @pytest.mark.accept("data", 1)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", ["json", "parquet", "saved"])
-def test_a_stream_is_resumed_twice_bit_for_bit(sources: dict[str, Any], kind: str, ranks: int) -> None:
+def test_a_stream_is_resumed_twice_bit_for_bit(sources: dict[str, Any], kind: str, workers: int, ranks: int) -> None:
     settings = {"streaming": True, "shuffle_buffer": 16, **sources[kind]}
     expected = Ranks(ranks, **settings).take(23)
+    settings["prefetch"] = Prefetch(workers=workers, batches=4)
     found: list[list[Any]] = [[] for _ in range(ranks)]
     state: dict[str, Any] = {}
     for batches in (5, 9, 9):  # in the first epoch, in a block; in another block; on to the second epoch
@@ -155,6 +159,15 @@ def test_a_stream_is_resumed_twice_bit_for_bit(sources: dict[str, Any], kind: st
         for rank, rows in enumerate(every.take(batches)):
             found[rank] += rows
         state = every.save()
+        if batches == 9:  # there and back: what was read ahead is forgotten
+            place = every.loaders[0].state_dict()
+            every.loaders[0].skip(6 * ranks)
+            skipped = [tensor.tolist() for tensor in next(every.loaders[0]).tensors().values()]
+            assert skipped == Ranks(ranks, **settings).take(len(found[0]) // 4 + 4)[0][-4:]
+            every.loaders[0].load_state_dict(place)
+            state = every.save()
+        for loader in every.loaders:
+            loader.close()  # type: ignore[attr-defined]
     assert found == expected
     with pytest.raises(ConfigError, match=f"goes on with the number of data-parallel ranks .* {ranks}, and not with 4"):
         Ranks(4, **settings).load(state)
@@ -272,18 +285,36 @@ class TestMistakes:
             "hf_datasets.held_out",
             "hf_datasets.shuffle_buffer",
         ]
+        ahead = Prefetch(workers=2, on_error="skip")
+        plugin = HFDatasets(HFDatasets.Config(path="json", streaming=True, prefetch=ahead))
+        assert [one.key for one in plugin.check_config(None)] == [  # type: ignore[arg-type]
+            "hf_datasets.prefetch",
+            "hf_datasets.prefetch.on_error",
+        ]
         with pytest.raises(ConfigError, match="nothing is held out"):
             Ranks(1, "validation", path="x", held_out=0)
 
 
-def test_ranks_have_their_own_files_where_they_can(sources: dict[str, Any]) -> None:
-    files = sources["parquet"]["data_files"]
-    stream = open_stream(Wanted("parquet", "", files, "train"), 1, 2)
-    assert [record["n"] for record in stream] == list(range(50, 90))
+@pytest.mark.accept("data", 1)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_uneven_files_repeat_nothing(tmp_path: Path, ranks: int) -> None:
+    """Six documents in one file, sixty in another, of equal length: after n epochs each was seen n times."""
+    for name, numbers in (("a", range(6)), ("b", range(6, 66))):
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": f"document {n:02}"}) + "\n" for n in numbers)
+        )
+    files = tuple(str(tmp_path / f"{name}.jsonl") for name in "ab")
+    stream = open_stream(Wanted("json", "", files, "train"), 1, ranks)
+    assert [record["text"] for record in stream] == [f"document {n:02}" for n in range(1, 66, ranks)]
+    every = Ranks(ranks, streaming=True, shuffle_buffer=16, held_out=0, path="json", data_files=files)
+    share = 66 // ranks
+    seen = Counter(text for loader in every.loaders for text in documents(loader, 13 * share * 4)[: 3 * share])
+    assert set(seen.values()) == {3}
+    assert len(seen) == 66
 
 
 def train(folder: str, path: str, name: str, stop_at: int = 0) -> list[float]:
-    """Six steps on the ranks there are."""
+    """Four steps on the ranks there are."""
     settings = {
         "hf_datasets.path": path,
         "hf_datasets.streaming": True,
@@ -291,10 +322,10 @@ def train(folder: str, path: str, name: str, stop_at: int = 0) -> list[float]:
         "hf_datasets.held_out": 0.3,
         "train.global_batch": 4,
         "train.micro_batch": 1,
-        "train.evaluate_every": 3,
+        "train.evaluate_every": 2,
     }
     more = {"stop_at": stop_at} if stop_at else {}
-    return run_forge(("hf_datasets",), settings, steps=6, folder=Path(folder), name=name, **more).losses  # type: ignore[arg-type]
+    return run_forge(("hf_datasets",), settings, steps=4, folder=Path(folder), name=name, **more).losses  # type: ignore[arg-type]
 
 
 @pytest.mark.dist
@@ -302,7 +333,7 @@ def train(folder: str, path: str, name: str, stop_at: int = 0) -> list[float]:
 def test_two_processes_stop_and_go_on(ranks: Pool, sources: dict[str, Any], tmp_path: Path) -> None:
     common = {"folder": str(tmp_path / "runs"), "path": sources["saved"]["path"]}
     whole = ranks.run(train, 2, name="whole", **common)
-    ranks.run(train, 2, name="parts", stop_at=4, **common)
+    ranks.run(train, 2, name="parts", stop_at=3, **common)
     with pytest.raises(PoolError, match="goes on with the number of data-parallel ranks"):
         ranks.run(train, 1, name="parts", **common)
     assert ranks.run(train, 2, name="parts", **common) == whole

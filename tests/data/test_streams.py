@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,8 +22,9 @@ from forge_train_data.documents import Documents
 from forge_train_data.fit import fitted
 from forge_train_data.loader import StreamLoader
 from forge_train_data.mixed import Mixture, Part
+from forge_train_data.plugin import Prefetch
 from forge_train_data.prepare import Preparation, Report, prepare, tasks
-from forge_train_data.proportions import Phases
+from forge_train_data.proportions import Recipe
 from forge_train_data.random_tokens import RandomTokens
 from forge_train_data.rows import PackedRows
 from forge_train_data.shard import Shard
@@ -63,22 +65,32 @@ def corpus(lengths: list[int], first: int = 0, *, trained: bool = False, files: 
 
 LENGTHS = [5, 1, 30, 8, 8, 3, 64, 2, 2, 2, 41, 12, 7, 11, 1, 1, 6]
 Make = Callable[..., StreamLoader]
+PACKINGS = ("split", "best_fit", "pad", "buckets")
+INLINE = Prefetch()
+WORKERS = {
+    "inline": INLINE,
+    **{f"{count} threads": Prefetch(workers=count) for count in (1, 3)},
+    "3 processes": Prefetch(workers=3, kind="processes"),
+}
 
 
 def single(packing: str) -> Make:
-    def make(**options: Any) -> StreamLoader:
+    def make(prefetch: Prefetch = INLINE, **options: Any) -> StreamLoader:
         rows = rows_of(corpus(LENGTHS), SEQUENCE, packing=packing, isolate=True, pad=PAD)
-        return StreamLoader(Ordered(rows, 3, key="x"), job(**options))
+        return StreamLoader(Ordered(rows, 3, key="x"), job(**options), prefetch)
 
     return make
 
 
-def mixed(**options: Any) -> StreamLoader:
-    texts = {"a": corpus(LENGTHS), "b": corpus([7] * 30, 1000), "c": corpus([12, 40], 2000)}
-    rows = {name: rows_of(text, SEQUENCE, packing="best_fit", isolate=True, pad=PAD) for name, text in texts.items()}
-    parts = [Part(name, Ordered(one, 3, key="x")) for name, one in rows.items()]
-    phases = Phases([(0, {"a": 3, "b": 1, "c": 1}), (40, {"a": 1, "b": 1, "c": 0})], 0)
-    return StreamLoader(Mixture(parts, phases, key="x"), job(**options))
+def mixed(packing: str) -> Make:
+    def make(prefetch: Prefetch = INLINE, **options: Any) -> StreamLoader:
+        texts = {"a": corpus(LENGTHS), "b": corpus([7] * 30, 1000), "c": corpus([12, 40], 2000)}
+        rows = {name: rows_of(text, SEQUENCE, packing=packing, isolate=True, pad=PAD) for name, text in texts.items()}
+        parts = [Part(name, Ordered(one, 3, key="x")) for name, one in rows.items()]
+        recipe = Recipe([(0, {"a": 3, "b": 1, "c": 1}), (40, {"a": 1, "b": 1, "c": 0})], 0)
+        return StreamLoader(Mixture(parts, recipe, key="x"), job(**options), prefetch)
+
+    return make
 
 
 def random_tokens(length: int = 9, isolate: bool = True) -> RandomTokens:
@@ -86,9 +98,10 @@ def random_tokens(length: int = 9, isolate: bool = True) -> RandomTokens:
 
 
 STREAMS = {
-    **{packing: single(packing) for packing in ("split", "best_fit", "pad")},
-    "mixture": mixed,
-    "random": lambda **options: StreamLoader(random_tokens(), job(**options)),
+    **{packing: single(packing) for packing in PACKINGS},
+    "mixture": mixed("best_fit"),
+    "mixed buckets": mixed("buckets"),
+    "random": lambda prefetch=INLINE, **options: StreamLoader(random_tokens(), job(**options), prefetch),
 }
 
 
@@ -105,18 +118,21 @@ def taken(loaders: list[StreamLoader], batches: int) -> list[Any]:
 
 
 @pytest.mark.accept("data", 1)
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("name", STREAMS)
-def test_one_global_sequence_on_any_ranks_resumed_twice(name: str) -> None:
-    make = STREAMS[name]
+def test_one_global_sequence_on_any_ranks_resumed_twice(name: str, workers: str) -> None:
+    make, prefetch = STREAMS[name], WORKERS[workers]
     assert isinstance(make(), Loader)
     expected = taken([make(micro_batch=1)], 96)
     for ranks, micro_batch in ((1, 3), (2, 1), (3, 2)):
+        micro_batch = 1 if "buckets" in name else micro_batch
         size = ranks * micro_batch
-        every = [make(rank=rank, ranks=ranks, micro_batch=micro_batch) for rank in range(ranks)]
+        ways = [prefetch, *[WORKERS["3 threads"] if workers == "3 processes" else prefetch] * 2]  # processes cost time
+        every = [make(ways[rank], rank=rank, ranks=ranks, micro_batch=micro_batch) for rank in range(ranks)]
         first = taken(every, 12 // size)
         state = json.loads(json.dumps(every[-1].state_dict()))
         assert state["sequences"] == 12
-        other = [make(rank=rank, ranks=2, micro_batch=1) for rank in range(2)]
+        other = [make(ways[-1], rank=rank, ranks=2, micro_batch=1) for rank in range(2)]
         for loader in other:
             loader.load_state_dict(state)
         second = taken(other, 12)
@@ -124,21 +140,79 @@ def test_one_global_sequence_on_any_ranks_resumed_twice(name: str) -> None:
         for loader in every:
             loader.load_state_dict(again)
         third = taken(every, 60 // size)
+        for loader in (*every, *other):
+            loader.close()
         assert first + second + third == expected
 
 
 @pytest.mark.accept("data", 1)
-@pytest.mark.parametrize("packing", ["split", "best_fit", "pad"])
-def test_every_token_once_an_epoch(packing: str) -> None:
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_every_token_once_an_epoch(packing: str, ranks: int, workers: int) -> None:
     documents = corpus(LENGTHS)
     rows = rows_of(documents, SEQUENCE, packing=packing, isolate=True, pad=PAD)
-    loader = StreamLoader(Ordered(rows, 3, key="x"), job(micro_batch=1))
+    loaders = [
+        StreamLoader(Ordered(rows, 3, key="x"), job(rank, ranks, micro_batch=1), Prefetch(workers=workers))
+        for rank in range(ranks)
+    ]
+    given = (next(loaders[number % ranks]) for number in itertools.count())
     for _ in range(3):
-        seen = Counter(token for batch in itertools.islice(loader, rows.count) for token in batch.inputs[0].tolist())
+        seen: Counter[int] = Counter()
+        for batch in itertools.islice(given, rows.count):
+            assert batch.inputs.numel() <= SEQUENCE
+            seen.update(batch.inputs.ravel().tolist())
         padding = seen.pop(PAD, 0)
         used = rows.count * SEQUENCE if packing == "split" else documents.tokens
         assert seen == Counter(range(used))
-        assert padding == rows.count * SEQUENCE - used
+        if packing != "buckets":
+            assert padding == rows.count * SEQUENCE - used
+    for loader in loaders:
+        loader.close()
+
+
+@pytest.mark.accept("data", 1)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40),
+    sequence=st.sampled_from([7, 12, 32, 96]),
+    trained=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_buckets_agree_with_an_oracle(lengths: list[int], sequence: int, trained: bool) -> None:
+    """A bucket's rows are pieces of like length, padded on the right, and all together hold at most `sequence`."""
+    if trained:
+        lengths = [min(length, sequence) for length in lengths]
+    rows = rows_of(corpus(lengths, trained=trained), sequence, packing="buckets", isolate=True, pad=PAD)
+    ends, seen = set(np.cumsum(lengths).tolist()), Counter[int]()
+    unit = math.gcd(sequence, 64)
+    for number in range(rows.count):
+        found = rows.read(np.array([number]))
+        assert found.position_ids is None
+        assert found.document_ids is None
+        assert found.inputs.size <= sequence
+        assert found.inputs.shape[1] % unit == 0
+        longest = 0
+        for inputs, labels in zip(found.inputs.tolist(), found.labels.tolist(), strict=True):
+            tokens = [token for token in inputs if token != PAD]
+            longest = max(longest, len(tokens))
+            assert inputs == tokens + [PAD] * (len(inputs) - len(tokens)), "padding is on the right"
+            assert tokens == list(range(tokens[0], tokens[0] + len(tokens))), "a row is one stretch of one document"
+            assert not ends & set(tokens[1:])
+            for token, label in itertools.zip_longest(tokens, labels, fillvalue=PAD):
+                learned = token != PAD and token + 1 not in ends and not (trained and (token + 1) % 3 == 0)
+                assert label == (token + 1 if learned else MASKED)
+            seen.update(tokens)
+        assert found.inputs.shape[1] - longest < unit
+    assert seen == Counter(range(sum(lengths)))
+
+
+def test_buckets_of_many_documents_are_equal_work() -> None:
+    lengths = np.random.default_rng(0).lognormal(5, 1, 20_000).astype(int).clip(1, 4000).tolist()
+    rows = rows_of(corpus(lengths), 8192, packing="buckets", isolate=True, pad=PAD)
+    sizes = np.array([rows.read(np.array([number])).inputs.size for number in range(rows.count)])
+    assert sizes.max() <= 8192
+    assert np.mean(sizes) > 0.95 * 8192
+    assert sum(lengths) / sizes.sum() > 0.85, "of the tokens of all batches, padding included"
 
 
 def test_random_tokens_are_one_text_in_rows() -> None:
@@ -231,7 +305,13 @@ def test_conversations_are_not_cut_but_by_a_stated_policy() -> None:
 
 class TestMixture:
     @staticmethod
-    def make(phases: list[Any], lengths: dict[str, list[int]] | None = None, **options: Any) -> StreamLoader:
+    def make(
+        phases: list[Any],
+        lengths: dict[str, list[int]] | None = None,
+        caps: dict[str, int] | None = None,
+        samples: int | None = None,
+        **options: Any,
+    ) -> StreamLoader:
         texts = lengths or {"a": LENGTHS, "b": [7] * 30, "new": [12, 40]}
         names = dict.fromkeys(name for _, weights in phases for name in weights)
         parts = [
@@ -245,7 +325,9 @@ class TestMixture:
             )
             for at, name in enumerate(names)
         ]
-        return StreamLoader(Mixture(parts, Phases(phases, 0), key="mixture"), job(micro_batch=1, **options))
+        return StreamLoader(
+            Mixture(parts, Recipe(phases, 0, caps or {}, samples), key="mixture"), job(micro_batch=1, **options)
+        )
 
     def test_proportions_hold(self) -> None:
         loader = self.make([(0, {"a": 3, "b": 1})])
@@ -267,6 +349,39 @@ class TestMixture:
         assert mine == expected[: len(mine)]
         assert sum(row[0] >= 2000 for row in rows) in (9, 10, 11)
         assert after.state_dict()["given"]["a"] == len(mine)
+
+    @given(st.integers(0, 60), st.integers(0, 40), st.integers(1, 5), st.integers(1, 5))
+    @settings(deadline=None, max_examples=30)
+    def test_caps_count_what_was_really_given(self, first: int, more: int, weight: int, other: int) -> None:
+        """Re-weighted at a resume: a source stops exactly at its cap, and the new order is resumed exactly, too."""
+        old = self.make([(0, {"a": 9, "b": 1})], caps={"a": 60})
+        seen = [int(next(old).inputs[0, 0]) // 1000 for _ in range(first)]
+        weights = [(0, {"a": weight, "b": other}), (90, {"a": 1, "b": 1})]
+        changed = self.make(weights, caps={"a": 60})
+        changed.load_state_dict(json.loads(json.dumps(old.state_dict())))
+        seen += [int(next(changed).inputs[0, 0]) // 1000 for _ in range(more)]
+        again = self.make(weights, caps={"a": 60})
+        again.load_state_dict(json.loads(json.dumps(changed.state_dict())))
+        for _ in range(300):
+            row = next(changed).inputs
+            assert torch.equal(row, next(again).inputs)
+            seen.append(int(row[0, 0]) // 1000)
+        assert changed.state_dict() == again.state_dict()
+        assert changed.state_dict()["given"] == {"a": seen.count(0), "b": seen.count(1)}
+        assert seen.count(0) == 60
+
+    def test_a_mixture_that_ends_too_soon_is_told_by_what_was_given(self) -> None:
+        old = self.make([(0, {"a": 1, "b": 1})], caps={"a": 30, "b": 30}, samples=60)
+        for _ in range(40):
+            next(old)
+        state = json.loads(json.dumps(old.state_dict()))
+        fits = self.make([(0, {"a": 3, "b": 1})], caps={"a": 30, "b": 30}, samples=60)
+        fits.load_state_dict(state)
+        assert len([next(fits) for _ in range(20)]) == 20
+        short = self.make([(0, {"a": 1, "b": 1})], caps={"a": 30, "b": 25}, samples=60)
+        short.load_state_dict(state)
+        with pytest.raises(ConfigError, match="used up to their `epochs` after 55 sequences, and the run takes 60"):
+            next(short)
 
     def test_another_source_of_the_same_name_is_refused(self) -> None:
         state = self.make([(0, {"a": 1, "b": 1})]).state_dict()
@@ -333,7 +448,7 @@ class TestPlugins:
         assert all(torch.equal(held_out[0], other) for other in held_out), "every run is evaluated on the same text"
         capped = Plugin(Plugin.Config(sources=tuple(replace(source, epochs=0.1) for source in sources)))
         with pytest.raises(ConfigError, match="all are used up to their `epochs` after"):
-            capped.build_data(one, "train")
+            next(capped.build_data(one, "train"))
 
     def test_paths_in_a_file_begin_where_the_file_lies(self, folders: list[Path], tmp_path: Path) -> None:
         from forge_train.config.layers import Request
@@ -348,6 +463,19 @@ class TestPlugins:
         assert found == [str(folder) for folder in folders]
         assert setup.config.sections["tokenizer"].path == "bytes"
         assert str(setup.config.origin(("tokenizer", "path"))) == "plugin mixture"
+
+    @pytest.mark.parametrize("plugin", ["tokens", "mixture"])
+    def test_a_bucket_is_a_micro_batch(self, folders: list[Path], plugin: str) -> None:
+        from forge_train.config.layers import Request
+        from forge_train.registry.setup import resolve
+
+        source = f"tokens.path={folders[0]}" if plugin == "tokens" else f'mixture.sources=[{{ path = "{folders[0]}" }}]'
+        wanted = (source, f"{plugin}.packing=buckets", "train.steps=2", "train.sequence=64", "train.global_batch=4")
+        setup = resolve(Request(plugins=(plugin,), set=wanted))
+        assert setup.config.train.micro_batch == 1
+        assert not any(need.documents for _, need in setup.hooks.kernel_needs(setup.config))
+        with pytest.raises(ConfigError, match="train.micro_batch: must be 1 with packing 'buckets'"):
+            resolve(Request(plugins=(plugin,), set=(*wanted, "train.micro_batch=2")))
 
     def test_bits_per_byte_of_a_prepared_folder(self, folders: list[Path]) -> None:
         """As many tokens are predicted as there are bytes: every byte, and the end, but a document's first one."""

@@ -28,6 +28,7 @@ def attend(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     log_sum_exp: bool = False,
+    query_document_ids: Tensor | None = None,
     scale: float | None = None,
 ) -> Any:
     """Everything that can be asked for, with a loop over heads."""
@@ -36,7 +37,8 @@ def attend(
     distance = (torch.arange(queries) + first)[:, None] - torch.arange(keys)
     hidden = ((distance < 0) | (distance >= (window or keys + first + queries)))[None].expand(len(query), -1, -1)
     if document_ids is not None:
-        hidden = hidden | (document_ids[:, first : first + queries, None] != document_ids[:, None])
+        own = document_ids[:, first : first + queries] if query_document_ids is None else query_document_ids
+        hidden = hidden | (own[:, :, None] != document_ids[:, None])
     outs, sums = [], []
     for head in range(query.shape[2]):
         logits = query[:, :, head] @ key[:, :, head // group].mT * (scale or query.shape[-1] ** -0.5)
@@ -44,7 +46,8 @@ def attend(
         logits = logits.masked_fill(hidden, -torch.inf)
         total = logits.logsumexp(-1, keepdim=True)
         total = total if sinks is None else torch.logaddexp(total, sinks[head].expand_as(total))
-        weights = nn.functional.dropout((logits - total).exp(), dropout)
+        safe = total.masked_fill(total == -torch.inf, 0)
+        weights = nn.functional.dropout((logits - safe).exp(), dropout)
         outs.append(weights @ value[:, :, head // group])
         sums.append(total.squeeze(-1))
     out = torch.stack(outs, dim=2)
@@ -77,6 +80,7 @@ class Everything(Plugin):
         soft_caps=True,
         sinks=True,
         log_sum_exp=True,
+        blocks=True,
     )
 
     @hookimpl

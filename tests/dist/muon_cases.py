@@ -51,7 +51,8 @@ def train(
         return original(output, given, into, out_of, group=group, **more)
 
     own = {} if "schedule_free" in plugins else {"cosine.warmup": 1}
-    settings = {"train.global_batch": 12, "train.micro_batch": 1, **own, **config}
+    share = 12 // (dist.get_world_size() // config.get("parallel.tp", 1))
+    settings = {"train.global_batch": 12, "train.micro_batch": share // 2, **own, **config}
     with patch("torch.distributed.all_to_all_single", counting):
         run = run_forge((*plugins, Begun), settings, steps=steps, folder=Path(folder), name=name, stop_at=stop_at)
     weights = {key: whole(parameter) for key, parameter in run.model.named_parameters()}

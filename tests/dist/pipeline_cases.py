@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import cases
 import toys
-from forge_train import Applied, Batch, Job, MicroBatch, Model, Phase, Plugin, Transform, hookimpl
+from forge_train import Applied, Batch, Job, MicroBatch, Model, Phase, Plugin, Timetable, Transform, hookimpl
 from forge_train.testing import TinyRun
 
 
@@ -60,6 +60,13 @@ class Pipeline:
         dist.recv(x, self.other, group=self.group)
         x.requires_grad_(torch.is_grad_enabled())
         return x, self.task.loss(self.part, self.part(x), batch)
+
+    def timetable(self, micro_batches: int) -> Timetable:
+        return Timetable.from_csv(
+            "\n".join(
+                ",".join(f"{rank}{work}{index}" for work in "FB" for index in range(micro_batches)) for rank in (0, 1)
+            )
+        )
 
     def train(self, batches: Sequence[Batch], scale: Tensor | float) -> Tensor:
         passed, total = [], torch.zeros(())

@@ -87,7 +87,7 @@ def train(ranks: Pool, folder: Path, sharding: str = "one", **more: Any) -> list
     folder.mkdir(exist_ok=True)
     plugins, config = (*plugins, *more.pop("plugins", ())), {**config, **more.pop("config", {})}
     arguments = {"folder": str(folder), "plugins": plugins, "config": config, **more}
-    replies: list[dict[str, Any]] = ranks.run("adapter_cases:adapted", world, **arguments)
+    replies: list[dict[str, Any]] = ranks.run("adapter_cases:adapted", world, keep=True, **arguments)
     return replies
 
 

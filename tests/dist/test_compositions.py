@@ -87,10 +87,12 @@ OPTIONS: dict[str, tuple[Composition, Settings, Settings]] = {
     "growing batches, ddp": (Composition("ddp2", "full", "three", *TIED), {}, GROWING),
     "tp, sums kept": (Composition("tp2", "selective", "one", *TIED), {"ac.save": ["attention", "collectives"]}, {}),
 }  # fmt: skip
+ORDERED = dict(sorted(OPTIONS.items(), key=lambda item: item[1][0].world))
+"""Those of one number of ranks together: they share a process group."""
 
 
 @pytest.mark.accept("dist", 2)
-@pytest.mark.parametrize(("composition", "layout", "model"), OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("composition", "layout", "model"), ORDERED.values(), ids=ORDERED)
 def test_options_agree(
     verify: Verifier, composition_file: Path, composition: Composition, layout: Settings, model: Settings
 ) -> None:

@@ -28,7 +28,9 @@ class Reference:
     def train(self, world: int, plugins: tuple[str, ...], config: Settings, **more: Any) -> list[dict[str, Any]]:
         folder = self.folder / str(next(self.numbers))
         folder.mkdir()
-        return self.ranks.run("cases:train", world, folder=str(folder), plugins=plugins, config=dict(config), **more)
+        return self.ranks.run(
+            "cases:train", world, keep=True, folder=str(folder), plugins=plugins, config=dict(config), **more
+        )
 
     def one(self, config: Settings) -> dict[str, Any]:
         """The same on one process; what belongs to the layout does not count."""

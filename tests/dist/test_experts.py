@@ -46,10 +46,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "tp2 ep2, dp 1": (2, ("tp",), p(tp=2, ep=2)),
     "tp2, all experts on each rank": (2, ("tp",), p(tp=2)),
     "etp2": (2, ("tp",), p(tp=2, etp=2)),
-    "ep4, recompute, accumulation": (4, ("ac",), {**p(ep=4), "train.micro_batch": 1, "ac.mode": "full"}),
     "ep2, compiled": (2, ("compile",), {**p(ep=2), **TRACED}),  # test_compositions.py tries inductor
     "ep2, recompute, traced": (2, ("ac", "compile"), {**p(ep=2), **TRACED}),
     "tp2, selective recompute, traced": (2, ("tp", "ac", "compile"), {**p(tp=2), **TRACED, "ac.mode": "selective"}),
+    "ep4, recompute, accumulation": (4, ("ac",), {**p(ep=4), "train.micro_batch": 1, "ac.mode": "full"}),
     "ep2×dp2": (4, (), {**p(ep=2), "fsdp2.reshard": "never"}),
     "ep2×replicas2": (4, ("ac",), {**p(ep=2, dp_replicate=2), "ac.mode": "selective"}),
     "ep2×tp2": (4, ("tp",), p(ep=2, tp=2)),
@@ -59,6 +59,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "ep2×etp2, without sequence parallelism": (4, ("tp",), {**p(ep=2, tp=2, etp=2), "tp.sequence_parallel": False}),
     "ep2×tp2×dp2": (8, ("tp",), {**p(ep=2, tp=2), "train.micro_batch": 1}),
 }
+"""Those of one number of ranks together: they share a process group."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts without tokens": (
         "ep4, recompute, accumulation",

@@ -30,7 +30,7 @@ def train(ranks: Pool, folder: Path, layout: str = "one", **more: Any) -> list[d
     folder.mkdir(exist_ok=True)
     plugins, config = (*plugins, *more.pop("plugins", ())), {**config, **more.pop("config", {})}
     arguments = {"folder": str(folder), "plugins": plugins, "config": config, **more}
-    replies: list[dict[str, Any]] = ranks.run("distill_cases:distilled", world, **arguments)
+    replies: list[dict[str, Any]] = ranks.run("distill_cases:distilled", world, keep=True, **arguments)
     return replies
 
 

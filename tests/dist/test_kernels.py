@@ -53,7 +53,7 @@ def test_it_is_refused_where_documents_are_kept_apart_with_the_names_of_others(
     assert {"everything", "sdpa", "wide"} <= {*able}
     assert str(error.value) == (
         "Plugin 'plain' (under-test 0) computes attention without document masks; plugin 'text' asks for it. "
-        f"Installed kernels that have it: {', '.join(able)}."
+        f"Installed kernels that have it: {', '.join(able)}; enable one with --plugins."
     )
     with pytest.raises(ConfigError, match=r"without sliding windows; plugin 'local' .* everything, .*sdpa, varlen\."):
         run_forge([kernels.Plain, kernels.Local], {"text.isolate": False}, folder=tmp_path / "runs")

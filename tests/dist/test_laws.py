@@ -47,6 +47,7 @@ def test_6_every_rank_hears_who_differs_in_what(ranks: Pool) -> None:
         ("fsdp2", ["fsdp2", "ac"], {}),
         ("ddp", ["ddp"], {}),
         ("tp", ["tp"], {"parallel__tp": 2}),
+        ("cp", ["cp", "fsdp2"], {"parallel__cp": 2, "text__isolate": False}),
     ],
 )
 def test_9_nothing_is_read_between_logged_steps_on_two_ranks(

@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], Settings]] = {
         ("tp", "fsdp2"),
         {**TP2, **CUT, "adamw.state.first": "8bit", "adamw.state.second": "4bit"},
     ),
+    "cp2 × dp2, passed on": ("tiny", 4, ("cp", "fsdp2", "flex"), {"parallel.cp": 2, "cp.method": "ring"}),
     "ddp": ("tiny", 4, ("ddp",), {}),
     "ddp bf16": ("tiny", 4, ("ddp",), BF16),
     "zero1": ("tiny", 4, ("zero1",), {}),
@@ -99,3 +100,58 @@ def test_layouts_are_planned_in_turn(planned: Any) -> None:
     other = planned("tiny", 4, ("moe", "ep"), experts)
     assert other.communication != first.communication
     assert planned(*over_tp) == first
+
+
+LONG = {
+    "train.global_batch": 2,
+    "train.micro_batch": 2,
+    "train.sequence": 1024,
+    "decoder.max_sequence": 1024,
+    "decoder.heads": 4,
+    "decoder.kv_heads": 4,
+    "decoder.head_dim": 8,
+}
+FEATURES, LAYERS = 4 * 8, 2
+"""Of queries, as of keys and of values."""
+WAYS: dict[str, tuple[dict[str, str], int]] = {
+    "gather": ({"all_gather": "keys, values", "reduce_scatter": "their gradients"}, 2 * 2 * FEATURES),
+    "ulysses": ({"all_to_all": "queries, keys, values, outputs, and their gradients"}, 2 * 4 * FEATURES // 4),
+    "ring": ({"send": "keys, values twice, and their gradients"}, 3 * 2 * FEATURES),
+}
+
+
+@pytest.mark.accept("axes", 1)
+@pytest.mark.parametrize("method", WAYS)
+def test_context_parallelism_sends_what_its_formula_says(planned: Any, method: str) -> None:
+    """Of tokens' features in fp32, each rank sends all but its own share."""
+    config = {**LONG, "parallel.cp": 4, "cp.method": method, "text.isolate": False}
+    kinds, features = WAYS[method]
+    made: Plan = planned("tiny", 4, ("cp", "ddp", "flex"), config)
+    assert made.memory.notes == ()
+    sent = sum(one.bytes for one in made.communication if one.kind in kinds)
+    textbook = 4 * features * LAYERS * 2 * 1024 * 3 / 4
+    assert textbook <= sent <= 1.05 * textbook
+    averaged = sum(one.bytes for one in made.communication if one.kind == "all_reduce")
+    assert made.expected_bytes["cp"] == pytest.approx(sent + averaged, rel=0.05)
+
+
+@pytest.mark.accept("axes", 4)
+def test_the_order_of_plugins_plays_no_part_beside_context_parallelism(planned: Any) -> None:
+    names, config = ("cp", "tp", "fsdp2", "ac"), {**TINY, **TP2, "parallel.cp": 2, "ac.mode": "full"}
+    made = [planned("tiny", 8, order, config).phases for order in (names, names[::-1], names[2:] + names[:2])]
+    assert [line["plugin"] for line in made[0]] == ["tp", "cp", "ac", "fsdp2"]
+    assert made[0] == made[1] == made[2]
+
+
+@pytest.mark.accept("axes", 1)
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_activations_are_divided_by_the_ranks_of_context_parallelism(planned: Any, method: str) -> None:
+    def activations(ranks: int) -> int:
+        settings = {"parallel.cp": ranks, "cp.method": method} if ranks > 1 else {}
+        made: Plan = planned("tiny", ranks, ("cp", "ddp", "flex") if ranks > 1 else ("flex",), {**LONG, **settings})
+        assert made.memory.activations is not None
+        return made.memory.activations
+
+    whole = activations(1)
+    for ranks in (2, 4):
+        assert activations(ranks) == pytest.approx(whole / ranks, rel=0.15)

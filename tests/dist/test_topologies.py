@@ -20,6 +20,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "zero2": (2, ("fsdp2",), {"fsdp2.reshard": "never"}),
     "ddp": (2, ("ddp",), {}),
     "zero1": (2, ("zero1",), {}),
+    "cp2": (2, ("cp",), {"parallel.cp": 2}),
+    "cp2 × dp2": (4, ("cp",), {"parallel.cp": 2, "cp.method": "gather"}),
 }
 
 
@@ -48,6 +50,7 @@ def whole(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
         ("ddp", "dp2"),
         ("zero1", "dp4"),
         ("zero2", "zero1"),
+        *(pytest.param(*pair, marks=pytest.mark.accept("axes", 2)) for pair in (("cp2", "one"), ("one", "cp2 × dp2"))),
     ],
 )
 def test_goes_on_on_another_layout(ranks: Pool, tmp_path: Path, whole: dict[str, Any], before: str, after: str) -> None:
@@ -58,7 +61,7 @@ def test_goes_on_on_another_layout(ranks: Pool, tmp_path: Path, whole: dict[str,
     assert resumed["norms"] == pytest.approx(whole["norms"], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "hsdp", "zero1"])
+@pytest.mark.parametrize("layout", ["dp2", "hsdp", "zero1", "cp2"])
 def test_repeats_bit_for_bit_on_the_same_layout(ranks: Pool, tmp_path: Path, layout: str) -> None:
     uninterrupted = train(ranks, tmp_path / "uninterrupted", layout)
     train(ranks, tmp_path / "resumed", layout, stop_at=2)

@@ -34,6 +34,7 @@ class Runs:
         return self.ranks.run(
             "cases:train",
             world,
+            keep=True,
             folder=str(folder),
             plugins=plugins,
             config={"train.micro_batch": 6, **config},

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 sys.path.append(str(ROOT / "docs"))
-matching, screen, transcripts, write = (
-    importlib.import_module(name) for name in ("matching", "screen", "transcripts", "write")
+matching, pictures, screen, transcripts, write = (
+    importlib.import_module(name) for name in ("matching", "pictures", "screen", "transcripts", "write")
 )
 
 pytestmark = pytest.mark.accept("house", 4)
@@ -67,6 +67,12 @@ def test_the_picture_shows_what_the_preset_shows_now() -> None:
     found = re.search(r"held out [\d.]+ ([\d.]+) bits per byte · ([\d.]+) trigram bits per byte", kept)
     assert found
     assert float(found[1]) < float(found[2])
+
+
+@pytest.mark.accept("axes", "plan")
+@pytest.mark.parametrize("schedule", pictures.SCHEDULES)
+def test_timelines_are_those_that_the_command_draws_now(schedule: str) -> None:
+    assert pictures.target(schedule).read_text(encoding="utf-8") == pictures.picture(schedule)
 
 
 COMMANDS = sorted(

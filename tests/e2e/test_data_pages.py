@@ -44,7 +44,7 @@ def test_prepare(tmp_path: Path) -> None:
     chats = [json.dumps({"prompt": f"say {number}", "completion": f"{number}."}) for number in range(300)]
     (tmp_path / "chats.jsonl").write_text("\n".join(chats))
     found = commands("prepare.md")
-    assert len(found) == 6
+    assert len(found) == 7
     for command in found:
         typed(command)
     assert {path.name for path in tmp_path.iterdir()} >= {"tokens", "more-tokens", "long", "chat-tokens"}

@@ -92,10 +92,10 @@ def helps(message: str) -> list[str]:
     ("case", "at", "advice"),
     [
         ("building", "building", ["fsdp2"]),
-        ("forward", "step 1, forward", ["train.micro_batch=3", "ac"]),
-        ("backward", "step 1, backward", ["train.micro_batch=3", "ac"]),
+        ("forward", "step 1, forward", ["train.micro_batch=3", "ac", "cp"]),
+        ("backward", "step 1, backward", ["train.micro_batch=3", "ac", "cp"]),
         ("optimizer", "step 1, the optimizer", ["fsdp2"]),
-        ("recomputing", "step 1, forward", ["train.sequence=512"]),
+        ("recomputing", "step 1, forward", ["train.sequence=512", "cp"]),
     ],
 )
 def test_one_message(folder: Path, ended: dict[str, Ended], case: str, at: str, advice: list[str]) -> None:

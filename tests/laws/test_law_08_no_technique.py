@@ -62,7 +62,7 @@ for module, plugin in json.loads(sys.argv[3]).items():
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = run(arguments)
-        result[name] = {"code": code, "out": out.getvalue()[-20000:] if name == "list" else "", "err": err.getvalue()}
+        result[name] = {"code": code, "out": out.getvalue() if name == "list" else "", "err": err.getvalue()}
     plugins = ("forge_train_plugins.", "forge_train_contrib.")
     result["imported"] = [name for name in sys.modules if name.startswith(plugins)]
     for path in aside.iterdir():

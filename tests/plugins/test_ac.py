@@ -179,3 +179,10 @@ def test_an_option_without_effect_is_an_error(config: dict[str, Any], key: str) 
 def test_a_budget_needs_the_compiler(run_forge: RunForge) -> None:
     with pytest.raises(ConfigError, match="requires the slot 'compile'"):
         run_forge(["ac"], {"ac.mode": "memory_budget"})
+
+
+def test_attention_in_tiles_is_right_where_products_are_kept(run_forge: RunForge) -> None:
+    """What a product gave must not be changed in place afterwards."""
+    plain = run_forge(["flex"], {"train.sequence": 32}, steps=2)
+    kept = run_forge(["flex", "ac"], {"train.sequence": 32, "ac.mode": "selective"}, steps=2)
+    assert [line["grad_norm"] for line in kept.metrics] == [line["grad_norm"] for line in plain.metrics]

@@ -28,7 +28,11 @@ HERE = [name for name, able in ABLE.items() if "cpu" in (able.devices or ("cpu",
 """Those that run on a CPU."""
 FLAGS = [one.name for one in fields(KernelCapabilities) if one.name not in ("head_dims", "devices")]
 KEYWORDS = dict(
-    zip(FLAGS, ("document_ids", "offset", "window", "dropout", "soft_cap", "sinks", "log_sum_exp"), strict=True)
+    zip(
+        FLAGS,
+        ("document_ids", "offset", "window", "dropout", "soft_cap", "sinks", "log_sum_exp", "query_document_ids"),
+        strict=True,
+    )
 )
 Asked = dict[str, Any]
 
@@ -54,6 +58,8 @@ def variants(flag: str, sequence: int = SEQUENCE) -> list[Asked]:
     """Ways to ask for a capability; `queries` is how many of the last positions ask, all by default."""
     rest = sequence - 8
     several = torch.stack([packed(1, 2, rest, 5), packed(3, rest // 2, 1, 1, rest - rest // 2, 3)])
+    some, alone = sequence // 3, {"document_ids": None, "query_document_ids": None}
+    after = torch.stack([packed(some - 2, 2) + 3, packed(1, some - 1) + 6])
     ways: dict[str, list[Asked]] = {
         "documents": [
             {"document_ids": several},
@@ -66,6 +72,13 @@ def variants(flag: str, sequence: int = SEQUENCE) -> list[Asked]:
         "soft_caps": [{"soft_cap": 0.7}],
         "sinks": [{"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}],
         "log_sum_exp": [{"log_sum_exp": True}],
+        "blocks": [
+            {"queries": some, "offset": sequence - some // 2, **alone},
+            {"queries": some, "offset": 2 * sequence, **alone},
+            {"queries": some, "offset": 3, "document_ids": several, "query_document_ids": several[:, 3 : 3 + some]},
+            # Of the first row some queries are of the block's last document, of the second row none are.
+            {"queries": some, "offset": sequence, "document_ids": several, "query_document_ids": after},
+        ],
     }
     return ways[flag]
 
@@ -212,4 +225,4 @@ def test_what_is_not_declared_is_refused_with_the_kernels_that_can(
     with pytest.raises(ConfigError) as error:
         run_forge([load(FOUND[name]), Asking], {"text.isolate": False})
     assert f"computes attention without {phrase}; plugin 'asking' asks for it." in str(error.value)
-    assert str(error.value).endswith(f"Installed kernels that have it: {others}.")
+    assert str(error.value).endswith(f"Installed kernels that have it: {others}; enable one with --plugins.")

@@ -44,11 +44,15 @@ ASKED: list[dict[str, Any]] = [
     {"queries": 140, "offset": 90, "document_ids": DOCUMENTS},
     {"scale": 0.5},
 ]
+AFTER = torch.stack([DOCUMENTS[0, -1:].expand(140), DOCUMENTS[1, -1:].expand(140) + (torch.arange(140) >= 30)])
+"""Queries after the keys: of the first row all see their last document, of the second row the first 30 do."""
 MORE: list[dict[str, Any]] = [
     {"soft_cap": 0.7, "document_ids": DOCUMENTS},
     {"sinks": True, "document_ids": DOCUMENTS, "window": 70},
     {"sinks": True, "log_sum_exp": True},
     {"log_sum_exp": True, "soft_cap": 0.7, "sinks": True, "queries": 5},
+    {"queries": 140, "offset": 250, "query_document_ids": None, "log_sum_exp": True, "window": 200},
+    {"queries": 140, "offset": SEQUENCE, "document_ids": DOCUMENTS, "query_document_ids": AFTER, "log_sum_exp": True},
 ]
 
 
@@ -93,9 +97,9 @@ def test_block_masks_are_those_of_every_query_and_key(asked: dict[str, Any]) -> 
     queries, document_ids = asked.get("queries", SEQUENCE), asked.get("document_ids")
     offset = asked.get("offset", SEQUENCE - queries)
     cpu, keys = torch.device("cpu"), offset + queries
-    mask = make_block_mask(document_ids, queries, offset, asked.get("window"), cpu)
+    mask = make_block_mask(document_ids, queries, keys, offset, asked.get("window"), cpu)
     cut = None if document_ids is None else document_ids[:, :keys]
-    visible = ~hidden(cut, queries, keys, offset, asked.get("window"), cpu)[:, 0]
+    visible = ~hidden(cut, queries, keys, offset, asked.get("window"), cpu)[0][:, 0]
     made = torch_flex.create_block_mask(
         lambda b, h, q, k: visible[b if len(visible) > 1 else 0, q, k], len(visible), None, queries, keys, device="cpu"
     )
@@ -212,7 +216,7 @@ def test_a_document_that_comes_back_is_an_error(attend: Any) -> None:
 
 def test_so_it_is_for_flex_which_waits_for_no_device() -> None:
     with pytest.raises(RuntimeError, match="must be neighbours"):
-        make_block_mask(torch.tensor([[0, 0, 1, 1, 0, 2]]), 6, 0, None, torch.device("cpu"))
+        make_block_mask(torch.tensor([[0, 0, 1, 1, 0, 2]]), 6, 6, 0, None, torch.device("cpu"))
 
 
 # -- versions and refusals --------------------------------------------------------------------------------------------

@@ -611,6 +611,8 @@ def test_equals_transformers(model: str) -> None:
         ({"groups": 8, "top_groups": 1}, {}, "moe.top_groups", "hold fewer than top_k = 2"),
         ({}, {"ep": 3}, "parallel.ep", "does not divide 8 experts"),
         ({}, {"tp": 7}, "train.sequence", "7 does not divide"),
+        ({}, {"tp": 4, "cp": 32}, "train.sequence", "each of 128 ranks (cp × tp) routes its share of a sequence"),
+        ({"router": "expert_choice", "balance": 0.0}, {"cp": 2}, "moe.router", "a rank has a slice of them"),
         ({"capacity": 0.001}, {}, "moe.capacity", "nearly all would be dropped"),
         ({"router": "expert_choice"}, {}, "moe.balance", "has no effect under expert_choice"),
         ({"router": "expert_choice", "balance": 0.0, "bias_speed": 0.1}, {}, "moe.bias_speed", "has no effect"),
@@ -624,7 +626,7 @@ def test_mistakes_are_named(values: dict[str, Any], run: dict[str, int], key: st
 
 def mistakes(values: dict[str, Any], run: dict[str, int], sequence: int = 64) -> dict[str, str]:
     """Key → what is wrong with it."""
-    parallel = SimpleNamespace(**{"ep": 1, "etp": 1, "tp": 1, **run})
+    parallel = SimpleNamespace(**{"ep": 1, "etp": 1, "tp": 1, "cp": 1, **run})
     config = SimpleNamespace(parallel=parallel, train=SimpleNamespace(micro_batch=1, sequence=sequence))
     return {problem.key: problem.message for problem in fakes.make(MoE, **values).check_config(config)}
 
@@ -654,6 +656,7 @@ def test_what_just_fits_is_no_mistake(values: dict[str, Any], run: dict[str, int
 def test_a_stage_without_experts_has_nothing_to_watch() -> None:
     step: Any = SimpleNamespace(step=1, skipped=False)
     job: Any = SimpleNamespace(config=SimpleNamespace(log=SimpleNamespace(every=1)), steps=2)
+    job.dist = SimpleNamespace(gather_stages=lambda value: [value])
     Watch(MoE.Config(), job, fakes.part_model(torch.nn.Linear(2, 2))).step(step)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
+import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +17,12 @@ import torch
 
 import chat_model
 from forge_train import MASKED, Batch, ConfigError
+from forge_train_data import progress
 from forge_train_data.chats import open_template, write_beside
 from forge_train_data.tokenizers import open_tokenizer
 from forge_train_plugins.data.sft import SFT
 from forge_train_plugins.data.tokenizer import Tokenizer
+from text_fakes import Shown
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 5)]
@@ -162,6 +166,11 @@ def test_another_template_in_the_same_place_is_rendered_anew(here: Path) -> None
 @pytest.mark.parametrize(
     ("record", "said"),
     [
+        (
+            {"instruction": "x", "output": None, "messages": None},
+            r"chats.jsonl, line 2: output is null; a record of instruction and output needs a value",
+        ),
+        ({"messages": None}, r"chats.jsonl, line 2: messages is null"),
         ({"text": "x"}, r"chats.jsonl, line 2: its fields \(text\) are no conversation's"),
         (several(" "), r"chats.jsonl, line 2: the assistant's turn is empty"),
         ({"messages": [{"role": "user", "content": "x"}]}, r"chats.jsonl, line 2: there is no turn of the assistant"),
@@ -172,6 +181,22 @@ def test_a_record_that_can_not_be_learned_is_named(here: Path, record: object, s
     write(here, several("one"), record)
     with pytest.raises(ConfigError, match=said):
         sft(here).build_data(job(here), "train")
+
+
+def test_rendering_tells_how_far_it_is(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    shown, log = Shown(), logging.getLogger(progress.LOGGER)
+    monkeypatch.setattr(log, "handlers", [shown])
+    monkeypatch.setattr(log, "level", logging.INFO)
+    sft(here).build_data(job(here), "train")
+    *passing, (last_passes, last) = shown.lines
+    assert passing
+    assert all(passes and re.match(r"tokenising: +\d+% of [\d.]+ k?B, ", line) for passes, line in passing)
+    assert not last_passes
+    assert re.match(r"sft: tokenised [\d.]+ k?B, .*B/s, in 0:\d\d$", last)
+    shown.lines.clear()
+    sft(here).build_data(job(here), "train")
+    assert not [line for passes, line in shown.lines if not passes], "it is taken from the cache"
 
 
 class TestTemplates:

@@ -16,12 +16,13 @@ import pytest
 import tokenizers
 
 from forge_train import ConfigError
+from forge_train_data import progress
 from forge_train_data.tokenizers.byte import ByteTokenizer
 from forge_train_data.tokenizers.pretrained import PretrainedTokenizer
-from forge_train_plugins.data._text import cache, documents, progress
+from forge_train_plugins.data._text import cache, documents
 from forge_train_plugins.data._text.corpus import Corpus, Split
 from forge_train_plugins.data.text import Text
-from text_fakes import job, plugin, prose, write
+from text_fakes import Shown, job, plugin, prose, write
 
 pytestmark = pytest.mark.unit
 
@@ -498,13 +499,6 @@ class TestTokenizers:
         assert found.train.tokens.dtype == np.uint16
         assert found.train.bytes == len(prose(1)) + len(prose(2))
 
-    def test_long_documents_are_encoded_in_pieces(self, bpe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        text = prose(7, 500)
-        monkeypatch.setattr("forge_train_data.tokenizers.pretrained._PIECE", 200)
-        vocabulary = PretrainedTokenizer(bpe)
-        (ids,) = vocabulary.encode_documents([text.encode()])
-        assert vocabulary.decode(ids.tolist()) == text
-
     def test_no_end_no_separator(self, store: Path, tmp_path: Path) -> None:
         levels = tokenizers.models.WordLevel({"?": 0, "hello": 1, "you": 2}, unk_token="?")
         words = tokenizers.Tokenizer(levels)
@@ -526,15 +520,6 @@ class TestTokenizers:
 
 
 # -- progress -------------------------------------------------------------------------------------
-
-
-class Shown(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[tuple[bool, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append((getattr(record, "passing", False), record.getMessage()))
 
 
 @pytest.mark.accept("house", 4)

@@ -20,7 +20,7 @@ from forge_train_data.rows import SplitRows
 from forge_train_data.shard import Shard
 from forge_train_data.stream import Ordered
 from forge_train_plugins.data._text.corpus import Corpus
-from forge_train_plugins.data._text.loader import make_loader
+from forge_train_plugins.data._text.ordered import ordered
 from forge_train_plugins.data.text import Text
 from text_fakes import job, stream
 
@@ -238,16 +238,16 @@ class TestRows:
     def test_too_little_text_is_said_with_both_numbers(self) -> None:
         for side, word in (("train", "training"), ("validation", "held-out")):
             with pytest.raises(ConfigError, match=rf"the {word} part of 'x' has 7 tokens, and one sequence takes 8"):
-                make_loader(corpus((7,)), side, job(), shuffle=True, isolate=True)
+                ordered(corpus((7,)), side, job(), shuffle=True, isolate=True)
 
     def test_one_sequence_is_enough(self) -> None:
-        source = make_loader(corpus((8,)), "train", job(), shuffle=True, isolate=True)
+        source = StreamLoader(ordered(corpus((8,)), "train", job(), shuffle=True, isolate=True), job())
         assert next(source).labels.tolist() == [[1, 2, 3, 4, 5, 6, 7, MASKED]] * 2
 
     def test_validation_is_the_same_in_every_epoch_and_for_every_seed(self) -> None:
         def rows(seed: int) -> list[int]:
             one = job(micro_batch=1, seed=seed)
-            source = make_loader(corpus(LENGTHS), "validation", one, shuffle=True, isolate=True)
+            source = StreamLoader(ordered(corpus(LENGTHS), "validation", one, shuffle=True, isolate=True), one)
             return take(source, 2 * (sum(LENGTHS) // 8))[:, 0].tolist()
 
         first = rows(0)

@@ -159,8 +159,10 @@ def test_check_config_finds_a_path_that_is_no_tokenizer(tmp_path: Path) -> None:
         assert found.key == "tokenizer.path"
         return found.message
 
-    assert "no file '/gone.json'; expected 'bytes', a tokenizer.json or its folder." in problem("/gone.json")
-    assert f"there is no tokenizer.json in {tmp_path}." in problem(tmp_path)
+    assert "no file '/gone.json'; expected 'bytes', a tokenizer.json, a tokenizer.model or its folder." in problem(
+        "/gone.json"
+    )
+    assert f"there is no tokenizer.json and no tokenizer.model in {tmp_path}." in problem(tmp_path)
     root = folder(tmp_path / "hf")
     for path in ("bytes", root, root / "tokenizer.json"):
         assert not list(Tokenizer(Tokenizer.Config(path=str(path))).check_config(None))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,17 @@ import torch
 from forge_train_data.tokenizers.byte import ByteTokenizer
 from forge_train_plugins.data._text.corpus import Split
 from forge_train_plugins.data.text import Text
+
+
+class Shown(logging.Handler):
+    """Whether each line of progress passes, and the line."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[tuple[bool, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((getattr(record, "passing", False), record.getMessage()))
 
 
 def job(

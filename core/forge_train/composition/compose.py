@@ -83,6 +83,8 @@ def _extra(job: Job, spec: ExtraModel, own: Job, composition: Composition) -> tu
     """Compose an extra model, and have it take part in the first one's steps."""
     if any(spec.name in dict(part.named_children()) for part in composition.model.parts):
         raise ConfigError(f"The extra model {spec.name!r} has the name of a module of the first; choose another.")
+    if job.dist.layout.pp > 1:
+        raise ConfigError(f"The extra model {spec.name!r} runs whole in a step; set parallel.pp = 1.")
     with told_of(f"The extra model {spec.name!r}"):
         made = _composed(own, frozen=not spec.trained)
     job.extra[spec.name] = Extra(spec, made.model)
@@ -237,7 +239,8 @@ def _check(
     """Each of these was seen to go wrong without a sound."""
     who = f"Plugin {job.hooks.enabled[plugin].ref.label}, {transform.slot!r}"
     counts = job.dist.gather_objects(sum(len(one.matched) for one in done))
-    if not any(counts) and not frozen:  # where nothing is trained, `ddp` has no gradients to average
+    # Where nothing is trained, `ddp` has no gradients to average.
+    if not any(counts) and not frozen and job.dist.complete:
         raise ConfigError(
             f"{who} matched nothing in this model; {without([job.hooks.enabled[plugin]])}, or mend its filter."
         )
@@ -247,7 +250,7 @@ def _check(
     added = {name for one in done for name in one.added}
     everybody = job.dist.gather_objects((before.names | added, after.names))
     wanted, names = (set().union(*some) for some in zip(*everybody, strict=True))
-    if names != wanted:
+    if names != wanted and job.dist.complete:
         lost, new = sorted(wanted - names), sorted(names - wanted)
         raise PluginError(
             f"{who} changed parameter names{_some('lost', lost)}{_some('new', new)}. Act on the module itself instead "
@@ -258,7 +261,7 @@ def _check(
         if (path, table, id(hook)) not in kept and _is_here(path, parts, job.dist.layout.pp):
             raise PluginError(f"{who} lost a hook of module {path!r} ({table}); replace modules with forge_train.swap.")
     check_added(who, job.dist.layout, parts, added)
-    _check_ties(who, before.ties, parts)
+    _check_ties(who, before.ties, parts, {name for one in done for name in one.copies})
 
 
 def _is_here(path: str, parts: list[nn.Module], stages: int) -> bool:
@@ -266,8 +269,9 @@ def _is_here(path: str, parts: list[nn.Module], stages: int) -> bool:
     return len(parts) == stages == 1 or any(path in dict(part.named_modules()) for part in parts)
 
 
-def _check_ties(who: str, ties: list[tuple[str, ...]], parts: list[nn.Module]) -> None:
-    for group in ties:
+def _check_ties(who: str, ties: list[tuple[str, ...]], parts: list[nn.Module], copies: set[str]) -> None:
+    for names in ties:
+        group = tuple(name for name in names if name not in copies)
         homes = [
             part for part in parts if any(name in group for name, _ in part.named_parameters(remove_duplicate=False))
         ]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..ground.errors import ConfigError, nearest
 from ..ground.names import canonical
-from ..ground.presets import presets
+from ..ground.presets import base, presets
 from .toml import Document, Key, read
 
 OriginKind = Literal["default", "plugin", "preset", "file", "FORGE_SET", "--set"]
@@ -187,11 +187,11 @@ def lay(request: Request) -> Layered:
         ConfigError: for a file that can't be read, a preset that does not exist, an assignment that is none.
     """
     tree = Tree()
-    if base := presets().get("base"):
-        bottom = read(base)
+    if beneath := base():
+        bottom = read(beneath)
         aliases: dict[str, str] = bottom.data.get("aliases", {})
         tree.aliases = {tuple(key.split(".")): tuple(other.split(".")) for key, other in aliases.items()}
-        tree.lay(bottom, Origin("preset", base.name))
+        tree.lay(bottom, Origin("preset", beneath.name))
         tree.drop("aliases")
     document, is_preset = _main_document(request.config)
     if document is not None:

@@ -9,6 +9,7 @@ import re
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[s
     return None
 
 
+@lru_cache(1024)
 def _adapter(cls: type) -> Any:
     import pydantic
 

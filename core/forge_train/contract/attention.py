@@ -31,6 +31,8 @@ class KernelCapabilities:
     """`sinks`: a logit for each head that takes part in the softmax and has no value (arXiv:2309.17453)."""
     log_sum_exp: bool = False
     """`log_sum_exp=True`: also returns the logarithm of each query's sum of exponentials."""
+    blocks: bool = False
+    """`query_document_ids`, and an `offset` beyond the keys: these are a block, of which a query may see nothing."""
     head_dims: tuple[int, ...] = ()
     """Features per head; as a capability, empty is any."""
     devices: tuple[str, ...] = ()
@@ -55,6 +57,7 @@ _PHRASES = {
     "soft_caps": "soft caps",
     "sinks": "sinks",
     "log_sum_exp": "the log-sum-exp",
+    "blocks": "keys in blocks, of which a query may see none",
     "head_dims": "heads of {} features",
     "devices": "the device {!r}",
 }
@@ -77,12 +80,16 @@ class AttentionKernel(Protocol):
             document_ids: `[batch, key_sequence]` int64 of the keys, and of the queries at their positions. A kernel may
                 count on the tokens of a document being neighbours.
             offset: position of the first query, counted from the first key; key_sequence - sequence by default, so that
-                the last query sees every key of a cache. Every query sees a key at least.
+                the last query sees every key of a cache. Keys beyond the last query are seen by none. Every query sees
+                a key at least, where a kernel is not asked for `blocks`.
             window: positions that a query sees, itself included; all by default.
             dropout: share of the weights, 0 by default.
             soft_cap: none by default.
             sinks: `[heads]`.
             log_sum_exp: whether to return it.
+            query_document_ids: `[batch, sequence]` of the queries, or None without documents, where keys are a block
+                of all, and `document_ids` of the block alone. A query that sees no key gets 0, and as its log-sum-exp
+                −∞, without gradients.
 
         Returns:
             `[batch, sequence, heads, head_dim]`; with `log_sum_exp`, and `[batch, heads, sequence]` in float32.

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pluggy
 
@@ -58,9 +59,15 @@ class EnabledPlugin:
         return implemented(self.cls) <= OBSERVERS
 
 
+_IMPLEMENTED: WeakKeyDictionary[type[Plugin], frozenset[str]] = WeakKeyDictionary()
+
+
 def implemented(plugin: type[Plugin]) -> frozenset[str]:
     """Names of the hooks (valid or not) that a class implements."""
-    return frozenset(name for name in dir(plugin) if hasattr(getattr(plugin, name, None), MARK))
+    if plugin not in _IMPLEMENTED:
+        marked = (name for name in dir(plugin) if hasattr(getattr(plugin, name, None), MARK))
+        _IMPLEMENTED[plugin] = frozenset(marked)
+    return _IMPLEMENTED[plugin]
 
 
 class WrongReturnError(PluginError):
@@ -76,6 +83,13 @@ class _Call:
 
     def whose(self, hook: str) -> str:
         return f"Plugin {self.owner.ref.label}, hook {hook} ({place(self.function)})"
+
+
+class _Manager(pluggy.PluginManager):
+    """Looks for hooks alone: pluggy (1.7) takes a fifth of the time of composing for all other attributes."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
+        return super().parse_hookimpl_opts(plugin, name) if name in KINDS else None
 
 
 def _watches(plugin: EnabledPlugin) -> int:
@@ -95,7 +109,7 @@ class Calls:
     @classmethod
     def of(cls, plugins: Sequence[tuple[EnabledPlugin, Plugin]]) -> Calls:
         """Register plugins whose hooks were found to fit."""
-        manager = pluggy.PluginManager(PROJECT)
+        manager = _Manager(PROJECT)
         manager.add_hookspecs(hookspecs)
         owners = {}
         for enabled, plugin in sorted(plugins, key=lambda pair: pair[0].name):

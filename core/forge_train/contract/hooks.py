@@ -14,6 +14,7 @@ from .extra import ExtraModel
 from .fit import check_fit, gives
 from .guards import Guarded, guarded, nesting, preparing
 from .hookspecs import KINDS, OPTIONAL, TAKES
+from .losses import with_rows
 from .metric import Metric
 from .plugin import Plugin
 from .protocols import (
@@ -169,7 +170,8 @@ class Hooks(Events):
 
     def loss(self) -> LossFunction:
         (kind,) = results(LossFunction).values()
-        return cast(LossFunction, guarded(self._slot("loss"), kind, self.whose("loss"), "the function"))
+        function = self._slot("loss")
+        return with_rows(guarded(function, kind, self.whose("loss"), "the function"), function)
 
     def executor(self, model: Model, task: Task) -> Executor:
         return cast(Executor, Guarded(self._slot("executor", model=model, task=task), Executor, self.whose("executor")))

@@ -160,7 +160,7 @@ def export_hf(job: Job) -> HFModel | None:
 # -- the data -------------------------------------------------------------------------------------
 
 
-@_hook("slot")
+@_hook("slot", gives="token_rows")
 def build_data(job: Job, split: Literal["train", "validation"]) -> Loader:
     """A stateful loader of this rank's micro-batches."""
     raise AssertionError
@@ -186,7 +186,7 @@ def prepare_batch(job: Job) -> PrepareBatch | Iterable[PrepareBatch] | None:
 # -- the step -------------------------------------------------------------------------------------
 
 
-@_hook("slot", gives="token_labels", takes={"head": ("token_logits",)})
+@_hook("slot", gives="token_labels", takes={"head": ("token_logits",), "build_data": ("token_rows",)})
 def task(job: Job) -> Task:
     """The logic of a step."""
     raise AssertionError

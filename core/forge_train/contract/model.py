@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..ground.errors import ConfigError
 from .transform import Direction, MicroBatch
 
 if TYPE_CHECKING:
@@ -30,8 +31,10 @@ class Model:
         self._trained: dict[str, Model] = {}
         self._frozen: list[Model] = []
         self._switches = [(part, a.on_micro_batch) for part, a in applied if a.on_micro_batch]
-        self._finishers = [a.after_backward for _, a in applied if a.after_backward]
+        self._finishers = [a.after_backward for _, a in reversed(applied) if a.after_backward]
         self._free_gathered = [a.free_gathered for _, a in applied if a.free_gathered]
+        self._copies = frozenset(name for _, a in applied for name in a.copies)
+        self._cut = any(isinstance(a.model, list) for _, a in applied)
 
     def join(self, name: str, other: Model, *, trained: bool) -> None:
         """Have an extra model take part in the run's steps; a trained one's parameters are named `name.…`."""
@@ -43,14 +46,16 @@ class Model:
 
     def alone(self) -> Model:
         """The same without extra models, to be looked at."""
-        return Model(self.parts)
+        alone = Model(self.parts)
+        alone._copies, alone._cut = self._copies, self._cut
+        return alone
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter once, a tied one under its first name."""
+        """Every parameter once, a tied one under its first name; copies of what another part has are left out."""
         seen: set[int] = set()
         for part in self.parts:
             for name, parameter in part.named_parameters():
-                if id(parameter) not in seen:
+                if id(parameter) not in seen and name not in self._copies:
                     seen.add(id(parameter))
                     yield name, parameter
         for prefix, other in self._trained.items():
@@ -72,7 +77,7 @@ class Model:
         """Parameter name → `head`, `embedding`, … as the model declares it."""
         found: dict[str, str] = {}
         for part in self.parts:
-            found |= getattr(part, "roles", {})
+            found |= {name: role for name, role in getattr(part, "roles", {}).items() if name not in self._copies}
         for prefix, other in self._trained.items():
             found |= {f"{prefix}.{name}": role for name, role in other.roles.items()}
         return found
@@ -133,6 +138,15 @@ class Model:
             other.free_gathered()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a model in one part."""
+        """The forward of a model in one part.
+
+        Raises:
+            ConfigError: for a model that a pipeline has cut.
+        """
+        if self._cut:
+            raise ConfigError(
+                "A pipeline has cut the model into parts (parallel.pp), which its executor runs in turn: nothing else "
+                "can call it as a whole."
+            )
         (part,) = self.parts
         return part(*args, **kwargs)

@@ -70,6 +70,8 @@ class Loader(Protocol):
     that share a `data_rank` get the same batch, and any number of data-parallel ranks can resume the stream. Where that
     would mean that every rank reads everything, a loader may divide its source among the ranks: it then refuses to go
     on with another number of them, and layouts that differ in it can't be compared.
+
+    One that starts threads or processes ends them in a method `close()`, called when the run ends, however it does.
     """
 
     def __iter__(self) -> Iterator[Batch]: ...

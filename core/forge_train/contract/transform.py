@@ -28,8 +28,9 @@ class Phase(enum.IntEnum):
     SHARD = 90
 
 
-Direction = Literal["both", "forward", "backward"]
-"""`both`: the backward pass follows the forward pass at once. A pipeline tells them apart."""
+Direction = Literal["both", "forward", "backward", "input", "weight"]
+"""`both`: the backward pass follows the forward pass at once. A pipeline tells them apart, and may split the backward
+pass of a part into that of its `input` and that of its `weight`s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class MicroBatch:
     """A micro-batch that is about to pass through a part of the model."""
 
     last: bool
-    """Whether no other micro-batch of the step follows through this part in this direction."""
+    """Whether none of the step follows through this part in this direction; of backward passes, whether none follows
+    that brings gradients of weights."""
     part: int = 0
     """Index of the part on this rank."""
     direction: Direction = "both"
@@ -57,13 +59,17 @@ class Applied:
     """One phrase for `forge plan` and composition.json."""
     added: tuple[str, ...] = field(default=(), kw_only=True)
     """Parameter names that did not exist before."""
+    copies: tuple[str, ...] = field(default=(), kw_only=True)
+    """Tied parameters that a PIPELINE transform put into another part than the first of their tie. They are no
+    parameters of the model: the transform gives them the first's values before each forward pass, and adds their
+    gradients to the first's in `after_backward`."""
     expected_bytes: Mapping[str, float] = field(default_factory=dict, kw_only=True)
     """Axis of the dense domain (a flattened one too) → bytes that each rank has to send along it in a step, by the
     technique's formula; `forge plan` shows them beside the bytes that it counts."""
     on_micro_batch: Callable[[MicroBatch], None] | None = field(default=None, kw_only=True)
     """Called before each micro-batch that passes through this part; switches gradient synchronisation."""
     after_backward: Callable[[], None] | None = field(default=None, kw_only=True)
-    """Called once a step, after the last backward and before the gradient norm."""
+    """Called once a step, after the last backward and before the gradient norm; the last transform's first."""
     free_gathered: Callable[[], None] | None = field(default=None, kw_only=True)
     """Called after a forward without backward: drops gathered copies of weights, which would be stale next step."""
 

@@ -11,7 +11,7 @@ from ..contract.events import Evaluation
 from ..contract.protocols import Loader
 from ..ground.errors import ConfigError, PluginError
 from .aggregate import Metrics, split
-from .forward import Forward
+from .forward import Forward, close
 
 
 class Evaluations:
@@ -50,6 +50,11 @@ class Evaluations:
                 self._forward.measure(evaluator, data.from_start(), count, whose)
                 found |= {f"{evaluator.name}.{name}": value for name, value in metrics.take().items()}
         return Evaluation(step, loss, int(weight), *split(found))
+
+    def close(self) -> None:
+        """No evaluation follows."""
+        for data in (self._held_out, *(data for _, _, data, _ in self._others)):
+            close(data.loader)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from ..contract.protocols import Evaluator, Executor, Loader, Task
 from ..ground.errors import PluginError
 from ..ground.failure import during
 from .aggregate import Metrics
+from .transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Forward:
         self.task: Task = job.hooks.task()
         self.executor: Executor = job.hooks.executor(model, self.task)
         self._prepare = job.hooks.prepare_batch()
+        self._transfer = Transfer(job.device)
         self.metrics = Metrics(job, job.hooks.metrics(model))
         self.waited = 0.0
         """Seconds that were spent in loaders, so far."""
@@ -72,7 +74,7 @@ class Forward:
         if self.job.dist.world > 1:  # on the CPU, so that nothing waits for the device
             mine = torch.tensor(counts, dtype=torch.float64)
             counts = self.job.dist.all_reduce(mine, axis="data").tolist()
-        return [batch.to(self.job.device) for batch in batches], Counts(*map(float, counts))
+        return self._transfer(batches), Counts(*map(float, counts))
 
     def show_model(self, loader: Loader) -> None:
         """Let a loader that makes its batches with the model (`RolloutLoader`) see it as it is now."""
@@ -106,9 +108,14 @@ class Forward:
         self.model.train(False)
         for _ in range(count):
             (batch,) = self.take_batches(data, 1, whose)
-            executor.evaluate(batch.to(self.job.device))
+            executor.evaluate(*self._transfer([batch]))
         self.model.free_gathered()
         self.model.train()
+
+
+def close(loader: Loader) -> None:
+    """Have a loader end its threads and processes, if it says how: `close()`, which a loader need not have."""
+    getattr(loader, "close", lambda: None)()
 
 
 @dataclass

@@ -13,6 +13,7 @@ from ..ground.failure import during
 from ..storage import checkpoint, model_files
 from .aggregate import split
 from .evaluation import Evaluations
+from .forward import close
 from .meter import Meter
 from .resume import capture, optimizer_to_save, restore
 from .step import Progress, Stepper
@@ -53,6 +54,12 @@ class Training:
         hooks = self.job.hooks
         active = [name for name in hooks.enabled if name not in hooks.unused]
         self._event("run_started", run=self.job.run.id, plugins=active, world=self.job.dist.world)
+
+    def close(self) -> None:
+        """End what loaders started; the run takes no more batches."""
+        close(self.stepper.loader)
+        if self.evaluations:
+            self.evaluations.close()
 
     @during("loop")
     def run(self) -> Finished:

@@ -18,7 +18,7 @@ def sum_in_chunks(loss: Callable[..., Tensor], head: nn.Module, tokens: int, *al
     """The sum of a loss over chunks of the sequence, each computed once more in the backward pass, and freed between.
 
     Args:
-        loss: of a chunk of each tensor; 0-dim.
+        loss: of a chunk of each tensor; 0-dim, or of the same shape for each chunk.
         head: what it calls.
         tokens: per chunk; 0 chooses.
         along: `[batch, sequence, …]`. They are cut along the sequence, so that the head sees `[batch, …, dim]` as ever:

@@ -13,29 +13,53 @@ _T = TypeVar("_T")
 
 
 class PerBatch(Generic[_T]):
-    """Remembers what was made for the document ids of a batch, so that all layers share one.
+    """Remembers what was made for the document ids of a batch, so that all layers share it.
 
-    It keeps one thing: the last. Masks and bounds of documents are the same in every layer, and autograd keeps what
-    each call was given, so that one for each layer would cost time and memory.
+    It keeps what belongs to one batch, the last. Masks and bounds of documents are the same in every layer, and
+    autograd keeps what each call was given, so that one for each layer would cost time and memory.
     """
 
     def __init__(self) -> None:
-        self._made: tuple[Tensor | None, Hashable, Any] | None = None
+        self._ids: tuple[Tensor | None, int] = None, 0
+        self._made: dict[Hashable, tuple[Any, Tensor | None]] = {}
 
-    def __call__(self, document_ids: Tensor | None, facts: Hashable, make: Callable[[], _T]) -> _T:
+    def __call__(
+        self, document_ids: Tensor | None, facts: Hashable, make: Callable[[], _T], of_queries: Tensor | None = None
+    ) -> _T:
         """What `make` gave for these ids, in their present state, and for equal facts.
 
         Args:
             document_ids: of the batch; compared by identity and by how often they were changed in place.
             facts: whatever else it depends on.
             make: is called where nothing fits.
+            of_queries: their document ids, where they are given apart.
         """
         if torch.compiler.is_compiling() or (document_ids is not None and document_ids.is_inference()):
             return make()
-        facts = (facts, 0 if document_ids is None else document_ids._version)
-        if self._made is None or self._made[0] is not document_ids or self._made[1] != facts:
-            self._made = document_ids, facts, make()
-        return cast(_T, self._made[2])
+        whole, piece = getattr(document_ids, PIECE, (document_ids, None))
+        version = 0 if whole is None else whole._version
+        if self._ids[0] is not whole or self._ids[1] != version:
+            self._made.clear()
+        self._ids = whole, version
+        facts = facts, piece, None if of_queries is None else (id(of_queries), of_queries._version)
+        if facts not in self._made:
+            made = make()
+            if len(self._made) == KEPT:
+                del self._made[next(iter(self._made))]
+            self._made[facts] = made, of_queries  # which lives as long, so that no other has its id
+        return cast(_T, self._made[facts][0])
+
+
+KEPT = 256
+"""What `PerBatch` keeps of a batch, at most: attention may be computed for several spans of queries and of keys."""
+PIECE = "_forge_piece_of"
+
+
+def piece_of(document_ids: Tensor, start: int, stop: int) -> Tensor:
+    """Some tokens' ids, which `PerBatch` takes for the batch of the whole ids."""
+    piece = document_ids[:, start:stop]
+    setattr(piece, PIECE, (document_ids, (start, stop)))
+    return piece
 
 
 def first_visible(
@@ -46,8 +70,9 @@ def first_visible(
     offset: int,
     window: int | None = None,
     device: torch.device | None = None,
+    query_document_ids: Tensor | None = None,
 ) -> Tensor:
-    """The first key that each query sees: it sees all keys from there to its own position.
+    """The first key that each query sees: it sees all keys from there to its own position, or to the last.
 
     Args:
         document_ids: `[batch, keys]` int64, the tokens of a document next to each other; see `check_neighbours`.
@@ -56,9 +81,10 @@ def first_visible(
         offset: position of the first query, counted from the first key.
         window: positions that a query sees, its own included.
         device: of the answer, where there are no document ids.
+        query_document_ids: `[batch, queries]`, where keys are a block before or around the queries' positions.
 
     Returns:
-        `[batch, queries]` int64; `[1, queries]` without document ids.
+        `[batch, queries]` int64, `keys` or more for a query that sees none; `[1, queries]` without document ids.
     """
     device = device if document_ids is None else document_ids.device
     rows = torch.arange(offset, offset + queries, device=device)
@@ -66,7 +92,10 @@ def first_visible(
         first = torch.zeros_like(rows)[None]
     else:
         starts = torch.where(_begins(document_ids), torch.arange(keys, device=device), 0)
-        first = starts.cummax(1).values[:, offset : offset + queries]
+        nearest = rows.clamp(max=keys - 1)
+        first = starts.cummax(1).values[:, nearest]
+        if query_document_ids is not None:
+            first = first.masked_fill(query_document_ids != document_ids[:, nearest], keys)
     return first if window is None else first.maximum(rows - window + 1)
 
 

@@ -47,7 +47,7 @@ class TiledAttention:
         # A compiled graph would unroll the tiles of one batch.
         self._tiles: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(self._attend)  # type: ignore[no-untyped-call]
 
-    def __call__(
+    def __call__(  # noqa: PLR0913 — every keyword that there is
         self,
         query: Tensor,
         key: Tensor,
@@ -59,6 +59,7 @@ class TiledAttention:
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
         log_sum_exp: bool = False,
+        query_document_ids: Tensor | None = None,
         scale: float | None = None,
     ) -> Any:
         """As the protocol has it; documents must be runs of neighbouring tokens.
@@ -68,7 +69,8 @@ class TiledAttention:
         """
         offset = key.shape[1] - query.shape[1] if offset is None else offset
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        out, lse = self._tiles(query, key, value, sinks, document_ids, offset, window, scale, soft_cap)
+        ids = document_ids, query_document_ids
+        out, lse = self._tiles(query, key, value, sinks, ids, offset, window, scale, soft_cap)
         return (out, lse.flatten(1, 2).float()) if log_sum_exp else out
 
     def _attend(
@@ -77,35 +79,50 @@ class TiledAttention:
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        document_ids: Tensor | None,
+        ids: tuple[Tensor | None, Tensor | None],
         offset: int,
         window: int | None,
         scale: float,
         soft_cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         facts = (query.shape[1], key.shape[1], offset, window, query.device)
-        plan = self._plan(document_ids, facts, lambda: make_plan(document_ids, *facts))
+        plan = self._plan(ids[0], facts, lambda: make_plan(ids[0], *facts, ids[1]), ids[1])
         found: tuple[Tensor, Tensor] = _Tiles.apply(query, key, value, sinks, plan, scale, soft_cap)  # type: ignore[no-untyped-call]
         return found
 
 
 def make_plan(
-    document_ids: Tensor | None, queries: int, keys: int, offset: int, window: int | None, device: torch.device
+    document_ids: Tensor | None,
+    queries: int,
+    keys: int,
+    offset: int,
+    window: int | None,
+    device: torch.device,
+    query_document_ids: Tensor | None = None,
 ) -> Plan:
     """Tiles for all rows at once, or with documents for each row; reads the documents' bounds from the device."""
-    first = first_visible(document_ids, queries, keys, offset=offset, window=window, device=device)
+    first = first_visible(
+        document_ids,
+        queries,
+        keys,
+        offset=offset,
+        window=window,
+        device=device,
+        query_document_ids=query_document_ids,
+    )
+    starts = range(0, queries, TILE)
     if document_ids is None:
         rows = [slice(None)]
+        lows = [[0 if window is None else max(offset + start - window + 1, 0) for start in starts]]
     elif is_imagined(document_ids):  # a tile of the longest span stands for all of them
         stop = min(TILE, queries)
-        return Plan(first, offset, (Tile(slice(0, 1), queries - stop, queries, 0, offset + queries),))
+        return Plan(first, offset, (Tile(slice(0, 1), queries - stop, queries, 0, min(offset + queries, keys)),))
     else:
         check_neighbours(document_ids)
         rows = [slice(row, row + 1) for row in range(len(first))]
-    starts = range(0, queries, TILE)
-    lows = torch.stack([first[:, start : start + TILE].amin(1) for start in starts], 1).tolist()
+        lows = torch.stack([first[:, start : start + TILE].amin(1) for start in starts], 1).tolist()
     tiles = tuple(
-        Tile(row, start, stop := min(start + TILE, queries), low, offset + stop)
+        Tile(row, start, stop := min(start + TILE, queries), min(low, last := min(offset + stop, keys)), last)
         for row, of_row in zip(rows, lows, strict=True)
         for start, low in zip(starts, of_row, strict=True)
     )
@@ -164,7 +181,7 @@ class _Tiles(torch.autograd.Function):
             if grouped_sinks is not None:
                 total = torch.logaddexp(total, grouped_sinks.expand_as(total))
             lse[rows, :, :, start:stop] = total
-            weights = logits.sub_(total[..., None]).exp_().flatten(2, 3)
+            weights = logits.sub_(_finite(total)[..., None]).exp_().flatten(2, 3)
             mixed = weights @ values_BKSD[rows, :, first:last]
             out[rows, start:stop] = _apart(mixed, stop - start).to(out.dtype)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
@@ -184,7 +201,7 @@ class _Tiles(torch.autograd.Function):
             rows, start, stop, first, last = tile
             logits, slope = _logits(query, keys_BKSD, tile, plan, ctx.scale, ctx.cap)
             sums = lse[rows, :, :, start:stop]
-            weights = logits.sub_(sums[..., None]).exp_()
+            weights = logits.sub_(_finite(sums)[..., None]).exp_()
             mixed, mixed_grad = (_together(one[rows, start:stop].to(wide), kv_heads) for one in (out, out_grad))
             # What the gradients of a query's logits are shifted by: Σ weights · their gradients.
             shift = (mixed * mixed_grad).sum(-1).view_as(sums) - lse_grad[rows, :, :, start:stop]
@@ -210,16 +227,22 @@ def _logits(
     """`[rows, kv_heads, group, queries, keys]`, −∞ where a query sees no key; and the slope of the soft cap."""
     rows, start, stop, first, last = tile
     keys = keys_BKSD[rows, :, first:last]
-    logits = _together(query[rows, start:stop].to(keys.dtype), keys.shape[1]) @ keys.mT
-    logits = torch.unflatten(logits.mul_(scale), 2, (-1, stop - start))
+    scaled = _together(query[rows, start:stop].to(keys.dtype), keys.shape[1]) * scale
+    # The product is not changed in place: selective checkpointing may keep it.
+    logits = torch.unflatten(scaled @ keys.mT, 2, (-1, stop - start))
     slope = None
     if cap is not None:
-        bent = logits.div_(cap).tanh_()
+        bent = (logits / cap).tanh_()
         slope, logits = 1 - bent.square(), bent * cap
     columns = torch.arange(first, last, device=query.device)
     positions = torch.arange(plan.offset + start, plan.offset + stop, device=query.device)[:, None]
     seen_from = plan.first[rows, start:stop, None]
-    return logits.masked_fill_(((columns > positions) | (columns < seen_from))[:, None, None], -torch.inf), slope
+    return logits.masked_fill(((columns > positions) | (columns < seen_from))[:, None, None], -torch.inf), slope
+
+
+def _finite(sums: Tensor) -> Tensor:
+    """Something to take from logits: those of a query that sees nothing are −∞ already."""
+    return sums.masked_fill(sums == -torch.inf, 0)
 
 
 def _together(x_BTHD: Tensor, kv_heads: int) -> Tensor:

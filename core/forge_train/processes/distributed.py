@@ -76,6 +76,8 @@ class DistributedContext:
     device: torch.device
     place: World = field(default_factory=World)
     _meshes: dict[str, DeviceMesh] = field(default_factory=dict)
+    complete: bool = True
+    """Whether what is gathered is of every rank; a plan asks the stages of a pipeline one after the other."""
 
     @classmethod
     @contextmanager

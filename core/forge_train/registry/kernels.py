@@ -28,5 +28,9 @@ def misfits(hooks: Hooks, asked: Iterable[tuple[str, KernelCapabilities]]) -> It
                 for found in discover()
                 if found.name != name and (able := found.kernel_capabilities) and not [*able.lacks(wanted)]
             )
-            way_out = f"Installed kernels that have it: {', '.join(others)}." if others else "No installed kernel has."
+            way_out = (
+                f"Installed kernels that have it: {', '.join(others)}; enable one with --plugins."
+                if others
+                else "No installed kernel has."
+            )
             yield f"Plugin {kernel.ref.label} computes attention without {' and '.join(lacking)}; {who}. {way_out}"

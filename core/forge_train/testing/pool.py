@@ -49,8 +49,12 @@ class Pool:
         self._starter: _Starter | None = None
         self._store: TCPStore | None = None
         self._numbers = itertools.count()
+        self._kept: tuple[int, int] | None = None
+        """The world and the number of the process group that the last case has left."""
 
-    def run(self, case: Case, world: int = 2, *, timeout: float = 600.0, **arguments: Any) -> list[Any]:
+    def run(
+        self, case: Case, world: int = 2, *, timeout: float = 600.0, keep: bool = False, **arguments: Any
+    ) -> list[Any]:
         """Call a function on `world` ranks; what each returned, in order of ranks.
 
         Args:
@@ -58,6 +62,7 @@ class Pool:
                 RANK, WORLD_SIZE and LOCAL_RANK set as torchrun would.
             world: number of ranks.
             timeout: seconds until it counts as hanging, which ends the processes and says where each stood.
+            keep: whether the next case that keeps, too, may go on with this one's process group and meshes.
             **arguments: of the function; JSON.
 
         Raises:
@@ -67,10 +72,13 @@ class Pool:
             raise ValueError(f"the pool has 1 to {self._size} ranks, not {world}")
         name = case if isinstance(case, str) else f"{case.__module__}:{case.__qualname__}"
         port = self._start(world)
+        if not (keep and self._kept and self._kept[0] == world):
+            self._kept = (world, next(self._numbers))
         request = {
             "case": name,
             "arguments": arguments,
-            "number": next(self._numbers),
+            "group": self._kept[1],
+            "keep": keep,
             "world": world,
             "timeout": timeout,
             "path": sys.path,
@@ -82,6 +90,8 @@ class Pool:
         replies = self._collect(workers, timeout)
         silent = [worker.rank for worker in workers if worker.rank not in replies]
         failed = {rank: reply["error"] for rank, reply in replies.items() if "error" in reply}
+        if silent or not all(reply.get("kept") for reply in replies.values()):
+            self._kept = None
         if not silent and not failed:
             return [replies[worker.rank]["value"] for worker in workers]
         text = [f"{name} on {world} ranks"]
@@ -104,7 +114,7 @@ class Pool:
         for worker in self._workers:
             worker.end()
         self._workers = []
-        self._store = None
+        self._store = self._kept = None
 
     def __enter__(self) -> Self:
         return self

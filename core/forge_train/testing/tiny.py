@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from ..config import layers
 from ..config.toml import read
-from ..ground.presets import presets
+from ..ground.presets import base, presets
 
 PRESET = "tiny"
 VOCABULARY = 320
@@ -50,16 +51,22 @@ def preset(folder: Path, filled: Iterable[str]) -> Iterator[None]:
 
 def base_plugins() -> tuple[str, ...]:
     """The plugins that every run has by default because they watch it."""
-    base = presets().get("base")
-    found: Mapping[str, Any] = read(base).data if base else {}
+    beneath = base()
+    found: Mapping[str, Any] = read(beneath).data if beneath else {}
     return tuple(found.get("plugins", ()))
 
 
 def _write_text(folder: Path) -> None:
     """Eight files of about four kilobytes, the same everywhere."""
     folder.mkdir(parents=True, exist_ok=True)
-    state, vocabulary = 1, _WORDS.split()
-    for number in range(8):
+    for number, text in enumerate(_texts()):
+        _write(folder / f"{number}.txt", text)
+
+
+@cache
+def _texts() -> tuple[str, ...]:
+    state, vocabulary, texts = 1, _WORDS.split(), list[str]()
+    for _ in range(8):
         words: list[str] = []
         length = 0
         while length < 3000:
@@ -67,7 +74,8 @@ def _write_text(folder: Path) -> None:
             words.append(vocabulary[state % len(vocabulary)])
             length += len(words[-1])
         lines = [" ".join(words[at : at + 12]) for at in range(0, len(words), 12)]
-        _write(folder / f"{number}.txt", ".\n".join(lines) + ".\n")
+        texts.append(".\n".join(lines) + ".\n")
+    return tuple(texts)
 
 
 def _write(file: Path, text: str) -> None:

@@ -50,7 +50,8 @@ class Verifier:
         return self._known[key]
 
     def _start(self, nproc: int, arguments: dict[str, Any]) -> None:
-        outcomes = [WorkerResult(**one) for one in self._pool.run(take, nproc, timeout=self._timeout, **arguments)]
+        replies = self._pool.run(take, nproc, timeout=self._timeout, keep=True, **arguments)
+        outcomes = [WorkerResult(**one) for one in replies]
         ended = Ended(by_cause(outcomes))
         try:
             ended.check()
@@ -66,6 +67,7 @@ def take(**arguments: Any) -> dict[str, Any]:
     from ..ground.errors import explain
     from ..ground.failure import kind
     from ..ground.world import World
+    from .joined import leave
 
     rank = World.here().rank
     try:
@@ -74,4 +76,6 @@ def take(**arguments: Any) -> dict[str, Any]:
     except Exception as error:
         code = error.code if isinstance(error, ForgeError) else 1
         outcome = WorkerResult(rank, code, kind(error), explain(error))
+    if outcome.code:
+        leave()  # the others may wait for it; the error, whose traceback may hold groups, is gone by now
     return dataclasses.asdict(outcome)

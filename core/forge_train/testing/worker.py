@@ -84,9 +84,11 @@ def _serve(rank: int, port: int, replies: int, parent: int) -> None:
 
 
 def _answer(replies: IO[str], request: dict[str, Any], store: Store, rank: int) -> None:
+    from . import joined
+
     try:
-        reply = {"value": _run(request, store, rank)}
-        text = json.dumps(reply)
+        value = _run(request, store, rank)
+        text = json.dumps({"value": value, "kept": joined.here()})
     except BaseException:  # whatever a case does is its own failure, not the worker's
         text = json.dumps({"error": traceback.format_exc()})
     sys.stdout.flush()
@@ -96,33 +98,29 @@ def _answer(replies: IO[str], request: dict[str, Any], store: Store, rank: int) 
 
 
 def _run(request: dict[str, Any], store: Store, rank: int) -> Any:
-    """Call the case in a process group of its own."""
+    """Call the case in its process group."""
     import torch
-    import torch.distributed as dist
 
-    from ..processes.process_group import leave
+    from . import joined
 
     sys.path[:] = request["path"]
     world = request["world"]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(request["port"]))  # nobody joins there: see below
     torch.manual_seed(0)
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(f"case-{request['number']}", store),
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=2 * request["timeout"]),  # the pool's own comes first, and says where ranks stand
-    )
+    joined.join(request["group"], store, rank, world, timedelta(seconds=2 * request["timeout"]))
+    keep = False
     try:
         module, _, name = request["case"].partition(":")
         function: Any = importlib.import_module(module)
         for part in name.split("."):
             function = getattr(function, part)
-        return function(**request["arguments"])
+        value = function(**request["arguments"])
+        keep = request["keep"]
+        return value
     finally:
-        # Closes the connections too: ranks that wait for one that failed fail at once.
-        leave()
+        if not keep:
+            joined.leave()
 
 
 def _die_with(parent: int) -> None:

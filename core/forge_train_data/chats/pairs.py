@@ -39,6 +39,8 @@ def preference(record: Mapping[str, Any], where: str = "this record") -> Prefere
         ConfigError: a field is missing or of another shape; the answers are the same, or have no turn of the assistant.
     """
     fields = {name: value for name, value in record.items() if value is not None}
+    if null := [name for name in ("chosen", "rejected") if name in record and name not in fields]:
+        raise ConfigError(f"{where}: {null[0]} is null; a pair needs both answers.")
     if not {"chosen", "rejected"} <= fields.keys():
         raise ConfigError(f"{where}: expected chosen and rejected; the fields are {', '.join(fields) or 'none'}.")
     prompt = said(fields["prompt"], "user", f"{where}: prompt") if "prompt" in fields else []

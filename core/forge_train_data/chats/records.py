@@ -71,7 +71,7 @@ def conversation(record: Mapping[str, Any], where: str = "this record", shape: s
             assistant speaks.
     """
     fields = {name: value for name, value in record.items() if value is not None}
-    shape = _shape(fields, where, shape)
+    shape = _shape(fields, [name for name, value in record.items() if value is None], where, shape)
     context = 0
     if shape == "messages":
         found = messages_of(fields["messages"], f"{where}: messages")
@@ -116,7 +116,7 @@ def said(value: Any, role: str, where: str) -> list[Message]:
     return [{"role": role, "content": value}] if isinstance(value, str) else messages_of(value, where)
 
 
-def _shape(fields: Mapping[str, Any], where: str, shape: str) -> str:
+def _shape(fields: Mapping[str, Any], nulls: Sequence[str], where: str, shape: str) -> str:
     read = "; ".join(f"{name}: {' + '.join(needs)}" for name, needs in SHAPES.items())
     if shape and shape not in SHAPES:
         raise ConfigError(
@@ -124,6 +124,11 @@ def _shape(fields: Mapping[str, Any], where: str, shape: str) -> str:
         )
     fits = [name for name, needs in SHAPES.items() if all(need in fields for need in needs) and shape in ("", name)]
     if not fits:
+        tried = [needs for name, needs in SHAPES.items() if shape in ("", name)]
+        for needs in sorted(tried, key=lambda needs: sum(need in fields for need in needs), reverse=True):
+            lacking = [need for need in needs if need not in fields]
+            if set(lacking) <= set(nulls):
+                raise ConfigError(f"{where}: {lacking[0]} is null; a record of {' and '.join(needs)} needs a value.")
         there = ", ".join(fields) or "none"
         raise ConfigError(f"{where}: its fields ({there}) are no conversation's. Shapes that are read: {read}.")
     if len(fits) > 1:

@@ -12,24 +12,24 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from forge_train import ConfigError
 from forge_train.storage import model_files
 
+from ..cache import cache_folder
 from ..files import File, find
 from ..held_out import SIDES
 from ..manifest import FILE, TOKENIZER, WORK, Listed, Manifest, read_manifest
 from ..maps import Maps
-from ..tokenizers import BYTES, open_tokenizer
+from ..tokenizers import BYTES, open_tokenizer, pieces
 from . import pool, training
-from .progress import Report
+from .progress import Report, Told
 from .tasks import TEXT, Preparation, Task, divide
 from .worker import Done, Maker, done, task_name
 
-__all__ = ["Preparation", "Report", "cache_folder", "prepare", "settled"]
+__all__ = ["Preparation", "Report", "Told", "cache_folder", "prepare", "settled"]
 
 
 def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: bool = False) -> Manifest:
@@ -121,7 +121,8 @@ def _tokenizer(wanted: Preparation, work: Path, tasks: list[Task], report: Repor
     opened = open_tokenizer(wanted.tokenizer)
     if not folder.is_dir():
         found = model_files.files(path)
-        model_files.copy({model_files.TOKENIZER: path} if len(found) == 1 and path.is_file() else found, folder)
+        alone = pieces.FILE if path.suffix == pieces.SUFFIX else model_files.TOKENIZER
+        model_files.copy({alone: path} if len(found) == 1 and path.is_file() else found, folder)
     if open_tokenizer(str(folder)).digest != opened.digest:
         raise ConfigError(f"--tokenizer: {path} is not the tokenizer that {wanted.out} was begun with.")
     return str(folder)
@@ -198,10 +199,3 @@ def _deciding(wanted: Preparation) -> list[Path]:
     later = (model_files.MODEL_CONFIG, "generation_config.json")
     chosen = [Path(wanted.template)] if wanted.template and Path(wanted.template).is_file() else []
     return [*(file for name, file in found.items() if name not in later), *chosen]
-
-
-def cache_folder(cache: str, name: str) -> Path:
-    """A plugin's cache: the folder that was chosen, or the user's."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    user = Path(home) if home else Path.home() / ".cache"
-    return Path(cache).expanduser() if cache else user / "forge-train" / name

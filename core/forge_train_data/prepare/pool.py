@@ -12,13 +12,15 @@ from typing import Any
 from forge_train import ConfigError
 from forge_train.ground.errors import describe
 
+from ..tokenizers.pretrained import SERIAL
 from .progress import Report
 from .tasks import Preparation, Task
 from .worker import Maker, perform, task_name
 
 EVERY = 0.5
 """Seconds between two reports."""
-THREADS = "RAYON_NUM_THREADS"
+ONE_CORE = {SERIAL: "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Environment of a worker: each has one core, and libraries would start a thread for each of the machine's."""
 
 _mine: dict[str, Any] = {}
 """Of a worker process: its tokenizer and template, what it does, and the count of bytes that all of them share."""
@@ -39,15 +41,16 @@ def run(wanted: Preparation, tokenizer: str, tasks: list[Task], report: Report) 
         return
     context = multiprocessing.get_context("spawn")
     count = context.Value("q", 0)
-    kept = os.environ.get(THREADS)
-    os.environ[THREADS] = "1"  # each worker has one core; the tokenizers library would start a thread for each of them
+    kept = {name: os.environ.get(name) for name in ONE_CORE}
+    os.environ.update(ONE_CORE)
     try:
         with ProcessPoolExecutor(
             min(wanted.workers, len(tasks)), context, _start, (wanted, tokenizer, whole, count)
         ) as pool:
             _follow({pool.submit(_perform, task): task for task in tasks}, pool, count, report)
     finally:
-        os.environ.pop(THREADS) if kept is None else os.environ.update({THREADS: kept})
+        for name, value in kept.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _follow(running: dict[Future[None], Task], pool: ProcessPoolExecutor, count: Any, report: Report) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from forge_train_tools.present import counted, duration
 
+from ..progress import Telling
 from .tasks import Task
 
 SETTLED = 2.0
@@ -62,3 +63,21 @@ class Report:
         """Everything is done."""
         self._line("")
         self.seconds, self.read, self.skipped = time.perf_counter() - self._began, self._done, skipped
+
+
+class Told(Report):
+    """The report of a plugin that prepares its data when the run starts.
+
+    Args:
+        name: of the plugin.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._telling = Telling(name)
+        super().__init__(self._telling.passing)
+
+    def end(self, skipped: dict[str, str]) -> None:
+        super().end(skipped)
+        if self.read:
+            rate = counted(self.read / max(self.seconds, 1e-9), "B")
+            self._telling.done(f"{counted(self.read, 'B')}, {rate}/s, in {duration(self.seconds)}")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from forge_train import ConfigError
 
@@ -39,6 +39,8 @@ class Preparation:
         chat: whether records are conversations, which a chat template renders, and not texts.
         template: which one; empty for the tokenizer's own.
         learn: what of a conversation is learned.
+        pairs: whether records are pairs, each of which becomes two documents that follow each other: preferences,
+            which are conversations too, or texts.
         maps: changes of texts, in order, as `Maps` takes them.
     """
 
@@ -53,11 +55,14 @@ class Preparation:
     chat: bool = False
     template: str = ""
     learn: Learn = "assistant"
+    pairs: Literal["", "preference", "embedding"] = ""
     maps: tuple[str, ...] = ()
 
     def public(self) -> dict[str, Any]:
         """What decides the result, beside the files and the tokenizer."""
         made = {"held_out": self.held_out, "train_tokenizer": self.train_tokenizer}
+        if self.pairs:
+            return {**made, "pairs": self.pairs, "template": self.template}
         if self.chat:
             return {**made, "template": self.template, "learn": self.learn}
         return {**made, "field": self.field, "maps": list(self.maps)}

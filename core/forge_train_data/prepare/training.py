@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from forge_train import ConfigError
 
+from ..tokenizers.parts import PART
 from .progress import Report
 from .tasks import Preparation, Task
 from .worker import documents
@@ -28,10 +32,23 @@ def check(wanted: Preparation) -> None:
 
 
 def train(wanted: Preparation, tasks: list[Task], folder: Path, report: Report) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`, whole or not at all."""
+    """Write `tokenizer.json` and `tokenizer_config.json`, whole or not at all,
+    in a process of its own, whose memory ends with it.
+
+    Raises:
+        ConfigError: the text can't be read, or the process died.
+    """
+    report.say("training the tokenizer")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        try:
+            process.submit(_train, wanted, tasks, folder).result()
+        except BrokenProcessPool as error:
+            raise ConfigError("--train-tokenizer: the training died: was memory short?") from error
+
+
+def _train(wanted: Preparation, tasks: list[Task], folder: Path) -> None:
     import tokenizers
 
-    report.say("training the tokenizer")
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(
         _sample(wanted, tasks), vocab_size=wanted.train_tokenizer, special_tokens=[END], show_progress=False
@@ -45,7 +62,7 @@ def train(wanted: Preparation, tasks: list[Task], folder: Path, report: Report) 
 
 
 def _sample(wanted: Preparation, tasks: list[Task]) -> Iterator[str]:
-    """Texts from the beginning of each piece, the same share of each."""
+    """Texts from the beginning of each piece, the same share of each; long ones in parts, which bounds memory."""
     pieces = [piece for task in tasks for piece in task.pieces]
     share = min(1.0, SAMPLE / max(sum(piece.part.bytes for piece in pieces), 1))
     for piece in pieces:
@@ -53,5 +70,6 @@ def _sample(wanted: Preparation, tasks: list[Task]) -> Iterator[str]:
         for document in documents(piece, wanted.field):
             if room <= 0:
                 break
-            yield document[: int(room) + 1].decode("utf-8", errors="ignore")
+            text = document[: int(room) + 1].decode("utf-8", errors="ignore")
+            yield from (text[at : at + PART] for at in range(0, len(text), PART))
             room -= len(document)

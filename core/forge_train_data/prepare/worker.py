@@ -15,7 +15,18 @@ from numpy.typing import NDArray
 
 from forge_train import ConfigError, Tokenizer
 
-from ..chats import Learn, Template, conversation, open_template, render, tokenise
+from ..chats import (
+    Learn,
+    Segments,
+    Template,
+    conversation,
+    embedding_texts,
+    open_template,
+    preference,
+    render,
+    render_preference,
+    tokenise,
+)
 from ..formats import lookup, text_of
 from ..held_out import SIDES, Side, divided, side_of
 from ..manifest import WORK
@@ -25,7 +36,7 @@ from ..store import SUFFIX, Header, ShardWriter, content, read_header
 from ..tokenizers import BYTES, encode_documents, open_tokenizer
 from .tasks import Piece, Preparation, Task
 
-BATCH = 4 << 20
+BATCH = 1 << 20
 """Bytes of text that are tokenised at a time."""
 
 
@@ -92,13 +103,19 @@ def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told:
         def side(name: Side) -> _Side:
             if name not in sides:
                 path, made_by = shard_path(wanted.out, name, task.number), maker.tokenizer
-                writer = ShardWriter(path, made_by.vocabulary, made_by.digest, trained=wanted.chat)
+                writer = ShardWriter(
+                    path, made_by.vocabulary, made_by.digest, trained=wanted.chat or bool(wanted.pairs)
+                )
                 sides[name] = _Side(stack.enter_context(writer), made_by)
             return sides[name]
 
         for piece in task.pieces:
             try:
-                if maker.template is not None:
+                if wanted.pairs:
+                    for text, members in pairs(piece, maker.template, maker.tokenizer):
+                        for ids, trained in members:
+                            side(side_of(text, wanted.held_out)).add_encoded(ids, trained, len(text))
+                elif maker.template is not None:
                     for text, ids, trained in chats(piece, maker.template, maker.tokenizer, wanted.learn):
                         side(side_of(text, wanted.held_out)).add_encoded(ids, trained, len(text))
                 else:
@@ -149,20 +166,50 @@ class Maker:
 def chats(
     piece: Piece, template: Template, tokenizer: Tokenizer, learn: Learn
 ) -> Iterator[tuple[bytes, Ids, NDArray[np.uint8]]]:
-    """Text, token ids and what is learned of each conversation of a piece.
-
-    Where a template writes no token that ends a text, the tokenizer's own ends the conversation; it is learned if what
-    stands before it is.
-    """
+    """Text, token ids and what is learned of each conversation of a piece."""
     for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
         found = conversation(record, piece.file.at(place))
         if found.silent:
             raise ConfigError(f"{found.where}: the assistant's turn is empty; a model would learn to say nothing.")
         segments = render(template, found, learn=learn)
-        ids, trained = tokenise(tokenizer, segments)
-        if tokenizer.end is not None and not np.isin(ids, tokenizer.stops).any():
-            ids, trained = np.append(ids, np.uint32(tokenizer.end)), np.append(trained, trained[-1])
-        yield segments.text.encode("utf-8", errors="replace"), ids, trained
+        yield segments.text.encode("utf-8", errors="replace"), *_ended(tokenizer, segments)
+
+
+def pairs(
+    piece: Piece, template: Template | None, tokenizer: Tokenizer
+) -> Iterator[tuple[bytes, list[tuple[Ids, NDArray[np.uint8]]]]]:
+    """The first text of each pair of a piece, and of both the token ids and what is learned.
+
+    Args:
+        piece: of a file.
+        template: of preferences; None for pairs of texts, which are learned as a whole.
+        tokenizer: of the preparation.
+    """
+    for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
+        where = piece.file.at(place)
+        if template is not None:
+            both = render_preference(template, preference(record, where))
+            yield both[0].text.encode("utf-8", errors="replace"), [_ended(tokenizer, segments) for segments in both]
+            continue
+        found = embedding_texts(record, where)
+        if found.negatives:
+            raise ConfigError(f"{where}: negative: texts that do not belong together are not read; leave them out.")
+        encoded: list[tuple[Ids, NDArray[np.uint8]]] = []
+        for name, text in (("anchor", found.anchor), ("positive", found.positive)):
+            if not (ids := tokenizer.encode(text)):
+                raise ConfigError(f"{where}: {name} has no token.")
+            whole = [*tokenizer.begin, *ids, *([] if tokenizer.end is None else [tokenizer.end])]
+            encoded.append((np.asarray(whole, np.uint32), np.ones(len(whole), np.uint8)))
+        yield found.anchor.encode("utf-8", errors="replace"), encoded
+
+
+def _ended(tokenizer: Tokenizer, segments: Segments) -> tuple[Ids, NDArray[np.uint8]]:
+    """Ids and what is learned of a rendering; where its template writes no token that ends a text, the tokenizer's own
+    follows, and is learned if what stands before it is."""
+    ids, trained = tokenise(tokenizer, segments)
+    if tokenizer.end is not None and not np.isin(ids, tokenizer.stops).any():
+        ids, trained = np.append(ids, np.uint32(tokenizer.end)), np.append(trained, trained[-1])
+    return ids, trained
 
 
 def documents(piece: Piece, field: str) -> Iterator[bytes]:
@@ -187,6 +234,8 @@ class _Side:
         self._size = 0
 
     def add(self, document: bytes) -> None:
+        if len(document) >= BATCH:
+            self._flush()
         self._waiting.append(document)
         self._size += len(document)
         if self._size >= BATCH:
@@ -203,9 +252,9 @@ class _Side:
     def _flush(self) -> None:
         if not self._waiting:
             return
-        begin, end = np.array(self._begin, np.int64), np.array(self._end, np.int64)
-        encoded = [
-            np.concatenate([begin, ids, end]) for ids in encode_documents(self._tokenizer, self._waiting) if len(ids)
-        ]
+        begin, end = np.array(self._begin, np.uint32), np.array(self._end, np.uint32)
+        encoded = list(encode_documents(self._tokenizer, self._waiting))
+        for at, ids in enumerate(encoded):
+            encoded[at] = np.concatenate([begin, ids, end]) if len(ids) else ids
         self._writer.add(encoded, self._size)
         self._waiting, self._size = [], 0

@@ -16,7 +16,7 @@ BYTES = "bytes"
 
 
 def open_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of `bytes`, of a `tokenizer.json`, or of the folder it lies in.
+    """The tokenizer of `bytes`, of a `tokenizer.json` or a SentencePiece `.model`, or of the folder it lies in.
 
     Raises:
         ConfigError: there is no such file, or it is no tokenizer.
@@ -25,9 +25,14 @@ def open_tokenizer(path: str) -> Tokenizer:
         from .byte import ByteTokenizer
 
         return ByteTokenizer()
-    from .pretrained import PretrainedTokenizer
+    from . import pieces, pretrained
 
-    return PretrainedTokenizer(Path(path).expanduser())
+    place = Path(path).expanduser()
+    if place.suffix == pieces.SUFFIX and not place.is_dir():
+        return pieces.PieceTokenizer(place)
+    if (place / pieces.FILE).is_file() and not (place / pretrained.FILE).is_file():
+        return pieces.PieceTokenizer(place)
+    return pretrained.PretrainedTokenizer(place)
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Sequence[bytes]) -> Sequence[Ids]:

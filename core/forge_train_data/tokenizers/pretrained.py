@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -16,6 +15,7 @@ from forge_train import ConfigError
 from forge_train.ground.errors import describe
 
 from . import special
+from .parts import PART, parts
 
 Ids = NDArray[np.unsignedinteger]
 
@@ -31,10 +31,8 @@ END_NAMES = (
     "<|im_end|>",
 )
 """What tokenizers call the end of a document; the first one found is taken where no file names it."""
-
-_PIECE = 1 << 20
-"""Bytes after which a long document is cut, at a line's end, before it is encoded: the library keeps offsets and
-strings of each token, some hundred bytes per token, until the whole text is done."""
+SERIAL = "TOKENIZERS_PARALLELISM"
+"""Whether the library starts threads; `false` in a process that has one core."""
 
 
 class PretrainedTokenizer:
@@ -131,31 +129,29 @@ class PretrainedTokenizer:
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[Ids]:
         """Token ids of UTF-8 texts, one array each, without the end; all of the library's threads work on it."""
-        pieces = [_pieces(document) for document in documents]
-        encoded = self._encode(piece.decode("utf-8") for document in pieces for piece in document)
-        return [np.concatenate([next(encoded) for _ in document] or [np.empty(0, np.uint32)]) for document in pieces]
+        found: list[list[Ids]] = [[] for _ in documents]
+        numbered = ((number, part) for number, document in enumerate(documents) for part in parts(document, self._ids))
+        for number, ids in self._encode(numbered):
+            found[number].append(ids)
+        return [ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in found]
 
-    def _encode(self, texts: Iterable[str]) -> Iterator[Ids]:
-        """Token ids of each text; so many at a time as the library's threads have to do, not all."""
-        most = _PIECE * int(os.environ.get("RAYON_NUM_THREADS") or os.cpu_count() or 1)
-        waiting: list[str] = []
+    def _encode(self, numbered: Iterable[tuple[int, tuple[str, int]]]) -> Iterator[tuple[int, Ids]]:
+        """The number and the token ids of each part; so many at a time as the library's threads have to do, not all."""
+        serial = os.environ.get(SERIAL) == "false"
+        most = PART * (1 if serial else int(os.environ.get("RAYON_NUM_THREADS") or os.cpu_count() or 1))
+        waiting: list[tuple[int, tuple[str, int]]] = []
         size = 0
-        for text in chain(texts, [None]):
-            if text is not None:
-                waiting.append(text)
-                size += len(text)
-            if size >= most or text is None:
-                for one in self._tokenizer.encode_batch_fast(waiting, add_special_tokens=False):
-                    yield np.asarray(one.ids, np.uint32)
+        for one in chain(numbered, [None]):
+            if one is not None:
+                waiting.append(one)
+                size += len(one[1][0])
+            if size >= most or one is None:
+                encoded = self._tokenizer.encode_batch_fast(
+                    [text for _, (text, _) in waiting], add_special_tokens=False
+                )
+                for (number, (_, foreign)), encoding in zip(waiting, encoded, strict=True):
+                    yield number, np.array(encoding.ids, np.uint32)[foreign:]
                 waiting, size = [], 0
 
-
-def _pieces(document: bytes) -> list[bytes]:
-    if len(document) <= _PIECE:
-        return [document]
-    pieces, start = [], 0
-    for line_end in re.finditer(rb"\n", document):
-        if line_end.end() - start >= _PIECE:
-            pieces.append(document[start : line_end.end()])
-            start = line_end.end()
-    return [*pieces, document[start:]] if start < len(document) else pieces
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]

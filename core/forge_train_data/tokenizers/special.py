@@ -20,6 +20,11 @@ def added_tokens(folder: Path) -> list[tuple[int, str, bool]]:
     return sorted((int(id), entry["content"], bool(entry.get("special"))) for id, entry in listed.items())
 
 
+def adds_begin(folder: Path) -> bool:
+    """Whether `tokenizer_config.json` leaves a begin before a text; for tokenizers without a `tokenizer.json`."""
+    return _table(folder / TOKENIZER_CONFIG).get("add_bos_token") is not False
+
+
 def ends(folder: Path, id_of: Callable[[str], int | None]) -> tuple[int | None, tuple[int, ...]]:
     """The id after a document, None where no file says it, and the ids that end a generated text.
 
@@ -40,7 +45,7 @@ def ends(folder: Path, id_of: Callable[[str], int | None]) -> tuple[int | None, 
         value = _table(folder / name).get("eos_token")
         if content := value.get("content") if isinstance(value, Mapping) else value:
             if (end := id_of(content)) is None:
-                raise ConfigError(f"{folder / name}: eos_token {content!r} is not in tokenizer.json.")
+                raise ConfigError(f"{folder / name}: eos_token {content!r} is not in the tokenizer.")
             break
     return end, generation or model
 

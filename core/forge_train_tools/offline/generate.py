@@ -100,7 +100,7 @@ class Completion:
     """
 
     def __init__(self, job: Job, model: Model, prompt: str, sampling: Sampling, *, whole: bool = False) -> None:
-        if len(model.parts) != 1 or job.dist.layout.cp > 1:
+        if max(len(model.parts), job.dist.layout.pp, job.dist.layout.cp) > 1:
             raise ConfigError("Text is generated with whole models and sequences; this one is cut by pp or cp.")
         if not job.hooks.provider("tokenizer"):
             raise ConfigError("No enabled plugin provides a tokenizer, which generating text needs.")

@@ -111,6 +111,7 @@ def setup_of(path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wa
     already = {canonical(name) for name in _names(tree.values.get(("without",)))}
     kept = {entry["name"] for entry in saved["enabled"]}
     needed = {value.value for value in tree.below(("defaults", "distributed")).values()} if world > 1 else set()
+    needed.add(tree.values[("defaults", "executor")].value)  # changes no number, and another one may have filled it
     asked_for = wanted or Wanted()
     more = {plugin_name(spec) for spec in asked_for.plugins}
     request = Request(

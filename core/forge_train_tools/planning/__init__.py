@@ -6,30 +6,27 @@ fake tensors, which have shapes and dtypes but no data, and everything that step
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_train.contract.hookspecs import KINDS
-from forge_train.contract.job import Job
-from forge_train.contract.run import Run
 from forge_train.ground.errors import ConfigError, nearest
 from forge_train.ground.layout import Layout
 from forge_train.ground.world import World
 from forge_train.registry.setup import Setup
 
 from . import advice, meshes
-from .optimizer import ParameterSet, parameter_sets
+from .optimizer import ParameterSet, total_sets
+from .pipeline import Pipeline, pipeline
 from .roofline import DEVICES, Device, Roofline, roofline
 from .topology import Topology
+from .traffic import Traffic
 
 if TYPE_CHECKING:
-    from forge_train.composition.compose import Composition
-
-    from .communication import Names
     from .parameters import Parameters
-    from .record import Rehearsed
+    from .stages import Look
 
 FLOPS_CONVENTION = "forward and backward, causal attention, a multiply-add is 2; the input embedding is a look-up"
 PER_NODE = 8
@@ -52,19 +49,6 @@ class Memory:
     """The most at once of everything; what an allocator rounds up and keeps, and kernels' own workspaces, come on
     top."""
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Collectives of one kind along one axis, in a step of one rank."""
-
-    kind: str
-    axis: str
-    ranks: int
-    count: int
-    bytes: float
-    """What the rank sends, by the best algorithm for the kind."""
-    crosses_nodes: bool
 
 
 @dataclass(frozen=True)
@@ -91,8 +75,12 @@ class Plan:
     flops_per_token: float | None
     """The model's own, as FLOPS_CONVENTION says; repeated operations (recompute) are no part of it."""
     kernel_flops: float
-    """What the kernels of one rank's step do, repeated ones too; where a mask says what is seen, all is counted."""
+    """What the kernels of one rank's step do (of the busiest stage of a pipeline), repeated ones too; where a mask says
+    what is seen, all is counted."""
     roofline: Roofline | None
+    pipeline: Pipeline | None
+    """Its stages and its timeline, where there is one. `memory` is of the stage that needs most, and `communication`
+    of the one that sends most."""
     warnings: tuple[str, ...]
 
 
@@ -102,80 +90,78 @@ def plan(
     world: int = 1,
     nodes: int = 0,
     device: str | None = None,
+    schedules: bool = False,
     folder: Path = Path("runs/plan"),
 ) -> Plan:
-    """Compose for one rank of `world`, and rehearse a step of it. Nothing is allocated, written or left behind.
+    """Compose for one rank of `world`, or of each pipeline stage, and rehearse a step of it. Nothing is allocated,
+    written or left behind.
 
     Args:
         setup: a checked configuration and its plugins.
         world: the number of ranks.
         nodes: over how many nodes they are spread; 0 for as many as nodes of `PER_NODE` ranks make.
         device: a name in `DEVICES`, for the roofline.
+        schedules: whether to compare what else a pipeline could follow.
         folder: what plugins are told the run folder is; nothing is written there.
 
     Raises:
         ConfigError: for a composition that can't be.
     """
-    from forge_train.composition.compose import compose
-    from forge_train.ground.tensors import held_bytes
-
-    from .alike import Units, rehearse_alike
-    from .communication import Names
-    from .imagined import imagined
-    from .parameters import count, giants
-    from .record import counted
-    from .rehearsal import imagine_optimizer, rehearse
+    from .parameters import total
+    from .stages import look_at_stages
 
     config = setup.config
     layout = Layout.of(config.parallel, world)
     sheet = _sheet(device)
-    with imagined(layout, World(size=world, local_size=_per_node(world, nodes))) as context:
-        job = Job.of(config, setup.hooks, Run(folder), context)
-        units = Units()
-        composition = compose(job, allocate=False, change=units.look)
-        model, names = composition.model, Names(context)
-        parameters, whole = count(model, names), giants(model)
-        stored = {id(p): p for one in (model, *job.models.values()) for p in one.parameters()}  # frozen ones, too
-        held = held_bytes(stored.values())
-        flops = model.flops_per_token(config.train.sequence)
-        alike = rehearse_alike(job, composition, units)
-        recorded = alike or rehearse(job, model)
-        rehearsed = counted(recorded)
-        sets = parameter_sets(imagine_optimizer(job, model).param_groups) if alike else recorded.sets
-        memory = _memory(held, rehearsed)
-        traffic = _traffic(rehearsed, names)
-        topology, domains = Topology.of(context.place), meshes.domains(layout)
-        expected_bytes = _expected_bytes(composition, names)
+    place = World(size=world, local_size=_per_node(world, nodes))
+    topology, domains = Topology.of(place), meshes.domains(layout)
+    looks = look_at_stages(setup, layout, place, folder, alternatives=schedules)
+    memories = [_memory(look) for look in looks]
+    fullest = max(range(len(looks)), key=lambda stage: memories[stage].peak or 0)
+    memory, busiest = memories[fullest], max(looks, key=lambda look: look.kernel_flops)
+    sending = max(looks, key=lambda look: sum(one.bytes for one in look.traffic))
+    declared = [flops for look in looks for flops in look.flops]
+    flops = None if None in declared else sum(one or 0.0 for one in declared)
+    piped = pipeline(
+        looks,
+        memories,
+        tokens=config.train.micro_batch * config.train.sequence,
+        shared=layout.tp * layout.cp,
+        device=sheet,
+        peak=sheet.peak(config.train.precision) if sheet else 1.0,
+    )
     roof = None
     if sheet is not None and memory.activations is not None:
         roof = roofline(
             sheet,
             config.train.precision,
-            rehearsed.kernels,
-            [(one.bytes, one.crosses_nodes) for one in traffic],
+            busiest.rehearsed.kernels,
+            [(one.bytes, one.crosses_nodes) for one in sending.traffic],
             tokens=config.train.tokens_per_step,
             ranks=world,
             flops_per_token=flops,
             peak_bytes=memory.peak,
+            stretch=piped.timeline.stretch if piped else 1.0,
         )
     crossing = tuple(dict.fromkeys(a for d in ("dense", "expert") for a in topology.crossing(domains.get(d, {}))))
     return Plan(
-        phases=composition.report,
-        idle=composition.idle,
+        phases=_phases(looks),
+        idle=tuple(name for name in looks[0].idle if all(name in look.idle for look in looks)),
         slots=_slots(setup),
         meshes=domains,
         nodes=topology.nodes,
         crossing=crossing,
-        parameters=parameters,
-        optimizer=sets,
+        parameters=total([look.parameters for look in looks]),
+        optimizer=total_sets([look.sets for look in looks]),
         memory=memory,
-        communication=traffic,
-        expected_bytes=expected_bytes,
+        communication=sending.traffic,
+        expected_bytes=sending.expected_bytes,
         accumulation=layout.micro_batches(config.train.global_batch, config.train.micro_batch),
         flops_per_token=flops,
-        kernel_flops=sum(kernel.flops * times for kernel, times in rehearsed.kernels.items()),
+        kernel_flops=busiest.kernel_flops,
         roofline=roof,
-        warnings=tuple(advice.warnings(crossing, traffic, whole, world, sheet, memory)),
+        pipeline=piped,
+        warnings=tuple(advice.warnings(crossing, sending.traffic, looks[fullest].whole, world, sheet, memory)),
     )
 
 
@@ -185,6 +171,30 @@ def _sheet(device: str | None) -> Device | None:
     if device.lower() not in DEVICES:
         raise ConfigError(f"There is no data sheet of a device {device!r}.{nearest(device, DEVICES)}")
     return DEVICES[device.lower()]
+
+
+def _phases(looks: Sequence[Look]) -> list[dict[str, Any]]:
+    """What the transforms did, on all stages."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for look in looks:
+        for entry in look.report:
+            known = found.setdefault((entry.get("model", ""), entry["slot"]), dict(entry))
+            known["matched"] = sorted({*known["matched"], *entry["matched"]})
+    return list(found.values())
+
+
+def _memory(look: Look) -> Memory:
+    rehearsed = look.rehearsed
+    return Memory(
+        parameters=look.held,
+        buffers=rehearsed.buffers,
+        gradients=rehearsed.gradients,
+        optimizer=rehearsed.optimizer,
+        activations=rehearsed.activations,
+        logits=rehearsed.logits,
+        peak=rehearsed.peak,
+        notes=tuple(rehearsed.notes),
+    )
 
 
 def _per_node(world: int, nodes: int) -> int:
@@ -198,37 +208,4 @@ def _slots(setup: Setup) -> dict[str, tuple[str, ...]]:
     return {hook: names for hook, names in filled.items() if names}
 
 
-def _memory(parameters: int, rehearsed: Rehearsed) -> Memory:
-    return Memory(
-        parameters=parameters,
-        buffers=rehearsed.buffers,
-        gradients=rehearsed.gradients,
-        optimizer=rehearsed.optimizer,
-        activations=rehearsed.activations,
-        logits=rehearsed.logits,
-        peak=rehearsed.peak,
-        notes=tuple(rehearsed.notes),
-    )
-
-
-def _traffic(rehearsed: Rehearsed, names: Names) -> list[Traffic]:
-    """What was sent, by kind and axis, most bytes first."""
-    sums: dict[tuple[str, str, int, bool], list[float]] = {}
-    for one, times in rehearsed.sent.items():
-        key = (one.kind, names.of(one.group), one.ranks, names.crosses_nodes(one.group))
-        total = sums.setdefault(key, [0, 0.0])
-        total[0] += times
-        total[1] += times * one.sent
-    found = [Traffic(kind, axis, ranks, int(n), size, far) for (kind, axis, ranks, far), (n, size) in sums.items()]
-    return sorted(found, key=lambda one: -one.bytes)
-
-
-def _expected_bytes(composition: Composition, names: Names) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for axis, size in composition.expected_bytes.items():
-        name = names.of_mesh(axis)
-        found[name] = found.get(name, 0.0) + size
-    return found
-
-
-__all__ = ["DEVICES", "FLOPS_CONVENTION", "PER_NODE", "Memory", "Plan", "Roofline", "Traffic", "plan"]
+__all__ = ["DEVICES", "FLOPS_CONVENTION", "PER_NODE", "Memory", "Pipeline", "Plan", "Roofline", "Traffic", "plan"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from forge_train.composition.compose import Composition, compose
 from forge_train.contract.job import Job
@@ -63,13 +64,15 @@ class Units:
 
     def __init__(self, gone: Sequence[int] = ()) -> None:
         self.gone = gone
+        self.names: tuple[str, ...] = ()
         self.built: list[Form] = []
 
     def look(self, part: nn.Module) -> None:
         """Leave units out of a model that was just built, and see what the others are like."""
         if self.gone:
             _remove(part, self.gone)
-        self.built = [dict(_attributes(name, part.get_submodule(name))) for name in getattr(part, "units", ())]
+        self.names = tuple(getattr(part, "units", ()))
+        self.built = [dict(_attributes(name, part.get_submodule(name))) for name in self.names]
 
     def forms(self, composition: Composition) -> list[Form]:
         """What there is to say of each unit."""
@@ -171,6 +174,24 @@ def _remove(part: nn.Module, positions: Sequence[int]) -> None:
         raise _CannotError
 
 
+def form_of(part: nn.Module, units: Units) -> Hashable:
+    """What there is to say of one part of a pipeline; equal for parts that compute alike, whichever units they have.
+
+    Args:
+        part: composed.
+        units: have looked at the model when it was built.
+    """
+    names = tuple(getattr(part, "units", ()))
+    inside = tuple(f"{name}." for name in names)
+    outside = [
+        (n, _tensor(p)) for n, p in (*part.named_parameters(), *part.named_buffers()) if not n.startswith(inside)
+    ]
+    own = _positions(units.built)
+    built = dict(zip(units.names, units.built, strict=True))
+    inner = [frozenset({**_without(built[n], own), **_composed(n, part.get_submodule(n))}.items()) for n in names]
+    return tuple(outside), tuple(inner)
+
+
 # -- what a unit is like --------------------------------------------------------------------------
 
 
@@ -238,6 +259,8 @@ def _plain(value: Any, name: str, depth: int) -> Hashable:
     if isinstance(value, Tensor):
         return _tensor(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, DeviceMesh):  # of whichever ranks
+        return kind, value.mesh_dim_names, tuple(value.shape)
     if isinstance(value, type):
         return kind, f"{value.__module__}.{value.__qualname__}"
     if depth == 0 or isinstance(value, nn.Module):

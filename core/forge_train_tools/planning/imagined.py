@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,15 @@ from forge_train.processes.process_group import leave
 _T = TypeVar("_T")
 
 
+@dataclass
 class ImaginedContext(DistributedContext):
-    """Rank 0 of a layout. It holds as much as any: shards are cut so that the first are never smaller."""
+    """The first rank of a layout, or of one of its stages. It holds as much as any other of its stage: shards are cut
+    so that the first are never smaller."""
+
+    given: list[Any] = field(default_factory=list)
+    """What this rank gave to be gathered over stages, in order."""
+    others: Sequence[Sequence[Any]] = ()
+    """What the first ranks of all stages gave, this one's too; empty while they are not known."""
 
     def barrier(self) -> None:
         pass
@@ -30,7 +39,15 @@ class ImaginedContext(DistributedContext):
         return self.gather_objects(tensor, axis)
 
     def gather_objects(self, value: _T, axis: str = "") -> list[_T]:
-        return [value] * (dist.get_world_size(self._group(axis)) if self.world > 1 else 1)
+        if self.world == 1:
+            return [value]
+        size, stages = dist.get_world_size(self._group(axis)), self.layout.pp
+        if stages == 1 or axis not in ("", "pp"):
+            return [value] * size
+        at = len(self.given)
+        self.given.append(value)
+        known = [one[at] if at < len(one) else value for one in self.others] or [value] * stages
+        return [one for one in known for _ in range(size // stages)]
 
     def on_main(self, function: Callable[[], _T]) -> _T:
         return function()
@@ -40,15 +57,21 @@ class ImaginedContext(DistributedContext):
 
 
 @contextmanager
-def imagined(layout: Layout, place: World) -> Iterator[ImaginedContext]:
+def imagined(layout: Layout, place: World, others: Sequence[Sequence[Any]] = ()) -> Iterator[ImaginedContext]:
     """The context of a rank among others that do not exist, on the CPU, with its meshes and their process groups.
+
+    Args:
+        layout: of the ranks.
+        place: the rank.
+        others: what the first rank of each stage of a pipeline gives to be gathered (`ImaginedContext.given`).
 
     The groups are torch's fake ones, whose collectives give back anything of the right shape. None is left behind.
 
     Raises:
         ForgeError: in a process that has joined others already.
     """
-    context = ImaginedContext(layout, torch.device("cpu"), place)
+    complete = layout.pp == 1 or bool(others)
+    context = ImaginedContext(layout, torch.device("cpu"), place, complete=complete, others=others)
     if place.size == 1:
         yield context
         return
@@ -58,7 +81,25 @@ def imagined(layout: Layout, place: World) -> Iterator[ImaginedContext]:
         raise ForgeError("A plan for several ranks needs a process of its own; this one has joined others already.")
     dist.init_process_group("fake", store=FakeStore(), rank=place.rank, world_size=place.size)
     try:
-        context._meshes = build_meshes(layout, context.device)
+        with _own_groups_only(place.rank):
+            context._meshes = build_meshes(layout, context.device)
         yield context
     finally:
         leave()
+
+
+@contextmanager
+def _own_groups_only(rank: int) -> Iterator[None]:
+    """Leaves out the groups that this rank is not in, which nobody else is there to use: thousands of ranks have tens
+    of thousands of them."""
+    from torch.distributed import device_mesh
+
+    original = device_mesh.new_group
+
+    def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
+        if ranks is not None and rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return original(ranks=ranks, **options)
+
+    with patch.object(device_mesh, "new_group", new_group):
+        yield

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -37,3 +37,15 @@ def parameter_sets(groups: Iterable[Mapping[str, Any]]) -> tuple[ParameterSet, .
         for (match, lr, factor, decay), (number, elements) in sums.items()
         if number
     )
+
+
+def total_sets(stages: Sequence[Sequence[ParameterSet]]) -> tuple[ParameterSet, ...]:
+    """The groups of all pipeline stages; each parameter is of one of them."""
+    found: dict[tuple[Any, ...], ParameterSet] = {}
+    for one in (one for sets in stages for one in sets):
+        key = (one.match, one.lr, one.lr_factor, one.weight_decay)
+        before = found.get(key, replace(one, parameters=0, elements=0))
+        found[key] = replace(
+            before, parameters=before.parameters + one.parameters, elements=before.elements + one.elements
+        )
+    return tuple(found.values())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -76,6 +77,29 @@ def count(model: Model, names: Names) -> Parameters:
         by_module=by_module,
         groups=tuple(Group(top, total, own, placement) for (top, placement), (total, own) in groups.items()),
         tied=tuple(tied_groups(*model.parts)),
+    )
+
+
+def total(stages: Sequence[Parameters]) -> Parameters:
+    """All stages of a pipeline together; what a rank holds is of the stage that holds most."""
+    if len(stages) == 1:
+        return stages[0]
+    by_module: Counter[str] = Counter()
+    groups: dict[tuple[str, str], Group] = {}
+    for stage in stages:
+        by_module.update(stage.by_module)
+        for one in stage.groups:
+            before = groups.get((one.module, one.placement), replace(one, total=0, held=0))
+            groups[one.module, one.placement] = replace(
+                before, total=before.total + one.total, held=max(before.held, one.held)
+            )
+    return Parameters(
+        total=sum(stage.total for stage in stages),
+        trainable=sum(stage.trainable for stage in stages),
+        held=max(stage.held for stage in stages),
+        by_module=dict(by_module),
+        groups=tuple(groups.values()),
+        tied=tuple(dict.fromkeys(tie for stage in stages for tie in stage.tied)),
     )
 
 

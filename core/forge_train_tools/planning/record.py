@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
+from forge_train.contract.timetable import Timetable
 from forge_train.ground.errors import describe
 
 from .communication import Collective
 from .growth import Event
 from .optimizer import ParameterSet
+from .passes import Pass
 from .roofline import Kernel
 
 END = Event("end", ())
@@ -32,6 +35,14 @@ class Recorded:
     """Bytes that a storage gained or lost, in order of time; `END` where the backward pass has ended."""
     calls: list[Event] = field(default_factory=list)
     """Kernels and collectives, with how often in a step."""
+    executor: Any = None
+    """What ran the step, if it is a pipeline's."""
+    followed: Timetable | None = None
+    """What that followed."""
+    accumulation: int = 1
+    """Micro-batches of the step."""
+    passes: list[Pass] = field(default_factory=list)
+    """Of the executor, in order."""
     failed: bool = False
     """Whether the step could not be taken."""
     notes: list[str] = field(default_factory=list)
@@ -53,6 +64,10 @@ class Rehearsed:
     """The most at once of what has the shape of the head's results."""
     peak: int | None = None
     """The most bytes at once of everything."""
+    backward_peak: int = 0
+    """The same until the last backward pass has ended."""
+    update_peak: int = 0
+    """The same after it."""
     sent: Counter[Collective] = field(default_factory=Counter)
     """Collective → how often."""
     kernels: Counter[Kernel] = field(default_factory=Counter)
@@ -85,5 +100,9 @@ def counted(recorded: Recorded) -> Rehearsed:
             if counts and not (ended and name != "everything"):
                 alive[name] += int(event.numbers[0])
                 most[name] = max(most[name], alive[name])
+        if ended:
+            found.update_peak = max(found.update_peak, alive["everything"])
+        else:
+            found.backward_peak = most["everything"]
     found.peak, found.activations, found.logits = (most[name] for name in ("everything", "activations", "logits"))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,15 +30,14 @@ from forge_train.loop.assembly import equip
 from forge_train.loop.step import Watcher
 
 from .communication import Collective, Collectives
+from .fewer import passes_of
 from .growth import Event
 from .ledger import Ledger
 from .optimizer import parameter_sets
+from .passes import WORKS, Pass
 from .record import END, Recorded
 from .watch import AnyDtype
 from .work import Work
-
-PASSES = 3
-"""Micro-batches of a rehearsal: the first, the last, and one that stands for all between them."""
 
 
 def rehearse(job: Job, model: Model) -> Recorded:
@@ -144,16 +144,23 @@ class _Rehearsal(Watcher):
 
     def __init__(self, job: Job, model: Model, found: Recorded) -> None:
         self.found = found
+        self.ledger = Ledger()
         self.stepper = equip(job, model, self)
-        self.passes = min(self.stepper.accumulation, PASSES)
-        self._begun = 0
+        self.passes = passes_of(self.stepper, found)
+        found.accumulation = self.stepper.accumulation
+        self._begun: Counter[tuple[int, str]] = Counter()
+        self._index = 0
         self._updating = False
 
     def data(self, job: Job, split: str) -> Loader:
         return _Examples(job, self.found)
 
     def on_micro_batch(self, micro: MicroBatch) -> None:
-        self._begun += micro.direction != "backward"
+        key = (micro.part, micro.direction)
+        self._index = self._begun[key]
+        self._begun[key] += 1
+        if self.found.executor is not None and micro.direction in WORKS:
+            self.found.passes.append(Pass(len(self.ledger.changes), micro.part, WORKS[micro.direction]))
 
     def rehearse(self, fake: FakeTensorMode) -> None:
         """Fetch micro-batches as a run does, and train on them."""
@@ -161,7 +168,7 @@ class _Rehearsal(Watcher):
         model.train()
         with Collectives(self._send):  # a weight is a number: real tensors
             batches, counts = stepper.fetch(stepper.loader, self.passes)
-        ledger = Ledger()
+        ledger = self.ledger
         logits = _Logits(ledger, model)
         resident = [*model.parameters(), *_buffers(model), *state_of(stepper.optimizer)]
         with fake, _unseen_metadata(), AnyDtype(), ledger, Collectives(self._send), Work(self._compute):
@@ -175,7 +182,7 @@ class _Rehearsal(Watcher):
                 self._updating = True
                 stepper.apply(update)
         self._record(ledger.changes, end, own, logits.numbers())
-        if self._begun != self.passes:
+        if {number for (_, way), number in self._begun.items() if way in ("both", "forward")} != {self.passes}:
             self.found.notes.append(
                 f"the executor does not announce micro-batches: the step is counted with {self.passes} of "
                 f"{stepper.accumulation}"
@@ -183,8 +190,8 @@ class _Rehearsal(Watcher):
 
     @property
     def _times(self) -> int:
-        """How often what happens now happens in a step: the second of three micro-batches stands for those between."""
-        return self.stepper.accumulation - self.passes + 1 if self._begun == PASSES - 1 else 1
+        """How often what happens now happens in a step: the second of the micro-batches stands for those left out."""
+        return self.stepper.accumulation - self.passes + 1 if self._index == 1 else 1
 
     def _record(self, changes: list[tuple[int, int]], end: int, own: set[int], logits: set[int]) -> None:
         events = [Event((number in own, number in logits), (size,)) for number, size in changes]

@@ -79,7 +79,7 @@ class Roofline:
     """In those between them, if each reads and writes the memory for itself as in eager execution."""
     communication: float
     step: float
-    """With everything that is fusible fused, and every collective hidden."""
+    """With everything that is fusible fused, every collective hidden, and a pipeline's bubble."""
     bound: Bound
     """What takes longest."""
     tokens_per_second: float
@@ -104,6 +104,7 @@ def roofline(
     ranks: int,
     flops_per_token: float | None,
     peak_bytes: int | None,
+    stretch: float = 1.0,
 ) -> Roofline:
     """The roofline of a step.
 
@@ -116,6 +117,7 @@ def roofline(
         ranks: how many there are.
         flops_per_token: the model's own.
         peak_bytes: of memory.
+        stretch: how much longer a step takes than the rank's own work, as it waits for others in a pipeline.
     """
     peak = device.peak(precision)
     compute = memory = fusible = 0.0
@@ -128,7 +130,7 @@ def roofline(
         else:
             memory += by_bytes
     communication = sum(size / (device.across if crosses else device.inside) for size, crosses in sent)
-    step = max(compute + memory, communication)
+    step = max(compute + memory, communication) * stretch
     busy: Bound = "compute" if compute > memory else "memory"
     rate = tokens / step
     return Roofline(
@@ -140,7 +142,7 @@ def roofline(
         step=step,
         bound="communication" if communication >= compute + memory else busy,
         tokens_per_second=rate,
-        unfused_tokens_per_second=tokens / max(compute + memory + fusible, communication),
+        unfused_tokens_per_second=tokens / (max(compute + memory + fusible, communication) * stretch),
         mfu=None if flops_per_token is None else rate * flops_per_token / (ranks * peak),
         fits=None if peak_bytes is None else peak_bytes <= device.memory,
         memory_bytes=device.memory,

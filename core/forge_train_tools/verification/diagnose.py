@@ -53,6 +53,7 @@ def diagnose(
     if parted and (parted.tie or parted.step == 1 or not (verdict.offenders or moved)):
         yield of_choices(parted)
     if "routing" not in failed or (parted and parted.step > 1):
+        yield from of_slices(verdict, layout)
         yield from [str(explained)] if explained else of_gradients(verdict.offenders, layout)
         yield from _loss(verdict, failed, one, layout, followed)
         if check := failed.get("buffers"):
@@ -86,6 +87,25 @@ def of_chance(layout: Recording) -> str:
     return (
         "The model draws random numbers in training, as dropout does, and every rank draws its own: no layout repeats "
         "one process. Verify it without them (dropout = 0), or make them a function of seed, step and sample."
+    )
+
+
+def of_slices(verdict: Verdict, layout: Recording) -> Iterator[str]:
+    """Where to look if sequences are cut, and the forward pass is wrong."""
+    tolerance = next((check.tolerance for check in verdict.checks if check.name == "loss"), float("inf"))
+    start, ours = verdict.losses[0]
+    if layout.layout.cp == 1 or abs(start - ours) <= tolerance * abs(start):
+        return
+    merged = "at how a block's partial result is merged: rescaled by its log-sum-exp, and each block once"
+    where = (
+        "at documents that begin in one slice and go on in another (it is these if one document a row agrees), and "
+        f"{merged}"
+        if layout.first.documents
+        else merged
+    )
+    yield (
+        f"The forward pass is wrong, from equal weights and data, and sequences are cut over parallel.cp = "
+        f"{layout.layout.cp}: attention does not see of other ranks' slices what it should. Look {where}."
     )
 
 

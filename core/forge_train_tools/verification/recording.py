@@ -57,6 +57,8 @@ class Record:
     """Step → why its update was left out."""
     draws: bool = False
     """Whether a step's forward and backward pass drew from torch's global random numbers, as dropout does."""
+    documents: bool = False
+    """Whether rows held several documents, kept apart."""
     disturbed: dict[SideEffect, dict[str, list[str]]] = field(default_factory=dict)
     """In evaluating and in saving: who changed what of the model and the optimizer. Either must leave them alone."""
 

@@ -65,7 +65,7 @@ class Watched(Watcher):
         }
 
     def data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
-        return WatchedLoader(super().data(job, split), self.rows)
+        return WatchedLoader(super().data(job, split), self.rows, self.seen)
 
     def on_micro_batch(self, micro: MicroBatch) -> None:
         if self._random is None:
@@ -221,8 +221,8 @@ def _silently() -> contextlib.AbstractContextManager[Any]:
 class WatchedLoader:
     """A loader that remembers what it gave, sequence by sequence, in `rows`."""
 
-    def __init__(self, loader: Loader, rows: list[str]) -> None:
-        self._loader = loader
+    def __init__(self, loader: Loader, rows: list[str], seen: Record) -> None:
+        self._loader, self._seen = loader, seen
         self.rows = rows
 
     def __iter__(self) -> Iterator[Batch]:
@@ -230,6 +230,8 @@ class WatchedLoader:
 
     def __next__(self) -> Batch:
         batch = next(self._loader)
+        ids = batch.document_ids
+        self._seen.documents |= ids is not None and bool((ids != ids[:, :1]).any())
         for row in range(len(batch.inputs)):
             one, digest = batch.cut("batch", partial(_row, row)), hashlib.sha256()
             for name, tensor in sorted(one.tensors().items()):

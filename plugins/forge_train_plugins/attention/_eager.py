@@ -15,7 +15,7 @@ class Kernel:
     """Causal grouped-query attention; see `forge_train.AttentionKernel`. Everything is computed in float32 at least."""
 
     def __init__(self) -> None:
-        self._hidden: PerBatch[Tensor] = PerBatch()
+        self._hidden: PerBatch[tuple[Tensor, Tensor | None]] = PerBatch()
 
     def __call__(  # noqa: PLR0913 — every keyword that there is
         self,
@@ -30,6 +30,7 @@ class Kernel:
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
         log_sum_exp: bool = False,
+        query_document_ids: Tensor | None = None,
         scale: float | None = None,
     ) -> Any:
         given, group = query.dtype, query.shape[2] // key.shape[2]
@@ -40,23 +41,37 @@ class Kernel:
             logits = soft_cap * torch.tanh(logits / soft_cap)
         queries, keys = query.shape[1], key.shape[1]
         facts = (queries, keys, keys - queries if offset is None else offset, window, query.device)
-        logits = logits.masked_fill(self._hidden(document_ids, facts, lambda: hidden(document_ids, *facts)), -torch.inf)
+        unseen, blind = self._hidden(
+            document_ids, facts, lambda: hidden(document_ids, *facts, query_document_ids), query_document_ids
+        )
+        logits = logits.masked_fill(unseen, -torch.inf)
         if sinks is not None:
             column = sinks.to(logits.dtype)[None, :, None, None].expand(len(query), -1, queries, 1)
             logits = torch.cat([logits, column], dim=-1)
-        weights = F.dropout(logits.softmax(-1)[..., :keys], dropout)
-        out = torch.einsum("bhqk,bkhd->bqhd", weights, value).to(given)
-        return (out, logits.logsumexp(-1).float()) if log_sum_exp else out
+        elif blind is not None:  # a softmax over nothing would be no number
+            logits = logits.masked_fill(blind, 0)
+        weights, sums = logits.softmax(-1)[..., :keys], logits.logsumexp(-1).float()
+        if blind is not None and sinks is None:
+            weights, sums = weights.masked_fill(blind, 0), sums.masked_fill(blind[..., 0], -torch.inf)
+        out = torch.einsum("bhqk,bkhd->bqhd", F.dropout(weights, dropout), value).to(given)
+        return (out, sums) if log_sum_exp else out
 
 
 def hidden(
-    document_ids: Tensor | None, queries: int, keys: int, offset: int, window: int | None, device: torch.device
-) -> Tensor:
-    """Whether a query does not see a key, `[1 or batch, 1, queries, keys]`."""
+    document_ids: Tensor | None,
+    queries: int,
+    keys: int,
+    offset: int,
+    window: int | None,
+    device: torch.device,
+    query_document_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Whether a query does not see a key, `[1 or batch, 1, queries, keys]`; and whether it sees none, if some may."""
     rows = torch.arange(offset, offset + queries, device=device)[:, None]
     columns = torch.arange(keys, device=device)
-    unseen = ((columns > rows) | (columns <= rows - (window or keys + 1)))[None, None]
-    if document_ids is None:
-        return unseen
-    own = document_ids[:, offset : offset + queries]
-    return unseen | (own[:, None, :, None] != document_ids[:, None, None, :])
+    unseen = ((columns > rows) | (columns <= rows - (window or offset + queries)))[None, None]
+    if document_ids is not None:
+        own = document_ids[:, offset : offset + queries] if query_document_ids is None else query_document_ids
+        unseen = unseen | (own[:, None, :, None] != document_ids[:, None, None, :])
+    beyond = query_document_ids is not None or offset + queries > keys
+    return unseen, unseen.all(-1, keepdim=True) if beyond else None

@@ -31,7 +31,7 @@ class FlexKernel:
         self._shared_mask: Callable[..., BlockMask] = torch.compiler.disable(self._mask)  # type: ignore[no-untyped-call]
         self._imagined = TiledAttention()  # what `forge plan` sees: memory of the same size, and no compilation
 
-    def __call__(
+    def __call__(  # noqa: PLR0913 — every keyword that there is
         self,
         query: Tensor,
         key: Tensor,
@@ -43,21 +43,23 @@ class FlexKernel:
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
         log_sum_exp: bool = False,
+        query_document_ids: Tensor | None = None,
         scale: float | None = None,
     ) -> Any:
         queries = query.shape[1]
         offset = key.shape[1] - queries if offset is None else offset
         if is_imagined(query):
             asked: Any = {"document_ids": document_ids, "offset": offset, "window": window, "soft_cap": soft_cap}
+            asked["query_document_ids"] = query_document_ids
             return self._imagined(query, key, value, sinks=sinks, log_sum_exp=log_sum_exp, scale=scale, **asked)
-        kept = offset + queries
+        kept = min(offset + queries, key.shape[1])
         needs_sums = sinks is not None or log_sum_exp
         found = self._attention(
             query.transpose(1, 2),
             key[:, :kept].transpose(1, 2),
             value[:, :kept].transpose(1, 2),
             score_mod=None if soft_cap is None else capped(soft_cap),
-            block_mask=self._shared_mask(document_ids, queries, offset, window, query.device),
+            block_mask=self._shared_mask(document_ids, query_document_ids, queries, kept, offset, window, query.device),
             scale=scale,
             enable_gqa=query.shape[2] != key.shape[2],
             return_aux=AuxRequest(lse=True) if needs_sums else None,
@@ -73,10 +75,19 @@ class FlexKernel:
         return (out, lse_BHT.float()) if log_sum_exp else out
 
     def _mask(
-        self, document_ids: Tensor | None, queries: int, offset: int, window: int | None, device: torch.device
+        self,
+        document_ids: Tensor | None,
+        of_queries: Tensor | None,
+        queries: int,
+        keys: int,
+        offset: int,
+        window: int | None,
+        device: torch.device,
     ) -> BlockMask:
-        facts = (queries, offset, window, device)
-        return self._block_mask(document_ids, facts, lambda: make_block_mask(document_ids, *facts))
+        facts = (queries, keys, offset, window, device)
+        return self._block_mask(
+            document_ids, facts, lambda: make_block_mask(document_ids, *facts, of_queries), of_queries
+        )
 
 
 @cache
@@ -90,14 +101,19 @@ def capped(cap: float) -> Callable[..., Tensor]:
 
 
 def make_block_mask(
-    document_ids: Tensor | None, queries: int, offset: int, window: int | None, device: torch.device
+    document_ids: Tensor | None,
+    queries: int,
+    keys: int,
+    offset: int,
+    window: int | None,
+    device: torch.device,
+    query_document_ids: Tensor | None = None,
 ) -> BlockMask:
     """Blocks of keys that some queries of a block see, and those that all of them see in full.
 
     A query sees one run of keys, so the bounds of these runs are enough: `create_block_mask` would make a mask of all
     queries × keys first. Nothing is read from the device.
     """
-    keys = offset + queries
     first = first_visible(
         None if document_ids is None else document_ids[:, :keys],
         queries,
@@ -105,6 +121,7 @@ def make_block_mask(
         offset=offset,
         window=window,
         device=device,
+        query_document_ids=query_document_ids,
     )
     if document_ids is not None:
         torch._assert_async(neighbours(document_ids[:, :keys]), "the tokens of a document must be neighbours")

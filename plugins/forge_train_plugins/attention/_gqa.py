@@ -17,7 +17,7 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, layer: Layer, kernel: AttentionKernel) -> None:
         super().__init__()
         width, kv_width = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
-        self.head_dim = layer.head_dim
+        self.heads, self.kv_heads, self.head_dim = layer.heads, layer.kv_heads, layer.head_dim
         self.q = Linear(layer.dim, width, bias=layer.qkv_bias, std=layer.std)
         self.k = Linear(layer.dim, kv_width, bias=layer.qkv_bias, std=layer.std)
         self.v = Linear(layer.dim, kv_width, bias=layer.qkv_bias, std=layer.std)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+
+PIECE = 256
+"""Queries after other tokens that are computed together: torch computes a mask's hidden half too, of fewer in vain."""
 
 
 def missing(backend: str, device: torch.device, precision: str, *, masked: bool) -> str:
@@ -78,7 +82,13 @@ class Kernel:
     ) -> Tensor:
         queries, keys = query.shape[1], key.shape[1]
         offset = keys - queries if offset is None else offset
+        keys = offset + queries  # nobody sees what comes later
+        key, value = key[:, :keys], value[:, :keys]
         narrow = window is not None and window < offset + queries
+        if offset and queries > PIECE and document_ids is None and not narrow:
+            asked: Any = {"dropout": dropout, "scale": scale}
+            pieces = enumerate(query.split(PIECE, 1))  # type: ignore[no-untyped-call]
+            return torch.cat([self(one, key, value, offset=offset + at * PIECE, **asked) for at, one in pieces], 1)
         mask = None
         if document_ids is not None or narrow or (offset, queries) not in ((0, keys), (keys - 1, 1)):
             seen = _Seen(queries, keys, offset, window if narrow else None, query.dtype, query.device)
@@ -126,6 +136,6 @@ def make_mask(seen: _Seen, document_ids: Tensor | None) -> Tensor:
     if seen.window is not None:
         visible = visible & (columns > rows - seen.window)
     if document_ids is not None:
-        own = document_ids[:, seen.offset : seen.offset + seen.queries]
-        visible = visible & (own[:, None, :, None] == document_ids[:, None, None, :])
+        own = document_ids[:, seen.offset : seen.keys]
+        visible = visible & (own[:, None, :, None] == document_ids[:, None, None, : seen.keys])
     return torch.zeros(visible.shape, dtype=seen.dtype, device=seen.device).masked_fill_(~visible, float("-inf"))

@@ -45,6 +45,7 @@ class Auto(Plugin):
         soft_caps=True,
         sinks=True,
         log_sum_exp=True,
+        blocks=True,
     )
 
     @section

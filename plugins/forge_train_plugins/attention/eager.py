@@ -22,6 +22,7 @@ class Eager(Plugin):
         soft_caps=True,
         sinks=True,
         log_sum_exp=True,
+        blocks=True,
     )
 
     def __init__(self, config: Any) -> None:

@@ -25,6 +25,7 @@ class Flex(Plugin):
         soft_caps=True,
         sinks=True,
         log_sum_exp=True,
+        blocks=True,
     )
 
     def __init__(self, config: Any) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from forge_train import Batch, ConfigError, Ge, Gt, KernelCapabilities, Lt, Plugin, Problem, Volatile, hookimpl, section
+from forge_train import Batch, ConfigError, Ge, Gt, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
+from forge_train_data.plugin import DataPlugin, Prefetch, check_prefetch
 
 if TYPE_CHECKING:
     from forge_train import Job
     from forge_train.config import Config as RunConfig
     from forge_train_data.documents import Documents
     from forge_train_data.held_out import Side
-    from forge_train_data.streamed import StreamedLoader
+    from forge_train_data.streamed_loader import StreamedLoader
 
     from ._hf_datasets.opening import Wanted
 
@@ -21,7 +22,7 @@ _BUFFER = 1000
 _HELD_OUT = 0.01
 
 
-class HFDatasets(Plugin):
+class HFDatasets(DataPlugin):
     """Data sets of the library `datasets`: of the hub, local files, or a folder that `save_to_disk` wrote.
 
     Tokenised once into a cache, and taken in any order. With `streaming`, records are read and tokenised while the run
@@ -56,6 +57,8 @@ class HFDatasets(Plugin):
         """Documents that are shuffled together (streaming)."""
         isolate: bool = True
         """Keep attention inside a document; otherwise the documents are one long text."""
+        prefetch: Annotated[Prefetch, Volatile()] = Prefetch()
+        """Reading ahead of the step, and what becomes of samples that can't be read; when streaming, one thread."""
         cache: Annotated[str, Volatile()] = ""
         """Folder for tokens; empty for forge-train/hf_datasets in $XDG_CACHE_HOME or ~/.cache. The library's own is
         where $HF_HOME says."""
@@ -65,6 +68,7 @@ class HFDatasets(Plugin):
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        yield from check_prefetch(self.config.prefetch, "hf_datasets")
         mine = self.config
         if not mine.path:
             yield Problem("hf_datasets.path", "required: a data set's name, its folder, or a builder such as json.")
@@ -72,6 +76,15 @@ class HFDatasets(Plugin):
             yield Problem("hf_datasets.held_out", "has no effect: hf_datasets.validation names the split.")
         if not (mine.streaming and mine.shuffle) and mine.shuffle_buffer != _BUFFER:
             yield Problem("hf_datasets.shuffle_buffer", "has no effect without streaming and shuffle.")
+        ahead = mine.prefetch
+        if mine.streaming and (ahead.workers > 1 or ahead.kind != "threads"):
+            yield Problem("hf_datasets.prefetch", "a stream is read in order: by one thread (workers = 1), or by none.")
+        if mine.streaming and ahead.on_error == "skip":
+            yield Problem(
+                "hf_datasets.prefetch.on_error",
+                "a stream can't be entered behind a record that fails, so none can stand in for it. Without streaming "
+                "one can.",
+            )
 
     @hookimpl
     def kernel_needs(self) -> KernelCapabilities | None:
@@ -93,7 +106,6 @@ class HFDatasets(Plugin):
             if split == "train":
                 self._loader = loader
             return loader
-        from forge_train_data.loader import StreamLoader
         from forge_train_data.rows import SplitRows
         from forge_train_data.stream import HELD_OUT_SEED, Ordered
 
@@ -108,7 +120,7 @@ class HFDatasets(Plugin):
                 f"and one sequence takes {job.config.train.sequence:,}.{advice}"
             )
         seed = HELD_OUT_SEED if split == "validation" else job.seed if self.config.shuffle else None
-        return StreamLoader(Ordered(rows, seed, key="hf_datasets", fixed=split == "validation"), job)
+        return self.loader(Ordered(rows, seed, key="hf_datasets", fixed=split == "validation"), job, split)
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
@@ -140,7 +152,8 @@ class HFDatasets(Plugin):
         )
 
     def _stream(self, job: Job, split: Side) -> StreamedLoader:
-        from forge_train_data.streamed import StreamedLoader, StreamedRows
+        from forge_train_data.streamed import StreamedRows
+        from forge_train_data.streamed_loader import StreamedLoader
 
         from ._hf_datasets.opening import Texts, open_stream
 
@@ -158,14 +171,14 @@ class HFDatasets(Plugin):
             seed=(job.seed, dist.data_rank) if split == "train" and self.config.shuffle else None,
             key="hf_datasets",
         )
-        return StreamedLoader(rows, job, key="hf_datasets")
+        return StreamedLoader(rows, job, self.prefetch(split), key="hf_datasets")
 
     def _documents(self, job: Job, split: Side) -> Documents:
         from pathlib import Path
 
         from forge_train.storage import model_files
         from forge_train_data.manifest import open_prepared
-        from forge_train_data.prepare import Preparation, Report, cache_folder, prepare, settled
+        from forge_train_data.prepare import Preparation, Told, cache_folder, prepare, settled
 
         from ._hf_datasets.opening import files_of, open_table
 
@@ -185,7 +198,7 @@ class HFDatasets(Plugin):
             self.config.cache,
             "hf_datasets",
         )
-        prepare(preparation, Report(), key="hf_datasets.path", wait=True)
+        prepare(preparation, Told("hf_datasets"), key="hf_datasets.path", wait=True)
         prepared = open_prepared(preparation.out, key="hf_datasets.path")
         if prepared.manifest.tokenizer["digest"] != tokenizer.digest:
             raise ConfigError(

@@ -35,14 +35,17 @@ class Lines:
             number = 0
             while at < part.stop and (line := stream.readline()):
                 number += 1
-                if line.strip():
+                if filled := bool(line.strip()):
                     record, wrong = _parse(line)
                     if wrong:
                         number += _lines_before(file, at) + 1 - number if part.start else 0
                         cut = "" if line.endswith(b"\n") else "; the file ends in this line"
                         raise ConfigError(f"{file.at(f'line {number}')}: {wrong}{cut}")
-                    yield (f"byte {at}" if part.start else f"line {number}"), record
+                place = f"byte {at}" if part.start else f"line {number}"
                 at += len(line)
+                if filled:
+                    del line  # as long as the record
+                    yield place, record
 
 
 class Array:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,19 +18,28 @@ from forge_train import (
     Gt,
     KernelCapabilities,
     Lt,
-    Plugin,
+    Metric,
     Problem,
+    Span,
+    SpanName,
+    Volatile,
     hookimpl,
     section,
 )
 from forge_train.contract.protocols import Loader
+from forge_train_data.plugin import DataPlugin, Packing, Prefetch, ahead, bucket_values, check_buckets, check_prefetch
 
 if TYPE_CHECKING:
-    from forge_train import Job
+    from torch import Tensor
+
+    from forge_train import Job, Model
     from forge_train.config import Config as RunConfig
     from forge_train_data.documents import Documents
     from forge_train_data.held_out import Side
+    from forge_train_data.proportions import Recipe
     from forge_train_data.rows import Rows
+
+    from ._mixture import Losses
 
 
 @section
@@ -36,32 +47,33 @@ class Source:
     """One source of a mixture."""
 
     path: Annotated[str, FilePath()]
-    """As `tokens.path`."""
+    """The tokens of the source; see `tokens.path`."""
     name: str = ""
-    """In messages and metrics; without one, the path's last part."""
+    """Name in messages and metrics; empty for the last component of the path."""
     weight: Annotated[float, Ge(0)] = 1.0
-    """Its share of the sequences, beside those of the others."""
+    """Share of the sequences, relative to the weights of the other sources."""
     epochs: Annotated[float, Ge(0)] = 0.0
-    """How often its rows are used at most; then the others fill its place. 0 for no limit."""
+    """Largest number of passes over the source's rows; after that, the other sources replace it. 0 for no limit."""
     dtype: Literal["", "uint16", "uint32", "int32", "int64"] = ""
-    """As `tokens.dtype`."""
+    """See `tokens.dtype`."""
 
 
 @section
 class Phase:
-    """From when on the sources have other weights."""
+    """A later part of the run, in which the sources have other weights."""
 
     begin: Annotated[float, Gt(0)]
-    """The step; below 1, the share of the run."""
+    """First step of the phase; below 1, a share of the run."""
     weights: tuple[Annotated[float, Ge(0)], ...]
-    """Of the sources, in their order."""
+    """Weights of the sources, in the order of `sources`."""
 
 
-class Mixture(Plugin):
+class Mixture(DataPlugin):
     """Several sources of tokens in proportion: exact over any stretch of the run, on any number of ranks.
 
-    Each sequence comes from one source, and each source is read as `tokens` reads it. A run that goes on with other
-    weights, or with a source more, takes up each source where it was. Every evaluation tells each source's loss apart.
+    Each sequence comes from one source, and each source is read in the same way as by `tokens`. If a run resumes with
+    other weights or an additional source, each source continues where it stopped. Every evaluation reports the loss of
+    each source. In each logged step, `loss.NAME` and `tokens.NAME` cover training since the previous logged step.
     """
 
     api = (1, 0)
@@ -73,30 +85,34 @@ class Mixture(Plugin):
         sources: tuple[Source, ...] = ()
         """The sources: `[{ path = "web", weight = 3 }, { path = "code" }]`."""
         temperature: Annotated[float, Gt(0)] = 1.0
-        """Weights count to the power of 1 / temperature: above 1 they become more alike."""
+        """Each weight is raised to the power 1 / temperature; a temperature above 1 makes the weights more equal."""
         phases: tuple[Phase, ...] = ()
         """Other weights later in the run: `[{ begin = 0.9, weights = [1, 4] }]`."""
         held_out: Annotated[float, Ge(0), Lt(1)] = 0.01
-        """As `tokens.held_out`, of each source."""
-        packing: Literal["split", "best_fit", "pad"] = "split"
-        """As `tokens.packing`."""
+        """Share of each source kept for evaluation; see `tokens.held_out`."""
+        packing: Packing = "split"
+        """See `tokens.packing`."""
         isolate: bool = True
-        """As `tokens.isolate`."""
+        """See `tokens.isolate`."""
         shuffle: bool = True
-        """Take each source's rows in another order in every epoch."""
+        """Use a different order of each source's rows in every epoch."""
+        prefetch: Annotated[Prefetch, Volatile()] = Prefetch()
+        """Reading ahead of the step, and handling of samples that can't be read."""
 
     config: Config
     _opened: dict[str, Mapping[Side, Documents]] | None = None
+    _losses: Losses | None = None
 
     @classmethod
     def brings(cls, config: Any) -> Mapping[str, Any]:
         from forge_train_data.tokens import tokenizer_of
 
         paths = [tokenizer_of(Path(source.path)) for source in config.sources]
-        return next(({"tokenizer.path": path} for path in paths if path), {})
+        return bucket_values(config.packing) | next(({"tokenizer.path": path} for path in paths if path), {})
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        yield from check_prefetch(self.config.prefetch, "mixture")
         sources, names = self.config.sources, self._names()
         if not sources:
             yield Problem(
@@ -129,17 +145,17 @@ class Mixture(Plugin):
             last = here
         if self.config.packing != "split" and not self.config.isolate:
             yield Problem("mixture.isolate", f"packing {self.config.packing!r} keeps documents apart; leave it on.")
+        yield from check_buckets(self.config.packing, config)
 
     @hookimpl
     def kernel_needs(self) -> KernelCapabilities | None:
-        return KernelCapabilities(documents=True) if self.config.isolate else None
+        return KernelCapabilities(documents=True) if self._apart else None
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
-        from forge_train_data.loader import StreamLoader
         from forge_train_data.mixed import Mixture as Mixed
         from forge_train_data.mixed import Part
-        from forge_train_data.proportions import Phases
+        from forge_train_data.proportions import Recipe
         from forge_train_data.stream import HELD_OUT_SEED, Ordered
 
         rows = {name: self._rows(name, job, split) for name in self._names()}
@@ -152,9 +168,8 @@ class Mixture(Plugin):
         held_out = split == "validation"
         seed = HELD_OUT_SEED if held_out else job.seed if self.config.shuffle else None
         parts = [Part(name, Ordered(one, seed, key="mixture", fixed=held_out)) for name, one in rows.items()]
-        phases = [(0, dict.fromkeys(rows, 1.0))] if held_out else self._phases(job, rows)
-        proportions = Phases(phases, HELD_OUT_SEED if held_out else job.seed)
-        return StreamLoader(Mixed(parts, proportions, key="mixture"), job)
+        recipe = Recipe([(0, dict.fromkeys(rows, 1.0))], HELD_OUT_SEED) if held_out else self._recipe(job, rows)
+        return self.loader(Mixed(parts, recipe, key="mixture"), job, split)
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         from forge_train_data.proportions import tempered
@@ -168,6 +183,7 @@ class Mixture(Plugin):
         for phase in config.phases:
             yield "order", f"from step {self._step(phase, job.config):,} on: weights {list(phase.weights)}"
         yield "order", order(job, shuffle=config.shuffle)
+        yield from ahead(config.prefetch, job)
         yield "pack", packed(config.packing, job, isolate=config.isolate)
         for name in names:
             part = share[name] / whole
@@ -181,35 +197,45 @@ class Mixture(Plugin):
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
-        from forge_train_data.loader import example
+        import torch
 
-        return example(job, isolate=self.config.isolate)
+        from forge_train_data.loader import SOURCE, example
+
+        source = torch.zeros(job.config.train.micro_batch, dtype=torch.int64)
+        return replace(example(job, isolate=self._apart), targets={SOURCE: source})
+
+    @hookimpl
+    def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
+        """Loss and tokens of each source in training, since the last logged step."""
+        from ._mixture import Losses
+
+        self._losses = Losses(self._names())
+        return {**(super().metrics(model, job) or {}), "loss": self._losses.loss, "tokens": self._losses.tokens}
+
+    @hookimpl
+    def around(self, span: SpanName, job: Job) -> Span | None:
+        from forge_train.contract.losses import losses_told_to
+
+        return partial(losses_told_to, self._observe) if span == "forward_backward" else None
+
+    def _observe(self, batch: Batch, losses: Tensor) -> None:
+        if self._losses is not None:
+            self._losses(batch, losses)
 
     @hookimpl
     def evaluators(self, job: Job) -> Iterable[Evaluator]:
-        """The loss on each source's held-out text: as the task has it."""
-        from forge_train import metrics
-        from forge_train.nn import full_tensor
-        from forge_train_data.loader import StreamLoader
-        from forge_train_data.stream import HELD_OUT_SEED, Ordered
+        """The task's loss on the held-out text of each source."""
+        from ._mixture import held_out_loss
 
         if not job.config.train.evaluate_every:
             return
-        task = job.hooks.task()
         for name in self._names():
-            rows, mean = self._rows(name, job, "validation"), metrics.Mean()
-            if not rows.count:
-                continue
+            if (rows := self._rows(name, job, "validation")).count:
+                yield held_out_loss(name, rows, job)
 
-            def measure(part: Any, hidden: Any, batch: Batch, mean: Any = mean) -> None:
-                weight = task.weight(batch)
-                loss = full_tensor(task.loss(part, hidden, batch).detach())
-                mean.update(loss / max(weight, 1), weights=loss.new_tensor(weight))
-
-            def data(rows: Rows = rows) -> Loader:
-                return StreamLoader(Ordered(rows, HELD_OUT_SEED, key="mixture", fixed=True), job)
-
-            yield Evaluator(name, data, measure, {"loss": mean})
+    @property
+    def _apart(self) -> bool:
+        return self.config.isolate and self.config.packing != "buckets"
 
     def _names(self) -> list[str]:
         return [source.name or Path(source.path).name for source in self.config.sources]
@@ -217,13 +243,9 @@ class Mixture(Plugin):
     def _step(self, phase: Phase, config: RunConfig) -> int:
         return round(phase.begin * config.train.total_steps) if phase.begin < 1 else int(phase.begin)
 
-    def _phases(self, job: Job, rows: Mapping[str, Rows]) -> list[tuple[int, Mapping[str, float]]]:
-        """Weights by the index of the first sequence that they are for.
-
-        Raises:
-            ConfigError: every source was used up to its `epochs` before the run ends.
-        """
-        from forge_train_data.proportions import capped, tempered
+    def _recipe(self, job: Job, rows: Mapping[str, Rows]) -> Recipe:
+        """The weights, keyed by the index of the first sequence that they apply to, and the limit of each source."""
+        from forge_train_data.proportions import Recipe, tempered
 
         train, names, config = job.config.train, self._names(), self.config
         first = {0: tuple(source.weight for source in config.sources)}
@@ -237,14 +259,7 @@ class Mixture(Plugin):
             for name, source in zip(names, config.sources, strict=True)
             if source.epochs
         }
-        found, end = capped(phases, caps, job.seed)
-        needed = sum(map(train.batch_at, range(train.total_steps)))
-        if end is not None and end < needed:
-            raise ConfigError(
-                f"mixture.sources: all are used up to their `epochs` after {end:,} sequences, and the run takes "
-                f"{needed:,}. Raise `epochs`, add a source without, or shorten the run."
-            )
-        return found
+        return Recipe(phases, job.seed, caps, samples=sum(map(train.batch_at, range(train.total_steps))))
 
     def _rows(self, name: str, job: Job, split: Side) -> Rows:
         from forge_train_data.tokens import rows_of

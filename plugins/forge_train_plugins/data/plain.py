@@ -30,11 +30,15 @@ class Plain:
         return [Part(0, 1, file.size(), records=1)]
 
     def read(self, file: File, part: Part) -> Iterator[tuple[str, Record]]:
-        with file.open() as stream:
-            data = stream.read().removeprefix(codecs.BOM_UTF8)  # no text: some editors begin files with it
-        if wrong := _not_text(data) or (_records(data) if file.suffix not in kinds() else ""):
-            raise NotTextError(f"{file.label} is not plain text: {wrong}")
-        yield "", {"text": data.decode("utf-8")}
+        yield "", {"text": _text(file)}
+
+
+def _text(file: File) -> str:
+    with file.open() as stream:
+        data = stream.read().removeprefix(codecs.BOM_UTF8)  # no text: some editors begin files with it
+    if wrong := _not_text(data) or (_records(data) if file.suffix not in kinds() else ""):
+        raise NotTextError(f"{file.label} is not plain text: {wrong}")
+    return data.decode("utf-8")
 
 
 def _not_text(data: bytes) -> str:

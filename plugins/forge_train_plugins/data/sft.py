@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Plugin, Problem, Volatile, hookimpl, section
+from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
+from forge_train_data.plugin import DataPlugin, Prefetch, ahead, bucket_values, check_buckets, check_prefetch
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from forge_train_data.prepare import Preparation
 
 
-class SFT(Plugin):
+class SFT(DataPlugin):
     """Conversations, rendered by the tokenizer's chat template; only what the assistant says is learned.
 
     Reads `{"messages": …}`, ShareGPT, `{"prompt", "completion"}` and Alpaca, from every file format there is. What is
@@ -42,44 +43,53 @@ class SFT(Plugin):
         long: Literal["refuse", "drop", "left", "right"] = "refuse"
         """What becomes of a conversation that is longer than a row: it ends the run, is left out, or loses tokens on
         its left or right."""
-        packing: Literal["best_fit", "pad"] = "best_fit"
-        """Several conversations in a row, or one."""
+        packing: Literal["best_fit", "pad", "buckets"] = "best_fit"
+        """Several conversations in a row; one; or `buckets`: those of like length in micro-batches of at most
+        `train.sequence` tokens, padding included."""
         held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
         """Share of the conversations that is kept for evaluation."""
         shuffle: bool = True
         """Take the rows in another order in every epoch."""
+        prefetch: Annotated[Prefetch, Volatile()] = Prefetch()
+        """Reading ahead of the step, and what becomes of samples that can't be read."""
         cache: Annotated[str, Volatile()] = ""
         """Folder for tokens; empty for forge-train/sft in $XDG_CACHE_HOME or ~/.cache."""
 
     config: Config
     _sides: Mapping[Side, Documents] | None = None
 
+    @classmethod
+    def brings(cls, config: Any) -> Mapping[str, Any]:
+        return bucket_values(config.packing)
+
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        yield from check_prefetch(self.config.prefetch, "sft")
+        yield from check_buckets(self.config.packing, config)
         if not self.config.path:
             yield Problem("sft.path", "required: your conversations, such as chats.jsonl.", data=True)
 
     @hookimpl
     def kernel_needs(self) -> KernelCapabilities | None:
-        return KernelCapabilities(documents=True)
+        return KernelCapabilities(documents=True) if self.config.packing != "buckets" else None
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
         from forge_train_data.fit import fitted
-        from forge_train_data.loader import StreamLoader
-        from forge_train_data.rows import PackedRows
         from forge_train_data.stream import HELD_OUT_SEED, Ordered
+        from forge_train_data.tokens import laid_out
 
         documents, sequence = self._open(job)[split], job.config.train.sequence
-        pieces = fitted(documents, sequence, long=self.config.long, packing=self.config.packing, key="sft")
-        rows = PackedRows(documents, sequence, pieces, pad=job.hooks.tokenizer().end or 0)
+        packing = self.config.packing
+        pieces = fitted(documents, sequence, long=self.config.long, packing=packing, key="sft")
+        rows = laid_out(documents, sequence, pieces, packing=packing, pad=job.hooks.tokenizer().end or 0)
         if not rows.count:
             which = (
                 "training" if split == "train" else "evaluation: raise sft.held_out, or set train.evaluate_every = 0"
             )
             raise ConfigError(f"sft.path: {self.config.path} leaves no conversation for {which}.")
         seed = HELD_OUT_SEED if split == "validation" else job.seed if self.config.shuffle else None
-        return StreamLoader(Ordered(rows, seed, key="sft", fixed=split == "validation"), job)
+        return self.loader(Ordered(rows, seed, key="sft", fixed=split == "validation"), job, split)
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         from forge_train_data.files import find
@@ -92,6 +102,7 @@ class SFT(Plugin):
         yield "filter", held_out(config.held_out, "conversations by their hash")
         yield "filter", f"conversations longer than a row: {config.long}"
         yield "order", order(job, shuffle=config.shuffle)
+        yield from ahead(config.prefetch, job)
         try:
             files = find(config.path, key="sft.path")
             wanted = self._wanted(job)
@@ -112,7 +123,7 @@ class SFT(Plugin):
     def example_batch(self, job: Job) -> Batch:
         from forge_train_data.loader import example
 
-        return example(job, isolate=True)
+        return example(job, isolate=self.config.packing != "buckets")
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
@@ -143,35 +154,24 @@ class SFT(Plugin):
 
     def _open(self, job: Job) -> Mapping[Side, Documents]:
         if self._sides is None:
-            from forge_train_data.manifest import open_prepared
-            from forge_train_data.prepare import Report, prepare
+            from forge_train_data.prepare.cached import obtained
 
-            tokenizer, wanted = job.hooks.tokenizer(), self._wanted(job)
-            self._check_template(Path(wanted.tokenizer), tokenizer)
-            prepare(wanted, Report(), key="sft.path", wait=True)
-            prepared = open_prepared(wanted.out, key="sft.path")
-            if prepared.manifest.tokenizer["digest"] != tokenizer.digest:
-                raise ConfigError(
-                    "sft: the run's tokenizer is not the one of its files; choose another tokenizer plugin."
-                )
-            self._sides = prepared.sides
+            wanted = self._wanted(job)
+            self._check_template(Path(wanted.tokenizer), job.hooks.tokenizer())
+            self._sides = obtained(wanted, job, "sft").sides
         return self._sides
 
     def _wanted(self, job: Job) -> Preparation:
-        from forge_train.storage import model_files
-        from forge_train_data.prepare import Preparation, settled
+        from forge_train_data.prepare.cached import wanted_of
 
-        path = self.config.path
-        section, key = model_files.option(job.hooks) or ("", "")
-        if not section:
-            raise ConfigError("sft: the run's tokenizer is of a plugin that names no files of it.")
-        wanted = Preparation(
-            (path,) if isinstance(path, str) else path,
-            Path(),
-            tokenizer=getattr(job.config.sections[section], key),
-            held_out=self.config.held_out,
+        config = self.config
+        return wanted_of(
+            job,
+            config.path,
+            config.cache,
+            "sft",
+            held_out=config.held_out,
             chat=True,
-            template=self.config.template,
-            learn=self.config.learn,
+            template=config.template,
+            learn=config.learn,
         )
-        return settled(wanted, self.config.cache, "sft")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from forge_train import Batch, ConfigError, Ge, Gt, KernelCapabilities, Lt, Plugin, hookimpl, section
+from forge_train import Batch, ConfigError, Ge, Gt, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
+from forge_train_data.plugin import DataPlugin, Prefetch, check_prefetch
 
 if TYPE_CHECKING:
     from forge_train import Job
 
 
-class Synthetic(Plugin):
+class Synthetic(DataPlugin):
     """Random tokens, computed and not read: for measuring a run without its data.
 
     There is nothing to learn in them: the loss stays at ln(vocabulary).
@@ -27,8 +29,14 @@ class Synthetic(Plugin):
         """Mean length of a document in tokens."""
         isolate: bool = True
         """Keep attention inside a document; otherwise the documents are one long text."""
+        prefetch: Annotated[Prefetch, Volatile()] = Prefetch()
+        """Reading ahead of the step, and what becomes of samples that can't be read."""
 
     config: Config
+
+    @hookimpl
+    def check_config(self) -> Iterator[Problem]:
+        yield from check_prefetch(self.config.prefetch, "synthetic")
 
     @hookimpl
     def kernel_needs(self) -> KernelCapabilities | None:
@@ -36,7 +44,6 @@ class Synthetic(Plugin):
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
-        from forge_train_data.loader import StreamLoader
         from forge_train_data.random_tokens import RandomTokens
         from forge_train_data.stream import HELD_OUT_SEED
 
@@ -55,7 +62,7 @@ class Synthetic(Plugin):
             isolate=self.config.isolate,
             key="synthetic",
         )
-        return StreamLoader(stream, job)
+        return self.loader(stream, job, split)
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:

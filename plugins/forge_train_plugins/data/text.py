@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Plugin, Volatile, hookimpl, section
+from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Volatile, hookimpl, section
 from forge_train.contract.events import Evaluation, Finished
 from forge_train.contract.protocols import Loader
 from forge_train.ground.errors import Problem
+from forge_train_data.plugin import DataPlugin, Prefetch, ahead, check_prefetch
 
 if TYPE_CHECKING:
     from forge_train import Job
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ._text.corpus import Corpus, Recipe, Split
 
 
-class Text(Plugin):
+class Text(DataPlugin):
     """Text files, tokenised once and packed into sequences; by default Python's own library.
 
     The run's tokenizer makes the tokens; `text.tokenizer` is another name for `tokenizer.path`.
@@ -46,14 +47,16 @@ class Text(Plugin):
         """Folder for tokens; empty for forge-train/text in $XDG_CACHE_HOME or ~/.cache."""
         baseline: Annotated[bool, Volatile()] = True
         """Report at each evaluation what a byte trigram achieves on the held-out text."""
+        prefetch: Annotated[Prefetch, Volatile()] = Prefetch()
+        """Reading ahead of the step, and what becomes of samples that can't be read."""
 
     config: Config
     _corpus: Corpus | None = None
     _held_out: Split | None = None
-    _job: Job | None = None
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        yield from check_prefetch(self.config.prefetch, "text")
         from ._text.sources import find, is_plain
 
         records = False
@@ -80,13 +83,13 @@ class Text(Plugin):
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
-        from ._text.loader import make_loader
+        from ._text.ordered import ordered
 
         corpus = self._open(job)
-        loader = make_loader(corpus, split, job, shuffle=self.config.shuffle, isolate=self.config.isolate)
+        stream = ordered(corpus, split, job, shuffle=self.config.shuffle, isolate=self.config.isolate)
         if split == "validation":
             self._job, self._held_out = job, corpus.validation
-        return loader
+        return self.loader(stream, job, split)
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         from forge_train_data.stages import counted, held_out, order, packed
@@ -108,6 +111,7 @@ class Text(Plugin):
         yield "filter", held_out(self.config.held_out, "documents by their hash; the end of each where there are few")
         yield "pack", packed("split", job, isolate=self.config.isolate, rows=rows)
         yield "order", order(job, shuffle=self.config.shuffle)
+        yield from ahead(self.config.prefetch, job)
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
@@ -130,6 +134,7 @@ class Text(Plugin):
     def on_finish(self, finished: Finished) -> None:
         from ._text.prompt import opening
 
+        super().on_finish(finished)
         job = self._job
         if finished.outcome == "done" and self._held_out is not None and job is not None and job.dist.main:
             prompt = opening(self._held_out, job.hooks.tokenizer())

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: bytes, or the one that a model came with."""
+"""The tokenizer of a run: bytes, or a tokenizer from files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Plugin):
-    """Text to token ids and back: every byte a token, or a `tokenizer.json` of Hugging Face's tokenizers.
+    """Text to token ids and back: bytes, a `tokenizer.json` of Hugging Face's tokenizers, or a SentencePiece model.
+
+    SentencePiece needs `pip install 'forge-train[data]'`.
 
     `text.tokenizer` is another name for `tokenizer.path`.
     """
@@ -26,8 +28,9 @@ class Tokenizer(Plugin):
     @section
     class Config:
         path: Annotated[str, FilePath(words=("bytes",)), Volatile()] = "bytes"
-        """`bytes`, a `tokenizer.json`, or a folder with one, whose other files then say which tokens are special. Its
-        files are copied into the run; what must match at resume is their content."""
+        """`bytes`, a `tokenizer.json`, a SentencePiece `tokenizer.model`, or a folder with one of these files. The
+        other files of a folder define its special tokens. The files are copied into the run. At resume, their content
+        must match, not their path."""
 
     config: Config
 
@@ -37,11 +40,14 @@ class Tokenizer(Plugin):
         if self.config.path == "bytes" or path.is_file():
             return
         if not path.is_dir():
-            yield Problem("tokenizer.path", f"no file {str(path)!r}; expected 'bytes', a tokenizer.json or its folder.")
-        elif not (path / "tokenizer.json").is_file():
             yield Problem(
                 "tokenizer.path",
-                f"there is no tokenizer.json in {path}. With transformers, "
+                f"no file {str(path)!r}; expected 'bytes', a tokenizer.json, a tokenizer.model or its folder.",
+            )
+        elif not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            yield Problem(
+                "tokenizer.path",
+                f"there is no tokenizer.json and no tokenizer.model in {path}. With transformers, "
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW) writes one.",
             )
 

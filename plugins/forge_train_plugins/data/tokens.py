@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_train import Batch, ConfigError, FilePath, Ge, KernelCapabilities, Lt, Plugin, Problem, hookimpl, section
+from forge_train import Batch, ConfigError, FilePath, Ge, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.events import Evaluation
 from forge_train.contract.protocols import Loader
+from forge_train_data.plugin import DataPlugin, Packing, Prefetch, ahead, bucket_values, check_buckets, check_prefetch
 
 if TYPE_CHECKING:
     from forge_train import Job
@@ -18,10 +19,8 @@ if TYPE_CHECKING:
     from forge_train_data.documents import Documents
     from forge_train_data.held_out import Side
 
-Packing = Literal["split", "best_fit", "pad"]
 
-
-class Tokens(Plugin):
+class Tokens(DataPlugin):
     """Token shards: a folder of `forge data prepare`, or files of Megatron, nanoGPT, llm.c or numpy.
 
     Shards are mapped and never read as a whole: a start takes the same short time at every size. A prepared folder
@@ -43,11 +42,14 @@ class Tokens(Plugin):
         """Share of the documents, the last ones, that is kept for evaluation where the files hold nothing out."""
         packing: Packing = "split"
         """Rows: `split` all documents as one text every `train.sequence` tokens; `best_fit` several whole documents in
-        a row; `pad` one document in a row. Only documents longer than a row are cut by the last two."""
+        a row; `pad` one document in a row; `buckets` documents of like length in micro-batches of at most
+        `train.sequence` tokens, padding included. Only documents longer than `train.sequence` are cut by the others."""
         isolate: bool = True
         """Keep attention inside a document. Off, the documents are one long text: only with packing `split`."""
         shuffle: bool = True
         """Take the rows in another order in every epoch."""
+        prefetch: Annotated[Prefetch, Volatile()] = Prefetch()
+        """Reading ahead of the step, and what becomes of samples that can't be read."""
 
     config: Config
     _sides: Mapping[Side, Documents] | None = None
@@ -57,24 +59,25 @@ class Tokens(Plugin):
         from forge_train_data.tokens import tokenizer_of
 
         path = tokenizer_of(Path(config.path)) if config.path else ""
-        return {"tokenizer.path": path} if path else {}
+        return bucket_values(config.packing) | ({"tokenizer.path": path} if path else {})
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        yield from check_prefetch(self.config.prefetch, "tokens")
         if not self.config.path:
             yield Problem("tokens.path", "required: a folder that forge data prepare wrote, or a file of tokens.")
         elif not glob.glob(self.config.path) and not Path(self.config.path).with_suffix(".bin").exists():
             yield Problem("tokens.path", f"no such file or folder: {self.config.path}.", data=True)
         if self.config.packing != "split" and not self.config.isolate:
             yield Problem("tokens.isolate", f"packing {self.config.packing!r} keeps documents apart; leave it on.")
+        yield from check_buckets(self.config.packing, config)
 
     @hookimpl
     def kernel_needs(self) -> KernelCapabilities | None:
-        return KernelCapabilities(documents=True) if self.config.isolate else None
+        return KernelCapabilities(documents=True) if self._apart else None
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
-        from forge_train_data.loader import StreamLoader
         from forge_train_data.stream import HELD_OUT_SEED, Ordered
         from forge_train_data.tokens import rows_of
 
@@ -93,7 +96,7 @@ class Tokens(Plugin):
                 f"{found[split].tokens:,} tokens, and one sequence takes {job.config.train.sequence:,}.{advice}"
             )
         seed = HELD_OUT_SEED if split == "validation" else job.seed if self.config.shuffle else None
-        return StreamLoader(Ordered(rows, seed, key="tokens", fixed=split == "validation"), job)
+        return self.loader(Ordered(rows, seed, key="tokens", fixed=split == "validation"), job, split)
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         from forge_train_data.stages import held_out, order, packed, sides
@@ -103,6 +106,7 @@ class Tokens(Plugin):
         yield "decode", f"token shards, mapped{f', of {config.dtype}' if config.dtype else ''}"
         yield "filter", held_out(config.held_out, "the last documents, where the files hold nothing out")
         yield "order", order(job, shuffle=config.shuffle)
+        yield from ahead(config.prefetch, job)
         try:
             found = self._open(job)
         except ConfigError as error:
@@ -121,6 +125,11 @@ class Tokens(Plugin):
         if per_byte is not None:
             evaluation.add("bits_per_byte", evaluation.loss / math.log(2) * per_byte)
 
+    @property
+    def _apart(self) -> bool:
+        """Whether rows hold several documents, which the kernel keeps apart."""
+        return self.config.isolate and self.config.packing != "buckets"
+
     def _open(self, job: Job) -> Mapping[Side, Documents]:
         if self._sides is None:
             from forge_train_data.tokens import open_tokens
@@ -135,4 +144,4 @@ class Tokens(Plugin):
     def example_batch(self, job: Job) -> Batch:
         from forge_train_data.loader import example
 
-        return example(job, isolate=self.config.isolate)
+        return example(job, isolate=self._apart)

@@ -82,7 +82,10 @@ def breaks(module: nn.Module) -> bool:
 
     Inside of a recomputed region torch (2.13) does not compile around that, but drops the whole region.
     """
-    return any(getattr(type(one).forward, "_torchdynamo_disable", False) for one in module.modules())
+    called = (
+        call for one in module.modules() for call in (type(one).forward, type(getattr(one, "kernel", None)).__call__)
+    )
+    return any(getattr(call, "_torchdynamo_disable", False) for call in called)
 
 
 def recompute_broken(units: Sequence[nn.Module], policy: Policy | None) -> None:

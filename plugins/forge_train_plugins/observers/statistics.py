@@ -59,6 +59,11 @@ class Statistics(Plugin):
             yield Problem("compile.fullgraph", "can't hold where statistics observes activations or attention logits.")
         if not (own.norms or own.activations or own.attention_logits):
             yield Problem("statistics.norms", "is empty, and nothing else is observed; leave the plugin out instead.")
+        if own.attention_logits and config.parallel.cp > 1:
+            yield Problem(
+                "statistics.attention_logits",
+                f"looks at whole sequences, and with parallel.cp = {config.parallel.cp} a rank has slices of them.",
+            )
         if own.groups and not own.norms:
             yield Problem("statistics.groups", "has no effect where statistics.norms is empty.")
 

@@ -23,6 +23,8 @@ def spread(part: nn.Module, dist: DistributedContext) -> Applied:
     """
     layout = dist.layout
     found = [(name, module) for name, module in part.named_modules() if getattr(module, "domain", "") == "expert"]
+    if not found and layout.pp > 1:
+        return Applied(part)  # another part may have some; core tells where none has
     if not found:
         raise ConfigError(
             f"parallel.ep = {layout.ep}: the model has no experts to spread; enable a plugin that builds them, such as "

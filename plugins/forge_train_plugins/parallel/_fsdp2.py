@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -20,8 +19,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from forge_train import Applied, ConfigError, Job, MicroBatch, dtype_borders
+from forge_train import Applied, ConfigError, Job, dtype_borders
 from forge_train.ground.tensors import local
+
+from ._fsdp2_step import Chunks, ShardedStep
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from forge_train.processes.distributed import DistributedContext
 
 Domain = Literal["dense", "expert"]
+Reshard = Literal["always", "never", "step"]
 
 
 def domain_mesh(dist: DistributedContext, domain: Domain) -> DeviceMesh:
@@ -113,7 +115,7 @@ class Sharding:
         job: Job,
         mesh_of: Callable[[Domain], DeviceMesh],
         *,
-        reshard: Literal["always", "never", "step"] = "always",
+        reshard: Reshard = "always",
         reduce_each: bool = False,
         offload: bool = False,
     ) -> None:
@@ -126,20 +128,26 @@ class Sharding:
 
     def apply(self, part: nn.Module) -> Applied:
         groups = self._groups(part)
-        expected_bytes = self._expected_bytes(part)
+        # FSDP2 (2.13) drops and reduces in the input's half of a split backward pass: what the weights' half then
+        # brings would be lost without a sound. So weights stay, and gradients are reduced when all are there.
+        split = bool(getattr(part, "split_backward", False))
+        reshard: Reshard = "step" if split else self.reshard
+        expected_bytes = self._expected_bytes(part, reshard)
         for group in groups:
             # The loss may call the head in chunks: it is gathered once, and kept until its last chunk's backward.
-            self._shard(group.module, group.domain, keep=group.head or self.reshard != "always")
+            self._shard(group.module, group.domain, keep=group.head or reshard != "always")
         # The part's own group stays too: what FSDP2 drops after its forward, the loss could not call any more.
         self._shard(part, "dense", keep=True)
         _check_rows(part)
         assert isinstance(part, FSDPModule)
         heads = [Chunks(group.module) for group in groups if group.head and isinstance(group.module, FSDPModule)]
-        step = _Step(part, heads, drop_last_only=self.reshard == "step", reduce_each=self.reduce_each)
+        step = ShardedStep(
+            part, heads, drop_last_only=reshard == "step", reduce_each=self.reduce_each and not split, split=split
+        )
         return Applied(
             part,
             matched=tuple(group.name for group in groups) or tuple(name for name, _ in part.named_children()),
-            note=self._note(),
+            note=self._note(reshard),
             expected_bytes=expected_bytes,
             on_micro_batch=step.begin,
             after_backward=step.finish,
@@ -179,7 +187,7 @@ class Sharding:
             offload_policy=self.offload,
         )
 
-    def _expected_bytes(self, part: nn.Module) -> dict[str, float]:
+    def _expected_bytes(self, part: nn.Module, reshard: Reshard) -> dict[str, float]:
         """A shard's rank sends all it has to the n − 1 others for each gather, and as much for each reduction; copies
         of a shard sum its gradients (arXiv:1910.02054, §7). Experts on meshes of their own are left out."""
         elsewhere = {id(p) for _, module in expert_modules(part) for p in module.parameters()} if self.experts else ()
@@ -189,7 +197,7 @@ class Sharding:
         reduced = sum(local(p).numel() for p in mine if p.requires_grad) * self.precision.reduce.itemsize
         mesh = self.mesh_of("dense")
         shards, copies = mesh.size(-1), mesh.size() // mesh.size(-1)
-        gathers = {"always": 2 * self.micro_batches, "never": self.micro_batches, "step": 1}[self.reshard]
+        gathers = {"always": 2 * self.micro_batches, "never": self.micro_batches, "step": 1}[reshard]
         reductions = self.micro_batches if self.reduce_each else 1
         *outer, inner = mesh.mesh_dim_names or ()
         whole = gathers * gathered + reductions * reduced
@@ -198,10 +206,10 @@ class Sharding:
             found[axis] = 2 * reductions * reduced / shards * (copies - 1) / copies
         return found
 
-    def _note(self) -> str:
+    def _note(self, reshard: Reshard) -> str:
         mesh = self.mesh_of("dense")
         axes = " × ".join(f"{name} {size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-        zero = {"always": "ZeRO-3", "never": "ZeRO-2", "step": "ZeRO-1"}[self.reshard]
+        zero = {"always": "ZeRO-3", "never": "ZeRO-2", "step": "ZeRO-1"}[reshard]
         return f"{zero} over {axes}, gathered in {str(self.precision.param).removeprefix('torch.')}"
 
 
@@ -236,61 +244,3 @@ def _check_rows(part: nn.Module) -> None:
                 f"fsdp2 can't shard {name!r} ({size}) over {axes}: neither its rows nor its columns divide. Choose "
                 "another parallel.dp_shard, or pad the first size to a multiple of all these ranks."
             )
-
-
-class Chunks:
-    """Keeps a module that is called several times per micro-batch gathered until the last call's backward.
-
-    FSDP2 (2.13) drops the weights after the backward of each call: a loss in sixteen chunks would gather the head's
-    sixteen times. Their gradients arrive together, after the last.
-    """
-
-    def __init__(self, module: FSDPModule) -> None:
-        self.module = module
-        self.drop = True
-        self.open = 0
-        assert isinstance(module, nn.Module)
-        module.register_forward_hook(self._called)
-
-    def _called(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        recomputing = torch._C._current_graph_task_id() != -1
-        if isinstance(output, Tensor) and output.requires_grad and not recomputing:
-            self.open += 1
-            output.register_hook(self._backward)  # type: ignore[no-untyped-call]
-
-    def _backward(self, gradient: Tensor) -> None:
-        self.open -= 1
-        self.module.set_reshard_after_backward(self.drop and not self.open, recurse=False)
-
-
-class _Step:
-    """What the engine calls for one sharded part."""
-
-    def __init__(self, root: FSDPModule, heads: list[Chunks], *, drop_last_only: bool, reduce_each: bool) -> None:
-        self.root, self.heads = root, heads
-        self.drop_last_only, self.reduce_each = drop_last_only, reduce_each
-
-    def begin(self, micro: MicroBatch) -> None:
-        drop = micro.last or not self.drop_last_only
-        if micro.direction != "forward":
-            self.root.set_requires_gradient_sync(micro.last or self.reduce_each)
-            self.root.set_reshard_after_backward(drop)
-        # `set_is_last_backward(False)` would keep the order of this forward pass, by which the next backward prefetches
-        # (2.13): it would end by gathering the head of the micro-batch before, for nobody.
-        if micro.direction != "backward":
-            for head in self.heads:
-                head.drop, head.open = drop, 0
-
-    def finish(self) -> None:
-        for head in self.heads:
-            if head.open:  # some of what it gave was never used
-                head.module.reshard()
-
-    def free_gathered(self) -> None:
-        for module in _sharded(self.root):
-            module.reshard()
-
-
-def _sharded(root: FSDPModule) -> Iterable[FSDPModule]:
-    assert isinstance(root, nn.Module)
-    return [module for module in root.modules() if isinstance(module, FSDPModule)]

@@ -14,6 +14,7 @@ class Sequential(Plugin):
     """Runs forward and backward over the micro-batches of a step, one after the other."""
 
     api = (1, 0)
+    layout = True
     per_unit = True
 
     @hookimpl

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from forge_train import Phase, Plugin, Problem, Transform, hookimpl, section
+from forge_train import ConfigError, Phase, Plugin, Problem, Transform, hookimpl, section
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,6 +61,12 @@ class TensorParallel(Plugin):
         if self.config.async_tp:
             enable_async(job.device, mesh)
         train = job.config.train
+        layout, length = job.dist.layout, train.sequence // job.dist.layout.cp
+        if self.config.sequence_parallel and layout.pp > 1 and length % layout.tp:
+            raise ConfigError(
+                f"tp.sequence_parallel: the parts of a pipeline hand on equal pieces of sequences, and tp "
+                f"({layout.tp}) does not divide {length} tokens; choose another train.sequence, or set it to false."
+            )
         tokens = train.global_batch // job.dist.data_ranks * train.sequence // job.dist.layout.cp
         return apply(
             part,

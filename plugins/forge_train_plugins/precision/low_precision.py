@@ -104,18 +104,18 @@ class FP8(LowPrecisionPlugin):
 
     @hookimpl
     def parallelize(self, job: Job) -> list[Transform]:
-        gather = Transform(Phase.SHARD, "fp8_gather", self._gather, after=("data_parallel",))
+        gather = Transform(Phase.SHARD, "fp8_gather", lambda part: self._gather(part, job), after=("data_parallel",))
         return [*super().parallelize(job), *([gather] if self._gathers(job) else [])]
 
     def _gathers(self, job: Job) -> bool:
         return self.config.all_gather and job.dist.layout.grad_average_size > 1
 
-    def _gather(self, part: nn.Module) -> Applied:
+    def _gather(self, part: nn.Module, job: Job) -> Applied:
         from ._low_precision.gather import gather_packed, weights_of
 
         weights = weights_of(part, self._conversion.products)
         found, groups = gather_packed(part, weights)
-        if not groups:
+        if not groups and job.dist.layout.pp == 1:
             raise ConfigError(
                 "fp8.all_gather: no weights are gathered on this layout. Shard them, with fsdp2 and parallel.dp_shard "
                 "above 1 or with zero1, or set fp8.all_gather = false."

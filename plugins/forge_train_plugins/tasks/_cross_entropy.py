@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -34,17 +35,34 @@ class ChunkedCrossEntropy:
 
     def __call__(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
         """`hidden [batch, sequence, dim]`, `labels [batch, sequence]` → 0-dim fp32."""
-        return sum_in_chunks(partial(self._sum, head), head, self.chunk, hidden, labels)
+        return sum_in_chunks(partial(self._sums, head, False), head, self.chunk, hidden, labels)
 
-    def _sum(self, head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = head(hidden).float().flatten(0, 1)
-        labels = labels.flatten()
-        loss = full_tensor(F.cross_entropy(logits, labels, ignore_index=MASKED, reduction="sum"))
+    def by_row(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and each sequence's part of it, `[batch]`, without a graph."""
+        sums = sum_in_chunks(partial(self._sums, head, True), head, self.chunk, hidden, labels)
+        return sums[0], sums[1:].detach()
+
+    def _sums(self, head: nn.Module, rows: bool, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The sum, 0-dim; or, `[1 + batch]`, the sum and then that of each row."""
+        logits, flat = head(hidden).float().flatten(0, 1), labels.flatten()
+        log_probabilities = F.log_softmax(logits, -1)
+        total = self._loss(head, logits, log_probabilities, flat, "sum")
+        if not rows:
+            return total
+        with torch.no_grad():
+            each = self._loss(head, logits, log_probabilities, flat, "none")
+        return torch.cat([total[None], each.view(labels.shape).sum(1)])
+
+    def _loss(
+        self, head: nn.Module, logits: Tensor, log_probabilities: Tensor, labels: Tensor, reduction: str
+    ) -> Tensor:
+        loss = full_tensor(F.nll_loss(log_probabilities, labels, ignore_index=MASKED, reduction=reduction))
         if not head.training or not (self.z_loss or self.label_smoothing):
             return loss
+        reduce = torch.sum if reduction == "sum" else torch.clone
         kept = labels != MASKED
         log_partition = full_tensor(logits.logsumexp(-1)) * kept
         if self.label_smoothing:
             mean = full_tensor(logits.sum(-1)) * kept / logits.shape[-1]
-            loss = loss + self.label_smoothing * ((log_partition - mean).sum() - loss)
-        return loss + self.z_loss * log_partition.square().sum()
+            loss = loss + self.label_smoothing * (reduce(log_partition - mean) - loss)
+        return loss + self.z_loss * reduce(log_partition.square())

@@ -35,7 +35,9 @@ class NextTokenTask:
         return int((batch.labels != MASKED).sum())
 
     def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-        return self.loss_function(hidden, part.get_submodule("head"), batch.labels)
+        from forge_train.contract.losses import batch_loss
+
+        return batch_loss(self.loss_function, hidden, part.get_submodule("head"), batch)
 
     def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
         logits: Tensor = part.get_submodule("head")(hidden)

@@ -25,7 +25,7 @@ class Case:
     asked: dict[str, Any] = field(default_factory=dict)
 
 
-def oracle(
+def oracle(  # noqa: PLR0913 — every keyword that there is
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -36,6 +36,7 @@ def oracle(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     log_sum_exp: bool = False,
+    query_document_ids: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """Attention as its formula has it, in double precision; the output, and the log-sum-exp if asked for."""
@@ -55,14 +56,17 @@ def oracle(
     if window is not None:
         seen = seen & (rows - columns < window)
     if document_ids is not None:
-        own = document_ids[:, offset : offset + queries]
+        own = document_ids[:, offset : offset + queries] if query_document_ids is None else query_document_ids
         seen = seen & (own[:, None, :, None] == document_ids[:, None, None, :])
+    blind = ~seen.any(-1, keepdim=True)
     logits = logits.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         logits = torch.cat([logits, sinks.double()[None, :, None, None].expand(BATCH, -1, queries, 1)], dim=-1)
-    weights = logits.softmax(-1)[..., :keys]
+    weights = logits.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)[..., :keys]
     out = torch.einsum("bhqk,bkhd->bqhd", weights, value)
-    return (out, logits.logsumexp(-1)) if log_sum_exp else (out,)
+    if not log_sum_exp:
+        return (out,)
+    return out, logits.masked_fill(blind, 0).logsumexp(-1).masked_fill(blind[..., 0], float("-inf"))
 
 
 def cases(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
@@ -94,6 +98,14 @@ def cases(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
         yield "sinks", Case(asked={"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])})
     if able.log_sum_exp:
         yield "the log-sum-exp", Case(asked={"log_sum_exp": True})
+    if able.blocks:
+        apart: dict[str, Any] = {"query_document_ids": None, "offset": SEQUENCE}
+        yield "a block before the queries", Case(queries=5, asked=apart)
+        if able.documents:
+            apart["query_document_ids"] = torch.tensor([1, 1, 2, 2, 2]).expand(BATCH, -1)
+            yield "queries that see nothing of a block", Case(queries=5, asked={**documents, **apart})
+        if able.documents and able.log_sum_exp:
+            yield "the log-sum-exp of nothing", Case(queries=5, asked={**documents, **apart, "log_sum_exp": True})
 
 
 def agrees_with_its_formula(bench: Bench) -> str:
@@ -114,7 +126,9 @@ def agrees_with_its_formula(bench: Bench) -> str:
         got, wanted = got if isinstance(got, tuple) else (got,), oracle(query, key, value, **asked)
         require(len(got) == len(wanted), f"{what}: gives {len(got)} tensors, {len(wanted)} were asked for")
         for name, one, other in zip(("output", "log-sum-exp"), got, wanted, strict=False):
-            close(one, other.float(), f"{what}: {name}", 1e-4)
+            nothing = other == -torch.inf
+            require(torch.equal(one == -torch.inf, nothing), f"{what}: {name} is not −∞ just where nothing is seen")
+            close(one.masked_fill(nothing, 0), other.float().masked_fill(nothing, 0), f"{what}: {name}", 1e-4)
         weights = [torch.randn(one.shape, device=device) for one in wanted]
         totals = [sum((one * by).sum() for one, by in zip(some, weights, strict=True)) for some in (got, wanted)]
         gradients = [torch.autograd.grad(total, list(given.values())) for total in totals]

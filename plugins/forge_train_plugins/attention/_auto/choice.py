@@ -19,6 +19,7 @@ KEYWORDS = {
     "soft_cap": "soft_caps",
     "sinks": "sinks",
     "log_sum_exp": "log_sum_exp",
+    "query_document_ids": "blocks",
 }
 """Keyword of a call → the capability that it needs."""
 

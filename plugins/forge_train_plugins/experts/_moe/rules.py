@@ -34,12 +34,13 @@ def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
         )
     if experts % parallel.ep:
         yield Problem("parallel.ep", f"expert parallelism over {parallel.ep} ranks does not divide {experts} experts.")
-    split = parallel.tp if parallel.etp == 1 else 1
+    split = parallel.cp * (parallel.tp if parallel.etp == 1 else 1)
     if train.sequence % split:
+        axes = " × ".join(axis for axis in ("cp", "tp") if getattr(parallel, axis) > 1)
         yield Problem(
             "train.sequence",
-            f"each of {split} tensor-parallel ranks routes its share of the tokens, and "
-            f"{split} does not divide {train.sequence}.",
+            f"each of {split} ranks ({axes}) routes its share of a sequence, and {split} does not divide "
+            f"{train.sequence}.",
         )
     if config.router == "expert_choice":
         yield from _expert_choice(config, run)
@@ -58,6 +59,12 @@ def _expert_choice(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
             "moe.router",
             "under expert_choice each expert compares all tokens of a micro-batch, and with parallel.tp = "
             f"{run.parallel.tp} a rank has a share of them; set parallel.etp = {run.parallel.tp}.",
+        )
+    if run.parallel.cp > 1:
+        yield Problem(
+            "moe.router",
+            "under expert_choice each expert compares all tokens of a micro-batch, and with parallel.cp = "
+            f"{run.parallel.cp} a rank has a slice of them; choose another router, or set parallel.cp = 1.",
         )
     unused = {"bias_speed": config.bias_speed, "balance": config.balance}
     for key, value in unused.items():

@@ -22,20 +22,23 @@ class Watch:
         self.config, self.job = config, job
         blocks = [module for _, module in model.named_modules() if isinstance(module, MoEFeedForward)]
         self.layers: dict[int, Routed] = {block.index: block.routed for block in blocks}
+        self.everywhere = sorted({index for stage in job.dist.gather_stages(list(self.layers)) for index in stage})
+        """The layers with experts of all stages of a pipeline."""
 
     def step(self, step: StepResult) -> None:
         """Look at a step's statistics, and forget them."""
-        if not self.layers:
-            return  # another stage of a pipeline has them
+        if not self.everywhere:
+            return
         every = self.job.config.log.every
         logged = step.step % every == 0 or step.step == self.job.steps
         if logged or self.config.bias_speed:
-            seen = self._counted()
-            if self.config.bias_speed and not step.skipped:
+            seen = self._counted() if self.layers else None
+            if seen is not None and self.config.bias_speed and not step.skipped:
                 self._move_biases(seen)
             if logged:
-                self._log(step, seen)
-        torch._foreach_zero_([layer.statistics for layer in self.layers.values()])
+                self._log(step, self._measured(seen))
+        if self.layers:
+            torch._foreach_zero_([layer.statistics for layer in self.layers.values()])
 
     def _counted(self) -> Tensor:
         """Statistics over all ranks, `[layers, experts + measures]`."""
@@ -53,30 +56,47 @@ class Watch:
     def _biases(self) -> list[Tensor]:
         return [layer.router.bias for layer in self.layers.values() if layer.router.bias is not None]
 
-    def _log(self, step: StepResult, seen: Tensor) -> None:
+    def _measured(self, seen: Tensor | None) -> dict[str, Tensor]:
+        """Metrics of every layer, and under `broken` whether its router gave what is no number: `[layers]` each, those
+        of all stages of a pipeline."""
+        names = ["broken", "load", "entropy", "dropped"]
+        names += ["balance"] * bool(self.config.balance) + ["bias_range"] * bool(self.config.bias_speed)
+        table = torch.zeros(len(names), len(self.everywhere), device=self.job.device)
+        if seen is not None:
+            found = self._of_layers(seen)
+            here = [self.everywhere.index(index) for index in self.layers]
+            table[:, here] = torch.stack([found[name].to(table) for name in names])
+        if self.job.dist.layout.pp > 1:
+            self.job.dist.all_reduce(table, axis="pp")
+        return dict(zip(names, table.unbind(), strict=True))
+
+    def _of_layers(self, seen: Tensor) -> dict[str, Tensor]:
+        """The same of this stage's layers."""
         loads, rest = seen[:, : -len(MEASURES)], seen[:, -len(MEASURES) :]
         measured = dict(zip(MEASURES, rest.unbind(1), strict=True))
-        self._check(measured["broken"], step)
-        tokens, assigned = measured["tokens"], loads.sum(1)
         found = {
+            "broken": measured["broken"],
             "load": loads.amax(1) / loads.mean(1),
-            "entropy": measured["entropy"] / tokens,
-            "dropped": measured["dropped"] / assigned,
+            "entropy": measured["entropy"] / measured["tokens"],
+            "dropped": measured["dropped"] / loads.sum(1),
+            "balance": measured["balance"] / measured["tokens"],
         }
-        if self.config.balance:
-            found["balance"] = measured["balance"] / tokens
         if self.config.bias_speed:
             biases = torch.stack(self._biases())
             found["bias_range"] = biases.amax(1) - biases.amin(1)
+        return found
+
+    def _log(self, step: StepResult, found: dict[str, Tensor]) -> None:
+        self._check(found.pop("broken"), step)
         for name, values in found.items():
             step.add(name, values.mean())
             if self.config.metrics == "layers":
-                for index, value in zip(self.layers, values, strict=True):
+                for index, value in zip(self.everywhere, values, strict=True):
                     step.add(f"{name}.{index}", value)
 
     def _check(self, broken: Tensor, step: StepResult) -> None:
         """Raises DivergedError, naming the first layer whose router gave something that is no number."""
-        layers = [index for index, bad in zip(self.layers, broken.tolist(), strict=True) if bad]
+        layers = [index for index, bad in zip(self.everywhere, broken.tolist(), strict=True) if bad]
         if layers and not step.skipped:
             raise DivergedError(
                 f"moe: at step {step.step} the router of layer {layers[0]} is the first that gives logits that are not "

@@ -42,7 +42,7 @@ class Transformer(nn.Module):
 
     def __init__(
         self,
-        embedding: nn.Module,
+        embedding: nn.Embedding,
         layers: Sequence[Block],
         norm: nn.Module,
         head: Any,
@@ -51,6 +51,7 @@ class Transformer(nn.Module):
         tied: bool = False,
     ) -> None:
         super().__init__()
+        self.dim: int = embedding.embedding_dim
         self.embedding: nn.Module | None = embedding
         self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(layers)})
         self.norm: nn.Module | None = norm
@@ -115,11 +116,16 @@ class Transformer(nn.Module):
 
     @property
     def roles(self) -> dict[str, str]:
-        """Parameters that optimizers may treat apart: name → `embedding` or `head`. Tied ones are the embedding."""
+        """Parameters that optimizers may treat apart: name → `embedding` or `head`. Tied ones are the embedding, where
+        that is here."""
         roles = {f"head.{name}": "head" for name, _ in _parameters(self.head)}
-        if self.tied:
+        if self.tied and self.embedding is not None:
             roles.pop("head.weight", None)
         return {f"embedding.{name}": "embedding" for name, _ in _parameters(self.embedding)} | roles
+
+    def hidden_shape(self, batch: int, sequence: int) -> tuple[int, ...]:
+        """What a part hands on to the next."""
+        return batch, sequence, self.dim
 
     def tensor_plan(self) -> dict[str, TensorStyle]:
         """Module → how tensor parallelism splits it; attention, feed-forward and head modules say so for their own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from forge_train import Applied, ConfigError
+from forge_train import Applied, ConfigError, Specialisation
 
 from . import expected_bytes, plan
 from .collectives import Group
@@ -46,6 +46,8 @@ def apply(
     entries = plan.read(part, mesh.size(), owner)
     region = Region(mesh, Group.of(mesh), sequence_parallel, loss_parallel)
     part.register_forward_pre_hook(partial(_enter, region))
+    if sequence_parallel and hasattr(part, "hidden_shape"):
+        Specialisation(partial(_pieces, mesh.size()))(part)
     made: dict[int, nn.Parameter] = {}
     styles = Styles(region)
     for entry in entries:
@@ -70,6 +72,16 @@ def apply(
 def _enter(region: Region, _: nn.Module, args: tuple[Any, ...]) -> None:
     if args:
         region.enter(args[0])
+
+
+def _pieces(ranks: int, own: Any) -> Mapping[str, Any]:
+    """What a part hands on is a piece of each sequence."""
+
+    def hidden_shape(self: Any, batch: int, sequence: int) -> tuple[int, ...]:
+        first, whole, *rest = own.hidden_shape(self, batch, sequence)
+        return (first, -(-whole // ranks), *rest)
+
+    return {"hidden_shape": hidden_shape}
 
 
 def _note(entries: list[plan.Entry], wholes: list[Any], region: Region) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_train import wanted_gradients
+
 from . import kernels
 from .formats import Format, Split, rounded
 
@@ -113,10 +115,10 @@ class LinearProduct(torch.autograd.Function):
         def product(a: Tensor, b: Tensor, pair: Pair | None, splits: Splits) -> Tensor:
             return a @ b.t() if pair is None else multiply(a, b, pair, splits, x.dtype, kernel=recipe.kernel)[0]
 
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
+        of_x, of_weight, wanted = None, None, wanted_gradients()
+        if ctx.needs_input_grad[0] and wanted != "weight":
             of_x = product(gradient, weight.t(), recipe.grad_input, parallel.grad_input)
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] and wanted != "input":
             of_weight = product(gradient.t(), x.t(), recipe.grad_weight, parallel.grad_weight)
         return of_x, of_weight, None, None
 
@@ -137,10 +139,10 @@ class GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (rows, weight, sizes), gradient = ctx.saved_tensors, gradients[0]
         recipe = ctx.recipe
-        of_rows = of_weight = None
-        if ctx.needs_input_grad[0]:
+        of_rows, of_weight, wanted = None, None, wanted_gradients()
+        if ctx.needs_input_grad[0] and wanted != "weight":
             of_rows, _ = _grouped(gradient, weight.transpose(1, 2), sizes, recipe.grad_input, kernel=recipe.kernel)
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] and wanted != "input":
             of_weight = _grouped_weights(gradient, rows, sizes, recipe.grad_weight)
         return of_rows, of_weight, None, None
 

@@ -1,4 +1,4 @@
-"""The loader of one side of a corpus."""
+"""One side of a corpus as a stream of rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from forge_train import ConfigError
 from forge_train_data.documents import Documents
-from forge_train_data.loader import StreamLoader
 from forge_train_data.rows import SplitRows
 from forge_train_data.shard import Shard
 from forge_train_data.stream import HELD_OUT_SEED, Ordered
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
     from forge_train import Job
 
 
-def make_loader(corpus: Corpus, side: str, job: Job, *, shuffle: bool, isolate: bool) -> StreamLoader:
-    """The loader of one side of a corpus.
+def ordered(corpus: Corpus, side: str, job: Job, *, shuffle: bool, isolate: bool) -> Ordered:
+    """The rows of one side of a corpus, in their order.
 
     Held-out rows come in an order that is shuffled once and for all runs alike, so that a few batches are a fair sample
     and every evaluation sees the same ones.
@@ -36,7 +35,8 @@ def make_loader(corpus: Corpus, side: str, job: Job, *, shuffle: bool, isolate: 
             f"text.path: the {which} part of {corpus.name} has {len(part.tokens)} tokens, "
             f"and one sequence takes {sequence} (train.sequence): {advice}"
         )
-    documents = Documents([Shard(corpus.folder, part.tokens, part.ends)], digest=corpus.key)
+    shard = Shard(corpus.folder, part.tokens, part.ends)
+    documents = Documents([shard], corpus.key, vocabulary=job.hooks.tokenizer().vocabulary)
     rows = SplitRows(documents, sequence, isolate=isolate)
     seed = HELD_OUT_SEED if side == "validation" else job.seed if shuffle else None
-    return StreamLoader(Ordered(rows, seed, key="text", fixed=side == "validation"), job)
+    return Ordered(rows, seed, key="text", fixed=side == "validation")

@@ -1,0 +1,57 @@
+"""The loss of each sequence, told to whoever listens while a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from .batch import Batch
+    from .protocols import LossFunction
+
+Listener = Callable[["Batch", "Tensor"], None]
+
+_listeners: tuple[Listener, ...] = ()
+
+
+@runtime_checkable
+class RowLosses(Protocol):
+    """A loss function that can tell the loss of each sequence; it need not."""
+
+    def by_row(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """What a call gives, to the bit, and the summed loss of each sequence, `[batch]`, without a graph."""
+        ...
+
+
+def with_rows(checked: Any, function: LossFunction) -> LossFunction:
+    """A loss function around another one, with its `by_row` if it has one."""
+    if isinstance(function, RowLosses):
+        checked.by_row = function.by_row
+    return cast("LossFunction", checked)
+
+
+def batch_loss(function: LossFunction, hidden: Tensor, head: nn.Module, batch: Batch) -> Tensor:
+    """A batch's summed loss, for `Task.loss`: that of each sequence is told to those who listen."""
+    if not _listeners or not isinstance(function, RowLosses):
+        return function(hidden, head, batch.labels)
+    loss, rows = function.by_row(hidden, head, batch.labels)
+    for listener in _listeners:
+        listener(batch, rows)
+    return loss
+
+
+@contextmanager
+def losses_told_to(listener: Listener) -> Iterator[None]:
+    """Tell each batch of the block, and the summed loss of each of its sequences, `[batch]`.
+
+    The listener reads no value on the host. It hears of tasks that use `batch_loss`, with a loss that is `RowLosses`.
+    """
+    global _listeners  # noqa: PLW0603  # a step has one, as it has one scale of attached losses
+    before, _listeners = _listeners, (*_listeners, listener)
+    try:
+        yield
+    finally:
+        _listeners = before

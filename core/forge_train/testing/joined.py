@@ -1,0 +1,47 @@
+"""The process group of a rank of the pool: of one case, or of several that keep it and what was made in it."""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ..processes import distributed, meshes, process_group
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_number: int | None = None
+
+
+def here() -> bool:
+    """Whether this rank is in a group."""
+    return _number is not None
+
+
+def join(number: int, store: Store, rank: int, world: int, timeout: timedelta) -> None:
+    """Be in the group of that number: the one that was kept, or a new one.
+
+    In one that was kept, equal layouts have the same meshes: torch's caches, where equal meshes are one, stay true.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    global _number  # a process has one default group
+    if _number == number:
+        for group in list(c10d._world.pg_map):
+            c10d._set_pg_timeout(timeout, group)
+        return
+    leave()
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(f"group-{number}", store), rank=rank, world_size=world, timeout=timeout
+    )
+    _number, distributed.build_meshes = number, functools.cache(meshes.build_meshes)  # type: ignore[attr-defined]
+
+
+def leave() -> None:
+    """Closes the connections too: ranks that wait for one that failed fail at once."""
+    global _number
+    if _number is not None:
+        _number, distributed.build_meshes = None, meshes.build_meshes  # type: ignore[attr-defined]
+        process_group.leave()

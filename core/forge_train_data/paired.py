@@ -1,0 +1,72 @@
+"""Pairs of documents as rows: the two of a pair follow each other in every micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from forge_train import ConfigError
+
+from .documents import Int64
+from .rows import Arrays, Rows
+from .stream import Ordered
+
+
+class _Pairs:
+    """Rows 2k and 2k + 1 as one."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self.count, self.digest = rows.count // 2, rows.digest
+
+    def read(self, rows: Int64) -> Arrays:
+        return self._rows.read(np.stack([2 * rows, 2 * rows + 1], axis=1).ravel())
+
+    def where(self, row: int) -> str:
+        return self._rows.where(2 * row)
+
+
+class Paired:
+    """Samples 2i and 2i + 1 are the two rows of a pair; pairs come in an order of their own in every epoch.
+
+    `Arrays.sources` says which of its pair a row is, 0 or 1.
+
+    Args:
+        rows: of the pairs, one after the other: rows 2k and 2k + 1 are pair k.
+        seed: of the order of pairs; None keeps the rows'.
+        key: the plugin's section, which messages name.
+        fixed: whether every epoch has the order of epoch 0.
+    """
+
+    def __init__(self, rows: Rows, seed: int | None, *, key: str, fixed: bool = False) -> None:
+        self._rows = rows
+        self._order = Ordered(_Pairs(rows), seed, key=key, fixed=fixed)
+        self._key = key
+        self.digest = rows.digest
+
+    def places(self, index: Int64) -> Int64:
+        """`[k]` → `[k]`, the row."""
+        return self._order.places(index // 2) * 2 + index % 2
+
+    def read(self, places: Int64) -> Arrays:
+        return replace(self._rows.read(places), sources=places % 2)
+
+    def where(self, place: Int64) -> str:
+        return self._rows.where(int(place))
+
+    def after(self, place: Int64) -> Int64:
+        raise ConfigError(f"{self._key}: another row can't stand in for one of a pair.")
+
+    def state_dict(self, samples: int) -> dict[str, Any]:
+        return self._order.state_dict(samples)
+
+    def load_state_dict(self, state: Mapping[str, Any], samples: int) -> None:
+        """Go on from there.
+
+        Raises:
+            ConfigError: the state belongs to other content.
+        """
+        self._order.load_state_dict(state, samples)

@@ -1,0 +1,51 @@
+"""What a run renders for itself: prepared into a cache with its own tokenizer, when it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_train import ConfigError
+from forge_train.storage import model_files
+
+from ..manifest import Prepared, open_prepared
+from . import prepare, settled
+from .progress import Told
+from .tasks import Preparation
+
+if TYPE_CHECKING:
+    from forge_train import Job
+
+
+def wanted_of(job: Job, paths: str | tuple[str, ...], cache: str, name: str, **more: Any) -> Preparation:
+    """A preparation in a plugin's cache, with the run's tokenizer.
+
+    Args:
+        job: of the run.
+        paths: what to read.
+        cache: the folder that was chosen; empty for the user's.
+        name: of the plugin.
+        **more: of `Preparation`.
+
+    Raises:
+        ConfigError: the tokenizer is of a plugin that names no files; or the sources can't be found.
+    """
+    section, key = model_files.option(job.hooks) or ("", "")
+    if not section:
+        raise ConfigError(f"{name}: the run's tokenizer is of a plugin that names no files of it.")
+    tokenizer = getattr(job.config.sections[section], key)
+    sources = (paths,) if isinstance(paths, str) else paths
+    return settled(Preparation(sources, Path(), tokenizer=tokenizer, **more), cache, name)
+
+
+def obtained(wanted: Preparation, job: Job, name: str) -> Prepared:
+    """The prepared folder, which is made if it is not there; another process that makes it is waited for.
+
+    Raises:
+        ConfigError: as of `prepare`; or the run's tokenizer is not the one of its files.
+    """
+    prepare(wanted, Told(name), key=f"{name}.path", wait=True)
+    prepared = open_prepared(wanted.out, key=f"{name}.path")
+    if prepared.manifest.tokenizer["digest"] != job.hooks.tokenizer().digest:
+        raise ConfigError(f"{name}: the run's tokenizer is not the one of its files; choose another tokenizer plugin.")
+    return prepared

@@ -1,0 +1,41 @@
+"""How far the tokenising of a run's data is, for whoever shows it."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+EVERY = 0.5
+"""Seconds between two reports."""
+LOGGER = "forge_train.progress"
+"""What is logged here with `passing=True` replaces what was said before; a command that shows it adds a handler."""
+
+
+class Telling:
+    """Says twice a second how far a plugin's tokenising is, and at the end, in the run's log too, what was done.
+
+    Args:
+        name: of the plugin.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._told = name, time.perf_counter()
+        self._shown = logging.getLogger(LOGGER)
+
+    @property
+    def due(self) -> bool:
+        """Whether somebody is shown it, and the last line is old."""
+        return bool(self._shown.handlers) and time.perf_counter() - self._told >= EVERY
+
+    def passing(self, text: str) -> None:
+        """Say how far it is, if it is due."""
+        if text and self.due:
+            self._told = time.perf_counter()
+            self._shown.info("tokenising: %s", text, extra={"passing": True})
+
+    def done(self, text: str) -> None:
+        """Say what was done."""
+        line = f"{self._name}: tokenised {text}"
+        logging.getLogger("forge_train").info("%s", line)
+        if self._shown.handlers:
+            self._shown.info("%s", line)

@@ -1,0 +1,148 @@
+"""A pipeline's timeline, drawn: as rows of characters, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import NamedTuple
+
+from forge_train.contract.timetable import Action, Overlap, Work, actions_of
+
+from .timeline import Span, Timeline
+
+IDLE, OVERLAPPED = "idle", "F+B"
+KINDS = {
+    Work.FORWARD.value: "forward",
+    Work.BACKWARD.value: "backward",
+    Work.INPUT_GRADIENT.value: "input gradient",
+    Work.WEIGHT_GRADIENT.value: "weight gradient",
+    OVERLAPPED: "forward and backward overlapped",
+}
+"""What is drawn → what it means."""
+WIDEST = 4
+"""Columns of the shortest action at most."""
+LEFT, TOP, ROW, GAP, WIDE = 58, 8, 22, 5, 960
+_STYLE = """
+svg{background:#fff}text{fill:#445;font:11px system-ui,sans-serif}.lane{fill:#eef0f3}.on{fill:#fff;font-size:10px}
+.F{fill:#3b78c9}.B{fill:#2f9a5d}.I{fill:#39a9a0}.W{fill:#c9902b}.O{fill:#8a5bc4}.later{opacity:.72}
+@media(prefers-color-scheme:dark){svg{background:#14171a}text{fill:#98a1ab}.lane{fill:#22272c}}
+"""
+
+
+class Cell(NamedTuple):
+    """Neighbouring characters of one action, or of none."""
+
+    text: str
+    kind: str
+    """A key of `KINDS`, or `IDLE`."""
+    later: bool
+    """Whether it is of another part than the rank's first."""
+
+
+def kind_of(slot: Action | Overlap) -> str:
+    """The key in `KINDS`."""
+    return slot.work.value if isinstance(slot, Action) else OVERLAPPED
+
+
+def rows(timeline: Timeline, width: int, *, ascii_only: bool = False) -> Iterator[list[Cell]]:
+    """One row of `width` characters at most for each rank, time from left to right.
+
+    An action has its letter, small for a part behind the rank's first one, and where all of a row have room for it the
+    number of its micro-batch. Where several actions share a character, the longest has it.
+    """
+    columns = _columns(timeline, width)
+    line, rest = ("-", ".") if ascii_only else ("─", "·")
+    for rank, row in enumerate(timeline.ranks):
+        first = timeline.timetable.parts_of(rank)[0]
+        owners = _owners(row, columns, timeline.duration)
+        numbered = min(span.end - span.start for span in row) * columns / timeline.duration >= 2
+        cells: list[Cell] = []
+        at = 0
+        while at < columns:
+            span = owners[at]
+            end = next((later for later in range(at, columns) if owners[later] is not span), columns)
+            cells.append(_cell(span, end - at, first, (line, rest), numbered=numbered))
+            at = end
+        yield cells
+
+
+def _columns(timeline: Timeline, width: int) -> int:
+    """As many characters as make the shortest action whole ones, where there is room."""
+    shortest = min(span.end - span.start for row in timeline.ranks for span in row)
+    units = timeline.duration / shortest if shortest > 0 else width + 1.0
+    return round(units * min(width / units // 1, WIDEST)) if units <= width else width
+
+
+def _owners(row: tuple[Span, ...], columns: int, duration: float) -> list[Span | None]:
+    share: list[dict[Span, float]] = [{} for _ in range(columns)]
+    scale = columns / duration
+    for span in row:
+        start, end = span.start * scale, span.end * scale
+        for at in range(int(start), min(columns, int(end) + 1)):
+            if (part := min(end, at + 1) - max(start, at)) > 0:
+                share[at][span] = part
+    found: list[Span | None] = []
+    for spans in share:
+        longest = max(spans, key=lambda span: spans[span], default=None)
+        found.append(longest if longest is not None and sum(spans.values()) >= 0.5 else None)
+    return found
+
+
+def _cell(span: Span | None, width: int, first: int, fill: tuple[str, str], *, numbered: bool) -> Cell:
+    line, rest = fill
+    if span is None:
+        return Cell(rest * width, IDLE, later=False)
+    one = actions_of(span.slot)[0]
+    kind = kind_of(span.slot)
+    later = isinstance(span.slot, Action) and one.part != first
+    letter = "X" if kind == OVERLAPPED else kind
+    letter = letter.lower() if later else letter
+    text = f"{letter}{one.micro_batch}"
+    return Cell((text if numbered and len(text) <= width else letter).ljust(width, line), kind, later)
+
+
+def svg(timeline: Timeline, title: str) -> str:
+    """A picture: a lane for each rank, an action's number is its micro-batch's."""
+    count = len(timeline.ranks)
+    height = TOP + count * (ROW + GAP) + 26
+    scale = (WIDE - LEFT - 8) / timeline.duration
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {height}" role="img" '
+        f'aria-label="{escape(title)}"><style>{_STYLE}</style><title>{escape(title)}</title>'
+    )
+    parts = [head]
+    for rank, row in enumerate(timeline.ranks):
+        y = TOP + rank * (ROW + GAP)
+        first = timeline.timetable.parts_of(rank)[0]
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 15}" text-anchor="end">rank {rank}</text>')
+        parts.append(f'<rect class="lane" x="{LEFT}" y="{y}" width="{WIDE - LEFT - 8}" height="{ROW}"/>')
+        parts += [_box(span, LEFT + span.start * scale, y, (span.end - span.start) * scale, first) for span in row]
+    parts.append(_legend(timeline, TOP + count * (ROW + GAP) + 8))
+    return "".join([*parts, "</svg>\n"])
+
+
+def _box(span: Span, x: float, y: int, width: float, first: int) -> str:
+    kind = kind_of(span.slot)
+    numbers = "·".join(str(one.micro_batch) for one in actions_of(span.slot))
+    later = " later" if actions_of(span.slot)[0].part != first else ""
+    box = (
+        f'<rect class="{"O" if kind == OVERLAPPED else kind}{later}" x="{x:.1f}" y="{y}" '
+        f'width="{max(width - 0.6, 0.4):.1f}" height="{ROW}"><title>{escape(str(span.slot))}</title></rect>'
+    )
+    if width < 7 * len(numbers):
+        return box
+    return box + f'<text class="on" x="{x + width / 2:.1f}" y="{y + 15}" text-anchor="middle">{numbers}</text>'
+
+
+def _legend(timeline: Timeline, y: int) -> str:
+    shown = {kind_of(span.slot) for row in timeline.ranks for span in row}
+    parts, x = [], LEFT
+    for kind, name in KINDS.items():
+        if kind in shown:
+            parts.append(
+                f'<rect class="{"O" if kind == OVERLAPPED else kind}" x="{x}" y="{y}" width="10" height="10"/>'
+            )
+            parts.append(f'<text x="{x + 15}" y="{y + 9}">{name}</text>')
+            x += 34 + 6 * len(name)
+    parts.append(f'<text x="{WIDE - 8}" y="{y + 9}" text-anchor="end">bubble {timeline.bubble:.1%}</text>')
+    return "".join(parts)

@@ -1,0 +1,191 @@
+"""One rank of each pipeline stage, looked at: composed on the meta device, and rehearsed where it differs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from forge_train.composition.compose import compose
+from forge_train.contract.job import Job
+from forge_train.contract.run import Run
+from forge_train.contract.timetable import Timetable
+from forge_train.ground.errors import ForgeError
+from forge_train.ground.layout import Layout
+from forge_train.ground.tensors import held_bytes
+from forge_train.ground.world import World
+from forge_train.registry.setup import Setup
+
+from . import alike
+from .alike import Units, form_of
+from .communication import Names
+from .fewer import affordable
+from .imagined import imagined
+from .optimizer import ParameterSet, parameter_sets
+from .parameters import Giant, Parameters, count, giants
+from .passes import Footprint, footprint
+from .record import END, Recorded, Rehearsed, counted
+from .rehearsal import imagine_optimizer, rehearse
+from .traffic import Traffic, expected_bytes, traffic
+
+
+@dataclass
+class Look:
+    """What one rank, the first of its stage, comes to."""
+
+    report: list[dict[str, Any]]
+    idle: tuple[str, ...]
+    parameters: Parameters
+    whole: list[Giant]
+    held: int
+    """Bytes of parameters, frozen ones too."""
+    flops: list[float | None]
+    """Of each of its parts, per token."""
+    expected_bytes: dict[str, float]
+    form: Hashable = None
+    """Equal for stages that do the same; None for one that is rehearsed whatever others do."""
+    sets: tuple[ParameterSet, ...] = ()
+    rehearsed: Rehearsed = field(default_factory=lambda: Rehearsed(0, None, 0))
+    unordered: Rehearsed | None = None
+    """Of a pipeline: with the passes in the order of the rehearsal."""
+    traffic: list[Traffic] = field(default_factory=list)
+    pipeline: Passing | None = None
+
+    @property
+    def kernel_flops(self) -> float:
+        """Of a step."""
+        return sum(kernel.flops * times for kernel, times in self.rehearsed.kernels.items())
+
+    @property
+    def border(self) -> float:
+        """Bytes of one message to a neighbour in the pipeline."""
+        return max((one.bytes / one.count for one in self.traffic if one.kind == "send"), default=0.0)
+
+
+@dataclass(frozen=True)
+class Passing:
+    """What a rehearsal shows of a rank of a pipeline."""
+
+    timetable: Timetable
+    """Of the step."""
+    alternatives: Mapping[str, Timetable | str]
+    followed: Timetable
+    """Of the rehearsal."""
+    stage: int
+    """That was rehearsed."""
+    everything: Footprint
+    activations: Footprint
+
+    def growth(self, stage: int) -> tuple[int, int]:
+        """By how many bytes the peaks of everything and of activations are above the rehearsal's on a stage that is
+        like the rehearsed one."""
+        number = dict(zip(self.timetable.parts_of(self.stage), self.timetable.parts_of(stage), strict=True))
+        everything, activations = (
+            one.renumbered(number).peak(self.timetable, stage) - one.peak(self.followed, self.stage)
+            for one in (self.everything, self.activations)
+        )
+        return everything, activations
+
+    def keeps(self) -> list[int]:
+        """What each part of such a stage keeps of a micro-batch."""
+        return [self.activations.keeps(part) for part in self.timetable.parts_of(self.stage)]
+
+
+def look_at_stages(setup: Setup, layout: Layout, world: World, folder: Path, *, alternatives: bool) -> list[Look]:
+    """Look at the first rank of every stage. One that is like another before it is not rehearsed again: only the order
+    of its passes differs, and the timetable tells that.
+
+    Raises:
+        ConfigError: for a composition that can't be.
+    """
+    ranks = range(0, world.size, world.size // layout.pp)
+    places = [replace(world, rank=rank, local_rank=rank % world.local_size) for rank in ranks]
+    given: list[list[Any]] = []
+    for place in places if layout.pp > 1 else []:
+        with imagined(layout, place) as context:
+            _give(Job.of(setup.config, setup.hooks, Run(folder), context))
+            given.append(context.given)
+    looks: list[Look] = []
+    for stage, place in enumerate(places):
+        with imagined(layout, place, given) as context:
+            job = Job.of(setup.config, setup.hooks, Run(folder), context)
+            looks.append(_look(job, stage, looks, alternatives=alternatives))
+    return looks
+
+
+def _give(job: Job) -> None:
+    """Have a stage say what the others will want to know of it."""
+    composition = compose(job, allocate=False)
+    with suppress(ForgeError):  # it does not know the others yet
+        imagine_optimizer(job, composition.model)
+
+
+def _look(job: Job, stage: int, before: list[Look], *, alternatives: bool) -> Look:
+    units = Units()
+    composition = compose(job, allocate=False, change=units.look)
+    model, names, train = composition.model, Names(job.dist), job.config.train
+    stages = job.dist.layout.pp
+    stored = {id(p): p for one in (model, *job.models.values()) for p in one.parameters()}  # frozen ones, too
+    look = Look(
+        report=composition.report,
+        idle=composition.idle,
+        parameters=count(model, names),
+        whole=giants(model),
+        held=held_bytes(stored.values()),
+        flops=[_flops(part, train.sequence) for part in model.parts],
+        expected_bytes=expected_bytes(composition, names),
+    )
+    if stages > 1 and not affordable(model, job.dist.layout.micro_batches(train.global_batch, train.micro_batch)):
+        look.form = (stage == 0, stage == stages - 1, *(form_of(part, units) for part in model.parts))
+    twin = next((one for one in before if one.form is not None and one.form == look.form and one.pipeline), None)
+    if twin is not None and twin.pipeline is not None:
+        look.sets, look.traffic, look.pipeline = twin.sets, twin.traffic, twin.pipeline
+        look.rehearsed = _in_order(twin.unordered or twin.rehearsed, twin.pipeline.growth(stage))
+        return look
+    laid_out = None if stages > 1 else alike.rehearse_alike(job, composition, units)
+    recorded = laid_out or rehearse(job, model)
+    look.sets = parameter_sets(imagine_optimizer(job, model).param_groups) if laid_out else recorded.sets
+    look.rehearsed = counted(recorded)
+    look.traffic = traffic(look.rehearsed, names)
+    if recorded.executor is not None and recorded.followed is not None and not recorded.failed:
+        table = recorded.executor.timetable(recorded.accumulation)
+        look.pipeline = Passing(
+            table,
+            recorded.executor.alternatives(recorded.accumulation) if alternatives else {},
+            recorded.followed,
+            stage,
+            *(
+                footprint(_changes(recorded, activations=only), recorded.passes, table.parts_of(stage))
+                for only in (False, True)
+            ),
+        )
+        look.unordered = look.rehearsed
+        look.rehearsed = _in_order(look.rehearsed, look.pipeline.growth(stage))
+    return look
+
+
+def _flops(part: Any, sequence: int) -> float | None:
+    count = getattr(part, "flops_per_token", None)
+    return None if count is None else float(count(sequence))
+
+
+def _changes(recorded: Recorded, *, activations: bool) -> list[int]:
+    """The changes of memory until the backward passes have ended, in bytes; 0 for those that do not count."""
+    end = recorded.changes.index(END)
+    return [int(one.numbers[0]) if not (activations and one.kind[0]) else 0 for one in recorded.changes[:end]]
+
+
+def _in_order(rehearsed: Rehearsed, growth: tuple[int, int]) -> Rehearsed:
+    """A rehearsal whose passes come in an order that takes so many bytes more at the peak, of everything and of
+    activations."""
+    if rehearsed.peak is None or rehearsed.activations is None:
+        return rehearsed
+    everything, activations = growth
+    return replace(
+        rehearsed,
+        activations=rehearsed.activations + activations,
+        backward_peak=rehearsed.backward_peak + everything,
+        peak=max(rehearsed.backward_peak + everything, rehearsed.update_peak),
+    )

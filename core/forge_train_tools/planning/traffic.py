@@ -1,0 +1,46 @@
+"""What a rank sends in a step, summed by kind and axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forge_train.composition.compose import Composition
+
+    from .communication import Names
+    from .record import Rehearsed
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind along one axis, or messages to a neighbour on it, in a step of one rank."""
+
+    kind: str
+    axis: str
+    ranks: int
+    count: int
+    bytes: float
+    """What the rank sends, by the best algorithm for the kind."""
+    crosses_nodes: bool
+
+
+def traffic(rehearsed: Rehearsed, names: Names) -> list[Traffic]:
+    """What was sent, most bytes first."""
+    sums: dict[tuple[str, str, int, bool], list[float]] = {}
+    for one, times in rehearsed.sent.items():
+        key = (one.kind, names.of(one.group), one.ranks, names.crosses_nodes(one.group))
+        total = sums.setdefault(key, [0, 0.0])
+        total[0] += times
+        total[1] += times * one.sent
+    found = [Traffic(kind, axis, ranks, int(n), size, far) for (kind, axis, ranks, far), (n, size) in sums.items()]
+    return sorted(found, key=lambda one: -one.bytes)
+
+
+def expected_bytes(composition: Composition, names: Names) -> dict[str, float]:
+    """Axis → bytes, by the transforms' own count."""
+    found: dict[str, float] = {}
+    for axis, size in composition.expected_bytes.items():
+        name = names.of_mesh(axis)
+        found[name] = found.get(name, 0.0) + size
+    return found

@@ -1,0 +1,160 @@
+"""What the `cp` plugin does to a part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from forge_train import Applied, ConfigError
+
+from .kernel import ContextKernel, Ranks, undivided
+from .moving import Group
+
+if TYPE_CHECKING:
+    from forge_train import Job
+
+LONG = 32_768
+"""Tokens of a sequence from which `auto` no longer holds whole keys and values on each rank, if it has a choice."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of an attention module on this rank: all of them, and those of keys and values."""
+
+    queries: int
+    keys: int
+    features: int
+
+
+def wrap(part: nn.Module, job: Job, method: str, ulysses: int = 0) -> Applied:
+    """Put a context kernel around the kernel of every module that shows one.
+
+    Args:
+        part: of a model.
+        job: of the run.
+        method: see `ContextParallel.Config`.
+        ulysses: see there.
+
+    Raises:
+        ConfigError: for a unit without a kernel, or heads that the method can't share out.
+    """
+    size = job.dist.layout.cp
+    modules = with_kernels(part, size)
+    if not modules:  # a pipeline's part without a block
+        if method == "ulysses_ring":
+            raise ConfigError(
+                "cp.method = 'ulysses_ring' makes its groups with every part of a pipeline, and one has no attention; "
+                "give each part a block (pp.cuts), or take 'ring' or 'ulysses'."
+            )
+        return Applied(part)
+    heads = heads_of(modules, job.dist.layout.tp)
+    if method == "auto":
+        method, ulysses = choose(heads.values(), len(heads) == len(modules), size, job)
+    by_heads = {"ulysses": size, "ulysses_ring": ulysses or most_ranks(heads.values(), size)}.get(method, 1)
+    for name, one in heads.items():
+        if problem := undivided(one.queries, one.keys, by_heads):
+            raise ConfigError(f"cp.method = {method!r}: {problem} of {name}. {_way_out(one, size)}", key="cp.method")
+    ranks = ranks_of(job, by_heads)
+    for module in modules.values():
+        module.kernel = ContextKernel(module.kernel, ranks, "ring" if "ring" in method else "gather")
+    shape = f"{by_heads} × {size // by_heads} " if method == "ulysses_ring" else ""
+    sent = sum(sent_by(one, by_heads, size // by_heads, "ring" in method, job) for one in heads.values())
+    expected = {"cp": sent} if len(heads) == len(modules) and by_heads in (1, size) else {}
+    return Applied(part, tuple(modules), f"{size} ranks: {shape}{method}", expected_bytes=expected)
+
+
+def with_kernels(part: nn.Module, ranks: int) -> dict[str, Any]:
+    """Name → module that shows a kernel.
+
+    Raises:
+        ConfigError: naming a unit that has none.
+    """
+    found = {name: module for name, module in part.named_modules() if callable(getattr(module, "kernel", None))}
+    for unit in getattr(part, "units", ()):
+        if not any(f"{name}.".startswith(f"{unit}.") for name in found):
+            raise ConfigError(
+                f"parallel.cp = {ranks}: {unit} ({type(part.get_submodule(unit)).__name__}) shows no attention kernel "
+                "(`.kernel`), so that nothing would carry a sequence from one rank's slice to the next; state-space "
+                "and linear attention can't be cut this way. Set parallel.cp = 1."
+            )
+    return found
+
+
+def heads_of(modules: Mapping[str, Any], tp: int) -> dict[str, Heads]:
+    """Name → heads on this rank, of modules that declare them."""
+    names = ("heads", "kv_heads", "head_dim")
+    known = {name: module for name, module in modules.items() if all(hasattr(module, one) for one in names)}
+    return {
+        name: Heads(module.heads // tp, max(module.kv_heads // tp, 1), module.head_dim)
+        for name, module in known.items()
+    }
+
+
+def choose(heads: Iterable[Heads], all_known: bool, size: int, job: Job) -> tuple[str, int]:
+    """A method, and with how many ranks heads are exchanged, for `auto`.
+
+    Heads are exchanged if they can be shared out and that sends less than gathering does. Sequences that are too long
+    to be held whole go round, if the kernel can compute blocks, or else have their heads exchanged.
+    """
+    heads = list(heads)
+    kernel = job.hooks.provider("attention_kernel")
+    blocks = kernel is not None and job.hooks.enabled[kernel].cls.kernel_capabilities.blocks
+    long = job.config.train.sequence >= LONG
+    shared = all_known and bool(heads) and all(not undivided(one.queries, one.keys, size) for one in heads)
+    cheap = sum(one.queries + max(one.keys, size) for one in heads) < size * sum(one.keys for one in heads)
+    if shared and (cheap or (long and not blocks)):
+        return "ulysses", 0
+    if not long or not blocks:
+        return "gather", 0
+    some = most_ranks(heads, size) if all_known else 1
+    return ("ulysses_ring", some) if 1 < some < size else ("ring", 0)
+
+
+def most_ranks(heads: Iterable[Heads], size: int) -> int:
+    """The most ranks, short of all, that divide `size` and can share every module's heads out."""
+    heads = list(heads)
+    able = (
+        ranks
+        for ranks in range(size - 1, 1, -1)
+        if size % ranks == 0 and all(not undivided(one.queries, one.keys, ranks) for one in heads)
+    )
+    return next(able, 1)
+
+
+def ranks_of(job: Job, by_heads: int) -> Ranks:
+    """The ranks of the axis, in groups of so many that exchange heads."""
+    mesh = job.dist.mesh("dense", "cp")
+    everybody, alone = Group.of(mesh.get_group()), Group(mesh.get_group(), 1, 0)
+    if by_heads == 1:
+        return Ranks(everybody, alone, everybody)
+    if by_heads == everybody.size:
+        return Ranks(everybody, everybody, alone)
+    both = mesh._unflatten(0, (everybody.size // by_heads, by_heads), ("cp_along", "cp_heads"))
+    heads, along = (Group.of(both[name].get_group()) for name in ("cp_heads", "cp_along"))
+    return Ranks(everybody, heads, along)
+
+
+def sent_by(one: Heads, by_heads: int, along: int, ring: bool, job: Job) -> float:
+    """Bytes that a rank has to send for a module in a step, recomputation left out.
+
+    Heads are exchanged for queries, keys, values and results, and again for their gradients. Keys and values are
+    gathered once, and their gradients scattered; or they go round twice, and their gradients, in fp32, once.
+    """
+    train, size = job.config.train, job.precision.compute.itemsize
+    tokens = train.global_batch // job.dist.data_ranks * train.sequence / (by_heads * along)
+    wide = max(size, 4)
+    if by_heads > 1:
+        features = 2 * (one.queries + max(one.keys, by_heads)) * one.features
+        return 2 * features * tokens * size * (by_heads - 1) / by_heads
+    each = 2 * one.keys * one.features * tokens * (along - 1)
+    return each * (2 * size + wide) if ring else each * 2 * size
+
+
+def _way_out(one: Heads, size: int) -> str:
+    """What would work."""
+    some = most_ranks([one], size)
+    more = f", 'ulysses_ring' with cp.ulysses = {some}" if some > 1 else ""
+    return f"These can: 'gather', 'ring'{more}."

@@ -1,0 +1,205 @@
+"""Attention over sequences that are cut, by a kernel that knows of whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from forge_train import AttentionKernel, ConfigError
+from forge_train.nn import PerBatch, is_imagined
+
+from .cut import Cut, Span, cut_of, gathered_starts, head_tail
+from .moving import GatherSequence, Group, HeadsForSequence, Move, SequenceForHeads, all_gather, moves
+from .ring import Blocks, Ring
+
+Inner = Literal["gather", "ring"]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The whole sequences of a batch, as the ranks of a layout have them.
+
+    Args:
+        cut: of all ranks.
+        starts: where the document of each token begins, `[batch, length]`; None where rows are one text each.
+        lowest: the same, the lowest of all rows at each position.
+        ranks: of the layout.
+    """
+
+    cut: Cut
+    starts: Tensor | None
+    lowest: Sequence[int]
+    ranks: Ranks
+
+    @cached_property
+    def of_heads(self) -> tuple[Move, ...]:
+        """How slices become the sequence that ranks with other heads share."""
+        return moves([self.cut.spans[rank] for rank in self.ranks.with_other_heads])
+
+    @cached_property
+    def of_others(self) -> tuple[Move, ...]:
+        """How these become the whole one."""
+        return moves(self._slices)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        return Blocks(self._slices, self.ranks.along.rank, self.starts, self.lowest)
+
+    @property
+    def own(self) -> tuple[Span, ...]:
+        """What this rank has queries of, once heads are exchanged."""
+        return self._slices[self.ranks.along.rank]
+
+    @cached_property
+    def _slices(self) -> tuple[tuple[Span, ...], ...]:
+        each = self.ranks.heads.size
+        return tuple(self.cut.of(range(at * each, (at + 1) * each)) for at in range(self.ranks.along.size))
+
+
+class Ranks:
+    """The ranks that cut sequences between them, and what their layers share of a batch.
+
+    Args:
+        everybody: numbered so that those who exchange heads are neighbours.
+        heads: those who exchange heads, so that each has some of a longer slice.
+        along: one of each of these, who share a sequence.
+    """
+
+    def __init__(self, everybody: Group, heads: Group, along: Group) -> None:
+        self.everybody, self.heads, self.along = everybody, heads, along
+        self._known: PerBatch[Sequences] = PerBatch()
+
+    @property
+    def with_other_heads(self) -> range:
+        """Ranks of all, of those that this one exchanges heads with."""
+        first = self.along.rank * self.heads.size
+        return range(first, first + self.heads.size)
+
+    def sequences(self, document_ids: Tensor | None, each: int, device: torch.device) -> Sequences:
+        """What is known of the batch that has these ids in its slices of `each` tokens; exchanges them once a batch,
+        and reads them from the device."""
+        return self._known(document_ids, (each, device), lambda: self._found(document_ids, each))
+
+    def _found(self, slices: Tensor | None, each: int) -> Sequences:
+        ranks = self.everybody.size
+        length = ranks * each
+        starts = None
+        if slices is not None:
+            starts = gathered_starts(all_gather(slices, self.everybody).movedim(0, 1).flatten(1))
+        if starts is None or is_imagined(starts):
+            return Sequences(head_tail(length, ranks), starts, [0] * length, self)
+        there = starts.cpu()
+        return Sequences(cut_of(there, length, ranks), starts, there.amin(0).tolist(), self)
+
+
+class ContextKernel:
+    """A kernel, and around it what it takes to see whole sequences; see `forge_train.AttentionKernel`.
+
+    Args:
+        kernel: computes.
+        ranks: that cut sequences.
+        inner: how ranks that have exchanged heads see what others have of the sequence.
+    """
+
+    def __init__(self, kernel: AttentionKernel, ranks: Ranks, inner: Inner) -> None:
+        self.kernel, self.ranks, self._inner = kernel, ranks, inner
+
+    @torch.compiler.disable(reason="what lies where depends on a batch's documents")  # type: ignore[untyped-decorator,no-untyped-call]
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **asked: Any) -> Any:
+        """Of a slice of queries, keys and values. Not compiled.
+
+        Raises:
+            ConfigError: for what can't be computed on slices: queries at other positions than keys, as with a cache.
+        """
+        if query.shape[1] != key.shape[1] or asked.pop("offset", None):
+            raise ConfigError("parallel.cp: attention was asked for queries at other positions than its keys.")
+        sequences = self.ranks.sequences(asked.pop("document_ids", None), query.shape[1], query.device)
+        wants_sums = asked.pop("log_sum_exp", False)
+        if self.ranks.heads.size == 1:
+            found = self._along(query, key, value, sequences, wants_sums, asked)
+        else:
+            found = self._by_heads(query, key, value, sequences, wants_sums, asked)
+        return found if wants_sums else found[0]
+
+    def _by_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, wants_sums: bool, asked: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """Some heads of a longer slice, for all heads of a shorter one (DeepSpeed Ulysses, arXiv:2309.14509)."""
+        group, how = self.ranks.heads, sequences.of_heads
+        key, value = (enough_heads(one, query.shape[2], group.size) for one in (key, value))
+        if asked.get("sinks") is not None:
+            asked["sinks"] = asked["sinks"].chunk(group.size)[group.rank]
+        query, key, value = HeadsForSequence.apply(how, group, query, key, value)  # type: ignore[no-untyped-call]
+        out, *sums = self._along(query, key, value, sequences, wants_sums, asked)
+        rows = [one.mT[..., None] for one in sums]
+        out, *sums = SequenceForHeads.apply(how, group, out, *rows)  # type: ignore[no-untyped-call]
+        return out, *(one[..., 0].mT for one in sums)
+
+    def _along(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, wants_sums: bool, asked: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """All keys of a sequence, for queries of a slice."""
+        if self._inner == "ring":
+            return self._passed_on(query, key, value, sequences, asked)
+        group = self.ranks.along
+        if wants_sums:
+            asked["log_sum_exp"] = True
+        if sequences.starts is not None:
+            asked["document_ids"] = sequences.starts
+        if group.size == 1:
+            found = self.kernel(query, key, value, **asked)
+            return found if wants_sums else (found,)
+        return self._gathered(query, key, value, sequences, wants_sums, asked)
+
+    def _gathered(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, wants_sums: bool, asked: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """With the keys and values of whole sequences on every rank (Llama 3, arXiv:2407.21783, §3.3.2)."""
+        keys, values = GatherSequence.apply(key, value, sequences.of_others, self.ranks.along)  # type: ignore[no-untyped-call]
+        found, at = [], 0
+        for start, stop in sequences.own:
+            kept = slice(None if "document_ids" in asked else stop)  # masks go by the ids of all
+            own = query[:, at : at + stop - start]
+            part = self.kernel(own, keys[:, kept], values[:, kept], offset=start, **asked)
+            found.append(part if wants_sums else (part,))
+            at += stop - start
+        return tuple(torch.cat(parts, axis) for parts, axis in zip(zip(*found, strict=True), (1, 2), strict=False))
+
+    def _passed_on(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, asked: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """With blocks of keys and values that go round; a sink joins when all of them have."""
+        if asked.pop("dropout", 0.0):
+            raise ConfigError(
+                "cp.method = 'ring' computes blocks twice, and attention's dropout would not be the same."
+            )
+        sinks = asked.pop("sinks", None)
+        given = self.kernel, sequences.blocks, self.ranks.along, asked
+        out, sums = Ring.apply(query, key, value, *given)  # type: ignore[no-untyped-call]
+        if sinks is not None:
+            total = torch.logaddexp(sums, sinks.to(sums.dtype)[:, None].expand_as(sums))
+            out, sums = out * (sums - total).exp().mT[..., None].to(out.dtype), total
+        return out, sums
+
+
+def enough_heads(x: Tensor, heads: int, ranks: int) -> Tensor:
+    """Keys or values with a head for each rank at least: heads are repeated where ranks are more.
+
+    Raises:
+        ConfigError: if heads can't be shared out.
+    """
+    if problem := undivided(heads, x.shape[2], ranks):
+        raise ConfigError(problem)
+    return x.repeat_interleave(max(ranks // x.shape[2], 1), dim=2)
+
+
+def undivided(heads: int, kv_heads: int, ranks: int) -> str:
+    """Why ranks can't share heads out, in a clause; empty if they can."""
+    if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
+        return ""
+    return f"{ranks} ranks can't share out query heads ({heads}) and heads of keys and values ({kv_heads})"

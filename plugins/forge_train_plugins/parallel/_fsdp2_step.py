@@ -1,0 +1,79 @@
+"""What FSDP2 is told in a step: when to gather and to drop weights, and when to reduce gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from forge_train import MicroBatch
+
+
+class Chunks:
+    """Keeps a module that is called several times per micro-batch gathered until the last call's backward.
+
+    FSDP2 (2.13) drops the weights after the backward of each call: a loss in sixteen chunks would gather the head's
+    sixteen times. Their gradients arrive together, after the last.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self.module = module
+        self.drop = True
+        self.open = 0
+        assert isinstance(module, nn.Module)
+        module.register_forward_hook(self._called)
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        recomputing = torch._C._current_graph_task_id() != -1
+        if isinstance(output, Tensor) and output.requires_grad and not recomputing:
+            self.open += 1
+            output.register_hook(self._backward)  # type: ignore[no-untyped-call]
+
+    def _backward(self, gradient: Tensor) -> None:
+        self.open -= 1
+        self.module.set_reshard_after_backward(self.drop and not self.open, recurse=False)
+
+
+class ShardedStep:
+    """What the engine calls for one sharded part."""
+
+    def __init__(
+        self, root: FSDPModule, heads: list[Chunks], *, drop_last_only: bool, reduce_each: bool, split: bool
+    ) -> None:
+        self.root, self.heads, self.split = root, heads, split
+        self.drop_last_only, self.reduce_each = drop_last_only, reduce_each
+
+    def begin(self, micro: MicroBatch) -> None:
+        drop = (micro.last or not self.drop_last_only) and not self.split
+        if micro.direction != "forward":
+            self.root.set_requires_gradient_sync((micro.last and not self.split) or self.reduce_each)
+            self.root.set_reshard_after_backward(drop)
+        # `set_is_last_backward(False)` would keep the order of this forward pass, by which the next backward prefetches
+        # (2.13): it would end by gathering the head of the micro-batch before, for nobody.
+        for head in self.heads:
+            head.drop = drop
+            if micro.direction == "both":
+                head.open = 0
+
+    def finish(self) -> None:
+        if self.split:
+            self.root.set_requires_gradient_sync(True)
+            self.root.set_reshard_after_backward(True)
+            # What autograd calls at the end of a backward pass; each group that has not reduced does.
+            fully_shard.state(self.root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+        for head in self.heads:
+            if head.open:  # some of what it gave was never used
+                head.module.reshard()
+                head.open = 0
+
+    def free_gathered(self) -> None:
+        for module in _sharded(self.root):
+            module.reshard()
+
+
+def _sharded(root: FSDPModule) -> Iterable[FSDPModule]:
+    assert isinstance(root, nn.Module)
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]

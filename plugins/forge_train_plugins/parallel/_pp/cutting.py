@@ -1,0 +1,198 @@
+"""A model cut into the parts of a pipeline."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from forge_train import Applied, ConfigError, Job, Timetable, Work
+from forge_train.ground.present import few
+
+from .cuts import Cost, balanced, given
+from .schedules import timetable
+from .ties import Tie, Ties
+
+if TYPE_CHECKING:
+    from ..pp import PipelineParallel
+
+Stages = Sequence[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a rank holds of a model that was cut."""
+
+    applied: Applied
+    parts: tuple[int, ...]
+    """Numbers of this rank's parts, in the order of the model."""
+    placement: tuple[int, ...]
+    """Part → its rank."""
+    ties: Ties
+    costs: tuple[Cost, ...]
+    """Of every part of the model."""
+
+
+def cut(model: nn.Module, config: PipelineParallel.Config, job: Job) -> Cut:
+    """Cut a model, and keep this rank's parts.
+
+    Raises:
+        ConfigError: for a model that can't be cut like that.
+    """
+    stages = _stages(model)
+    train, ranks = job.config.train, job.dist.layout.pp
+    tables = [_timetable(config, job, batch) for batch in train.batches]
+    table = max(tables, key=lambda table: table.micro_batches)
+    if any(one.placement != table.placement for one in tables):
+        raise ConfigError(f"pp.schedule: {config.schedule} places parts otherwise when the batch grows.")
+    entries = [_cost(_part(model, stages, range(at, at + 1)), train.sequence) for at in range(len(stages))]
+    cuts = given(config.cuts, stages) if config.cuts else balanced(entries, table.parts)
+    if len(cuts) - 1 != table.parts:
+        raise ConfigError(
+            f"pp.cuts: {len(cuts) - 2} cuts make {len(cuts) - 1} parts, and {config.schedule} has {table.parts} on "
+            f"{ranks} ranks."
+        )
+    runs = [range(start, stop) for start, stop in pairwise(cuts)]
+    ties = _untie(model, stages, runs)
+    mine = tuple(table.parts_of(job.dist.mesh("dense", "pp").get_local_rank()))
+    parts = [_part(model, stages, runs[number]) for number in mine]
+    splits = _splits(table)
+    for part in parts:
+        part.split_backward = splits  # type: ignore[assignment]  # declared for SHARD transforms
+    costs = tuple(
+        Cost(sum(c.flops for c in entries[a:b]), sum(c.bytes for c in entries[a:b])) for a, b in pairwise(cuts)
+    )
+    between = Ties(job, ties, dict(zip(mine, parts, strict=True)), table.placement)
+    applied = Applied(
+        list(parts),
+        tuple(name for number in mine for at in runs[number] for name in stages[at]),
+        _note(config.schedule, stages, runs, costs, table),
+        copies=tuple(tie.copy for tie in ties),
+        expected_bytes=_expected_bytes(model, table, mine, job),
+        after_backward=between.sum_gradients,
+        free_gathered=between.forget,
+    )
+    return Cut(applied, mine, table.placement, between, costs)
+
+
+def _timetable(config: PipelineParallel.Config, job: Job, batch: int) -> Timetable:
+    """Of steps with so many sequences."""
+    train, layout = job.config.train, job.dist.layout
+    try:
+        return timetable(config, layout.pp, layout.micro_batches(batch, train.micro_batch))
+    except ConfigError as error:
+        where = "train.global_batch" if batch == train.global_batch else "a batch of train.batch_warmup"
+        split = (
+            f"{batch} sequences ({where}) in micro-batches of {train.micro_batch} on {layout.dp} data-parallel ranks"
+        )
+        raise ConfigError(f"{error} They are {split}.") from error
+
+
+def _stages(model: nn.Module) -> Stages:
+    stages: Stages = getattr(model, "stages", ())
+    name = type(model).__name__
+    if not stages or not callable(getattr(model, "hidden_shape", None)):
+        lacks = "no stages" if not stages else "no hidden_shape(batch, sequence)"
+        raise ConfigError(f"parallel.pp: the model ({name}) declares {lacks}, so it can't be cut; set parallel.pp = 1.")
+    inside = tuple(f"{module}." for entry in stages for module in entry)
+    if loose := [one for one, _ in model.named_parameters(remove_duplicate=False) if not one.startswith(inside)]:
+        raise ConfigError(
+            f"parallel.pp: no stage of {name} has {few(loose)}; each parameter must belong to one, or every part would "
+            "train its own."
+        )
+    return stages
+
+
+def _part(model: nn.Module, stages: Stages, kept: range) -> nn.Module:
+    """The model with holes where the other stages are; the modules in between are shared with it."""
+    return _without(model, {name for at, entry in enumerate(stages) if at not in kept for name in entry})
+
+
+def _without(module: nn.Module, gone: set[str]) -> nn.Module:
+    inner: dict[str, set[str]] = {}
+    for path in gone:
+        first, _, rest = path.partition(".")
+        inner.setdefault(first, set()).add(rest)
+    new = copy.copy(module)
+    new.__dict__ = {
+        key: copy.copy(value) if key.startswith("_") and isinstance(value, (dict, set)) else value
+        for key, value in vars(module).items()
+    }
+    for name, rests in inner.items():
+        child = module._modules[name]
+        if "" not in rests and child is not None:
+            new._modules[name] = _without(child, rests)
+        elif isinstance(module, (nn.ModuleDict, nn.ModuleList, nn.Sequential)):
+            del new._modules[name]
+        else:
+            new._modules[name] = None
+    return new
+
+
+def _cost(part: Any, sequence: int) -> Cost:
+    flops = float(part.flops_per_token(sequence)) if hasattr(part, "flops_per_token") else 0.0
+    return Cost(flops, float(sum(p.numel() * p.element_size() for p in part.parameters())))
+
+
+def _untie(model: nn.Module, stages: Stages, runs: Sequence[range]) -> list[Tie]:
+    """Give tied parameters that come into another part than their first name a tensor of their own."""
+    homes = {name: part for part, run in enumerate(runs) for at in run for name in stages[at]}
+
+    def home(parameter: str) -> int:
+        return next(part for name, part in homes.items() if parameter.startswith(f"{name}."))
+
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    ties: list[Tie] = []
+    for first, *others in names.values():
+        apart: dict[int, nn.Parameter] = {}
+        for name in others:
+            if (part := home(name)) == home(first):
+                continue
+            owner, _, attribute = name.rpartition(".")
+            module = model.get_submodule(owner)
+            old = getattr(module, attribute)
+            if part in apart:
+                raise ConfigError(
+                    f"parallel.pp: {first} is tied to two parameters of another part ({name} is the second), which a "
+                    "pipeline can't keep equal; untie them, or choose other pp.cuts."
+                )
+            apart[part] = nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad)
+            module._parameters[attribute] = apart[part]
+            ties.append(Tie(name, part, first, home(first)))
+    return ties
+
+
+def _splits(table: Timetable) -> bool:
+    return any(one.work is Work.WEIGHT_GRADIENT for rank in range(len(table.ranks)) for one in table.actions(rank))
+
+
+def _note(schedule: str, stages: Stages, runs: Sequence[range], costs: Sequence[Cost], table: Timetable) -> str:
+    total = sum(cost.flops for cost in costs)
+    shares = [cost.flops / total if total else cost.bytes / sum(c.bytes for c in costs) for cost in costs]
+    of_ranks = [sum(shares[part] for part in table.parts_of(rank)) for rank in range(len(table.ranks))]
+    what = "FLOPs" if total else "bytes"
+    begins = ", ".join(stages[run.start][0] for run in runs[1:])
+    ranks = " + ".join(f"{share:.0%}" for share in of_ranks)
+    apart = "; weights stay gathered through the step: input and weight gradients are apart" if _splits(table) else ""
+    return f"{schedule}, {table.parts} parts (cut before {begins}), {ranks} of the {what} by rank{apart}"
+
+
+def _expected_bytes(model: Any, table: Timetable, mine: Sequence[int], job: Job) -> dict[str, float]:
+    """Hidden states forward and their gradients back, once for each micro-batch and each border between ranks. Where
+    tensor parallelism splits them, only the ranks of tp know how much is left: nothing is said."""
+    if job.dist.layout.tp > 1:
+        return {}
+    train, place = job.config.train, table.placement
+    each = math.prod(model.hidden_shape(train.micro_batch, train.sequence // job.dist.layout.cp))
+    borders = sum(
+        place[part] != place[other] for part in mine for other in (part - 1, part + 1) if 0 <= other < table.parts
+    )
+    return {"pp": float(each * job.precision.compute.itemsize * table.micro_batches * borders)}

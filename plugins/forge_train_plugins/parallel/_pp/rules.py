@@ -1,0 +1,114 @@
+"""What schedules ask of ranks, parts and micro-batches. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_train import Problem
+from forge_train.ground.errors import nearest
+
+if TYPE_CHECKING:
+    from forge_train.config import Config as RunConfig
+
+    from ..pp import PipelineParallel
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a schedule of torch's needs."""
+
+    torch: str
+    """The name of its class; empty where the rows are made here."""
+    parts: tuple[int, int]
+    """Of a rank: what it takes by default, and the most; 0 is any number."""
+    needs: str
+    """How many micro-batches: `any`, `ranks` (as many as ranks at least), `rounds` (a multiple of the rounds of as many
+    as ranks), `parts` (as many as parts at least)."""
+    split: bool = False
+    """Whether it takes input and weight gradients apart."""
+
+    def problem(self, ranks: int, parts: int, micro_batches: int) -> str:
+        """Why it can't be followed with that many micro-batches; empty if it can."""
+        if self.parts[1] and parts != self.parts[1]:
+            return f"has {self.parts[1]} part{'s' * (self.parts[1] > 1)} on each rank, and pp.parts is {parts}"
+        least = {"ranks": ranks, "parts": ranks * parts}.get(self.needs, 1)
+        if micro_batches < least:
+            return (
+                f"needs {least} micro-batches in a step or more, and there are {micro_batches}: take a smaller "
+                "train.micro_batch, or larger batches"
+            )
+        if self.needs == "rounds" and micro_batches % (rounds := max(1, micro_batches // ranks)):
+            return (
+                f"takes micro-batches in rounds of about {ranks}, of equal size: {micro_batches} do not divide into "
+                f"{rounds}; {rounds * ranks} and {rounds * ranks + rounds} do"
+            )
+        return ""
+
+
+RULES = {
+    "gpipe": Rule("", (1, 1), "any"),
+    "1f1b": Rule("", (1, 1), "ranks"),
+    "looped_bfs": Rule("ScheduleLoopedBFS", (2, 0), "any"),
+    "interleaved_1f1b": Rule("ScheduleInterleaved1F1B", (2, 0), "rounds"),
+    "interleaved_zero_bubble": Rule("ScheduleInterleavedZeroBubble", (2, 0), "rounds", split=True),
+    "zbv": Rule("ScheduleZBVZeroBubble", (2, 2), "any", split=True),
+    "dualpipe_v": Rule("ScheduleDualPipeV", (2, 2), "parts", split=True),
+}
+"""arXiv:1811.06965, 2104.04473, 2211.05953, 2104.04473, 2401.10241, 2401.10241, 2412.19437."""
+
+
+GROUP = "forge_train.pipeline_schedules"
+
+
+def added() -> dict[str, str]:
+    """Schedules of other distributions: name → `module:function`."""
+    return {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
+
+
+def unknown(name: str) -> str:
+    """Why there is no such schedule; empty if there may be."""
+    if name in RULES or name == "csv" or ":" in name or name in added():
+        return ""
+    known = sorted({*RULES, "csv", *added()})
+    return f"there is no {name!r}.{nearest(name, known)} There are {', '.join(known)}."
+
+
+def parts_of(config: PipelineParallel.Config) -> int:
+    """Parts on each rank."""
+    if config.parts or config.schedule not in RULES:
+        return config.parts or 1
+    return RULES[config.schedule].parts[0]
+
+
+def check(config: PipelineParallel.Config, run: RunConfig) -> Iterator[Problem]:
+    """What several values together get wrong."""
+    ranks, parts = run.parallel.pp, parts_of(config)
+    if (config.schedule == "csv") != bool(config.table):
+        yield Problem("pp.table", 'is read by schedule = "csv", and only by that; set both or neither.')
+    if config.cuts and ranks > 1 and len(config.cuts) != ranks * parts - 1:
+        yield Problem(
+            "pp.cuts",
+            f"they make {len(config.cuts) + 1} parts, and there are {ranks * parts}: {parts} on each of {ranks} ranks.",
+        )
+    if config.table and not Path(config.table).is_file():
+        yield Problem("pp.table", f"no such file: {config.table}.")
+    if problem := unknown(config.schedule):
+        yield Problem("pp.schedule", problem)
+    rule = RULES.get(config.schedule)
+    data_ranks = run.parallel.dp_replicate * run.parallel.dp_shard
+    if rule is None or ranks == 1 or data_ranks < 1:  # -1: the number of processes decides, and is not known here
+        return
+    train = run.train
+    for batch in train.batches:
+        count = batch // (train.micro_batch * data_ranks)
+        if count and (problem := rule.problem(ranks, parts, count)):
+            yield Problem(
+                "pp.schedule",
+                f"{config.schedule} {problem} (a global batch of {batch} is {count} × train.micro_batch = "
+                f"{train.micro_batch} × {data_ranks} data-parallel ranks).",
+            )
+            return

@@ -1,0 +1,76 @@
+"""Pipeline parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from forge_train import Executor, FilePath, Ge, Phase, Plugin, Problem, Task, Transform, hookimpl, section
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from forge_train import Applied, Job, Model
+    from forge_train.config import Config as RunConfig
+
+    from ._pp.cutting import Cut
+
+
+class PipelineParallel(Plugin):
+    """Each rank holds some of the layers, and micro-batches pass through the ranks (arXiv:1811.06965).
+
+    The model is cut between its `stages` into parts of equal FLOPs. The micro-batches of a step are those of gradient
+    accumulation: `train.global_batch` / (`train.micro_batch` × data-parallel ranks). A schedule sets the order in which
+    each rank runs its forward and backward passes; `forge plan` draws it. The schedules are torch's, and those that
+    distributions register under the entry point `forge_train.pipeline_schedules`.
+    """
+
+    api = (1, 0)
+    layout = True
+    provides = ("pp",)
+    per_unit = True
+
+    @section
+    class Config:
+        schedule: str = "1f1b"
+        """`gpipe`, `1f1b`, `looped_bfs`, `interleaved_1f1b`, `interleaved_zero_bubble`, `zbv` or `dualpipe_v`; the name
+        of a schedule that a distribution registers; a function as `module:name`; or `csv`, which reads `table`."""
+        parts: Annotated[int, Ge(0)] = 0
+        """Parts of the model on each rank; 0 for the number that the schedule needs."""
+        cuts: tuple[str, ...] = ()
+        """The first module of each part except the first part, such as `layers.4`; if empty, the model is cut into
+        parts of equal cost."""
+        table: Annotated[str, FilePath()] = ""
+        """For schedule = "csv": a CSV file of actions with a line for each rank, such as `0F0,0F1,0B0,0B1`."""
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.cut: Cut | None = None
+        """How the model was cut, if it was."""
+
+    @hookimpl
+    def parallelize(self, job: Job) -> Transform | None:
+        if job.dist.layout.pp == 1:
+            return None
+
+        def apply(model: nn.Module) -> Applied:
+            from ._pp.cutting import cut
+
+            self.cut = cut(model, self.config, job)
+            return self.cut.applied
+
+        return Transform(Phase.PIPELINE, "pipeline", apply, covers=("pp",))
+
+    @hookimpl
+    def executor(self, model: Model, task: Task, job: Job) -> Executor:
+        from ._pp.executor import Pipeline
+
+        return Pipeline(model, task, job, self.config, self.cut)
+
+    @hookimpl
+    def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        from ._pp.rules import check
+
+        yield from check(self.config, config)

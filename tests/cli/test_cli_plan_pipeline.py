@@ -1,0 +1,79 @@
+"""`forge plan` of a pipeline: its timeline, its stages, and other schedules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forge_command import Forge
+from forge_train_tools.planning import fewer
+
+pytestmark = pytest.mark.accept("axes", "plan")
+
+FOUR = (
+    "plan",
+    "--world",
+    "4",
+    "-p",
+    "pp",
+    "-s",
+    "parallel.pp=4",
+    "-s",
+    "train.micro_batch=1",
+    "-s",
+    "decoder.layers=8",
+)
+PATTERNS = 'adamw.groups=[{match="layers.7.*", lr=0.5}, {match="embedding.*", lr=0.3}]'
+
+
+def test_is_drawn_and_compared(forge: Forge, folder: Path) -> None:
+    printed = forge(*FOUR, "--schedules", "--svg", "timeline.svg").out
+    assert "4 stages, 4 parts, 8 micro-batches: ranks wait" in printed
+    (first,) = [line for line in printed.splitlines() if line.startswith("  rank 0 ")]
+    assert first.split()[2].startswith("F")
+    assert first.count("F") == first.count("B") == 8
+    assert all(f"\n  stage {stage}  {stage} " in printed for stage in range(4))
+    assert "this run" in next(line for line in printed.splitlines() if line.startswith("  1f1b "))
+    picture = (folder / "timeline.svg").read_text()
+    assert picture.startswith("<svg ")
+    assert "<title>3B7</title>" in picture
+
+
+def test_in_a_script(forge: Forge) -> None:
+    """Every stage in every figure: totals, groups of parameters whose patterns match on one stage only, FLOPs."""
+    made = forge(*FOUR, "-s", "pp.schedule=zbv", "-s", PATTERNS, "--schedules", "--json").json
+    whole = forge("plan", "-s", "decoder.layers=8", "-s", PATTERNS, "--json").json
+    assert made["parameters"]["total"] == whole["parameters"]["total"]
+    assert made["flops_per_token"] == pytest.approx(whole["flops_per_token"])
+    groups = [{one["match"]: one["elements"] for one in plan["optimizer"]} for plan in (made, whole)]
+    assert groups[0] == groups[1]
+    stages = made["pipeline"]["stages"]
+    assert [stage["parts"] for stage in stages] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert sum(stage["flops_share"] for stage in stages) == pytest.approx(1)
+    assert made["memory"]["peak"] == max(stage["memory"]["peak"] for stage in stages)
+    by_name = {one["name"]: one for one in made["pipeline"]["alternatives"]}
+    assert [name for name, one in by_name.items() if one["current"]] == ["zbv"]
+    assert by_name["zbv"]["duration"] == 1
+    assert by_name["gpipe"]["bubble"] == pytest.approx(3 / 11)
+    assert by_name["gpipe"]["kept"] > 1.9 * by_name["1f1b"]["kept"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
+def test_few_micro_batches_tell_what_all_would(forge: Forge, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """Where a whole rehearsal would take long; a stage like another one is not rehearsed at all."""
+    arguments = (*FOUR, "-s", f"pp.schedule={schedule}", "-s", "decoder.layers=16", "--json")
+    monkeypatch.setattr(fewer, "AFFORDABLE", 10**6)
+    whole = forge(*arguments).json
+    monkeypatch.setattr(fewer, "AFFORDABLE", 0)
+    few = forge(*arguments).json
+    assert few["communication"] == whole["communication"]
+    assert few["kernel_flops"] == pytest.approx(whole["kernel_flops"])
+    for one, other in zip(few["pipeline"]["stages"], whole["pipeline"]["stages"], strict=True):
+        assert one["communication"] == other["communication"]
+        assert one["memory"]["peak"] == pytest.approx(other["memory"]["peak"], rel=0.1)
+
+
+def test_what_needs_a_pipeline_says_so(forge: Forge) -> None:
+    refused = forge("plan", "--schedules", fails=2)
+    assert "--schedules needs a pipeline whose executor tells what its ranks do; parallel.pp is 1." in refused.err

@@ -1,0 +1,47 @@
+"""A Hugging Face folder as the argument of each command that takes a configuration: imported once, by one code path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import chat_model
+from forge_command import Forge
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.accept("data", 5)
+
+CHATS = ("-p", "sft", "-s", "sft.path=chats.jsonl", "-s", "run.device=cpu")
+
+
+@pytest.fixture
+def model(folder: Path) -> Path:
+    chat_model.write_model(folder / "hf")
+    chat_model.write_chats(folder / "chats.jsonl")
+    return folder / "hf"
+
+
+def test_shown_planned_and_verified(forge: Forge, folder: Path, model: Path) -> None:
+    shown = forge("config", "show", "hf", *CHATS, "--json")
+    assert f"{model} is imported as runs/imported/" in shown.err
+    values = {key: one["value"] for key, one in json.loads(shown.out).items()}
+    (checkpoint,) = (folder / "runs" / "imported").glob("hf-*")
+    assert Path(values["train.init_from"]).resolve() == checkpoint
+    assert values["decoder.dim"] == json.loads((model / "config.json").read_text())["hidden_size"]
+
+    planned = forge("plan", "hf", *CHATS, "--json")
+    assert "imported" not in planned.err, "it is there already"
+    size = ("-s", "train.global_batch=2", "-s", "train.evaluate_batches=1")
+    verified = forge("verify", "hf", *CHATS, *size, "--nproc", "2", "--steps", "1")
+    assert "imported" not in verified.err
+    assert "agree" in verified.out
+    assert [path.name for path in (folder / "runs").iterdir()] == ["imported"]
+
+
+def test_what_is_no_such_folder(forge: Forge, folder: Path) -> None:
+    (folder / "plain").mkdir()
+    ended = forge("plan", "plain", fails=2)
+    assert "plain" in ended.err
+    assert not (folder / "runs").exists()
