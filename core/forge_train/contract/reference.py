@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from .attention import KernelCapabilities
 
 _NO_SUMMARY = "–"
+_SUMMARY = re.compile(r"\A\s*\n\s+r?(?:\"\"\"|''')(.+?)(?:\"\"\"|'''|\n)")
+_HEAD = re.compile(r"^class (\w+)\(([^)]*)\):", re.MULTILINE)
+_END = re.compile(r"^\S", re.MULTILINE)
 _CAPABILITIES = re.compile(
     r"^    kernel_capabilities\b[^=\n]*= KernelCapabilities\(([^\n]*\)$|\n.*?^    \)$)", re.MULTILINE | re.DOTALL
 )
@@ -48,7 +51,7 @@ class PluginRef:
     @property
     def summary(self) -> str:
         """The first line of the class's docstring, read as text; `–` where there is none to be found."""
-        match = re.search(r"\A\s*\n\s+r?(?:\"\"\"|''')(.+?)(?:\"\"\"|'''|\n)", self._text)
+        match = _SUMMARY.search(self._text)
         return match.group(1).strip() if match else _NO_SUMMARY
 
     @property
@@ -114,9 +117,8 @@ class PluginRef:
 def _body(file: Path, class_name: str) -> str:
     """What follows the head of a plugin's class. Regular expressions over the text: `ast` takes 70 times as long."""
     text = file.read_text(encoding="utf-8", errors="replace")
-    named = rf"{re.escape(class_name)}\([^)]*\)" if class_name else r"\w+\([^)]*(?:Plugin|Tracker)[^)]*\)"
-    head = re.search(rf"^class {named}:", text, re.MULTILINE)
-    if head is None:
-        return ""
-    end = re.compile(r"^\S", re.MULTILINE).search(text, head.end())
-    return text[head.end() : end.start() if end else len(text)]
+    for head in _HEAD.finditer(text):
+        if head[1] == class_name if class_name else "Plugin" in head[2] or "Tracker" in head[2]:
+            end = _END.search(text, head.end())
+            return text[head.end() : end.start() if end else len(text)]
+    return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,6 +71,8 @@ class DivergedError(ForgeError):
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the valid name closest to `name`, or an empty string."""
+    import difflib  # a listing does without
+
     match = difflib.get_close_matches(name, list(valid), n=1)
     return f" Did you mean {match[0]!r}?" if match else ""
 

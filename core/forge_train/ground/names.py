@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -36,9 +37,17 @@ def _top(module: str) -> tuple[ModuleSpec | None, list[str]]:
     """The spec of the first part of a dotted name, and the other parts."""
     top, *rest = module.split(".")
     try:
-        return importlib.util.find_spec(top), rest
+        return _found(top, tuple(sys.path)), rest
     except (ImportError, ValueError):
         return None, rest
+
+
+@lru_cache(maxsize=64)
+def _found(top: str, path: tuple[str, ...]) -> ModuleSpec:
+    """The spec of a module; what is not there may come, and is looked for again."""
+    if (spec := importlib.util.find_spec(top)) is None:
+        raise ModuleNotFoundError(top)
+    return spec
 
 
 def folder(package: str) -> Path | None:
