@@ -15,7 +15,7 @@ import toys
 from forge_train import Applied, ConfigError, Phase, Plugin, Transform, hookimpl
 from forge_train.ground.layout import Layout
 from forge_train.processes.distributed import DistributedContext
-from forge_train.testing import run_forge
+from forge_train.testing import joined, run_forge
 from hot_path import Watch, counting, waits
 from layouts import Replicas
 
@@ -104,12 +104,11 @@ def layouts_in_turn(folder: str) -> list[list[float]]:
     experts = {"moe.experts": 8, "parallel.ep": 2, "train.micro_batch": 1, "checkpoint.every": 0}
     layouts = [(("moe", "ep", "tp"), {**experts, "parallel.tp": 2}), (("moe", "ep", "fsdp2"), experts)]
     losses = []
+    joined.leave()
     try:
         for number, (plugins, config) in enumerate([*layouts, layouts[0]]):
-            dist.destroy_process_group()
             os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=f"{1000 + number}")
             losses.append(run_forge(plugins, config, steps=2, folder=Path(folder), name=f"in-turn-{number}").losses)
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the pool to leave
     finally:
         for name, value in given.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
