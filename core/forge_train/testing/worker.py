@@ -86,11 +86,15 @@ def _serve(rank: int, port: int, replies: int, parent: int) -> None:
 def _answer(replies: IO[str], request: dict[str, Any], store: Store, rank: int) -> None:
     from . import joined
 
+    failed = False
     try:
         value = _run(request, store, rank)
         text = json.dumps({"value": value, "kept": joined.here()})
     except BaseException:  # whatever a case does is its own failure, not the worker's
         text = json.dumps({"error": traceback.format_exc()})
+        failed = True
+    if failed:
+        gc.collect()  # the traceback is gone: now connections close, and ranks that wait for this one fail at once
     sys.stdout.flush()
     sys.stderr.flush()
     replies.write(text + "\n")
