@@ -155,6 +155,7 @@ PLACES: dict[str, tuple[int, tuple[str, ...], Settings]] = {
     "pp4": (4, ("pp",), {"parallel.pp": 4}),
     "pp2 × dp2": (4, ("pp", "fsdp2"), {"parallel.pp": 2, "pp.schedule": "interleaved_1f1b"}),
     "tp2 × dp2": (4, ("tp", "fsdp2"), {"parallel.tp": 2}),
+    "ep2 × dp2, zero1": (4, ("ep", "zero1"), {"parallel.ep": 2}),
 }
 
 
@@ -179,7 +180,8 @@ def whole(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
         ("one", "pp2, two parts"),
         ("pp2, two parts", "tp2 × dp2"),
         ("tp2 × dp2", "pp4"),
-        ("pp4", "pp2 × dp2"),
+        ("pp4", "ep2 × dp2, zero1"),
+        ("ep2 × dp2, zero1", "pp2 × dp2"),
         ("pp2 × dp2", "one"),
     ],
 )
