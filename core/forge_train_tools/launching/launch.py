@@ -182,10 +182,9 @@ def _sense(outcome: WorkerResult) -> str:
 
 def _ranks(some: Sequence[WorkerResult]) -> str:
     """Their numbers, and the coordinates that all of them share."""
-    shared = {
-        axis: at for axis, at in some[0].coordinates.items() if all(one.coordinates.get(axis) == at for one in some)
-    }
-    return f"Rank{'s' * (len(some) > 1)} {few(sorted(one.rank for one in some), 8)}{in_words(shared)}"
+    shared = set.intersection(*(set(one.coordinates.items()) for one in some))
+    where = {axis: at for axis, at in some[0].coordinates.items() if (axis, at) in shared}
+    return f"Rank{'s' * (len(some) > 1)} {few(sorted(one.rank for one in some), 8)}{in_words(where)}"
 
 
 def outcome_file(folder: Path, attempt: int, rank: int) -> Path:
