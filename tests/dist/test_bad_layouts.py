@@ -106,20 +106,24 @@ def test_a_run_on_a_layout_that_can_not_hold_its_model_stays_as_it_was(decoder: 
     assert ended.code == 0, ended.err
 
 
-def test_a_rank_that_dies_at_start_up_and_in_mid_step(tmp_path: Path) -> None:
-    """Who, when, where its log is, and the collective in which the others waited."""
-    file = toys.write_config(tmp_path, "layouts:Replicas", "dying:Dies")
+@pytest.mark.accept("axes", "bad")
+def test_a_rank_that_dies_at_start_up_and_in_mid_step_and_one_that_hangs(decoder: str, tmp_path: Path) -> None:
+    """Who, of which stage, when, where its log is, and what became of the others."""
     env = environment(PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS / "dist")]))
-    arguments = ("train", file, "--nproc", 2, "--max-restarts", 1, "--name", "died", "--quiet", "--without", "fsdp2")
-    ended = forge_process(*arguments, cwd=tmp_path, env=env, timeout=600)
-    assert re.search(
-        r"Warning: Rank 1 was killed by SIGKILL before the first step was logged; .* "
-        r"Its log is \S*rank-1\.log\. All ranks start again \(attempt 1 of 1\)\.",
-        ended.err,
-    )
+    sets = ("-s", "parallel.pp=2", "-s", "decoder.layers=2", "-s", "run.timeout=10")
+    arguments = ("train", decoder, "--nproc", 2, "--max-restarts", 2, "--name", "died", "--quiet")
+    ended = forge_process(*arguments, "-p", "pp,dying:Dies", *sets, cwd=tmp_path, env=env, timeout=600)
+    for attempt, when in ((1, "before the first step was logged"), (2, "after step [23]")):
+        assert re.search(
+            rf"Warning: Rank 1 \(stage 1\) was killed by SIGKILL {when}; .* "
+            rf"Its log is \S*rank-1\.log\. All ranks start again \(attempt {attempt} of 2\)\.",
+            ended.err,
+        )
     message = one_message(ended, 1)
-    assert re.match(r"Rank 1 was killed by SIGKILL after step [23]; .* Its log is \S*rank-1\.log\.\n", message)
-    assert "Rank 0 ended because of it, in all_reduce." in message
+    assert re.match(
+        r"Rank 1 \(stage 1\) hangs after step [23]; the others waited for it in .*\n +at \S*dying\.py", message
+    )
+    assert re.search(r"^Rank 0 \(stage 0\) ended because of it", message, re.MULTILINE)
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from compositions import SEED
 from forge_train import ForgeError
 from forge_train.config import Request
 from forge_train.storage.checkpoint import found, shapes
-from forge_train.testing import Pool, Verifier
+from forge_train.testing import Pool, PoolError, Verifier
 from forge_train_tools.offline.opening import open_model
 from pipelines import Piped
 
@@ -85,6 +85,18 @@ def test_what_a_pipeline_trained_is_opened_as_a_whole(ranks: Pool, tmp_path: Pat
     run = Path(train(ranks, tmp_path / "runs", "pp2")[0]["run"])
     opened = open_model(found(run / "checkpoints")[0].path)
     assert opened.job.hooks.provider("executor") == "sequential", "which the pipeline had displaced"
+
+
+@pytest.mark.accept("axes", "bad")
+def test_what_was_tied_is_not_resumed_untied(ranks: Pool, tmp_path: Path) -> None:
+    train(ranks, tmp_path / "runs", "pp2", stop_at=2)
+    untied = ["decoder.tied=false"]
+    with pytest.raises(
+        PoolError, match=r"decoder\.tied: True in the checkpoint, False now\nIf that is meant: checkpoint"
+    ):
+        train(ranks, tmp_path / "runs", "one", sets=untied)
+    with pytest.raises(PoolError, match=r"holds another model:\n  head\.weight: absent in the checkpoint, \d+ × 32 in"):
+        train(ranks, tmp_path / "runs", "one", sets=[*untied, 'checkpoint.allow_changes=["decoder.tied"]'])
 
 
 # -- planted faults ---------------------------------------------------------------------------------------------------

@@ -262,8 +262,8 @@ def problems(options: dict[str, Any], batch: int = 8, micro_batch: int = 1, **pa
         ),
         (
             {}, {"micro_batch": 0, "dp_shard": 2},
-            "pp.schedule: 1f1b needs 2 micro-batches in a step or more, and there is 1: take a smaller "
-            "train.micro_batch, or larger batches (a global batch of 8 is 1 × train.micro_batch = 4 × 2 data-parallel",
+            ("pp.schedule: 1f1b needs 2 micro-batches in a step or more, and there is 1: take a smaller "
+            "train.micro_batch, or larger batches (a global batch of 8 is 1 × train.micro_batch = 4 × 2 data-parallel"),
         ),
         (
             {"schedule": "interleaved_1f1b"}, {"batch": 11, "pp": 4},
