@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 
 import pipelines
+import schedules
 from compositions import SEED
 from forge_train import ForgeError
 from forge_train.config import Request
+from forge_train.ground.artifacts import recorded
 from forge_train.storage.checkpoint import found, shapes
 from forge_train.testing import Pool, PoolError, Verifier
 from forge_train_tools.offline.opening import open_model
@@ -85,6 +88,17 @@ def test_what_a_pipeline_trained_is_opened_as_a_whole(ranks: Pool, tmp_path: Pat
     run = Path(train(ranks, tmp_path / "runs", "pp2")[0]["run"])
     opened = open_model(found(run / "checkpoints")[0].path)
     assert opened.job.hooks.provider("executor") == "sequential", "which the pipeline had displaced"
+
+
+@pytest.mark.accept("axes", "plan")
+def test_a_run_keeps_the_picture_of_its_step(ranks: Pool, tmp_path: Path) -> None:
+    run = Path(train(ranks, tmp_path / "runs", "pp2, two parts")[0]["run"])
+    assert {one.path: one.plugin for one in recorded(run)}["artifacts/pipeline.svg"] == "pp"
+    tree = ET.parse(run / "artifacts" / "pipeline.svg")
+    title, *boxes = (one.text for one in tree.iter("{http://www.w3.org/2000/svg}title"))
+    assert title == "zbv on 2 ranks, 12 micro-batches"
+    table = schedules.timetable("ZBVZeroBubble", 2, 12)
+    assert sorted(map(str, boxes)) == sorted(str(slot) for row in table.ranks for slot in row if slot)
 
 
 @pytest.mark.accept("axes", "bad")
