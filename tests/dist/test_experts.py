@@ -59,7 +59,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "ep2×etp2, without sequence parallelism": (4, ("tp",), {**p(ep=2, tp=2, etp=2), "tp.sequence_parallel": False}),
     "ep2, zero1": (2, ("zero1",), p(ep=2)),
     "ep2×dp2, zero1, recompute": (4, ("zero1", "ac"), {**p(ep=2), "ac.mode": "full"}),
-    "ep2×replicas2, zero1": (4, ("zero1",), {**p(ep=2, dp_replicate=2), "train.micro_batch": 1}),
+    "ep2×replicas2, zero1, three experts for two ranks": (4, ("zero1",), {**p(ep=2, dp_replicate=2), "moe.experts": 6}),
     "ep2×tp2×dp2": (8, ("tp",), {**p(ep=2, tp=2), "train.micro_batch": 1}),
 }
 """Those of one number of ranks together: they share a process group."""
