@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from forge_train import Batch, CommunicationError, Job, PluginError
 from forge_train.ground.errors import describe
 from forge_train.ground.layout import in_words
+from forge_train.processes.process_group import wait_for_message
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class Receipt:
 
     tensor: Tensor
     work: Any
+    group: Any
     peer: str
     """Who sends or takes it, in words."""
 
@@ -30,7 +32,7 @@ class Receipt:
             CommunicationError: if the other rank has gone, or hangs.
         """
         try:
-            self.work.wait()
+            wait_for_message(self.work, self.group)
         except RuntimeError as error:
             raise CommunicationError(
                 f"{self.peer}, which holds another part of the pipeline, does not answer: {describe(error)}"
@@ -64,12 +66,13 @@ class Channel:
         self._sending = [one for one in self._sending if not one.work.is_completed()]
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, self._ranks[peer], group=self._group)
-        self._sending.append(Receipt(tensor, work, self._names[peer]))
+        self._sending.append(Receipt(tensor, work, self._group, self._names[peer]))
 
     def receive(self, part: nn.Module, batch: Batch, peer: int) -> Receipt:
         """Begin to take what a part is given for a batch, or the gradient of what it gives: of one shape."""
         buffer = torch.empty(self._shape(part, batch), dtype=self._dtype, device=self._device)
-        return Receipt(buffer, dist.irecv(buffer, self._ranks[peer], group=self._group), self._names[peer])
+        work = dist.irecv(buffer, self._ranks[peer], group=self._group)
+        return Receipt(buffer, work, self._group, self._names[peer])
 
     def wait(self) -> None:
         """Until all is sent."""
