@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import cases
 import pipelines
 import schedules
 from compositions import SEED
@@ -18,7 +19,7 @@ from forge_train import ForgeError
 from forge_train.config import Request
 from forge_train.ground.artifacts import recorded
 from forge_train.storage.checkpoint import found, shapes
-from forge_train.testing import Pool, PoolError, Verifier
+from forge_train.testing import Pool, PoolError, Verifier, installed
 from forge_train_tools.offline.opening import open_model
 from pipelines import Piped
 
@@ -86,7 +87,8 @@ def test_one_process_takes_the_same_configuration(verify: Verifier, composition_
 @pytest.mark.accept("axes", 4)
 def test_what_a_pipeline_trained_is_opened_as_a_whole(ranks: Pool, tmp_path: Path) -> None:
     run = Path(train(ranks, tmp_path / "runs", "pp2")[0]["run"])
-    opened = open_model(found(run / "checkpoints")[0].path)
+    with installed([cases.Probe]):
+        opened = open_model(found(run / "checkpoints")[0].path)
     assert opened.job.hooks.provider("executor") == "sequential", "which the pipeline had displaced"
 
 
