@@ -17,6 +17,7 @@ from forge_train.config.layers import Request
 from forge_train.contract.run import Run
 from forge_train.ground import disk, records
 from forge_train.ground.errors import ConfigError
+from forge_train.ground.layout import Layout
 from forge_train.registry.setup import Setup, resolve
 from forge_train.storage.run import is_kept, is_run
 from forge_train.storage.start import Start, claim, unclaim
@@ -58,7 +59,8 @@ def train_several(
     """
     start, lock = claim(setup.config, run_dir, resume, tuple(notable))
     arguments = {"request": dataclasses.asdict(request), "start": _as_json(start), "quiet": quiet}
-    task = WorkerCommand(f"{__name__}:worker", arguments, folder=start.dir / "log" / "launch", logs=start.dir / "log")
+    logs, layout = start.dir / "log", Layout.of(setup.config.parallel, nproc)
+    task = WorkerCommand(f"{__name__}:worker", arguments, folder=logs / "launch", logs=logs, layout=layout)
     metrics = start.dir / "metrics.jsonl"
 
     def last_step() -> int:

@@ -11,11 +11,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from .composition.compose import Composition
+from .config.layers import DEFAULT
 from .contract.control import signals
 from .contract.events import Finished
 from .contract.job import Job
 from .contract.run import Run
 from .ground import disk
+from .ground.axes import CONFIGURED
 from .ground.errors import ConfigError, ForgeError, describe
 from .ground.failure import Failure
 from .ground.files import write_json
@@ -87,6 +89,7 @@ def train(
             memory.holds(composition.model)
             composition.allocate(job)
             if dist.main:
+                _tell_idle(job, composition)
                 if known:  # which is not touched before the new layout has been found to hold it
                     _describe_again(job, fresh=fresh)
                 with disk.writing(run.dir / "composition.json"):
@@ -138,6 +141,15 @@ def _check_shared(job: Job, start: Start, found: Path | None) -> None:
             f"({len(blind)} of {dist.world} ranks do not). All nodes must share the file system of the run folder; "
             "a relative path begins where each process was started."
         )
+
+
+def _tell_idle(job: Job, composition: Composition) -> None:
+    """Warn of plugins of an axis that nobody made larger than 1."""
+    for name in composition.idle:
+        for axis in sorted(set(job.hooks.enabled[name].cls.provides) & set(CONFIGURED)):
+            if job.config.origin(("parallel", axis)) is DEFAULT:
+                key = f"parallel.{axis}"
+                log.warning("Plugin %r does nothing here: %s is 1; set it, as in -s %s=2.", name, key, key)
 
 
 def _describe_again(job: Job, *, fresh: bool) -> None:

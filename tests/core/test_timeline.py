@@ -33,6 +33,18 @@ def test_bubble_is_the_published_one(name: str, p: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("cost", [EVEN, PartCost(1.0, 1.3, 0.6), PartCost(2.0, 3.0, 1.0)])
+def test_interleaved_zero_bubble_waits_as_zb_h1(p: int, m: int, parts: int, cost: PartCost) -> None:
+    """(p − 1)(T_F + T_B − T_W), with times of a part (arXiv:2401.10241, table 2: ZB-H1, which torch interleaves)."""
+    table = schedules.timetable("InterleavedZeroBubble", p, m, parts)
+    made = simulate(table, [cost] * table.parts)
+    expected = (p - 1) * (cost.forward + cost.input_gradient - cost.weight_gradient)
+    assert made.waiting == pytest.approx(expected)
+    assert made.duration == pytest.approx(made.busy(0) + expected)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
 def test_no_rank_waits_under_zbv(p: int, m: int) -> None:
     """arXiv:2401.10241, §6: none where the three passes take the same time, each rank from its own first action on."""
     made = simulated("ZBVZeroBubble", p, m)

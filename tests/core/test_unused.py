@@ -169,6 +169,19 @@ def test_a_kernel_that_nobody_asks_for_is_told(run_forge: RunForge, caplog: pyte
     assert [record.getMessage() for record in caplog.records].count(text) == 1
 
 
+@pytest.mark.accept("axes", "bad")
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_a_plugin_of_an_axis_that_nobody_set(run_forge: RunForge, caplog: pytest.LogCaptureFixture, axis: str) -> None:
+    text = f"Plugin '{axis}' does nothing here: parallel.{axis} is 1; set it, as in -s parallel.{axis}=2."
+    with caplog.at_level(logging.WARNING):
+        asked = run_forge([axis], steps=1)
+        assert [record.getMessage() for record in caplog.records].count(text) == 1
+        caplog.clear()
+        again = run_forge([axis], {f"parallel.{axis}": 1}, steps=1, name="set")
+    assert not any("does nothing" in record.getMessage() for record in caplog.records)
+    assert asked.losses == again.losses
+
+
 def test_layers_of_a_default_are_not_built_in_vain(run_forge: RunForge) -> None:
     asked: list[int] = []
 

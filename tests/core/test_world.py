@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from forge_train import ConfigError, ForgeError
 from forge_train.ground.layout import Layout
 from forge_train.ground.world import World, first_host
 from forge_train.processes.distributed import DistributedContext
-from forge_train_tools.launching.launch import Ended, WorkerResult, check_alone
+from forge_train_tools.launching.launch import Ended, WorkerCommand, WorkerResult, check_alone
 from forge_train_tools.launching.launched import kind
 from forge_train_tools.planning.topology import Topology
 
@@ -165,6 +166,23 @@ def test_what_is_said_of_several_failures() -> None:
     )
     assert Ended([WorkerResult(0, 75), WorkerResult(1, 75)]).complaint() == ""
     assert Ended([WorkerResult(0, 75)]).code == 75
+
+
+def test_ranks_are_named_by_where_they_lie_in_the_mesh() -> None:
+    layout = Layout(pp=2, dp_shard=2, tp=2)
+    assert [layout.coordinates(rank) for rank in (0, 3, 6)] == [
+        {"pp": 0, "dp_shard": 0, "tp": 0}, {"pp": 0, "dp_shard": 1, "tp": 1}, {"pp": 1, "dp_shard": 1, "tp": 0},
+    ]  # fmt: skip
+    assert Layout(pp=3).coordinates(2) == {"pp": 2}
+    assert Layout(dp_shard=3).coordinates(2) == {}, "the rank's number says as much"
+    command = WorkerCommand("module:name", {}, Path(), Path(), layout=layout)
+    killed = WorkerResult(6, 1, "killed", "was killed by SIGKILL.")
+    lost = [WorkerResult(rank, 1, "lost", "Connection closed by peer") for rank in (5, 7)]
+    ended = Ended(command.placed([killed, *lost]))
+    assert ended.complaint() == (
+        "Rank 6 (stage 1, dp_shard 1, tp 0) was killed by SIGKILL.\nRanks 5, 7 (stage 1, tp 1) ended because of it."
+    )
+    assert ended.first.as_failure().message == "Rank 6 (stage 1, dp_shard 1, tp 0) was killed by SIGKILL."
 
 
 def test_errors_that_only_follow_from_another_rank() -> None:

@@ -50,9 +50,8 @@ class Context:
 
     @property
     def possible(self) -> bool:
-        """zero1 can't spread experts; two ranks have no divisor for two ways at once."""
-        two_ways = self.method != "ulysses_ring" or self.size == 4
-        return two_ways and not {"zero1", "ep"} <= self.extras
+        """Two and three ranks have no divisor for two ways at once."""
+        return self.method != "ulysses_ring" or self.size == 4
 
     def request(self, file: Path, plugins: Sequence[str] = (), **settings: Any) -> Request:
         """What `forge verify` is asked for it, with more plugins and settings."""
@@ -96,9 +95,8 @@ class Context:
 
 def product(sizes: Sequence[int] = (2, 3, 4), methods: Sequence[str] = METHODS) -> Iterator[Context]:
     """Every size and method with each extra alone, with none, and with all that go together."""
-    together = (frozenset(EXTRAS) - {"ep"}, frozenset(EXTRAS) - {"zero1"})
     for size, method in itertools.product(sizes, methods):
-        for extras in (frozenset[str](), *(frozenset({one}) for one in EXTRAS), *together):
+        for extras in (frozenset[str](), *(frozenset({one}) for one in EXTRAS), frozenset(EXTRAS)):
             if (one := Context(size, method, extras)).possible:
                 yield one
         yield from (one for one in [Context(size, method, frozenset(), 2)] if one.possible)

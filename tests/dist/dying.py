@@ -1,26 +1,41 @@
-"""A plugin whose rank dies: while it starts, and when it was started again, in the middle of a step."""
+"""A plugin whose rank dies while it starts, then in the middle of a step, and hangs at last."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from forge_train import Plugin, hookimpl
 
 
 class Dies(Plugin):
-    """Rank 1 dies in `on_start` of the first attempt, and before the third optimizer step of the second."""
+    """Rank 1 dies in `on_start` of the first attempt, and before the third optimizer step of the second; in the third
+    attempt it hangs before the third forward pass."""
 
     api = (1, 0)
 
     @hookimpl
     def on_start(self, job: Any) -> None:
-        self.here = job.dist.rank == 1
-        if self.here and job.dist.place.attempt == 0:
+        self.here, self.attempt, self.steps = job.dist.rank == 1, job.dist.place.attempt, 0
+        if self.here and self.attempt == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     @hookimpl
+    def around(self, span: str, job: Any) -> Any:
+        return self.hang if span == "forward_backward" else None
+
+    @contextmanager
+    def hang(self) -> Iterator[None]:
+        self.steps += 1
+        if self.here and self.attempt == 2 and self.steps == 3:
+            time.sleep(6000)
+        yield
+
+    @hookimpl
     def on_gradients(self, update: Any) -> None:
-        if self.here and update.step == 3:
+        if self.here and self.attempt == 1 and update.step == 3:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,5 +37,6 @@ class Gradients(Plugin):
 def gradients(folder: str, plugins: Sequence[str], config: Mapping[str, Any], file: str) -> None:
     """Leave the whole gradients of each step in a file."""
     run = tiny(folder, (*plugins, Gradients), config, steps=STEPS)
+    parts = run.job.dist.gather_stages(run.plugin("gradients").steps)
     if run.job.dist.main:
-        torch.save(run.plugin("gradients").steps, file)
+        torch.save([dict(ChainMap(*step)) for step in zip(*parts, strict=True)], file)

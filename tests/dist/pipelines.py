@@ -70,11 +70,10 @@ class Piped:
 
     @property
     def possible(self) -> bool:
-        """Experts need ranks to be spread over, and sharding that has meshes of their own; ddp takes whole weights. A
-        part of DualPipeV needs a micro-batch."""
+        """Experts need ranks to be spread over; ddp takes whole weights. A part of DualPipeV needs a micro-batch."""
         extras = self.extras
         spread = "ep" not in extras or ("experts" in extras and (self.data_ranks > 1 or "tp" in extras))
-        shards = not (self.data in ("ddp", "zero1") and "ep" in extras) and not (self.data == "ddp" and "tp" in extras)
+        shards = self.data != "ddp" or not {"ep", "tp"} & extras
         enough = self.schedule != "dualpipe_v" or 8 // self.data_ranks >= 2 * self.ranks
         return spread and shards and enough and 8 // self.data_ranks >= self.ranks
 

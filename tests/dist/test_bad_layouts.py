@@ -15,6 +15,7 @@ import pytest
 import toys
 from forge_cli import DECODER, TESTS, environment, forge, forge_process, one_message
 from forge_train.storage.checkpoint import check, found
+from forge_train_tools.launching.launch import left
 
 pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.accept("dist", 2)]
 
@@ -106,20 +107,28 @@ def test_a_run_on_a_layout_that_can_not_hold_its_model_stays_as_it_was(decoder: 
     assert ended.code == 0, ended.err
 
 
-def test_a_rank_that_dies_at_start_up_and_in_mid_step(tmp_path: Path) -> None:
-    """Who, when, where its log is, and the collective in which the others waited."""
-    file = toys.write_config(tmp_path, "layouts:Replicas", "dying:Dies")
+@pytest.mark.accept("axes", "bad")
+def test_a_rank_that_dies_at_start_up_and_in_mid_step_and_one_that_hangs(decoder: str, tmp_path: Path) -> None:
+    """Who, of which stage, when, where its log is, and what became of the others."""
     env = environment(PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS / "dist")]))
-    arguments = ("train", file, "--nproc", 2, "--max-restarts", 1, "--name", "died", "--quiet", "--without", "fsdp2")
-    ended = forge_process(*arguments, cwd=tmp_path, env=env, timeout=600)
-    assert re.search(
-        r"Warning: Rank 1 was killed by SIGKILL before the first step was logged; .* "
-        r"Its log is \S*rank-1\.log\. All ranks start again \(attempt 1 of 1\)\.",
-        ended.err,
-    )
+    sets = ("-s", "parallel.pp=2", "-s", "decoder.layers=2", "-s", "run.timeout=8")
+    arguments = ("train", decoder, "--nproc", 2, "--max-restarts", 2, "--name", "died", "--quiet")
+    ended = forge_process(*arguments, "-p", "pp,dying:Dies", *sets, cwd=tmp_path, env=env, timeout=600)
+    for attempt, when in ((1, "before the first step was logged"), (2, "after step [23]")):
+        assert re.search(
+            rf"Warning: Rank 1 \(stage 1\) was killed by SIGKILL {when}; .* "
+            rf"Its log is \S*rank-1\.log\. All ranks start again \(attempt {attempt} of 2\)\.",
+            ended.err,
+        )
     message = one_message(ended, 1)
-    assert re.match(r"Rank 1 was killed by SIGKILL after step [23]; .* Its log is \S*rank-1\.log\.\n", message)
-    assert "Rank 0 ended because of it, in all_reduce." in message
+    assert re.match(
+        r"Rank 1 \(stage 1\) hangs after step [23]; the others waited for it in .*\n +at \S*dying\.py", message
+    )
+    assert re.search(r"^Rank 0 \(stage 0\) ended because of it", message, re.MULTILINE)
+    waited = left(Path("runs/died/log/launch"), 2, 0)
+    assert waited is not None
+    assert waited.message.startswith("Rank 1 (stage 1), which holds another part of the pipeline, does not answer: ")
+    assert "Timed out waiting 8000ms" in waited.message, "run.timeout, not run.start_timeout"
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

@@ -57,6 +57,9 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "ep4 over tp2×dp2": (4, ("tp",), {**p(ep=4, tp=2), "train.micro_batch": 1}),
     "ep2×etp2": (4, ("tp",), p(ep=2, tp=2, etp=2)),
     "ep2×etp2, without sequence parallelism": (4, ("tp",), {**p(ep=2, tp=2, etp=2), "tp.sequence_parallel": False}),
+    "ep2, zero1": (2, ("zero1",), p(ep=2)),
+    "ep2×dp2, zero1, recompute": (4, ("zero1", "ac"), {**p(ep=2), "ac.mode": "full"}),
+    "ep2×replicas2, zero1, three experts for two ranks": (4, ("zero1",), {**p(ep=2, dp_replicate=2), "moe.experts": 6}),
     "ep2×tp2×dp2": (8, ("tp",), {**p(ep=2, tp=2), "train.micro_batch": 1}),
 }
 """Those of one number of ranks together: they share a process group."""
@@ -112,8 +115,7 @@ def test_losses_of_the_router_do_not_depend_on_masked_labels(
 @pytest.mark.parametrize(
     ("plugins", "values", "message"),
     [
-        (("ddp",), p(ep=2), "conflicts"),
-        (("zero1",), p(ep=2), "conflicts"),
+        (("ddp",), p(ep=2), "ddp can't take experts that are spread over ep ranks; use fsdp2 or zero1"),
         ((), p(ep=3), "must divide"),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_killed_rank_costs_15_seconds_and_no_number(tmp_path: Path, process: s
     again = Clock.now(process.pid)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
-    assert "Rank 2 was killed by SIGKILL" in err
+    assert "Rank 2 (dp_shard 1, tp 0) was killed by SIGKILL" in err
     assert err.count("All ranks start again (attempt 1 of 1)") == 1
     assert "step 10/10 · loss" in out
     assert [event["step"] for event in events("resumed")] == [5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 
 import cases
 import pipelines
+import schedules
 from compositions import SEED
 from forge_train import ForgeError
 from forge_train.config import Request
+from forge_train.ground.artifacts import recorded
 from forge_train.storage.checkpoint import found, shapes
-from forge_train.testing import Pool, Verifier, installed
+from forge_train.testing import Pool, PoolError, Verifier, installed
 from forge_train_tools.offline.opening import open_model
 from pipelines import Piped
 
@@ -89,6 +92,27 @@ def test_what_a_pipeline_trained_is_opened_as_a_whole(ranks: Pool, tmp_path: Pat
     assert opened.job.hooks.provider("executor") == "sequential", "which the pipeline had displaced"
 
 
+@pytest.mark.accept("axes", "plan")
+def test_a_run_keeps_the_picture_of_its_step(ranks: Pool, tmp_path: Path) -> None:
+    run = Path(train(ranks, tmp_path / "runs", "pp2, two parts")[0]["run"])
+    assert {one.path: one.plugin for one in recorded(run)}["artifacts/pipeline.svg"] == "pp"
+    tree = ET.parse(run / "artifacts" / "pipeline.svg")
+    title, *boxes = (one.text for one in tree.iter("{http://www.w3.org/2000/svg}title"))
+    assert title == "zbv on 2 ranks, 12 micro-batches"
+    table = schedules.timetable("ZBVZeroBubble", 2, 12)
+    assert sorted(map(str, boxes)) == sorted(str(slot) for row in table.ranks for slot in row if slot)
+
+
+@pytest.mark.accept("axes", "bad")
+def test_what_was_tied_is_not_resumed_untied(ranks: Pool, tmp_path: Path) -> None:
+    train(ranks, tmp_path / "runs", "pp2", stop_at=2)
+    untied = ["decoder.tied=false"]
+    with pytest.raises(PoolError, match=r"decoder\.tied: True in the checkpoint, False now\nIf that is meant"):
+        train(ranks, tmp_path / "runs", "one", sets=untied)
+    with pytest.raises(PoolError, match=r"holds another model:\n  head\.weight: absent in the checkpoint, \d+ × 32 in"):
+        train(ranks, tmp_path / "runs", "one", sets=[*untied, 'checkpoint.allow_changes=["decoder.tied"]'])
+
+
 # -- planted faults ---------------------------------------------------------------------------------------------------
 
 FAULTS: dict[str, tuple[str, str, Piped, set[str], str]] = {
@@ -157,6 +181,7 @@ PLACES: dict[str, tuple[int, tuple[str, ...], Settings]] = {
     "pp4": (4, ("pp",), {"parallel.pp": 4}),
     "pp2 × dp2": (4, ("pp", "fsdp2"), {"parallel.pp": 2, "pp.schedule": "interleaved_1f1b"}),
     "tp2 × dp2": (4, ("tp", "fsdp2"), {"parallel.tp": 2}),
+    "ep2 × dp2, zero1": (4, ("ep", "zero1"), {"parallel.ep": 2}),
 }
 
 
@@ -181,7 +206,8 @@ def whole(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
         ("one", "pp2, two parts"),
         ("pp2, two parts", "tp2 × dp2"),
         ("tp2 × dp2", "pp4"),
-        ("pp4", "pp2 × dp2"),
+        ("pp4", "ep2 × dp2, zero1"),
+        ("ep2 × dp2, zero1", "pp2 × dp2"),
         ("pp2 × dp2", "one"),
     ],
 )

@@ -99,6 +99,7 @@ class Looks(Plugin):
     ("plugins", "settings", "says"),
     [
         ([], {"train.clip_norm": 1.0}, "train.clip_norm: optimizer_in_backward knows no global norm"),
+        (["pp"], {"parallel.pp": 2}, "parallel.pp: optimizer_in_backward is for one process; set this to 1."),
         ([], {"train.micro_batch": 1}, "train.micro_batch: optimizer_in_backward takes one micro-batch a step, on one"),
         ([], {"train.batch_warmup": [{"steps": 1, "global_batch": 1}]}, "train.batch_warmup: optimizer_in_backward"),
         (["skip_step"], {}, "skip_step has to see a step's gradients, and optimizer_in_backward keeps none."),

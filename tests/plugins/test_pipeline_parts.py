@@ -244,8 +244,8 @@ def test_the_last_of_a_part_brings_gradients_of_weights() -> None:
 # -- configuration ----------------------------------------------------------------------------------------------------
 
 
-def problems(options: dict[str, Any], batch: int = 8, **parallel: int) -> list[str]:
-    train = SimpleNamespace(batches=(batch,), micro_batch=1)
+def problems(options: dict[str, Any], batch: int = 8, micro_batch: int = 1, **parallel: int) -> list[str]:
+    train = SimpleNamespace(batches=(batch,), micro_batch=micro_batch)
     axes = SimpleNamespace(**{"pp": 2, "dp_replicate": 1, "dp_shard": 1, **parallel})
     run: Any = SimpleNamespace(parallel=axes, train=train)
     return [f"{one.key}: {one.message}" for one in rules.check(Config(**options), run)]
@@ -259,6 +259,11 @@ def problems(options: dict[str, Any], batch: int = 8, **parallel: int) -> list[s
         (
             {}, {"pp": 16},
             "pp.schedule: 1f1b needs 16 micro-batches in a step or more, and there are 8: take a smaller ",
+        ),
+        (
+            {}, {"micro_batch": 0, "dp_shard": 2},
+            ("pp.schedule: 1f1b needs 2 micro-batches in a step or more, and there is 1: take a smaller "
+            "train.micro_batch, or larger batches (a global batch of 8 is 1 × train.micro_batch = 4 × 2 data-parallel"),
         ),
         (
             {"schedule": "interleaved_1f1b"}, {"batch": 11, "pp": 4},

@@ -56,3 +56,6 @@ FLATTENED = {
 }
 """Axes of the dense domain that are several others in one: parameters are sharded over `fsdp`, gradients averaged over
 `data`, and a loss is added up over `loss`."""
+
+FLATTENED_EXPERT = {"edp": ("dp_replicate", "efsdp")}
+"""The same of the expert domain, where experts are spread: the ranks that hold the same experts."""

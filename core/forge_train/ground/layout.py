@@ -100,6 +100,15 @@ class Layout:
         """Axis → size, outermost first."""
         return {axis: getattr(self, axis) for axis in of_domain(name)}
 
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis → where a rank lies along it, outermost first, of the dense axes above 1; nothing where that says no
+        more than the rank's number."""
+        found: list[tuple[str, int]] = []
+        for axis, size in reversed(self.domain("dense").items()):
+            rank, at = divmod(rank, size)
+            found += [(axis, at)] if size > 1 else []
+        return dict(reversed(found)) if self.pp > 1 or len(found) > 1 else {}
+
     def axes(self) -> dict[str, int]:
         """Configured axis → size."""
         return {axis: getattr(self, axis) for axis in CONFIGURED}
@@ -107,6 +116,12 @@ class Layout:
     def settings(self) -> tuple[str, ...]:
         """`parallel.tp=2` and so on: assignments that configure this layout."""
         return tuple(f"parallel.{axis}={size}" for axis, size in self.axes().items())
+
+
+def in_words(coordinates: Mapping[str, int]) -> str:
+    """` (stage 1, tp 0)`, to follow a rank's number; empty for none."""
+    places = (f"{'stage' if axis == 'pp' else axis} {at}" for axis, at in coordinates.items())
+    return f" ({', '.join(places)})" if coordinates else ""
 
 
 def _product(sizes: Mapping[str, int]) -> tuple[str, str]:

@@ -68,8 +68,8 @@ def choose_device(wanted: Device, world: World = ALONE) -> torch.device:
 class DistributedContext:
     """Rank, world, device, layout, and the meshes of the four domains.
 
-    `ground.axes` lists the axes of each domain, and those of the dense one that can be had flattened; `dp_replicate`
-    and `fsdp` can be had together, too.
+    `ground.axes` lists the axes of each domain, and those that can be had flattened; `dp_replicate` and `fsdp` can be
+    had together, too.
     """
 
     layout: Layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..ground.axes import FLATTENED, Domain
+from ..ground.axes import FLATTENED, FLATTENED_EXPERT, Domain
 from ..ground.layout import Layout
 
 
@@ -21,4 +21,7 @@ def build_meshes(layout: Layout, device: torch.device) -> dict[str, DeviceMesh]:
     meshes = {"flat": root, "dense": dense}
     meshes |= {f"dense.{name}": dense[axes]._flatten(name) for name, axes in FLATTENED.items()}
     meshes["dense.dp_replicate,fsdp"] = DeviceMesh._concatenate([dense["dp_replicate"], meshes["dense.fsdp"]])
-    return meshes | {"batch": view("batch"), "expert": view("expert")}
+    expert = view("expert")
+    if layout.ep * layout.etp > 1:
+        meshes |= {f"expert.{name}": expert[axes]._flatten(name) for name, axes in FLATTENED_EXPERT.items()}
+    return meshes | {"batch": view("batch"), "expert": expert}

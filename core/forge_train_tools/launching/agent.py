@@ -219,13 +219,13 @@ class _Agent(LocalElasticAgent):
         silent = [rank for rank in self._processes() if rank not in ended and rank not in hung]
         self._kill()
         everybody = [*ended.values(), *hung.values(), *(WorkerResult(rank, 1, "lost") for rank in silent)]
-        self._outcomes = by_cause(everybody)
+        self._outcomes = by_cause(self.task.placed(everybody))
         first = self._outcomes[0]
         if self._asked or first.code not in (0, 1):  # told to stop, or nothing that another attempt would change
             self._remaining_restarts = 0
         elif self._remaining_restarts:
             left_over = f"attempt {self._attempt + 1} of {self.restarts}"
-            self.on_restart(f"Rank {first.rank} {_as_words(first)} All ranks start again ({left_over}).", first)
+            self.on_restart(f"{first.who} {_as_words(first)} All ranks start again ({left_over}).", first)
 
     def _hear(self, seconds: float) -> dict[int, WorkerResult]:
         deadline = time.monotonic() + seconds
@@ -263,7 +263,7 @@ class _Agent(LocalElasticAgent):
 
     def ended(self) -> Ended:
         """How they ended the last time."""
-        outcomes = self._outcomes or by_cause(list(self._ended_so_far().values()))
+        outcomes = self._outcomes or by_cause(self.task.placed(self._ended_so_far().values()))
         if self._asked and any(one.kind == "killed" for one in outcomes) and not self.signal:
             self.signal = self._asked  # it came before they could save
         return Ended(outcomes, self.signal)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from forge_train.ground.errors import INTERRUPTED, ConfigError, ForgeError
 from forge_train.ground.failure import Failure
 from forge_train.ground.files import write_json
+from forge_train.ground.layout import Layout, in_words
 from forge_train.ground.present import few
 from forge_train.ground.strict_json import loads
 from forge_train.ground.world import World
@@ -46,6 +47,13 @@ class WorkerResult:
     """What its task returned."""
     failure: dict[str, Any] = field(default_factory=dict)
     """Its `Failure`, if it could say."""
+    coordinates: dict[str, int] = field(default_factory=dict)
+    """Where it lies in the mesh, if that is known: see `Layout.coordinates`."""
+
+    @property
+    def who(self) -> str:
+        """`Rank 3 (stage 1, dp_shard 1)`"""
+        return _ranks([self])
 
     @property
     def well(self) -> bool:
@@ -56,7 +64,7 @@ class WorkerResult:
         if self.failure:
             return Failure(**self.failure)
         return Failure(
-            "internal" if self.kind == "killed" else "communication", f"Rank {self.rank} {self.message}", self.rank
+            "internal" if self.kind == "killed" else "communication", f"{self.who} {self.message}", self.rank
         )
 
 
@@ -73,6 +81,8 @@ class WorkerCommand:
     """Where `rank-N.log` is."""
     quiet: bool = False
     """Whether rank 0 too writes into its log instead of on the screen."""
+    layout: Layout = field(default_factory=Layout)
+    """Of the processes, for messages; by default none is known."""
 
     def write(self, nproc: int) -> None:
         """Write what the processes are told, and reserve room for what each has to say on a disk that is full then."""
@@ -92,6 +102,10 @@ class WorkerCommand:
 
     def log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
+
+    def placed(self, outcomes: Iterable[WorkerResult]) -> list[WorkerResult]:
+        """The same with the ranks' coordinates."""
+        return [dataclasses.replace(one, coordinates=self.layout.coordinates(one.rank)) for one in outcomes]
 
 
 @dataclass(frozen=True)
@@ -140,10 +154,10 @@ class Ended:
             return first.message  # a mistake that every rank found
         colon = "" if first.kind in ("killed", "hung") else ":"
         alike = [one for one in others if one.kind == first.kind == "own" and _sense(one) == _sense(first)]
-        lines = [f"{_ranks([first.rank, *(one.rank for one in alike)])}{colon} {first.message}"]
+        lines = [f"{_ranks([first, *alike])}{colon} {first.message}"]
         unlike = [one for one in others if one.kind in ("own", "killed") and one not in alike]
-        lines += [f"Rank {one.rank} failed too: {_line(one)}" for one in unlike][:3]
-        lost = [one.rank for one in others if one.kind in ("lost", "timeout", "hung")]
+        lines += [f"{one.who} failed too: {_line(one)}" for one in unlike][:3]
+        lost = [one for one in others if one.kind in ("lost", "timeout", "hung")]
         if lost:
             where = awaited(others)
             lines.append(f"{_ranks(lost)} ended because of it{f', in {where}' if where else ''}.")
@@ -166,8 +180,11 @@ def _sense(outcome: WorkerResult) -> str:
     return re.sub(r"\d[\d.,]*", "0", _line(outcome))
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"Rank{'s' * (len(ranks) > 1)} {few(sorted(ranks), 8)}"
+def _ranks(some: Sequence[WorkerResult]) -> str:
+    """Their numbers, and the coordinates that all of them share."""
+    shared = set.intersection(*(set(one.coordinates.items()) for one in some))
+    where = {axis: at for axis, at in some[0].coordinates.items() if (axis, at) in shared}
+    return f"Rank{'s' * (len(some) > 1)} {few(sorted(one.rank for one in some), 8)}{in_words(where)}"
 
 
 def outcome_file(folder: Path, attempt: int, rank: int) -> Path:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError, Plugin, Problem, Update, hookimpl
+from forge_train.ground.axes import CONFIGURED
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,10 @@ class OptimizerInBackward(Plugin):
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         train = config.train
+        for axis in CONFIGURED:
+            if getattr(config.parallel, axis) > 1:
+                yield Problem(f"parallel.{axis}", "optimizer_in_backward is for one process; set this to 1.")
+                return
         if train.clip_norm:
             yield Problem(
                 "train.clip_norm", "optimizer_in_backward knows no global norm when it updates; set this to 0."

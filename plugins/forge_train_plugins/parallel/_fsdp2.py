@@ -50,6 +50,11 @@ def domain_mesh(dist: DistributedContext, domain: Domain) -> DeviceMesh:
     return dist.mesh("dense", "fsdp")
 
 
+def replica_mesh(dist: DistributedContext, domain: Domain) -> DeviceMesh:
+    """All ranks that hold the same parameters of a domain, as one axis."""
+    return dist.mesh("expert", "edp") if domain == "expert" else dist.mesh("dense", "data")
+
+
 @dataclass(frozen=True)
 class Group:
     """Modules whose parameters are gathered and reduced together."""

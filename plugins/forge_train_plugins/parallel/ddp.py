@@ -40,6 +40,10 @@ class DDP(Plugin):
             yield Problem(
                 "parallel.tp", "ddp can't take weights that are split over tp ranks; use fsdp2 instead of ddp."
             )
+        if config.parallel.ep > 1:
+            yield Problem(
+                "parallel.ep", "ddp can't take experts that are spread over ep ranks; use fsdp2 or zero1 instead."
+            )
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform | None:
@@ -51,4 +55,4 @@ class DDP(Plugin):
 
             return replicate(part, job.dist.mesh("dense", "data").get_group(), int(self.config.bucket_mb * 2**20))
 
-        return Transform(Phase.SHARD, "data_parallel", apply, conflicts=("ep",), covers=("dp_replicate", "dp_shard"))
+        return Transform(Phase.SHARD, "data_parallel", apply, covers=("dp_replicate", "dp_shard"))

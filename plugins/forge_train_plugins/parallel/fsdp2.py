@@ -68,7 +68,8 @@ class Zero1(Plugin):
 
     Weights are gathered once a step and gradients reduced once, which sends as much as `ddp`; between steps a rank
     keeps only its share, in fp32 (arXiv:1910.02054, §5.1). `dp_shard` and `dp_replicate` count alike: the shares are
-    spread over all of them. It wins over `fsdp2` where the weights fit and many micro-batches are accumulated.
+    spread over all of them, and those of experts that `ep` spreads over the ranks that hold the same ones. It wins over
+    `fsdp2` where the weights fit and many micro-batches are accumulated.
     """
 
     api = (1, 0)
@@ -83,9 +84,8 @@ class Zero1(Plugin):
             return None
 
         def apply(part: nn.Module) -> Applied:
-            from ._fsdp2 import Sharding
+            from ._fsdp2 import Sharding, replica_mesh
 
-            return Sharding(job, mesh_of=lambda _: job.dist.mesh("dense", "data"), reshard="step").apply(part)
+            return Sharding(job, mesh_of=lambda domain: replica_mesh(job.dist, domain), reshard="step").apply(part)
 
-        covers = ("dp_replicate", "dp_shard", "precision")
-        return Transform(Phase.SHARD, "data_parallel", apply, conflicts=("ep",), covers=covers)
+        return Transform(Phase.SHARD, "data_parallel", apply, covers=("dp_replicate", "dp_shard", "precision"))

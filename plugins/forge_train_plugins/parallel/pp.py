@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from forge_train import Executor, FilePath, Ge, Phase, Plugin, Problem, Task, Transform, hookimpl, section
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from forge_train import Applied, Job, Model
@@ -21,8 +22,9 @@ class PipelineParallel(Plugin):
 
     The model is cut between its `stages` into parts of equal FLOPs. The micro-batches of a step are those of gradient
     accumulation: `train.global_batch` / (`train.micro_batch` × data-parallel ranks). A schedule sets the order in which
-    each rank runs its forward and backward passes; `forge plan` draws it. The schedules are torch's, and those that
-    distributions register under the entry point `forge_train.pipeline_schedules`.
+    each rank runs its forward and backward passes; `forge plan` draws it, and a run keeps the picture as
+    `artifacts/pipeline.svg`. The schedules are torch's, and those that distributions register under the entry point
+    `forge_train.pipeline_schedules`.
     """
 
     api = (1, 0)
@@ -68,6 +70,21 @@ class PipelineParallel(Plugin):
         from ._pp.executor import Pipeline
 
         return Pipeline(model, task, job, self.config, self.cut)
+
+    @hookimpl
+    def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        if self.cut is None or not job.dist.main:
+            return
+        from ._pp.picture import picture
+        from ._pp.schedules import timetable
+
+        layout, train = job.dist.layout, job.config.train
+        count = layout.micro_batches(train.global_batch, train.micro_batch)
+        table = timetable(self.config, layout.pp, count)
+        file = job.run.artifact("pipeline.svg")
+        title = f"{self.config.schedule} on {layout.pp} ranks, {count} micro-batches"
+        file.write_text(picture(table, self.cut.costs, title), encoding="utf-8")
+        job.record(file, self)
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:

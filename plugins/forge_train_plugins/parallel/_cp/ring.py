@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forge_train import AttentionKernel
 from forge_train.nn.spans import piece_of
+from forge_train.processes.process_group import wait_for_message
 
 from .cut import Span
 from .moving import Group
@@ -203,5 +204,5 @@ class Passing:
 
     def wait(self) -> None:
         for work in self._works:
-            work.wait()
+            wait_for_message(work, self._group)
         self._operations.clear()  # and with them the buffers, which had to live until here

@@ -11,28 +11,31 @@ from torch import Tensor, nn
 
 from forge_train import Batch, CommunicationError, Job, PluginError
 from forge_train.ground.errors import describe
+from forge_train.ground.layout import in_words
+from forge_train.processes.process_group import wait_for_message
 
 
 @dataclass(slots=True)
 class Receipt:
-    """A tensor on its way to this rank."""
+    """A tensor on its way to or from this rank."""
 
     tensor: Tensor
     work: Any
-    peer: int
-    """Its sender's rank in the world."""
+    group: Any
+    peer: str
+    """Who sends or takes it, in words."""
 
     def wait(self) -> Tensor:
         """The tensor, once it is there.
 
         Raises:
-            CommunicationError: if its sender has gone.
+            CommunicationError: if the other rank has gone, or hangs.
         """
         try:
-            self.work.wait()
+            wait_for_message(self.work, self.group)
         except RuntimeError as error:
             raise CommunicationError(
-                f"Rank {self.peer}, which holds another part of the pipeline, did not send: {describe(error)}"
+                f"{self.peer}, which holds another part of the pipeline, does not answer: {describe(error)}"
             ) from error
         return self.tensor
 
@@ -44,7 +47,9 @@ class Channel:
         self._device, self._dtype = job.device, job.precision.compute
         self._ranks = job.dist.ranks_along("pp")
         self._group = job.dist.mesh("dense", "pp").get_group() if job.dist.world > 1 else None
-        self._sending: list[tuple[Tensor, Any, int]] = []
+        coordinates = map(job.dist.layout.coordinates, self._ranks)
+        self._names = [f"Rank {rank}{in_words(at)}" for rank, at in zip(self._ranks, coordinates, strict=True)]
+        self._sending: list[Receipt] = []
 
     def send(self, part: nn.Module, batch: Batch, tensor: Tensor, peer: int) -> None:
         """Send what a part gives for a batch to a rank of the pipeline, without waiting.
@@ -58,20 +63,21 @@ class Channel:
                 f"A part of the pipeline gives {list(tensor.shape)} {tensor.dtype}, and {type(part).__name__}."
                 f"hidden_shape and the run's precision say {list(shape)} {self._dtype}; its neighbour expects that."
             )
-        self._sending = [one for one in self._sending if not one[1].is_completed()]
+        self._sending = [one for one in self._sending if not one.work.is_completed()]
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, self._ranks[peer], group=self._group)
-        self._sending.append((tensor, work, self._ranks[peer]))
+        self._sending.append(Receipt(tensor, work, self._group, self._names[peer]))
 
     def receive(self, part: nn.Module, batch: Batch, peer: int) -> Receipt:
         """Begin to take what a part is given for a batch, or the gradient of what it gives: of one shape."""
         buffer = torch.empty(self._shape(part, batch), dtype=self._dtype, device=self._device)
-        return Receipt(buffer, dist.irecv(buffer, self._ranks[peer], group=self._group), self._ranks[peer])
+        work = dist.irecv(buffer, self._ranks[peer], group=self._group)
+        return Receipt(buffer, work, self._group, self._names[peer])
 
     def wait(self) -> None:
         """Until all is sent."""
-        for tensor, work, peer in self._sending:
-            Receipt(tensor, work, peer).wait()
+        for receipt in self._sending:
+            receipt.wait()
         self._sending.clear()
 
     def _shape(self, part: Any, batch: Batch) -> tuple[int, ...]:

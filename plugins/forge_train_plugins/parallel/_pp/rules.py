@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class Rule:
         least = {"ranks": ranks, "parts": ranks * parts}.get(self.needs, 1)
         if micro_batches < least:
             return (
-                f"needs {least} micro-batches in a step or more, and there are {micro_batches}: take a smaller "
+                f"needs {least} micro-batches in a step or more, and there {_are(micro_batches)}: take a smaller "
                 "train.micro_batch, or larger batches"
             )
         if self.needs == "rounds" and micro_batches % (rounds := max(1, micro_batches // ranks)):
@@ -47,6 +48,10 @@ class Rule:
                 f"{rounds}; {rounds * ranks} and {rounds * ranks + rounds} do"
             )
         return ""
+
+
+def _are(count: int) -> str:
+    return f"{'is' if count == 1 else 'are'} {count}"
 
 
 RULES = {
@@ -103,12 +108,13 @@ def check(config: PipelineParallel.Config, run: RunConfig) -> Iterator[Problem]:
     if rule is None or ranks == 1 or data_ranks < 1:  # -1: the number of processes decides, and is not known here
         return
     train = run.train
+    each = train.micro_batch or max(1, math.gcd(*train.batches) // data_ranks)  # 0 stands for a rank's share
     for batch in train.batches:
-        count = batch // (train.micro_batch * data_ranks)
+        count = batch // (each * data_ranks)
         if count and (problem := rule.problem(ranks, parts, count)):
             yield Problem(
                 "pp.schedule",
                 f"{config.schedule} {problem} (a global batch of {batch} is {count} × train.micro_batch = "
-                f"{train.micro_batch} × {data_ranks} data-parallel ranks).",
+                f"{each} × {data_ranks} data-parallel ranks).",
             )
             return

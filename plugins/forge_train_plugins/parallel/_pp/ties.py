@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from forge_train import ConfigError, Job, PluginError
 from forge_train.ground.tensors import local
+from forge_train.processes.process_group import wait_for_message
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ class Ties:
             self._check(tie, source, target)
             target.copy_(source)
         elif source is not None:
-            dist.send(source.contiguous(), self._ranks[receiver], group=self._group)
+            wait_for_message(dist.isend(source.contiguous(), self._ranks[receiver], group=self._group), self._group)
         elif target is not None:
             buffer = torch.empty_like(target, memory_format=torch.contiguous_format)
-            dist.recv(buffer, self._ranks[sender], group=self._group)
+            wait_for_message(dist.irecv(buffer, self._ranks[sender], group=self._group), self._group)
             target.copy_(buffer)
 
     def _check(self, tie: Tie, one: Tensor, other: Tensor) -> None:
