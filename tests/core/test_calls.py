@@ -8,6 +8,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import isfunction
 from pathlib import Path
 from typing import Any
@@ -452,18 +453,18 @@ def test_batches_are_prepared_phase_by_phase_and_in_a_phase_by_one_plugin_after_
         return make(type(name, (Plugin,), {"prepare_batch": hookimpl(lambda self, job: steps or None)}))
 
     def times(k: int, phase: BatchPhase = BatchPhase.MASK) -> PrepareBatch:
-        return PrepareBatch(phase, lambda batch: Batch(batch.inputs * k + 1, batch.labels))
+        return PrepareBatch(phase, lambda batch: replace(batch, inputs=batch.inputs * k + 1))
 
     made = hooks(plugin("B", times(10)), plugin("A", times(2)), plugin("C"))
     ones = torch.ones(1, 1, dtype=torch.int64)
-    assert made.prepare_batch()(Batch(ones, ones)).inputs.item() == (1 * 2 + 1) * 10 + 1
+    assert made.prepare_batch()([Batch(ones, ones)])[0].inputs.item() == (1 * 2 + 1) * 10 + 1
     made = hooks(plugin("A", times(10, BatchPhase.SLICE), times(3)), plugin("B", times(2, BatchPhase.MAKE)))
-    assert made.prepare_batch()(Batch(ones, ones)).inputs.item() == ((1 * 2 + 1) * 3 + 1) * 10 + 1
-    assert hooks().prepare_batch()(Batch(ones, ones)).inputs is ones
+    assert made.prepare_batch()([Batch(ones, ones)])[0].inputs.item() == ((1 * 2 + 1) * 3 + 1) * 10 + 1
+    assert hooks().prepare_batch()([Batch(ones, ones)])[0].inputs is ones
     with pytest.raises(
         PluginError, match=r"hook prepare_batch \(.*\): the function \(.*\) must return a Batch, found None\."
     ):
-        hooks(plugin("A", PrepareBatch(BatchPhase.MAKE, lambda batch: None))).prepare_batch()(Batch(ones, ones))
+        hooks(plugin("A", PrepareBatch(BatchPhase.MAKE, lambda batch: None))).prepare_batch()([Batch(ones, ones)])
 
 
 def test_spans_nest_in_the_order_of_names() -> None:
