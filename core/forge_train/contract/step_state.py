@@ -88,17 +88,9 @@ class StepState:
         return any(key in state for state in self._states)
 
     @property
-    def micro(self) -> MicroState:
-        """The state of the micro-batch that passes through the model, for a module, which is not given the batch.
-
-        Raises:
-            PluginError: if none does.
-        """
-        if self._passing is None:
-            raise PluginError(
-                "No micro-batch passes through the model here, or the executor does not say which: it calls "
-                "model.on_micro_batch(last, batch=batch)."
-            )
+    def micro(self) -> MicroState | None:
+        """The state of the micro-batch that passes through the model, forward or backward, for a module, which is not
+        given the batch. None where there is no step (text is generated), or the executor does not say which it is."""
         return self._passing
 
     def gather(self, key: StateKey[T], dist: DistributedContext) -> T:
