@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .contract.batch import MASKED as MASKED
     from .contract.batch import Batch as Batch
     from .contract.batch import BatchPhase as BatchPhase
+    from .contract.batch import Preparation as Preparation
     from .contract.batch import PrepareBatch as PrepareBatch
     from .contract.batch import PrepareStep as PrepareStep
     from .contract.choices import record_choices as record_choices
@@ -99,7 +100,7 @@ _HOME = {
     "contract.attention": "Attention AttentionKernel KernelCapabilities",
     "contract.auxiliary": "attach_loss",
     "contract.backward": "wanted_gradients",
-    "contract.batch": "Batch BatchPhase MASKED PrepareBatch PrepareStep",
+    "contract.batch": "Batch BatchPhase MASKED Preparation PrepareBatch PrepareStep",
     "contract.choices": "record_choices",
     "contract.cuts": "Axes Replicate Spec Split Stack",
     "contract.dtypes": "dtype_borders",

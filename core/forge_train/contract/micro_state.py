@@ -34,7 +34,7 @@ class StateKey(Generic[T]):
     axes: AxesSpec = ROWS
 
 
-class Life:
+class Scope:
     """Of a step: what is kept for it can be used while it is open."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class MicroState:
     keys: dict[str, Any] = field(default_factory=dict)
     """Name → its `StateKey`."""
     values: dict[str, Any] = field(default_factory=dict)
-    life: Life | None = None
+    scope: Scope | None = None
 
     def __getitem__(self, key: StateKey[T]) -> T:
         """The micro-batch's part of a value.
@@ -85,7 +85,7 @@ class MicroState:
     def map(self, change: Callable[[Tensor], Tensor]) -> MicroState:
         """The same of changed tensors."""
         values = {name: each_tensor(self.keys[name], value, of_tensor(change)) for name, value in self.values.items()}
-        return MicroState(self.keys, values, self.life)
+        return MicroState(self.keys, values, self.scope)
 
     def spec(self, leaf: Callable[[Axes], Leaf]) -> dict[str, Spec]:
         """Its own spec, for `shard_tree`.
@@ -98,11 +98,11 @@ class MicroState:
             return Replicate() if isinstance(axes, Stack) else leaf(axes)
 
         values = {name: spec_of(key.axes, one) for name, key in self.keys.items()}
-        return {"keys": Replicate(), "values": values, "life": Replicate()}
+        return {"keys": Replicate(), "values": values, "scope": Replicate()}
 
     def _check(self, key: StateKey[Any]) -> None:
         check_key(key)
-        if self.life is None or not self.life.open:
+        if self.scope is None or not self.scope.open:
             raise PluginError(outside(key, "batch.state"))
         if (known := self.keys.get(key.name, key)) != key:
             raise PluginError(f"The step's state {key.name!r} is written with {known.axes}, and used with {key.axes}.")

@@ -10,8 +10,8 @@ from ..ground.errors import PluginError
 from .cuts import Axes, Leaf, Replicate, Span, Stack, spec_of
 from .micro_state import (
     POSITIONS,
-    Life,
     MicroState,
+    Scope,
     StateKey,
     check_key,
     each_tensor,
@@ -40,7 +40,7 @@ class StepState:
     """
 
     def __init__(self) -> None:
-        self._life: Life | None = None
+        self._scope: Scope | None = None
         self._states: list[MicroState] = []
         self._rows: list[int] = []
         self._passing: MicroState | None = None
@@ -109,12 +109,17 @@ class StepState:
     # -- for the engine --
 
     def begin(self, batches: Sequence[Batch], *, sliced: bool) -> list[Batch]:
-        """Batches of a new step, before they are cut, and whether their sequences are going to be."""
+        """The kernel begins a step: its batches with a state each.
+
+        Args:
+            batches: of this rank, of whole sequences.
+            sliced: whether sequences are going to be cut.
+        """
         import torch
 
         self.end()
-        self._life = Life()
-        self._states = [MicroState(life=self._life) for _ in batches]
+        self._scope = Scope()
+        self._states = [MicroState(scope=self._scope) for _ in batches]
         self._rows = [len(batch.inputs) for batch in batches]
         if sliced:
             for batch, state in zip(batches, self._states, strict=True):
@@ -122,22 +127,22 @@ class StepState:
         return [replace(batch, state=state) for batch, state in zip(batches, self._states, strict=True)]
 
     def use(self, batches: Sequence[Batch]) -> None:
-        """From here on, values are those of these batches."""
+        """The kernel has cut or moved the batches: from here on, values are theirs."""
         self._states, self._rows = [batch.state for batch in batches], []
 
     def passes(self, micro: MicroBatch | Batch | None) -> None:
-        """What passes through the model."""
+        """The kernel hears from the executor what passes through the model."""
         self._passing = micro.state if micro else None
 
     def end(self) -> None:
-        """Forget everything."""
-        if self._life is not None:
-            self._life.open = False
-        self._life, self._states, self._rows, self._passing = None, [], [], None
+        """The kernel ends a step: everything is forgotten."""
+        if self._scope is not None:
+            self._scope.open = False
+        self._scope, self._states, self._rows, self._passing = None, [], [], None
 
     def _check(self, key: StateKey[Any]) -> None:
         check_key(key)
-        if self._life is None:
+        if self._scope is None:
             raise PluginError(outside(key, "job.step_state"))
 
     def _values(self, key: StateKey[Any]) -> list[Any]:
