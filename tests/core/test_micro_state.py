@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forge_train import Axes, Batch, PluginError, Stack, StateKey, StepState, shard_of_tree
 from forge_train.contract.micro_state import POSITIONS
+from forge_train.contract.transform import MicroBatch
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("axes", 1)]
 
@@ -84,6 +85,10 @@ def test_nothing_is_left_of_a_step() -> None:
     state = StepState()
     (before, _) = begun(state)
     state[EACH] = torch.tensor([5, 6])
+    state.passes(MicroBatch(last=True, state=before.state))
+    assert state.micro is before.state
+    state.passes(MicroBatch(last=True))
+    assert state.micro is None, "the executor does not say which"
     state.passes(before)
     state.end()
     assert state.micro is None

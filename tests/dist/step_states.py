@@ -18,6 +18,7 @@ from forge_train import (
     Metric,
     Model,
     Plugin,
+    PluginError,
     PrepareBatch,
     PrepareStep,
     Stack,
@@ -159,6 +160,34 @@ class Watching(Plugin):
         tokens = self.job.config.train.sequence
         assert list(whole.shape) == [self.job.config.train.global_batch, tokens], whole.shape
         assert len(state.gather(DOCUMENTS, self.job.dist)) == layout.dp * len(state[DOCUMENTS])
+
+
+class Peeking(Plugin):
+    """Asks for what was kept when the step, or the evaluation, is over."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def on_start(self, job: Job) -> None:
+        self.job, self.found = job, list[str]()
+
+    @hookimpl
+    def on_step(self, step: Any) -> None:
+        step.add("documents", self.job.step_state[DOCUMENTS].sum())
+
+    @hookimpl
+    def on_log(self, record: Any) -> None:
+        self._ask()
+
+    @hookimpl
+    def on_evaluate(self, evaluation: Any) -> None:
+        self._ask()
+
+    def _ask(self) -> None:
+        try:
+            self.found.append(f"{self.job.step_state[DOCUMENTS]}")
+        except PluginError as error:
+            self.found.append(str(error).partition(",")[0])
 
 
 class HandCut(Plugin):

@@ -9,6 +9,7 @@ import pytest
 
 import compositions
 import step_states
+from forge_train import PluginError
 from forge_train.testing import RunForge, Verifier
 
 pytestmark = [pytest.mark.dist]
@@ -62,3 +63,14 @@ def test_three_micro_batches_are_one_batch(run_forge: RunForge) -> None:
     assert other[1] == pytest.approx(norms, rel=1e-5)
     assert other[2] == pytest.approx(evaluated, rel=1e-5)
     assert other[3] == [pytest.approx(line, rel=1e-5) for line in lines]
+
+
+def test_the_state_ends_with_the_step_and_with_the_evaluation(run_forge: RunForge) -> None:
+    run = run_forge([step_states.Weighing, step_states.Peeking], {"train.evaluate_every": 1, **TEXT}, steps=2)
+    assert all(line["peeking.documents"] >= 4 for line in run.metrics)
+    assert run.plugin("peeking").found == ["job.step_state was asked for 'weighing.documents'"] * 4
+
+
+def test_a_batch_that_is_cut_without_its_state_is_refused(run_forge: RunForge) -> None:
+    with pytest.raises(PluginError, match=r"Plugin 'hand_cut' .*: the function cut a batch without the state of its"):
+        run_forge([step_states.HandCut])

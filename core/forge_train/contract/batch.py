@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from .cuts import ROWS, TOKENS, Axes, Replicate, Span, Spec
+from .cuts import ROWS, TOKENS, Axes, Leaf, Replicate, Span, Spec
 from .micro_state import MicroState
 
 if TYPE_CHECKING:
@@ -87,19 +87,14 @@ class Batch:
             spans: see `Split`.
         """
 
-        def one(axes: Axes) -> Spec:
+        def one(axes: Axes) -> Leaf:
             return axes.along(axis, sizes, spans)
 
         own = {name: one(self.axes_of(name)) for name in ("inputs", "labels", "position_ids", "document_ids")}
         more = {
             group: {name: one(self.axes_of(name)) for name in getattr(self, group)} for group in ("extras", "targets")
         }
-        return {
-            **own,
-            **more,
-            "axes": Replicate(),
-            "state": self.state.spec(lambda axes: axes.along(axis, sizes, spans)),
-        }
+        return {**own, **more, "axes": Replicate(), "state": self.state.spec(one)}
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; copies from pinned memory do not wait."""
