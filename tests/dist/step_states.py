@@ -155,8 +155,8 @@ class Watching(Plugin):
         self.worst.update(losses)
         self.left.update(state[LEFT])
         whole = state.gather(LOSSES, self.job.dist)
-        places = torch.arange(whole.numel()).view(whole.shape) % 97  # so that the order of losses shows
-        self.ordered.update((whole * places).sum() / (layout.dp * layout.cp))
+        places = torch.arange(whole.numel()).view(whole.shape) % 97 - 48  # so that the order of losses shows
+        self.ordered.update(((whole - whole.mean()).double() * places).sum() / (layout.dp * layout.cp))
         tokens = self.job.config.train.sequence
         assert list(whole.shape) == [self.job.config.train.global_batch, tokens], whole.shape
         assert len(state.gather(DOCUMENTS, self.job.dist)) == layout.dp * len(state[DOCUMENTS])

@@ -62,7 +62,7 @@ def test_three_micro_batches_are_one_batch(run_forge: RunForge) -> None:
     assert other[0] == pytest.approx(losses, rel=1e-5)
     assert other[1] == pytest.approx(norms, rel=1e-5)
     assert other[2] == pytest.approx(evaluated, rel=1e-5)
-    assert other[3] == [pytest.approx(line, rel=1e-5) for line in lines]
+    assert other[3] == [pytest.approx(line, rel=1e-4) for line in lines]
 
 
 def test_the_state_ends_with_the_step_and_with_the_evaluation(run_forge: RunForge) -> None:
