@@ -153,9 +153,9 @@ def prepares(bench: Bench) -> None:
         require(isinstance(done, Batch), f"expected a Batch, found {type(done).__name__}")
         require(not done.problem(), done.problem())
         require(done.inputs.device.type == "cpu", "it moved the batch off the CPU, which is core's to do")
-    for one in answers:
-        if isinstance(one, PrepareStep):
-            found = one.apply(bench.job.step_state.begin([batch], sliced=False))
+    for look in answers:
+        if isinstance(look, PrepareStep):
+            found: object = look.apply(bench.job.step_state.begin([batch], sliced=False))
             require(found is None, f"a look at a step's batches gives nothing back, found {type(found).__name__}")
     bench.job.step_state.end()
     now = batch.tensors()
