@@ -22,11 +22,17 @@ if TYPE_CHECKING:
     from .contract.auxiliary import attach_loss as attach_loss
     from .contract.backward import wanted_gradients as wanted_gradients
     from .contract.batch import MASKED as MASKED
-    from .contract.batch import Axes as Axes
     from .contract.batch import Batch as Batch
     from .contract.batch import BatchPhase as BatchPhase
+    from .contract.batch import Preparation as Preparation
     from .contract.batch import PrepareBatch as PrepareBatch
+    from .contract.batch import PrepareStep as PrepareStep
     from .contract.choices import record_choices as record_choices
+    from .contract.cuts import Axes as Axes
+    from .contract.cuts import Replicate as Replicate
+    from .contract.cuts import Spec as Spec
+    from .contract.cuts import Split as Split
+    from .contract.cuts import Stack as Stack
     from .contract.dtypes import dtype_borders as dtype_borders
     from .contract.events import CheckpointEvent as CheckpointEvent
     from .contract.events import Evaluation as Evaluation
@@ -39,6 +45,8 @@ if TYPE_CHECKING:
     from .contract.job import Job as Job
     from .contract.metric import Bins as Bins
     from .contract.metric import Metric as Metric
+    from .contract.micro_state import MicroState as MicroState
+    from .contract.micro_state import StateKey as StateKey
     from .contract.model import Model as Model
     from .contract.plugin import Plugin as Plugin
     from .contract.plugin import hookimpl as hookimpl
@@ -61,6 +69,7 @@ if TYPE_CHECKING:
     from .contract.protocols import TokenDispatch as TokenDispatch
     from .contract.protocols import Tokenizer as Tokenizer
     from .contract.state_dtypes import StateDtypes as StateDtypes
+    from .contract.step_state import StepState as StepState
     from .contract.timetable import Action as Action
     from .contract.timetable import Overlap as Overlap
     from .contract.timetable import PipelineExecutor as PipelineExecutor
@@ -73,6 +82,9 @@ if TYPE_CHECKING:
     from .contract.transform import Specialisation as Specialisation
     from .contract.transform import Transform as Transform
     from .contract.transform import swap as swap
+    from .contract.trees import shard_of_tree as shard_of_tree
+    from .contract.trees import shard_tree as shard_tree
+    from .contract.trees import unshard_tree as unshard_tree
     from .ground.errors import CommunicationError as CommunicationError
     from .ground.errors import ConfigError as ConfigError
     from .ground.errors import DivergedError as DivergedError
@@ -88,22 +100,26 @@ _HOME = {
     "contract.attention": "Attention AttentionKernel KernelCapabilities",
     "contract.auxiliary": "attach_loss",
     "contract.backward": "wanted_gradients",
-    "contract.batch": "Axes Batch BatchPhase MASKED PrepareBatch",
+    "contract.batch": "Batch BatchPhase MASKED Preparation PrepareBatch PrepareStep",
     "contract.choices": "record_choices",
+    "contract.cuts": "Axes Replicate Spec Split Stack",
     "contract.dtypes": "dtype_borders",
     "contract.events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
     "contract.extra": "ExtraModel",
     "contract.groups": "ParameterGroup",
     "contract.job": "Job",
     "contract.metric": "Bins Metric",
+    "contract.micro_state": "MicroState StateKey",
     "contract.model": "Model",
     "contract.plugin": "Plugin hookimpl",
     "contract.protocols": "Evaluator Executor FeedForward HFModel Head HeadSpec Init Layer"
     " Loader LossFunction LossScale RolloutLoader Schedule Span SpanName Task TokenDispatch Tokenizer",
     "contract.state_dtypes": "StateDtypes",
+    "contract.step_state": "StepState",
     "contract.timetable": "Action Overlap PipelineExecutor Timetable Work",
     "contract.tracker": "Tracker",
     "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
+    "contract.trees": "shard_of_tree shard_tree unshard_tree",
     "ground.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",
     "ground.failure": "Failure",
 }

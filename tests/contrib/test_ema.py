@@ -100,7 +100,7 @@ def test_evaluation_is_that_of_the_average(run_forge: RunForge) -> None:
         for name, parameter in run.model.named_parameters():
             parameter.copy_(average(run)[name])
     count = EVALUATED["train.evaluate_batches"] * run.job.config.train.global_batch // run.job.config.train.micro_batch
-    batches = [prepare(next(loader)) for _ in range(count)]
+    batches = prepare([next(loader) for _ in range(count)])
     total = sum(float(executor.evaluate(batch)) for batch in batches)
     assert losses_at_evaluation(run)[-1] == pytest.approx(total / sum(task.weight(one) for one in batches), rel=1e-6)
 

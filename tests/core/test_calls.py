@@ -8,14 +8,16 @@ import random
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import isfunction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import toys
 from forge_train import (
@@ -29,6 +31,8 @@ from forge_train import (
     Plugin,
     PluginError,
     PrepareBatch,
+    PrepareStep,
+    StepState,
     Transform,
     hookimpl,
 )
@@ -448,22 +452,35 @@ def test_parallelize_takes_one_several_or_none() -> None:
 
 
 def test_batches_are_prepared_phase_by_phase_and_in_a_phase_by_one_plugin_after_the_other() -> None:
-    def plugin(name: str, *steps: PrepareBatch) -> Plugin:
+    def plugin(name: str, *steps: PrepareBatch | PrepareStep) -> Plugin:
         return make(type(name, (Plugin,), {"prepare_batch": hookimpl(lambda self, job: steps or None)}))
 
     def times(k: int, phase: BatchPhase = BatchPhase.MASK) -> PrepareBatch:
-        return PrepareBatch(phase, lambda batch: Batch(batch.inputs * k + 1, batch.labels))
+        return PrepareBatch(phase, lambda batch: replace(batch, inputs=batch.inputs * k + 1))
+
+    def prepared(made: Hooks) -> Tensor:
+        made._job = SimpleNamespace(step_state=StepState())  # type: ignore[assignment]
+        return made.prepare_batch()([Batch(ones, ones)])[0].inputs
 
     made = hooks(plugin("B", times(10)), plugin("A", times(2)), plugin("C"))
     ones = torch.ones(1, 1, dtype=torch.int64)
-    assert made.prepare_batch()(Batch(ones, ones)).inputs.item() == (1 * 2 + 1) * 10 + 1
+    assert prepared(made).item() == (1 * 2 + 1) * 10 + 1
     made = hooks(plugin("A", times(10, BatchPhase.SLICE), times(3)), plugin("B", times(2, BatchPhase.MAKE)))
-    assert made.prepare_batch()(Batch(ones, ones)).inputs.item() == ((1 * 2 + 1) * 3 + 1) * 10 + 1
-    assert hooks().prepare_batch()(Batch(ones, ones)).inputs is ones
+    assert prepared(made).item() == ((1 * 2 + 1) * 3 + 1) * 10 + 1
+    assert prepared(hooks()) is ones
     with pytest.raises(
         PluginError, match=r"hook prepare_batch \(.*\): the function \(.*\) must return a Batch, found None\."
     ):
-        hooks(plugin("A", PrepareBatch(BatchPhase.MAKE, lambda batch: None))).prepare_batch()(Batch(ones, ones))
+        prepared(hooks(plugin("A", PrepareBatch(BatchPhase.MAKE, lambda batch: None))))
+    seen: list[int] = []
+    look = PrepareStep(lambda batches: seen.append(batches[0].inputs.item()))
+    halve = PrepareBatch(BatchPhase.SLICE, lambda batch: batch.map(lambda tensor: tensor // 2))
+    assert prepared(hooks(plugin("A", halve, look), plugin("B", times(6)))).item() == 3
+    assert seen == [7], "between masking and slicing"
+    with pytest.raises(
+        PluginError, match=r"hook prepare_batch \(.*\): the function \(.*\) must return None, found 3\."
+    ):
+        prepared(hooks(plugin("A", PrepareStep(lambda batches: 3))))
 
 
 def test_spans_nest_in_the_order_of_names() -> None:

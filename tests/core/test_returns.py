@@ -139,7 +139,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "example_batch": [(torch.zeros(1), "found a Tensor of shape [1]"), (Batch(1, 2), "whose `inputs` is not a torch")],  # type: ignore[arg-type]
     "tokenizer": [(Encodes(), "which lacks encode"), (Encodes, "the class Encodes itself")],
     "prepare_batch": [
-        ("mask", "expected a PrepareBatch, a list of PrepareBatch or None, found 'mask'"),
+        ("mask", "expected a PrepareBatch, a PrepareStep, a list of PrepareBatch or PrepareStep or None, found 'mask'"),
         (PrepareBatch(BatchPhase.MASK, 3), "found one whose `apply` is not a function: found 3"),
     ],
     "task": [(NoLoss(), "found a NoLoss, which lacks loss"), (NoLoss, "the class NoLoss itself")],

@@ -56,7 +56,7 @@ def error(kernel: ContextKernel, rank: int, world: int, asked: dict[str, Any], d
     rest = length - 4
     ids = torch.stack([packed(3, rest // 3, 1, rest - rest // 3), packed(rest - rest // 8, 1, 3, rest // 8)])
     starts = document_starts(ids) if documents else None
-    at = cut_of(starts, length, world).positions(rank)
+    at = torch.cat([torch.arange(*span) for span in cut_of(starts, length, world).spans[rank]])
 
     whole = results(Eager(), [*wholes, *sinks], asked, {"document_ids": ids} if documents else {}, None)
     part = {} if starts is None else {"document_ids": starts[:, at].contiguous()}

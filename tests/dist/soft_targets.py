@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_train import Axes, Batch, BatchPhase, Job, Plugin, PrepareBatch, hookimpl
+from forge_train import Axes, Batch, BatchPhase, Job, Plugin, PrepareBatch, hookimpl, shard_of_tree
 
 WINDOW = 4
 """Tokens ahead that a soft label is made of: at the end of a slice they come from beyond it."""
@@ -79,7 +79,7 @@ class Shorten(Plugin):
     def prepare_batch(self, job: Job) -> PrepareBatch:
         half = job.config.train.sequence // 2
         return PrepareBatch(
-            BatchPhase.SLICE, lambda batch: batch.cut("sequence", lambda tensor, dim: tensor.narrow(dim, 0, half))
+            BatchPhase.SLICE, lambda batch: shard_of_tree(batch, batch.spec("sequence", [half, half]), 2, 0)
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import soft_targets
-from forge_train import Axes, Batch, PluginError
+from forge_train import Axes, Batch, PluginError, shard_of_tree, shard_tree
 from forge_train.testing import Pool, RunForge
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
@@ -47,7 +47,7 @@ def test_what_reaches_the_task_is_made_of_the_whole_sequence_and_cut_along_its_o
     run = run_forge([getattr(soft_targets, name.partition(":")[2]) for name in BY_NAME_WRONG], steps=1)
     hooks = run.job.hooks
     raw = next(hooks.build_data("train"))
-    batch = hooks.prepare_batch()(raw)
+    (batch,) = hooks.prepare_batch()([raw])
     rows, half = raw.inputs.shape[0], raw.inputs.shape[1] // 2
     assert batch.inputs.equal(raw.inputs[:, :half])
     assert batch.labels.shape == (rows, half, hooks.tokenizer().vocabulary)
@@ -71,14 +71,14 @@ def test_axes_of_a_batch() -> None:
     assert "say which it is with Batch(axes={'scores'" in batch.problem()
     batch = Batch(ids, classes, ids, targets={"scores": torch.ones(8, 4, 2)}, axes={"scores": Axes(2, 0)})
     assert not batch.problem()
-    cut = batch.cut("sequence", lambda tensor, dim: tensor.narrow(dim, 0, 3))
+    cut = shard_of_tree(batch, batch.spec("sequence", [3, 5]), 2, 0)
     assert {name: list(tensor.shape) for name, tensor in cut.tensors().items()} == {
         "inputs": [2, 3],
         "labels": [2],
         "position_ids": [2, 3],
         "scores": [3, 4, 2],
     }
-    assert [list(t.shape) for t in batch.cut("batch", lambda t, dim: t.narrow(dim, 1, 1)).tensors().values()] == [
+    assert [list(t.shape) for t in shard_tree(batch, batch.spec("batch"), 2)[1].tensors().values()] == [
         [1, 8],
         [1],
         [1, 8],

@@ -97,7 +97,7 @@ def initialised(module: nn.Module, seed: int = 0) -> Any:
     return module
 
 
-def part_model(part: nn.Module, on_micro_batch: Callable[[bool], None] = lambda last: None) -> Any:
+def part_model(part: nn.Module, on_micro_batch: Callable[..., None] = lambda last, batch: None) -> Any:
     """What stands for `forge_train.Model` with one part."""
     return SimpleNamespace(
         parts=[part],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from forge_train import Axes, Batch, ConfigError
+from forge_train import Axes, Batch, ConfigError, unshard_tree
 from forge_train_plugins.parallel._cp import cut as cuts
 from forge_train_plugins.parallel._cp.moving import moves, put_together, take_apart
 from forge_train_plugins.parallel._cp.slices import sliced
@@ -26,6 +27,11 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, int]:
     return torch.stack([row(draw, length) for _ in range(draw(st.integers(1, 3)))]), ranks
 
 
+def positions(cut: cuts.Cut, rank: int) -> Tensor:
+    """All positions of a rank."""
+    return torch.cat([torch.arange(start, stop) for start, stop in cut.spans[rank]])
+
+
 def row(draw: st.DrawFn, length: int) -> Tensor:
     borders = sorted(draw(st.sets(st.integers(1, length - 1), max_size=12)))
     names = draw(st.permutations(range(len(borders) + 1)))
@@ -39,7 +45,7 @@ def test_ranks_have_all_positions_once_and_as_many_as_any(batch: tuple[Tensor, i
     length = ids.shape[1]
     for starts in (None, cuts.document_starts(ids)):
         cut = cuts.cut_of(starts, length, ranks)
-        parts = [cut.positions(rank) for rank in range(ranks)]
+        parts = [positions(cut, rank) for rank in range(ranks)]
         assert {len(part) for part in parts} == {length // ranks}
         assert torch.cat(parts).sort().values.tolist() == [*range(length)]
         assert all(part.diff().gt(0).all() for part in parts), "in order"
@@ -55,7 +61,7 @@ def test_slices_in_any_order_tell_where_documents_lie(batch: tuple[Tensor, int],
     cut = cuts.cut_of(starts, ids.shape[1], ranks)
     order = list(range(ranks))
     chance.shuffle(order)  # type: ignore[attr-defined]
-    together = torch.cat([starts[:, cut.positions(rank)] for rank in order], 1)
+    together = torch.cat([starts[:, positions(cut, rank)] for rank in order], 1)
     assert torch.equal(cuts.gathered_starts(together), starts)
     assert cuts.cut_of(cuts.gathered_starts(together), ids.shape[1], ranks) == cut
 
@@ -64,7 +70,7 @@ def test_slices_in_any_order_tell_where_documents_lie(batch: tuple[Tensor, int],
 def test_put_together_and_apart_are_inverse(batch: tuple[Tensor, int]) -> None:
     ids, ranks = batch
     cut = cuts.cut_of(cuts.document_starts(ids), ids.shape[1], ranks)
-    slices = torch.stack([ids[:, cut.positions(rank)] for rank in range(ranks)])
+    slices = torch.stack([ids[:, positions(cut, rank)] for rank in range(ranks)])
     how = moves(cut.spans)
     assert torch.equal(put_together(slices, how), ids)
     back = torch.full_like(slices, -1)
@@ -107,23 +113,26 @@ def test_a_chunk_of_each_end_would_not_be_even() -> None:
 def test_a_slice_keeps_what_belongs_to_its_tokens() -> None:
     inputs = torch.arange(24).view(2, 12)
     ids = torch.tensor([[4] * 5 + [2] * 7, [0] * 12])
-    positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
+    places = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
     batch = Batch(
         inputs,
         inputs + 1,
-        positions,
+        places,
         ids,
         extras={"seen": inputs.T.clone(), "image": torch.zeros(2, 3)},
         axes={"seen": Axes(batch=1, sequence=0)},
     )
     cut = cuts.cut_of(cuts.document_starts(ids), 12, 3)
+    together = unshard_tree([sliced(batch, rank, 3) for rank in range(3)], batch.spec("sequence", spans=cut.spans))
+    whole = replace(batch, document_ids=cuts.document_starts(ids))
+    assert all(torch.equal(tensor, whole.tensors()[name]) for name, tensor in together.tensors().items())
     for rank in range(3):
-        at = cut.positions(rank)
+        at = positions(cut, rank)
         own = sliced(batch, rank, 3)
         assert torch.equal(own.inputs, inputs[:, at])
         assert torch.equal(own.labels, inputs[:, at] + 1)
         assert own.position_ids is not None
-        assert torch.equal(own.position_ids, positions[:, at])
+        assert torch.equal(own.position_ids, places[:, at])
         assert own.document_ids is not None
         assert torch.equal(own.document_ids[0], torch.tensor([0] * 5 + [5] * 7)[at])
         assert torch.equal(own.extras["seen"], inputs.T[at])

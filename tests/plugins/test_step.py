@@ -25,7 +25,7 @@ def batch(rows: int, seed: int = 0) -> Batch:
     return Batch(inputs, labels)
 
 
-def executor(part: Any, on_micro_batch: Any = lambda last: None) -> Any:
+def executor(part: Any, on_micro_batch: Any = lambda last, batch: None) -> Any:
     job = fakes.job()
     task = fakes.make(NextToken).task(job)
     return fakes.make(Sequential).executor(fakes.part_model(part, on_micro_batch), task, job)
@@ -70,7 +70,7 @@ def test_the_scale_multiplies_gradients_but_not_the_loss() -> None:
 
 def test_tells_which_micro_batch_is_the_last() -> None:
     told: list[bool] = []
-    executor(fakes.decoder(), told.append).train([batch(1), batch(1), batch(1)], 1.0)
+    executor(fakes.decoder(), lambda last, batch: told.append(last)).train([batch(1), batch(1), batch(1)], 1.0)
     assert told == [False, False, True]
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from .cuts import ROWS, TOKENS, Axes, Leaf, Replicate, Span, Spec
+from .micro_state import MicroState
 
 if TYPE_CHECKING:
     import torch
@@ -13,18 +16,6 @@ if TYPE_CHECKING:
 
 MASKED = -100
 """The label of a position that is not trained on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """Which axes of a tensor count sequences and positions."""
-
-    batch: int | None = 0
-    sequence: int | None = None
-
-
-TOKENS = Axes(batch=0, sequence=1)
-ROWS = Axes(batch=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +42,8 @@ class Batch:
     """More of what the task compares outputs with (weights, rewards, a teacher's logits)."""
     axes: Mapping[str, Axes] = field(default_factory=dict)
     """`labels`, or the name of an extra or a target → its axes."""
+    state: MicroState = field(default_factory=MicroState)
+    """What plugins keep for this micro-batch while a step runs."""
 
     def model_inputs(self) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward beside the token ids; what is None is left out."""
@@ -71,22 +64,37 @@ class Batch:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch of changed tensors."""
-        return self._map(lambda name, tensor: change(tensor))
+        new: dict[str, Any] = {
+            name: change(tensor)
+            for name in ("inputs", "labels", "position_ids", "document_ids")
+            if (tensor := getattr(self, name)) is not None
+        }
+        for group in ("extras", "targets"):
+            new[group] = {name: change(tensor) for name, tensor in getattr(self, group).items()}
+        return replace(self, **new, state=self.state.map(change))
 
-    def cut(self, axis: Literal["batch", "sequence"], change: Callable[[Tensor, int], Tensor]) -> Batch:
-        """The same batch with less along an axis.
+    def spec(
+        self,
+        axis: Literal["batch", "sequence"],
+        sizes: Sequence[int] | None = None,
+        spans: Sequence[Sequence[Span]] | None = None,
+    ) -> Spec:
+        """How `shard_tree` cuts every tensor that has an axis, the state's too; the others are in every part.
 
         Args:
             axis: of sequences, or of positions.
-            change: is given every tensor that has the axis, and the number of that axis: `lambda tensor, dim:
-                tensor.narrow(dim, start, length)`.
+            sizes: see `Split`.
+            spans: see `Split`.
         """
 
-        def along(name: str, tensor: Tensor) -> Tensor:
-            dim: int | None = getattr(self.axes_of(name), axis)
-            return tensor if dim is None else change(tensor, dim)
+        def one(axes: Axes) -> Leaf:
+            return axes.along(axis, sizes, spans)
 
-        return self._map(along)
+        own = {name: one(self.axes_of(name)) for name in ("inputs", "labels", "position_ids", "document_ids")}
+        more = {
+            group: {name: one(self.axes_of(name)) for name in getattr(self, group)} for group in ("extras", "targets")
+        }
+        return {**own, **more, "axes": Replicate(), "state": self.state.spec(one)}
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; copies from pinned memory do not wait."""
@@ -119,16 +127,6 @@ class Batch:
                         f"say which it is with Batch(axes={{{name!r}: Axes(batch=…, sequence=…)}})"
                     )
 
-    def _map(self, change: Callable[[str, Tensor], Tensor]) -> Batch:
-        new: dict[str, Any] = {
-            name: change(name, tensor)
-            for name in ("inputs", "labels", "position_ids", "document_ids")
-            if (tensor := getattr(self, name)) is not None
-        }
-        for group in ("extras", "targets"):
-            new[group] = {name: change(name, tensor) for name, tensor in getattr(self, group).items()}
-        return replace(self, **new)
-
 
 class BatchPhase(enum.IntEnum):
     """When a batch is changed. A plugin chooses its phase, never a place between phases."""
@@ -147,3 +145,17 @@ class PrepareBatch:
 
     phase: BatchPhase
     apply: Callable[[Batch], Batch]
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareStep:
+    """A look at all micro-batches of this rank in a step, of whole sequences, before any of them is cut or computed.
+
+    They went through the phases before `SLICE`. What it writes to `job.step_state` is cut with them. It is called in an
+    evaluation too, for each global batch; data-parallel ranks call it equally often, so it may communicate.
+    """
+
+    apply: Callable[[Sequence[Batch]], None]
+
+
+Preparation: TypeAlias = PrepareBatch | PrepareStep

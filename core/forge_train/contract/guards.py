@@ -9,11 +9,14 @@ from typing import Any
 
 from ..ground.errors import PluginError
 from ..ground.places import place
-from .batch import Batch
+from .batch import Batch, BatchPhase, Preparation, PrepareStep
+from .micro_state import POSITIONS
 from .protocols import Span
 from .returns import CONTEXT, Kind, kind_of, results
+from .step_state import StepState
 
-Change = Callable[[Batch], Batch]
+Prepare = Callable[[Sequence[Batch]], list[Batch]]
+"""What makes the micro-batches that a loader gave for a step ready for it."""
 
 
 class Guarded:
@@ -49,24 +52,55 @@ def guarded(function: Callable[..., Any], kind: Kind, whose: str, name: str) -> 
     return checked
 
 
-def preparing(source: str, steps: Sequence[tuple[str, Change]]) -> Change:
-    """Functions for batches as one.
+def preparing(source: str, given: Sequence[tuple[str, Preparation]], state: StepState) -> Prepare:
+    """What plugins do to the batches of a step, as one function.
 
     Args:
         source: whose loader gives the batches, for messages.
-        steps: the functions in order, each with whose it is.
+        given: by plugin name, each with whose it is.
+        state: of the step, which begins when batches are made and masked, and not yet sliced.
     """
-    given = _first_batch()
-    checked = [guarded(step, _first_batch(), whose, "the function") for whose, step in steps]
+    loaded = _first_batch()
+    changes = sorted(((one.phase, whose, one) for whose, one in given if not isinstance(one, PrepareStep)), key=_phase)
+    checked = [
+        (phase, whose, guarded(one.apply, _first_batch(), whose, "the function")) for phase, whose, one in changes
+    ]
+    making = [step for phase, _, step in checked if phase < BatchPhase.SLICE]
+    slicing = [(whose, step) for phase, whose, step in checked if phase >= BatchPhase.SLICE]
+    looks = [
+        guarded(one.apply, kind_of(None), whose, "the function") for whose, one in given if isinstance(one, PrepareStep)
+    ]
 
-    def prepare(batch: Batch) -> Batch:
-        if text := given.problem(batch):
-            raise PluginError(f"{source}: the loader must give {given.words}, {text}.")
-        for step in checked:
+    def made(batch: Batch) -> Batch:
+        if text := loaded.problem(batch):
+            raise PluginError(f"{source}: the loader must give {loaded.words}, {text}.")
+        for step in making:
             batch = step(batch)
         return batch
 
+    def sliced(batch: Batch) -> Batch:
+        for whose, step in slicing:
+            batch = step(batch)
+            if POSITIONS.name not in batch.state.keys or len(batch.state[POSITIONS]) != batch.inputs.shape[1]:
+                raise PluginError(
+                    f"{whose}: the function cut a batch without the state of its step; cut it with "
+                    'shard_of_tree(batch, batch.spec("sequence", …), …).'
+                )
+        return batch
+
+    def prepare(batches: Sequence[Batch]) -> list[Batch]:
+        batches = state.begin([made(batch) for batch in batches], sliced=bool(slicing))
+        for look in looks:
+            look(batches)
+        ready = [sliced(batch) for batch in batches]
+        state.use(ready)
+        return ready
+
     return prepare
+
+
+def _phase(step: tuple[BatchPhase, str, object]) -> BatchPhase:
+    return step[0]
 
 
 def nesting(spans: Sequence[tuple[str, Span]]) -> Span:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from ..ground.errors import ConfigError, PluginError, Problem
 from .announce import Events
 from .attention import Attention, AttentionKernel, KernelCapabilities
-from .batch import Batch, PrepareBatch
+from .batch import Batch, Preparation, PrepareBatch, PrepareStep
 from .calls import Calls, EnabledPlugin, at_home, note_plugin, without
 from .extra import ExtraModel
 from .fit import check_fit, gives
-from .guards import Guarded, guarded, nesting, preparing
+from .guards import Guarded, Prepare, guarded, nesting, preparing
 from .hookspecs import KINDS, OPTIONAL, TAKES
 from .losses import with_rows
 from .metric import Metric
@@ -203,11 +203,11 @@ class Hooks(Events):
         """Every transform with the name of its plugin."""
         return self._each("parallelize", Transform)
 
-    def prepare_batch(self) -> Callable[[Batch], Batch]:
-        """All changes as one function, for what a loader gives: by phase, then by plugin name."""
-        given = [(one, self.whose("prepare_batch", name)) for name, one in self._each("prepare_batch", PrepareBatch)]
-        steps = [(whose, one.apply) for one, whose in sorted(given, key=lambda step: step[0].phase)]
-        return preparing(self.whose("build_data"), steps)
+    def prepare_batch(self) -> Prepare:
+        """All preparations as one function, for what a loader gives in a step: by phase, then by plugin name."""
+        answers: list[tuple[str, Preparation]] = self._each("prepare_batch", (PrepareBatch, PrepareStep))
+        given = [(self.whose("prepare_batch", name), one) for name, one in answers]
+        return preparing(self.whose("build_data"), given, self.job.step_state)
 
     def span(self, name: SpanName) -> Span:
         """All context managers around a span, nested in order of plugin names, as one factory."""
@@ -277,7 +277,7 @@ class Hooks(Events):
         self.used.add((chain, claimed[0][0]))
         return claimed[0][1]
 
-    def _each(self, hook: str, kind: type[_T]) -> list[tuple[str, _T]]:
+    def _each(self, hook: str, kind: type[_T] | tuple[type[Any], ...]) -> list[tuple[str, _T]]:
         """Everything that plugins answered, one thing or several each, with the plugin's name."""
         answers = self._calls.collect(hook, {"job": self.job})
         return [(n, one) for n, answer in answers for one in ([answer] if isinstance(answer, kind) else answer or ())]

@@ -24,7 +24,7 @@ import pluggy
 
 from ..ground.errors import Problem
 from .attention import Attention, AttentionKernel, KernelCapabilities
-from .batch import Batch, PrepareBatch
+from .batch import Batch, Preparation
 from .extra import ExtraModel
 from .metric import Metric
 from .plugin import PROJECT
@@ -179,8 +179,8 @@ def tokenizer(job: Job) -> Tokenizer:
 
 
 @_hook("steps")
-def prepare_batch(job: Job) -> PrepareBatch | Iterable[PrepareBatch] | None:
-    """Changes of every micro-batch, each in its phase; resolved once, at start-up."""
+def prepare_batch(job: Job) -> Preparation | Iterable[Preparation] | None:
+    """Changes of every micro-batch, each in its phase, and looks at a step's; resolved once, at start-up."""
 
 
 # -- the step -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from .calls import at_home
 from .control import Control
 from .extra import Extra
 from .hooks import Hooks
+from .step_state import StepState
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +56,8 @@ class Job:
     control: Control
     extra: dict[str, Extra] = field(default_factory=dict)
     """Models that `extra_models` asked for, once they are composed."""
+    step_state: StepState = field(default_factory=StepState)
+    """What plugins keep while a step runs."""
 
     @property
     def models(self) -> Mapping[str, Model]:

@@ -11,6 +11,7 @@ from .transform import Direction, MicroBatch
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from .batch import Batch
     from .transform import Applied
 
 
@@ -113,13 +114,16 @@ class Model:
         """Tell of each micro-batch, before the transforms are told."""
         self._switches.insert(0, (None, tell))
 
-    def on_micro_batch(self, last: bool, part: int = 0, direction: Direction = "both") -> None:
+    def on_micro_batch(
+        self, last: bool, part: int = 0, direction: Direction = "both", batch: Batch | None = None
+    ) -> None:
         """Tell a part's transforms that a micro-batch begins; an executor calls it before each (see `MicroBatch`)."""
+        micro = MicroBatch(last, part, direction, batch.state if batch else None)
         for whose, switch in self._switches:
             if whose in (None, part):
-                switch(MicroBatch(last, part, direction))
+                switch(micro)
         for other in self._trained.values():
-            other.on_micro_batch(last, part, direction)
+            other.on_micro_batch(last, part, direction, batch)
 
     def after_backward(self) -> None:
         """Have the transforms finish the step's gradients."""

@@ -220,7 +220,7 @@ class Executor(Protocol):
     def train(self, batches: Sequence[Batch], scale: Tensor | float) -> Scalar:
         """Accumulate gradients of `scale` × the summed losses; gives the unscaled loss sum, a plain tensor.
 
-        Calls `model.on_micro_batch(last)` before each micro-batch, and a pipeline with the part and the direction, too.
+        Calls `model.on_micro_batch(last, batch=batch)` before each; a pipeline with the part and the direction, too.
         A rank without a loss (a pipeline's earlier stage) gives a 0-dim zero: losses are summed over stages. `batches`
         lie on the job's device.
         """

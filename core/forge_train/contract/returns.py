@@ -165,7 +165,8 @@ def _several(origin: type, inner: tuple[Any, ...]) -> Kind:
         wrong = next((text for item in items if (text := of.problem(item))), "")
         return f"{found(value)}, and in it {wrong.removeprefix('found ')}" if wrong else ""
 
-    return Kind(f"a {word}" if of.words == "anything" else f"a {word} of {of.words.partition(' ')[2]}", problem)
+    bare = " or ".join(one.partition(" ")[2] or one for one in of.words.split(" or "))
+    return Kind(f"a {word}" if of.words == "anything" else f"a {word} of {bare}", problem)
 
 
 def _record(cls: type) -> Kind:

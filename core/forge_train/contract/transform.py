@@ -12,6 +12,8 @@ from ..ground.errors import PluginError
 if TYPE_CHECKING:
     from torch import nn
 
+    from .micro_state import MicroState
+
 
 class Phase(enum.IntEnum):
     """When a transform is applied, for the reasons in docs/parallelism-order.md. A plugin chooses its phase, never a
@@ -43,6 +45,8 @@ class MicroBatch:
     part: int = 0
     """Index of the part on this rank."""
     direction: Direction = "both"
+    state: MicroState | None = None
+    """What plugins keep for the micro-batch, where the executor says which it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,7 @@ class Forward:
         self.executor: Executor = job.hooks.executor(model, self.task)
         self._prepare = job.hooks.prepare_batch()
         self._transfer = Transfer(job.device)
+        model.watch(job.step_state.passes)
         self.metrics = Metrics(job, job.hooks.metrics(model))
         self.waited = 0.0
         """Seconds that were spent in loaders, so far."""
@@ -53,12 +55,13 @@ class Forward:
         return self.job.dist.layout.micro_batches(train.batch_at(step), train.micro_batch)
 
     def take_batches(self, loader: Loader, count: int, whose: str = "") -> list[Batch]:
-        """A loader's next micro-batches, prepared, on the CPU."""
+        """A loader's next micro-batches, prepared, on the CPU: a step begins."""
         try:
-            return [self._prepare(self._next(loader)) for _ in range(count)]
+            batches = [self._next(loader) for _ in range(count)]
         except StopIteration as error:
             who = whose or self.job.hooks.whose("build_data")
             raise PluginError(f"{who}: the loader ended. A loader never ends.") from error
+        return self._prepare(batches)
 
     def _next(self, loader: Loader) -> Batch:
         began = time.perf_counter()
@@ -74,7 +77,24 @@ class Forward:
         if self.job.dist.world > 1:  # on the CPU, so that nothing waits for the device
             mine = torch.tensor(counts, dtype=torch.float64)
             counts = self.job.dist.all_reduce(mine, axis="data").tolist()
-        return self._transfer(batches), Counts(*map(float, counts))
+        return self._on_device(batches), Counts(*map(float, counts))
+
+    def _on_device(self, batches: list[Batch]) -> list[Batch]:
+        """From here on, the state of the step lies with them on the device."""
+        moved = self._transfer(batches)
+        self.job.step_state.use(moved)
+        return moved
+
+    def _global_batches(self, count: int) -> Iterator[int]:
+        """The sizes of an evaluation's steps, each a global batch."""
+        for start in range(0, count, self.accumulation):
+            yield min(self.accumulation, count - start)
+            self.job.step_state.end()
+
+    def _evaluated(self, executor: Executor, batch: Batch) -> Tensor:
+        """A batch's loss sum."""
+        self.job.step_state.passes(batch)
+        return executor.evaluate(batch)
 
     def show_model(self, loader: Loader) -> None:
         """Let a loader that makes its batches with the model (`RolloutLoader`) see it as it is now."""
@@ -92,9 +112,10 @@ class Forward:
         self.show_model(loader)
         self.model.train(False)
         total, weight = torch.zeros((), dtype=torch.float64, device=self.job.device), 0.0
-        for _ in range(count):
-            batches, counts = self.fetch(loader, 1)
-            total += self.executor.evaluate(batches[0])
+        for size in self._global_batches(count):
+            batches, counts = self.fetch(loader, size)
+            for batch in batches:
+                total += self._evaluated(self.executor, batch)
             weight += counts.weight
         self.model.free_gathered()
         self.model.train()
@@ -106,9 +127,9 @@ class Forward:
         executor = self.job.hooks.executor(self.model, task)
         self.show_model(data)
         self.model.train(False)
-        for _ in range(count):
-            (batch,) = self.take_batches(data, 1, whose)
-            executor.evaluate(*self._transfer([batch]))
+        for size in self._global_batches(count):
+            for batch in self._on_device(self.take_batches(data, size, whose)):
+                self._evaluated(executor, batch)
         self.model.free_gathered()
         self.model.train()
 

@@ -106,6 +106,11 @@ class Stepper(Forward):
             data_range=(first, int(self.loader.state_dict()["sequences"])),
         )
 
+    def tell(self, result: StepResult) -> None:
+        """Tell the plugins of a step; its state ends."""
+        self.job.hooks.on_step(result)
+        self.job.step_state.end()
+
     def finish(self, update: Update) -> float:
         """Show a step's gradients to the plugins, and update the weights; the learning rate of that."""
         self.job.hooks.on_gradients(update)
@@ -128,6 +133,7 @@ class Stepper(Forward):
         power = 1 << (ranks - 1).bit_length()
         with self._around_backward(), loss_scaling(factor * (power / counts.tokens)):
             total = self.executor.train(batches, factor * (power / (counts.weight or 1.0)))
+        self.job.step_state.passes(None)
         self.model.after_backward()
         gradients = present(self.parameters)
         if self.loss_scale is not None or power != ranks:

@@ -75,7 +75,7 @@ class Training:
                 settled = True
                 self.job.dist.settle(self.job.config.run.timeout)
                 optimizer_to_save(self.stepper)  # what can't be saved is told now, not at the first checkpoint
-            self.job.hooks.on_step(result)
+            self.stepper.tell(result)
             last = result.step == self.job.steps
             if self.job.logs(result.step):
                 self._log(result)

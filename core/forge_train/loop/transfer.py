@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from ..contract.batch import Batch
 
@@ -19,12 +21,27 @@ class Transfer:
 
     def __call__(self, batches: Iterable[Batch]) -> list[Batch]:
         if self._stream is None:
-            return [batch.to(self._device) for batch in batches]
+            return self._moved(batches)
         with torch.cuda.stream(self._stream):
-            moved = [batch.to(self._device) for batch in batches]
+            moved = self._moved(batches)
         compute = torch.cuda.current_stream(self._device)
         compute.wait_stream(self._stream)
         for batch in moved:
-            for tensor in batch.tensors().values():
-                tensor.record_stream(compute)  # its memory belongs to the other stream, which does not see the step
+            batch.map(partial(_record, compute))  # its memory belongs to the other stream, which does not see the step
         return moved
+
+    def _moved(self, batches: Iterable[Batch]) -> list[Batch]:
+        """Tensors that several batches share stay shared: what is the same in all of a step is known to be."""
+        known: dict[int, Tensor] = {}
+
+        def move(tensor: Tensor) -> Tensor:
+            if id(tensor) not in known:
+                known[id(tensor)] = tensor.to(self._device, non_blocking=True)
+            return known[id(tensor)]
+
+        return [batch.map(move) for batch in batches]
+
+
+def _record(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
+    tensor.record_stream(stream)
+    return tensor

@@ -20,6 +20,7 @@ from ..contract.model import Model
 from ..contract.protocols import Layer, Loader
 from ..contract.run import Run
 from ..contract.transform import Transform
+from ..contract.trees import shard_tree
 from ..ground.layout import Layout
 from ..ground.world import World
 from ..processes.distributed import DistributedContext
@@ -60,7 +61,7 @@ class Bench:
         if (on_model := getattr(loader, "on_model", None)) is not None:
             with torch.no_grad():
                 on_model(self.model())
-        return [prepare(next(loader)) for _ in range(count)]
+        return prepare([next(loader) for _ in range(count)])
 
     def loader(self, split: Literal["train", "validation"], rank: int = 0, ranks: int = 1) -> Loader:
         """The data of one of several data-parallel ranks, which this process only pretends to be.
@@ -161,9 +162,9 @@ def hidden_states(model: Model, batch: Batch) -> Tensor:
     return hidden
 
 
-def rows(batch: Batch, chosen: slice) -> Batch:
-    """Some of a batch's sequences."""
-    return batch.cut("batch", lambda tensor, dim: tensor[(*(slice(None),) * dim, chosen)])
+def cut_at(batch: Batch, row: int) -> list[Batch]:
+    """A batch's sequences before one, and from it on."""
+    return shard_tree(batch, batch.spec("batch", [row, len(batch.inputs) - row]), 2)
 
 
 def draw_gradients(model: Model, seed: int, *, every: int = 1) -> None:

@@ -173,7 +173,9 @@ class _Rehearsal(Watcher):
         resident = [*model.parameters(), *_buffers(model), *state_of(stepper.optimizer)]
         with fake, _unseen_metadata(), AnyDtype(), ledger, Collectives(self._send), Work(self._compute):
             own = ledger.numbers(resident)
-            update = stepper.gradients(1, [batch.map(fake.from_tensor) for batch in batches], counts)
+            batches = [batch.map(fake.from_tensor) for batch in batches]
+            stepper.job.step_state.use(batches)
+            update = stepper.gradients(1, batches, counts)
             end = len(ledger.changes)
             gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
             self.found.gradients = held_bytes(gradients)

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import io
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from forge_train.contract.hooks import Hooks
 from forge_train.contract.job import Job
 from forge_train.contract.protocols import Loader
 from forge_train.contract.transform import MicroBatch
+from forge_train.contract.trees import shard_tree
 from forge_train.ground.tensors import full_tensor, local
 from forge_train.loop.aggregate import split as values_of
 from forge_train.loop.assembly import assemble
@@ -82,7 +82,7 @@ class Watched(Watcher):
             self.rows.clear()
             with self._around_step(), heard_by(self._counter):
                 result = self.stepper.run(self.progress)
-            self.job.hooks.on_step(result)
+            self.stepper.tell(result)
             self.job.control.take()
             if self._update is not None and self._update.vetoed:
                 self.seen.vetoes[str(result.step)] = self._update.vetoed
@@ -232,8 +232,8 @@ class WatchedLoader:
         batch = next(self._loader)
         ids = batch.document_ids
         self._seen.documents |= ids is not None and bool((ids != ids[:, :1]).any())
-        for row in range(len(batch.inputs)):
-            one, digest = batch.cut("batch", partial(_row, row)), hashlib.sha256()
+        for one in shard_tree(batch, batch.spec("batch"), len(batch.inputs)):
+            digest = hashlib.sha256()
             for name, tensor in sorted(one.tensors().items()):
                 digest.update(f"{name}{hash_of(tensor)}".encode())
             self.rows.append(digest.hexdigest()[:16])
@@ -270,7 +270,3 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 def hash_of(tensor: Tensor) -> str:
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
-
-
-def _row(number: int, tensor: Tensor, dim: int) -> Tensor:
-    return tensor.select(dim, number)

@@ -29,7 +29,7 @@ class SequentialExecutor:
         """See `forge_train.Executor`; the host waits for nothing."""
         losses = []
         for index, batch in enumerate(batches, start=1):
-            self.model.on_micro_batch(index == len(batches))
+            self.model.on_micro_batch(index == len(batches), batch=batch)
             loss = self._loss(batch)
             torch.autograd.backward(loss * scale)
             losses.append(full_tensor(loss.detach()))

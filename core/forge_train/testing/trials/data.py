@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...contract.batch import MASKED, Batch, PrepareBatch
+from ...contract.batch import MASKED, Batch, PrepareBatch, PrepareStep
 from ...contract.protocols import Loader
 from ...ground.errors import ConfigError
 from ..bench import LABELS, Bench, Trials
@@ -141,9 +141,10 @@ def tokenizer_goes_round(bench: Bench) -> str:
 
 def prepares(bench: Bench) -> None:
     answer = bench.answer("prepare_batch")
-    changes = sorted([answer] if isinstance(answer, PrepareBatch) else answer or (), key=lambda one: one.phase)
-    if not changes:
+    answers = [answer] if isinstance(answer, (PrepareBatch, PrepareStep)) else list(answer or ())
+    if not answers:
         raise SkippedError("it has nothing to do here")
+    changes = sorted((one for one in answers if isinstance(one, PrepareBatch)), key=lambda one: one.phase)
     (batch,) = _take(bench.loader("train"), 1)
     before = {name: tensor.clone() for name, tensor in batch.tensors().items()}
     done = batch
@@ -152,6 +153,11 @@ def prepares(bench: Bench) -> None:
         require(isinstance(done, Batch), f"expected a Batch, found {type(done).__name__}")
         require(not done.problem(), done.problem())
         require(done.inputs.device.type == "cpu", "it moved the batch off the CPU, which is core's to do")
+    for look in answers:
+        if isinstance(look, PrepareStep):
+            found: object = look.apply(bench.job.step_state.begin([batch], sliced=False))
+            require(found is None, f"a look at a step's batches gives nothing back, found {type(found).__name__}")
+    bench.job.step_state.end()
     now = batch.tensors()
     changed = [name for name, tensor in before.items() if not torch.equal(tensor, now[name])]
     if changed:

@@ -12,7 +12,7 @@ from ...contract.fit import takes
 from ...contract.model import Model
 from ...contract.protocols import LossFunction, SpanName
 from ...contract.transform import Applied, MicroBatch
-from ..bench import LABELS, TOKENS, Bench, OpaqueHead, Oracle, Trials, close, hidden_states, rows, scalar
+from ..bench import LABELS, TOKENS, Bench, OpaqueHead, Oracle, Trials, close, cut_at, hidden_states, scalar
 from ..conformance import DoubtError, SkippedError, require
 
 VOCABULARY = 61
@@ -21,7 +21,7 @@ VOCABULARY = 61
 def task_sums(bench: Bench) -> None:
     """Loss and weight of a batch are those of its rows together, so that any micro-batching gives the same mean."""
     model, task, (batch,) = bench.model(), bench.answer("task"), bench.batches(1)
-    whole, parts = [batch], [rows(batch, slice(0, 1)), rows(batch, slice(1, None))]
+    whole, parts = [batch], cut_at(batch, 1)
     weights = [sum(float(task.weight(one)) for one in some) for some in (whole, parts)]
     require(weights[0] > 0, f"the weight of a batch is {weights[0]}")
     require(weights[0] == weights[1], f"the weight of a batch is {weights[0]}, that of its rows {weights[1]}")

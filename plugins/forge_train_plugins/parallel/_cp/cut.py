@@ -31,10 +31,6 @@ class Cut:
         """What some ranks have together."""
         return joined(span for rank in ranks for span in self.spans[rank])
 
-    def positions(self, rank: int) -> Tensor:
-        """All positions of a rank."""
-        return torch.cat([torch.arange(start, stop) for start, stop in self.spans[rank]])
-
 
 def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
     """In order, neighbours as one."""

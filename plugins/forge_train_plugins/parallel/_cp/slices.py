@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from forge_train import Batch, ConfigError
+from forge_train import Batch, ConfigError, shard_of_tree
 
 from .cut import cut_of, document_starts
 
@@ -29,9 +29,9 @@ def sliced(batch: Batch, rank: int, ranks: int) -> Batch:
             "its slice of a sequence; set parallel.cp = 1."
         )
     starts = None if batch.document_ids is None else document_starts(batch.document_ids)
-    positions = cut_of(starts, length, ranks).positions(rank)
+    cut = cut_of(starts, length, ranks)
     places = batch.position_ids
     if places is None:
         places = torch.arange(length).expand(len(batch.inputs), -1)
     whole = replace(batch, position_ids=places, document_ids=starts)
-    return whole.cut("sequence", lambda tensor, dim: tensor.index_select(dim, positions))
+    return shard_of_tree(whole, whole.spec("sequence", spans=cut.spans), ranks, rank)

@@ -82,7 +82,8 @@ class Step:
             self._receive(operation)
         else:
             direction = _DIRECTIONS[operation.work]
-            self._model.on_micro_batch(last, self._local[operation.part], direction)
+            batch = self._batches[operation.micro_batch]
+            self._model.on_micro_batch(last, self._local[operation.part], direction, batch)
             {"forward": self._forward, "backward": self._backward, "input": self._input, "weight": self._weight}[
                 direction
             ](operation)

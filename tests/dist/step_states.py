@@ -1,0 +1,200 @@
+"""A task and an observer of third parties that keep something during a step. As `step_states:Weighing` and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forge_train import (
+    MASKED,
+    Axes,
+    Batch,
+    BatchPhase,
+    Job,
+    Metric,
+    Model,
+    Plugin,
+    PluginError,
+    PrepareBatch,
+    PrepareStep,
+    Stack,
+    StateKey,
+    Update,
+    hookimpl,
+    metrics,
+)
+
+WEIGHTS: StateKey[dict[str, Tensor]] = StateKey(
+    "weighing.weights", {"tokens": Axes(batch=0, sequence=1), "mean": Axes(batch=None)}
+)
+"""Of each token the weight of its document, `[batch, sequence]`, and the mean that these are relative to."""
+DOCUMENTS: StateKey[Tensor] = StateKey("weighing.documents", Stack())
+"""How many documents a micro-batch has."""
+LOSSES: StateKey[Tensor] = StateKey("weighing.losses", Axes(batch=0, sequence=1))
+"""Of each token, as the loss found it."""
+LEFT: StateKey[Tensor] = StateKey("leaving.norms", Axes(batch=0, sequence=1))
+"""Of the hidden states of the final norm."""
+FIRST: StateKey[Tensor] = StateKey("leaving.first", Axes(batch=0, sequence=1))
+"""The same of the first layer."""
+
+
+class Weighing(Plugin):
+    """Weighs each document by its mean token, relative to the mean over the documents of the global batch."""
+
+    api = (1, 0)
+    everywhere = True
+
+    @hookimpl
+    def prepare_batch(self, job: Job) -> PrepareStep:
+        def weigh(batches: Sequence[Batch]) -> None:
+            weights = torch.cat([_by_document(batch) for batch in batches])
+            begins = torch.cat([_begins(batch) for batch in batches])
+            sums = torch.stack([(weights * begins).sum(), begins.sum().float()])
+            if self.everywhere:
+                job.dist.all_reduce(sums, axis="dp")
+            mean = sums[0] / sums[1]
+            job.step_state[WEIGHTS] = {"tokens": weights / mean, "mean": mean}
+            job.step_state[DOCUMENTS] = torch.stack([_begins(batch).sum() for batch in batches])
+
+        return PrepareStep(weigh)
+
+    @hookimpl
+    def task(self, job: Job) -> WeighingTask:
+        return WeighingTask()
+
+
+class WeighingHere(Weighing):
+    """Relative to the documents of the rank alone, which are others on another layout."""
+
+    everywhere = False
+
+
+def _begins(batch: Batch) -> Tensor:
+    """Where documents begin, `[batch, sequence]`."""
+    begins = torch.zeros_like(batch.inputs, dtype=torch.bool)
+    begins[:, 0] = True
+    if batch.document_ids is not None:
+        begins[:, 1:] = batch.document_ids[:, 1:] != batch.document_ids[:, :-1]
+    return begins
+
+
+def _by_document(batch: Batch) -> Tensor:
+    """The mean token of the document of each token."""
+    documents = _begins(batch).flatten().cumsum(0) - 1
+    sums = torch.zeros(int(documents[-1]) + 1).index_add(0, documents, batch.inputs.flatten().float())
+    return (sums / documents.bincount())[documents].view(batch.inputs.shape)
+
+
+class WeighingTask:
+    def weight(self, batch: Batch) -> float:
+        return float((batch.state[WEIGHTS]["tokens"] * (batch.labels != MASKED)).sum())
+
+    def loss(self, part: Any, hidden: Tensor, batch: Batch) -> Tensor:
+        logits = self.outputs(part, hidden, batch).float().flatten(0, 1)
+        each = F.cross_entropy(logits, batch.labels.flatten(), ignore_index=MASKED, reduction="none")
+        each = each.view(batch.labels.shape)
+        batch.state[LOSSES] = each.detach()
+        return (each * batch.state[WEIGHTS]["tokens"]).sum()
+
+    def outputs(self, part: Any, hidden: Tensor, batch: Batch) -> Tensor:
+        outputs: Tensor = part.get_submodule("head")(hidden)
+        return outputs
+
+
+class Leaving(Plugin):
+    """Leaves in the forward pass what is read after the backward passes."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def on_start(self, model: Model, job: Job) -> None:
+        def leave(key: StateKey[Tensor]) -> Any:
+            def hook(module: Any, args: Any, out: Tensor) -> None:
+                if (micro := job.step_state.micro) is not None:
+                    micro[key] = out.detach().float().norm(dim=-1)
+
+            return hook
+
+        for name, module in model.named_modules():
+            if name in ("norm", "layers.0"):
+                module.register_forward_hook(leave(LEFT if name == "norm" else FIRST))
+
+
+class Watching(Plugin):
+    """Measures what was kept, when the step's gradients are there; and where what was kept is kept."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def metrics(self, job: Job) -> Mapping[str, Metric]:
+        self.job, self.seen = job, list[dict[str, bool]]()
+        self.loss, self.worst, self.documents, self.left = metrics.Mean(), metrics.Max(), metrics.Sum(), metrics.Sum()
+        self.mean, self.ordered = metrics.Mean(), metrics.Sum()
+        return {
+            "loss": self.loss,
+            "worst": self.worst,
+            "documents": self.documents,
+            "left": self.left,
+            "mean": self.mean,
+            "ordered": self.ordered,
+        }
+
+    @hookimpl
+    def on_gradients(self, update: Update) -> None:
+        state, layout = self.job.step_state, self.job.dist.layout
+        self.mean.update(state[WEIGHTS]["mean"])
+        self.documents.update(state[DOCUMENTS] / (layout.pp * layout.cp))  # which all of these ranks know
+        if LOSSES not in state:  # an earlier stage of a pipeline
+            return
+        losses = state[LOSSES]
+        self.loss.update(losses, state[WEIGHTS]["tokens"])
+        self.worst.update(losses)
+        self.left.update(state[LEFT])
+        whole = state.gather(LOSSES, self.job.dist)
+        places = torch.arange(whole.numel()).view(whole.shape) % 97 - 48  # so that the order of losses shows
+        self.ordered.update(((whole - whole.mean()).double() * places).sum() / (layout.dp * layout.cp))
+        tokens = self.job.config.train.sequence
+        assert list(whole.shape) == [self.job.config.train.global_batch, tokens], whole.shape
+        assert len(state.gather(DOCUMENTS, self.job.dist)) == layout.dp * len(state[DOCUMENTS])
+
+
+class Peeking(Plugin):
+    """Asks for what was kept when the step, or the evaluation, is over."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def on_start(self, job: Job) -> None:
+        self.job, self.found = job, list[str]()
+
+    @hookimpl
+    def on_step(self, step: Any) -> None:
+        step.add("documents", self.job.step_state[DOCUMENTS].sum())
+
+    @hookimpl
+    def on_log(self, record: Any) -> None:
+        self._ask()
+
+    @hookimpl
+    def on_evaluate(self, evaluation: Any) -> None:
+        self._ask()
+
+    def _ask(self) -> None:
+        try:
+            self.found.append(f"{self.job.step_state[DOCUMENTS]}")
+        except PluginError as error:
+            self.found.append(str(error).partition(",")[0])
+
+
+class HandCut(Plugin):
+    """Cuts every sequence itself, and forgets what is kept for the batch."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def prepare_batch(self, job: Job) -> PrepareBatch:
+        return PrepareBatch(BatchPhase.SLICE, lambda batch: Batch(batch.inputs[:, :8], batch.labels[:, :8]))

@@ -1,0 +1,76 @@
+"""What an outside task keeps during a step is the same on one process, in micro-batches, and along every axis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import compositions
+import step_states
+from forge_train import PluginError
+from forge_train.testing import RunForge, Verifier
+
+pytestmark = [pytest.mark.dist]
+
+OWN = ("step_states:Weighing", "step_states:Leaving", "step_states:Watching")
+TEXT = {"text.isolate": True}
+LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
+    "dp2": (2, ("fsdp2",), {"parallel.dp_shard": 2, "train.micro_batch": 6}),
+    "pp2": (2, ("pp",), {"parallel.pp": 2, "train.micro_batch": 12}),
+    "pp2, split": (2, ("pp", "ac"), {"parallel.pp": 2, "train.micro_batch": 6, "pp.schedule": "zbv"}),
+    "cp2": (2, ("cp", "fsdp2"), {"parallel.cp": 2, "train.micro_batch": 12}),
+    "cp2 × dp2": (4, ("cp", "fsdp2"), {"parallel.cp": 2, "parallel.dp_shard": 2, "train.micro_batch": 6}),
+    "pp2 × cp2": (4, ("pp", "cp", "fsdp2"), {"parallel.pp": 2, "parallel.cp": 2, "train.micro_batch": 12}),
+}
+
+
+@pytest.mark.accept("axes", 1)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_keeps_the_same_on_every_layout(verify: Verifier, composition_file: Path, name: str) -> None:
+    world, plugins, settings = LAYOUTS[name]
+    common = {**TEXT, "decoder.layers": 4}
+    reference = compositions._request(composition_file, OWN, common)
+    request = compositions._request(composition_file, (*plugins, *OWN), {**common, **settings})
+    verdict = verify(request, world, steps=2, reference=reference)
+    assert verdict.agree, verdict
+    assert "metrics" in {check.name for check in verdict.checks}
+
+
+@pytest.mark.accept("axes", 3)
+def test_weights_of_a_rank_s_own_documents_are_found_out(verify: Verifier, composition_file: Path) -> None:
+    own = ("step_states:WeighingHere",)
+    reference = compositions._request(composition_file, own, TEXT)
+    _, plugins, settings = LAYOUTS["dp2"]
+    verdict = verify(
+        compositions._request(composition_file, (*plugins, *own), {**TEXT, **settings}), 2, steps=2, reference=reference
+    )
+    assert {"loss", "gradients"} <= verdict.failed, verdict
+
+
+def test_three_micro_batches_are_one_batch(run_forge: RunForge) -> None:
+    found = []
+    for size in (12, 4):
+        config = {"train.global_batch": 12, "train.micro_batch": size, "train.evaluate_every": 3, **TEXT}
+        run = run_forge([step_states.Weighing, step_states.Leaving, step_states.Watching], config)
+        evaluated = [event["loss"] for event in run.events if event["event"] == "evaluation"]
+        lines = [{key: value for key, value in line.items() if "watching" in key} for line in run.metrics]
+        found.append((run.losses, [line["grad_norm"] for line in run.metrics], evaluated, lines))
+    (losses, norms, evaluated, lines), other = found
+    assert len(lines[0]) == 6
+    assert other[0] == pytest.approx(losses, rel=1e-5)
+    assert other[1] == pytest.approx(norms, rel=1e-5)
+    assert other[2] == pytest.approx(evaluated, rel=1e-5)
+    assert other[3] == [pytest.approx(line, rel=1e-4) for line in lines]
+
+
+def test_the_state_ends_with_the_step_and_with_the_evaluation(run_forge: RunForge) -> None:
+    run = run_forge([step_states.Weighing, step_states.Peeking], {"train.evaluate_every": 1, **TEXT}, steps=2)
+    assert all(line["peeking.documents"] >= 4 for line in run.metrics)
+    assert run.plugin("peeking").found == ["job.step_state was asked for 'weighing.documents'"] * 4
+
+
+def test_a_batch_that_is_cut_without_its_state_is_refused(run_forge: RunForge) -> None:
+    with pytest.raises(PluginError, match=r"Plugin 'hand_cut' .*: the function cut a batch without the state of its"):
+        run_forge([step_states.HandCut])
