@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def look_at_stages(setup: Setup, layout: Layout, world: World, folder: Path, *, 
             continue
         with imagined(layout, place, given) as context:
             job = Job.of(setup.config, setup.hooks, Run(folder), context)
-            looks.append(_look(job, stage, units, looks, alternatives=alternatives))
+            looks.append(_look(job, stage, units, alternatives=alternatives))
     return looks
 
 
@@ -129,7 +129,7 @@ def _first_look(job: Job, stage: int, units: Units) -> Look:
     look = _composed(job, composition, stage, units)
     try:
         look.sets = parameter_sets(imagine_optimizer(job, composition.model).param_groups)
-    except ForgeError:  # it may need the others
+    except ForgeError:  # it needs the others
         look.form = None
     return look
 
@@ -171,14 +171,10 @@ def _composed(job: Job, composition: Composition, stage: int, units: Units) -> L
     return look
 
 
-def _look(job: Job, stage: int, units: Units, before: Sequence[Look], *, alternatives: bool) -> Look:
+def _look(job: Job, stage: int, units: Units, *, alternatives: bool) -> Look:
     composition = compose(job, allocate=False, change=units.look)
     model, names = composition.model, Names(job.dist)
     look = _composed(job, composition, stage, units)
-    if any(one.form == look.form is not None for one in before):
-        look.sets = parameter_sets(imagine_optimizer(job, model).param_groups)
-        if twin := _twin(look, zip(before, before, strict=True)):
-            return _like(twin, look, stage)
     laid_out = None if job.dist.layout.pp > 1 else alike.rehearse_alike(job, composition, units)
     recorded = laid_out or rehearse(job, model)
     look.sets = parameter_sets(imagine_optimizer(job, model).param_groups) if laid_out else recorded.sets
