@@ -36,10 +36,11 @@ SEVENTY = {
     "parallel.tp": 8,
     "parallel.cp": 4,
 }
+SEVENTY_B = "70B dense, pp 8 × tp 8 × cp 4 × dp 32, 131,072 tokens"
 PLANS: dict[str, tuple[int, str, dict[str, object]]] = {
     "8B dense, tp 8 × dp 64, 8,192 tokens": (512, "tp", EIGHT),
-    "70B dense, pp 8 × tp 8 × cp 4 × dp 32, 131,072 tokens of packed documents": (8192, "pp,tp,cp", SEVENTY),
-    "the same, rows of one text each": (8192, "pp,tp,cp", {**SEVENTY, "text.isolate": "false"}),
+    f"{SEVENTY_B}, `ulysses`": (8192, "pp,tp,cp", {**SEVENTY, "cp.method": "ulysses"}),
+    f"{SEVENTY_B}, `gather`": (8192, "pp,tp,cp", {**SEVENTY, "cp.method": "gather"}),
 }
 """What is planned → ranks, plugins and configuration."""
 

@@ -90,7 +90,7 @@ def verified(compositions: list[Case]) -> Iterator[Verified]:
     """Verify on one pool of processes, one after the other."""
     with tempfile.TemporaryDirectory(prefix="forge-verify-all-") as folder:
         file = write(Path(folder))
-        with Pool(Path(folder)) as pool:
+        with Pool(Path(folder), size=max(one.world for one in compositions)) as pool:
             verify = Verifier(pool)
             for number, one in enumerate(compositions, start=1):
                 began = time.perf_counter()
