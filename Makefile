@@ -31,7 +31,7 @@ test: $(VENV)/.ready-dev ## run the tests on each change: all but test-dist, two
 test-dist: $(VENV)/.ready-dev ## run the other tests, in CI: layouts of two to eight processes, two files at a time
 	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile $(LAYOUTS))
 
-verify-all: $(VENV)/.ready-dev ## now and then: verify every composition of layouts; ARGS="tp4 dp3" picks some
+verify-all: $(VENV)/.ready-dev ## now and then: verify every composition of layouts; ARGS="context tp4" picks some
 	@$(PY) benchmarks/verify_all.py $(ARGS)
 
 mutants: $(VENV)/.ready-dev ## plant small faults in the code, and report those that the tests miss; ARGS="--count 9" for fewer

@@ -9,6 +9,7 @@
     python benchmarks/run.py attention       # packed documents: benchmarks/results/attention.md
     python benchmarks/run.py observing       # metrics and trackers: benchmarks/results/observing.md
     python benchmarks/run.py data            # token shards: benchmarks/results/data.md
+    python benchmarks/run.py planning        # plans of large models: benchmarks/results/planning.md
 
 Each ratio is of two things measured alternately in one go, by the CPU time of one thread, and the best of each counts:
 other work on the machine adds time and never takes any away.
@@ -36,6 +37,7 @@ OPTIMIZERS = HERE / "results" / "optimizers.md"
 ATTENTION = HERE / "results" / "attention.md"
 OBSERVING = HERE / "results" / "observing.md"
 DATA = HERE / "results" / "data.md"
+PLANNING = HERE / "results" / "planning.md"
 FORGE = [sys.executable, "-m", "forge_train_cli"]
 
 
@@ -331,6 +333,22 @@ def data() -> list[Row]:
     return rows
 
 
+def planning() -> list[Row]:
+    """Plans of models and worlds that no machine here could hold."""
+    sys.path.insert(0, str(HERE))
+    from planning import PLANS, measure
+
+    rows = []
+    for what, (world, plugins, config) in PLANS.items():
+        seconds, memory = measure(world, plugins, config)
+        name = f"{what}, {world:,} ranks"
+        rows.append(Row(f"{name}: CPU seconds", f"{seconds:.1f}", "≤ 60", seconds <= 60))
+        rows.append(Row(f"{name}: peak memory", f"{memory:.2f} GB", "≤ 2 GB", memory <= 2))
+    note = "`forge plan --device h100` with these sizes, start-up included, on one thread, once each."
+    PLANNING.write_text(table(rows, "Plans", "python benchmarks/run.py planning", note), encoding="utf-8")
+    return rows
+
+
 def trials() -> list[Row]:
     environment = {**os.environ, "FORGE_TRIALS": "20", "FORGE_EXAMPLES": "3000"}
     rows = []
@@ -348,10 +366,10 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     part.__name__: part
     for part in (
         *(startup, first, loop, loss, text, quickstart, trials),
-        *(parallel, experts, low_precision, optimizers, attention, observing, data),
+        *(parallel, experts, low_precision, optimizers, attention, observing, data, planning),
     )
 }
-APART = {"parallel", "experts", "low_precision", "optimizers", "attention", "observing", "data"}
+APART = {"parallel", "experts", "low_precision", "optimizers", "attention", "observing", "data", "planning"}
 """Those that have a table of their own."""
 
 

@@ -1,13 +1,13 @@
 """Verifies every composition of the tests' factors against one process, and writes benchmarks/results/verify.md.
 
-    python benchmarks/verify_all.py            # everything
-    python benchmarks/verify_all.py tp4 dp3    # some layouts, without writing
-    python benchmarks/verify_all.py context    # context parallelism, without writing
-    python benchmarks/verify_all.py pipelines  # pipelines, without writing
+    python benchmarks/verify_all.py                    # everything
+    python benchmarks/verify_all.py context pipelines  # these sections: layouts, context, pipelines, everything
+    python benchmarks/verify_all.py tp4 dp3            # some layouts, without writing
 
 The full product on up to 4 processes. On 8, which share the cores, all pairs of the other factors. Context parallelism
 in every size and way, with each of what it is combined with alone, and with all together. Pipelines with every schedule
-on 2, 3 and 4 ranks likewise, up to 8 processes, and one of 16 with all axes above 1.
+on 2, 3 and 4 ranks likewise, up to 8 processes. One composition of 16 processes with all axes above 1. Sections that
+are not asked for stay in the page as they were.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,36 +43,26 @@ IN_FULL = 4
 PAGE = """\
 # Every composition against one process
 
-Written by `make verify-all` on {date}: {where}.
-{count}, {agree} agree; {minutes} minutes.
-
-Each takes {steps} steps in fp32 on one process and on the layout, over gloo, by `forge verify`'s code: initial weights,
-batches, replicas and checkpoints must be equal to the bit, losses, held-out losses and norms within 1e-5, each
-parameter's gradient at every step, its change and its optimizer state within 1e-4. A row stands
-for accumulation over 1 and 3 micro-batches × tied and untied heads × packed documents and one long text, and shows the
-largest relative differences; on 8 processes it stands for all pairs of these (seed {seed}).
-
-{table}
-
-## Sequences cut over ranks
-
-Each row stands for a size and a way alone, with grouped queries, packed documents, tp2, `zero1`, experts over ranks,
-`ac`, 3 micro-batches, dp2, and with all that go together.
-
-{cut}
-
-## Pipelines
-
-Each row stands for a schedule on some ranks: alone, with tied weights, packed documents, `ac`, tp2, experts, experts
-over ranks, and with all of these that go together, on one data rank and with `fsdp2`; and with each other way to share
-data.
-
-{piped}
+Written by `make verify-all`. Each takes {steps} steps in fp32 on one process and on the layout, over gloo, by
+`forge verify`'s code: initial weights, batches, replicas and checkpoints must be equal to the bit, losses, held-out
+losses and norms within 1e-5, each parameter's gradient at every step, its change and its optimizer state within 1e-4.
+Rows show the largest relative differences.
 """
 COMPARED = ("loss", "grad_norm", "gradients", "later gradients", "updates", "optimizer", "evaluation")
 
 
 Case = Composition | Context | Piped | Everything
+
+
+@dataclass(frozen=True)
+class Section:
+    """Of the page: compositions that are verified together."""
+
+    title: str
+    text: str
+    how: str
+    """Heading of the second column."""
+    cases: Callable[[], Iterable[Case]]
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,7 @@ def verified(compositions: list[Case]) -> Iterator[Verified]:
     """Verify on one pool of processes, one after the other."""
     with tempfile.TemporaryDirectory(prefix="forge-verify-all-") as folder:
         file = write(Path(folder))
-        with Pool(Path(folder)) as pool:
+        with Pool(Path(folder), size=max(one.world for one in compositions)) as pool:
             verify = Verifier(pool)
             for number, one in enumerate(compositions, start=1):
                 began = time.perf_counter()
@@ -110,65 +100,98 @@ def verified(compositions: list[Case]) -> Iterator[Verified]:
                 yield done
 
 
-def table(found: list[Verified]) -> Iterator[str]:
-    """A row for each layout and mode of activation checkpointing, or of context parallelism for each size and way."""
-    kinds = {Context: "method", Piped: "schedule"}
-    how = kinds.get(type(found[0].composition), "activation checkpointing") if found else ""
+SECTIONS = {
+    "layouts": Section(
+        "Sharding, tensor parallelism and replicas",
+        f"A row stands for accumulation over 1 and 3 micro-batches × tied and untied heads × packed documents and one "
+        f"long text; on 8 processes for all pairs of these (seed {SEED}).",
+        "activation checkpointing",
+        lambda: chosen(LAYOUTS),
+    ),
+    "context": Section(
+        "Sequences cut over ranks",
+        "Each row stands for a size and a way alone, with grouped queries, packed documents, tp2, `zero1`, experts "
+        "over ranks, `ac`, 3 micro-batches, dp2, and with all that go together.",
+        "method",
+        contexts,
+    ),
+    "pipelines": Section(
+        "Pipelines",
+        "Each row stands for a schedule on some ranks: alone, with tied weights, packed documents, `ac`, tp2, experts, "
+        "experts over ranks, and with all of these that go together, on one data rank and with `fsdp2`; and with each "
+        "other way to share data.",
+        "schedule",
+        pipelines,
+    ),
+    "everything": Section("Every axis above 1", "One composition on 16 processes.", "schedule", lambda: [Everything()]),
+}
+
+
+def table(found: list[Verified], how: str) -> Iterator[str]:
+    """A row for each layout and mode of activation checkpointing, size and way of context parallelism, or pipeline."""
     yield f"| layout | processes | {how} | agree | {' | '.join(COMPARED)} |"
     yield "|---" * (4 + len(COMPARED)) + "|"
     groups: dict[tuple[str, str], list[Verified]] = {}
     for one in found:
-        case = one.composition
-        row = (
-            case.row
-            if isinstance(case, (Piped, Everything))
-            else ((f"cp{case.size}", case.method) if isinstance(case, Context) else (case.layout, case.ac))
-        )
-        groups.setdefault(row, []).append(one)
-    for (layout, ac), group in groups.items():
+        groups.setdefault(row_of(one.composition), []).append(one)
+    for (layout, way), group in groups.items():
         agree, worlds = sum(one.verdict.agree for one in group), sorted({one.composition.world for one in group})
         worst = " | ".join(f"{max(one.worst(name) for one in group):.1e}" for name in COMPARED)
-        yield f"| {layout} | {', '.join(map(str, worlds))} | {ac} | {agree} of {len(group)} | {worst} |"
+        yield f"| {layout} | {', '.join(map(str, worlds))} | {way} | {agree} of {len(group)} | {worst} |"
 
 
-def report(found: list[Verified], total: int, seconds: float) -> str:
-    """The page of results, so far."""
+def row_of(case: Case) -> tuple[str, str]:
+    """What the row of a composition is called."""
+    if isinstance(case, Context):
+        return f"cp{case.size}", case.method
+    return (case.layout, case.ac) if isinstance(case, Composition) else case.row
+
+
+def report(section: Section, found: list[Verified], total: int, seconds: float) -> str:
+    """A section of the page, so far."""
     failed = [f"- {one.composition}: {one.failed}. {' '.join(one.verdict.advice)}" for one in found if one.failed]
-    where = (
-        f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
-    )
-    page = PAGE.format(
-        date=time.strftime("%Y-%m-%d"),
-        where=where,
-        count=f"{len(found)} compositions"
-        if len(found) == total
-        else f"Cut short: {len(found)} of {total} compositions",
-        agree=len(found) - len(failed),
-        minutes=f"{seconds / 60:.0f}",
-        steps=STEPS,
-        seed=SEED,
-        table="\n".join(table([one for one in found if isinstance(one.composition, Composition)])),
-        cut="\n".join(table([one for one in found if isinstance(one.composition, Context)])),
-        piped="\n".join(table([one for one in found if isinstance(one.composition, (Piped, Everything))])),
-    )
-    return page + "".join(f"{line}\n" for line in (["", "## What does not agree", "", *failed] if failed else []))
+    cores, system = os.cpu_count(), platform.system()
+    date, where = time.strftime("%Y-%m-%d"), f"{cores} cores, {system}, Python {platform.python_version()}"
+    cut = "" if len(found) == total else f" Cut short, of {total}."
+    count = f"{len(found)} compositions, {len(found) - len(failed)} agree; {seconds / 60:.0f} minutes.{cut}"
+    lines = [
+        f"## {section.title}",
+        "",
+        f"{date}: {where}, torch {torch.__version__}. {count}",
+        "",
+        section.text,
+        "",
+        *table(found, section.how),
+        *(["", "Not in agreement:", "", *failed] if failed else []),
+    ]
+    return "\n".join(lines)
+
+
+def write_section(name: str, text: str) -> None:
+    """Replace one section of the page."""
+    page = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else ""
+    parts = {part.partition("\n")[0]: f"## {part.rstrip()}" for part in page.split("\n## ")[1:]}
+    parts[SECTIONS[name].title] = text
+    known = [parts[section.title] for section in SECTIONS.values() if section.title in parts]
+    RESULTS.write_text("\n\n".join([PAGE.format(steps=STEPS).rstrip(), *known]) + "\n", encoding="utf-8")
 
 
 def main() -> int:
-    began = time.perf_counter()
     asked = sys.argv[1:]
-    layouts = [one for one in asked if one not in ("context", "pipelines")] if asked else list(LAYOUTS)
-    cut = contexts() if not asked or "context" in asked else ()
-    piped = [*pipelines(), Everything()] if not asked or "pipelines" in asked else ()
-    compositions: list[Case] = [*chosen(layouts), *cut, *piped]
-    found: list[Verified] = []
-    for one in verified(compositions):
-        found.append(one)
-        text = report(found, len(compositions), time.perf_counter() - began)
-        if not sys.argv[1:]:
-            RESULTS.write_text(text, encoding="utf-8")
-    print(text)
-    return 0 if all(one.verdict.agree for one in found) else 1
+    plans = [(name, list(SECTIONS[name].cases())) for name in SECTIONS if name in asked or not asked]
+    if some := [one for one in asked if one not in SECTIONS]:
+        plans.append(("", list(chosen(some))))
+    agree = True
+    for name, cases in plans:
+        began, found = time.perf_counter(), list[Verified]()
+        for one in verified(sorted(cases, key=lambda case: case.world)):
+            found.append(one)
+            agree &= one.verdict.agree
+            text = report(SECTIONS[name or "layouts"], found, len(cases), time.perf_counter() - began)
+            if name:
+                write_section(name, text)
+        print(text)
+    return 0 if agree else 1
 
 
 if __name__ == "__main__":

@@ -88,6 +88,8 @@ class Context:
             model["decoder.kv_heads"] = KEY_HEADS[self.size] * (2 if "tp" in self.extras else 1)
         if "packed" in self.extras:
             model["text.isolate"] = True
+        if "tp" in self.extras and self.size == 4:
+            model["decoder.heads"] = 24  # that both axes can share out
         if "ep" in self.extras:
             model |= {"moe.experts": 6, "moe.hidden": 16, "moe.bias_speed": 0.01, "moe.balance": 0.1}
         return model

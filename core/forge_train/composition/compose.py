@@ -122,7 +122,7 @@ def _composed(job: Job, *, frozen: bool = False, change: Callable[[nn.Module], N
                 "phase": transform.phase.name,
                 "slot": transform.slot,
                 "plugin": plugin,
-                "matched": sorted({name for names in job.dist.gather_objects(matched) for name in names}),
+                "matched": sorted(job.dist.gather_names(matched)),
                 "note": note,
             }
         )
@@ -248,8 +248,7 @@ def _check(
     if twice := _in_several(parts):
         raise PluginError(f"{who} left parameters in several parts{_some('twice', twice)}; each part has its own.")
     added = {name for one in done for name in one.added}
-    everybody = job.dist.gather_objects((before.names | added, after.names))
-    wanted, names = (set().union(*some) for some in zip(*everybody, strict=True))
+    wanted, names = job.dist.gather_names(before.names | added), job.dist.gather_names(after.names)
     if names != wanted and job.dist.complete:
         lost, new = sorted(wanted - names), sorted(names - wanted)
         raise PluginError(

@@ -103,7 +103,7 @@ def _indices(
     used = {index for indices, _ in stages for index in indices}
     everybody = [name for _, found in stages for name in found]
     for index, group in enumerate(groups):
-        if index not in used:
+        if index not in used and job.dist.complete:
             hint = nearest(group.match, everybody) or f" There are {few(everybody)}."
             raise ConfigError(f"{key}: {group.match!r} matches no trainable parameter.{hint}", key=key)
         if group.lr == 1 and group.weight_decay is None:

@@ -7,7 +7,7 @@ same in one process without a process group.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -195,6 +195,10 @@ class DistributedContext:
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, value, group=group)
         return gathered
+
+    def gather_names(self, names: Collection[str]) -> set[str]:
+        """The names that any process gives, on every process."""
+        return set().union(*self.gather_objects(names))
 
     def gather_stages(self, value: _T) -> list[_T]:
         """A value of each pipeline stage (its first process's), in order of stages, on every process."""

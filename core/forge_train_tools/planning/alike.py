@@ -71,8 +71,10 @@ class Units:
         """Leave units out of a model that was just built, and see what the others are like."""
         if self.gone:
             _remove(part, self.gone)
-        self.names = tuple(getattr(part, "units", ()))
-        self.built = [dict(_attributes(name, part.get_submodule(name))) for name in self.names]
+        names = tuple(getattr(part, "units", ()))
+        if names != self.names:  # every stage of a pipeline builds the same model
+            self.names = names
+            self.built = [dict(_attributes(name, part.get_submodule(name))) for name in names]
 
     def forms(self, composition: Composition) -> list[Form]:
         """What there is to say of each unit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -86,12 +87,23 @@ class Collectives(Watch):
         self._tell = tell
 
     def look(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if func.namespace == "_c10d_functional" and (kind := FUNCTIONAL.get(func._opname)):
+        kind, functional = _kind(func)
+        if not kind:
+            return
+        if functional:
             group = group_named(args[-1])
             self._tell(_collective(kind, group, (*args, out)))
-        elif func.namespace == "c10d" and (kind := IN_PLACE.get(func._opname)):
+        else:
             group = next(dist.ProcessGroup.unbox(argument) for argument in args if isinstance(argument, ScriptObject))
             self._tell(_collective(kind, group, args))
+
+
+@cache
+def _kind(func: Any) -> tuple[str, bool]:
+    """Of a collective, empty for other operations; and whether it is a functional one."""
+    if func.namespace == "_c10d_functional":
+        return FUNCTIONAL.get(func._opname, ""), True
+    return IN_PLACE.get(func._opname, "") if func.namespace == "c10d" else "", False
 
 
 def _collective(kind: str, group: dist.ProcessGroup, arguments: Iterable[Any]) -> Collective:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -48,6 +48,10 @@ class ImaginedContext(DistributedContext):
         self.given.append(value)
         known = [one[at] if at < len(one) else value for one in self.others] or [value] * stages
         return [one for one in known for _ in range(size // stages)]
+
+    def gather_names(self, names: Collection[str]) -> set[str]:
+        everybody = {id(one): one for one in self.gather_objects(names)}  # one object for all ranks of a stage
+        return set().union(*everybody.values())
 
     def on_main(self, function: Callable[[], _T]) -> _T:
         return function()

@@ -35,7 +35,7 @@ class Ledger(Watch):
         self._count = 0
         self._resize = torch.UntypedStorage.resize_
 
-    def __enter__(self) -> Any:
+    def begin(self) -> None:
         ledger, original = self, self._resize
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:  # how FSDP2 frees and takes memory
@@ -45,10 +45,8 @@ class Ledger(Watch):
 
         self._patch = patch.object(torch.UntypedStorage, "resize_", resize)
         self._patch.start()
-        return super().__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+    def end(self) -> None:
         self._patch.stop()
 
     def look(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:

@@ -36,7 +36,7 @@ from .ledger import Ledger
 from .optimizer import parameter_sets
 from .passes import WORKS, Pass
 from .record import END, Recorded
-from .watch import AnyDtype
+from .watch import AnyDtype, Together
 from .work import Work
 
 
@@ -171,7 +171,8 @@ class _Rehearsal(Watcher):
         ledger = self.ledger
         logits = _Logits(ledger, model)
         resident = [*model.parameters(), *_buffers(model), *state_of(stepper.optimizer)]
-        with fake, _unseen_metadata(), AnyDtype(), ledger, Collectives(self._send), Work(self._compute):
+        watches = Together(AnyDtype(), ledger, Collectives(self._send), Work(self._compute))
+        with fake, _unseen_metadata(), watches:
             own = ledger.numbers(resident)
             batches = [batch.map(fake.from_tensor) for batch in batches]
             stepper.job.step_state.use(batches)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from contextlib import suppress
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from forge_train.composition.compose import compose
+from forge_train.composition.compose import Composition, compose
 from forge_train.contract.job import Job
 from forge_train.contract.run import Run
 from forge_train.contract.timetable import Timetable
@@ -52,6 +51,10 @@ class Look:
     """Of a pipeline: with the passes in the order of the rehearsal."""
     traffic: list[Traffic] = field(default_factory=list)
     pipeline: Passing | None = None
+
+    def is_like(self, other: Look) -> bool:
+        """Whether both do the same: their parts are of one form, and their parameters are updated alike."""
+        return self.form is not None and (self.form, self.sets) == (other.form, other.sets)
 
     @property
     def kernel_flops(self) -> float:
@@ -102,29 +105,55 @@ def look_at_stages(setup: Setup, layout: Layout, world: World, folder: Path, *, 
     """
     ranks = range(0, world.size, world.size // layout.pp)
     places = [replace(world, rank=rank, local_rank=rank % world.local_size) for rank in ranks]
+    units = Units()
+    first: list[Look] = []
     given: list[list[Any]] = []
-    for place in places if layout.pp > 1 else []:
+    for stage, place in enumerate(places if layout.pp > 1 else ()):
         with imagined(layout, place) as context:
-            _give(Job.of(setup.config, setup.hooks, Run(folder), context))
+            first.append(_first_look(Job.of(setup.config, setup.hooks, Run(folder), context), stage, units))
             given.append(context.given)
     looks: list[Look] = []
     for stage, place in enumerate(places):
+        if first and (twin := _twin(first[stage], zip(first, looks, strict=False))):
+            looks.append(_like(twin, first[stage], stage))
+            continue
         with imagined(layout, place, given) as context:
             job = Job.of(setup.config, setup.hooks, Run(folder), context)
-            looks.append(_look(job, stage, looks, alternatives=alternatives))
+            looks.append(_look(job, stage, units, alternatives=alternatives))
     return looks
 
 
-def _give(job: Job) -> None:
-    """Have a stage say what the others will want to know of it."""
-    composition = compose(job, allocate=False)
-    with suppress(ForgeError):  # it does not know the others yet
-        imagine_optimizer(job, composition.model)
-
-
-def _look(job: Job, stage: int, before: list[Look], *, alternatives: bool) -> Look:
-    units = Units()
+def _first_look(job: Job, stage: int, units: Units) -> Look:
+    """Compose a stage without knowing the others, and have it say what they will want to know of it."""
     composition = compose(job, allocate=False, change=units.look)
+    look = _composed(job, composition, stage, units)
+    try:
+        look.sets = parameter_sets(imagine_optimizer(job, composition.model).param_groups)
+    except ForgeError:  # it needs the others
+        look.form = None
+    return look
+
+
+def _twin(own: Look, before: Iterable[tuple[Look, Look]]) -> Look | None:
+    """A stage that was rehearsed and does what this one does, if there is one.
+
+    Args:
+        own: the first look at this stage.
+        before: the first and the second look at each stage before it. Where they are not alike, something depends on
+            what other stages said.
+    """
+    return next((two for one, two in before if own.is_like(one) and one.is_like(two) and two.pipeline), None)
+
+
+def _like(twin: Look, own: Look, stage: int) -> Look:
+    """What a stage comes to, from the rehearsal of one that does the same."""
+    assert twin.pipeline is not None
+    rehearsed = _in_order(twin.unordered or twin.rehearsed, twin.pipeline.growth(stage))
+    return replace(own, rehearsed=rehearsed, traffic=twin.traffic, pipeline=twin.pipeline, unordered=twin.unordered)
+
+
+def _composed(job: Job, composition: Composition, stage: int, units: Units) -> Look:
+    """What a composition shows before it is rehearsed."""
     model, names, train = composition.model, Names(job.dist), job.config.train
     stages = job.dist.layout.pp
     stored = {id(p): p for one in (model, *job.models.values()) for p in one.parameters()}  # frozen ones, too
@@ -139,12 +168,14 @@ def _look(job: Job, stage: int, before: list[Look], *, alternatives: bool) -> Lo
     )
     if stages > 1 and not affordable(model, job.dist.layout.micro_batches(train.global_batch, train.micro_batch)):
         look.form = (stage == 0, stage == stages - 1, *(form_of(part, units) for part in model.parts))
-    twin = next((one for one in before if one.form is not None and one.form == look.form and one.pipeline), None)
-    if twin is not None and twin.pipeline is not None:
-        look.sets, look.traffic, look.pipeline = twin.sets, twin.traffic, twin.pipeline
-        look.rehearsed = _in_order(twin.unordered or twin.rehearsed, twin.pipeline.growth(stage))
-        return look
-    laid_out = None if stages > 1 else alike.rehearse_alike(job, composition, units)
+    return look
+
+
+def _look(job: Job, stage: int, units: Units, *, alternatives: bool) -> Look:
+    composition = compose(job, allocate=False, change=units.look)
+    model, names = composition.model, Names(job.dist)
+    look = _composed(job, composition, stage, units)
+    laid_out = None if job.dist.layout.pp > 1 else alike.rehearse_alike(job, composition, units)
     recorded = laid_out or rehearse(job, model)
     look.sets = parameter_sets(imagine_optimizer(job, model).param_groups) if laid_out else recorded.sets
     look.rehearsed = counted(recorded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,18 +21,28 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Any:
+        self.begin()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.end()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # has the tensor's own class take it apart, and this mode called for each piece
+        for kind in types:
+            if consists_of_others(kind):
+                return NotImplemented  # the tensor's own class takes it apart, and this mode is called for each piece
         kwargs = kwargs or {}
         out = self.do(func, args, kwargs)
-        self.look(func, args, kwargs, out)
+        if func is not _DEVICE:  # which a fake tensor is asked more often than for anything else
+            self.look(func, args, kwargs, out)
         return out
+
+    def begin(self) -> None:
+        """Is called when the context is entered."""
+
+    def end(self) -> None:
+        """Is called when the context is left."""
 
     def do(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operation."""
@@ -39,6 +50,35 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base
 
     def look(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation, its arguments, and what it gave."""
+
+
+class Together(Watch):
+    """Several watches as one context: to enter a context for each costs more than all their looks.
+
+    Args:
+        doing: does the operations.
+        looking: are told of them, in order.
+    """
+
+    def __init__(self, doing: Watch, *looking: Watch) -> None:
+        super().__init__()
+        self._doing, self._all = doing, (doing, *looking)
+        self._looks = [one.look for one in looking]
+
+    def begin(self) -> None:
+        for one in self._all:
+            one.begin()
+
+    def end(self) -> None:
+        for one in reversed(self._all):
+            one.end()
+
+    def do(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._doing.do(func, args, kwargs)
+
+    def look(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        for look in self._looks:
+            look(func, args, kwargs, out)
 
 
 class AnyDtype(Watch):
@@ -51,3 +91,12 @@ class AnyDtype(Watch):
         rows, matrices, *rest = args
         product: Tensor = func(rows.bfloat16(), matrices.bfloat16(), *rest, **kwargs)
         return product.to(rows.dtype)
+
+
+_DEVICE = torch.ops.prim.device.default
+
+
+@cache
+def consists_of_others(kind: type) -> bool:
+    """Whether tensors of a class, such as DTensor, consist of others."""
+    return hasattr(kind, "__tensor_flatten__")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from .watch import Watch
@@ -31,13 +31,21 @@ class Work(Watch):
         self._tell = tell
 
     def look(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if not (func.is_view or func.namespace in NO_KERNELS or "empty" in func._opname):
-            self._tell(_flops(func, args, kwargs, out), _bytes((args, kwargs)) + _bytes(out))
+        if _is_kernel(func):
+            self._tell(_flops(func, args, kwargs, out), _bytes(args) + _bytes(kwargs) + _bytes(out))
+
+
+@cache
+def _is_kernel(func: Any) -> bool:
+    return not (func.is_view or func.namespace in NO_KERNELS or "empty" in func._opname)
 
 
 def _bytes(tree: Any) -> int:
-    leaves = tree_leaves(tree)
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+    if isinstance(tree, Tensor):
+        return tree.numel() * tree.element_size()
+    if isinstance(tree, (list, tuple)):
+        return sum(_bytes(one) for one in tree)
+    return sum(_bytes(one) for one in tree.values()) if isinstance(tree, dict) else 0
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from forge_train import ConfigError
 from forge_train.nn import PerBatch
+
+from ._sdpa_after import after_others
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -23,7 +26,7 @@ BACKENDS = {
 }
 
 PIECE = 256
-"""Queries after other tokens that are computed together: torch computes a mask's hidden half too, of fewer in vain."""
+"""Queries after other tokens that are computed together where that takes a mask: theirs is small, and they share it."""
 
 
 def missing(backend: str, device: torch.device, precision: str, *, masked: bool) -> str:
@@ -56,9 +59,8 @@ class _Seen:
 class Kernel:
     """Causal grouped-query attention; see `forge_train.AttentionKernel`.
 
-    Without a mask (no documents, window or offset, and either as many queries as keys or a single one) torch takes its
-    flash kernels, which never hold a sequence × sequence matrix. Keys and values are not repeated for their group of
-    heads.
+    Without a mask (no documents and no window) torch takes its flash kernels, which never hold a sequence × sequence
+    matrix. Keys and values are not repeated for their group of heads.
 
     One kernel serves all layers, so that they share a batch's mask: autograd keeps the mask of every call, and a mask
     for each layer would outgrow all other activations.
@@ -85,14 +87,41 @@ class Kernel:
         keys = offset + queries  # nobody sees what comes later
         key, value = key[:, :keys], value[:, :keys]
         narrow = window is not None and window < offset + queries
-        if offset and queries > PIECE and document_ids is None and not narrow:
-            asked: Any = {"dropout": dropout, "scale": scale}
-            pieces = enumerate(query.split(PIECE, 1))  # type: ignore[no-untyped-call]
-            return torch.cat([self(one, key, value, offset=offset + at * PIECE, **asked) for at, one in pieces], 1)
+        if offset and queries > 1 and document_ids is None and not narrow:
+            return self._after(query, key, value, offset, dropout, scale)
         mask = None
-        if document_ids is not None or narrow or (offset, queries) not in ((0, keys), (keys - 1, 1)):
+        if document_ids is not None or narrow:
             seen = _Seen(queries, keys, offset, window if narrow else None, query.dtype, query.device)
             mask = self._mask(document_ids, seen, lambda: make_mask(seen, document_ids))
+        return self._compute(query, key, value, mask, dropout, scale)
+
+    def _after(
+        self, query: Tensor, key: Tensor, value: Tensor, offset: int, dropout: float, scale: float | None
+    ) -> Tensor:
+        """Queries that see all tokens before them, and the keys of all these."""
+        same = query.shape[-1] == value.shape[-1]
+        if query.device.type == "cpu" and self._backend in ("auto", "flash") and same and not dropout:
+            return after_others(query, key, value, offset, scale)
+        queries, keys = query.shape[1], key.shape[1]
+        with nullcontext() if self._backend == "auto" else sdpa_kernel(BACKENDS[self._backend]):
+            if query.device.type == "cuda" and _flash(query, key, value, dropout):
+                return self._compute(query, key, value, causal_lower_right(queries, keys), dropout, scale)
+        rows = min(PIECE, queries)
+        seen = _Seen(rows, keys, keys - rows, None, query.dtype, query.device)
+        mask = self._mask(None, seen, lambda: make_mask(seen, None))
+        found, at = [], 0
+        short = [queries % rows] if queries % rows else []  # the first, for the mask's alignment
+        for size in (*short, *[rows] * (queries // rows)):
+            until = offset + at + size
+            part = query[:, at : at + size], key[:, :until], value[:, :until]
+            found.append(self._compute(*part, mask[rows - size :, keys - until :], dropout, scale))
+            at += size
+        return torch.cat(found, 1)
+
+    def _compute(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float | None
+    ) -> Tensor:
+        """By the backend; without a mask, keys are those of the queries, or those that a single query sees."""
         with nullcontext() if self._backend == "auto" else only(self._backend, query, mask, dropout):
             out_BHTD = F.scaled_dot_product_attention(
                 query.transpose(1, 2),
@@ -100,11 +129,17 @@ class Kernel:
                 value.transpose(1, 2),
                 attn_mask=mask,
                 dropout_p=dropout,
-                is_causal=mask is None and queries > 1,
+                is_causal=mask is None and query.shape[1] > 1,
                 scale=scale,
                 enable_gqa=query.shape[2] != key.shape[2],
             )
         return out_BHTD.transpose(1, 2)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether torch's flash kernel on CUDA takes these."""
+    three = (x.transpose(1, 2) for x in (query, key, value))
+    return can_use_flash_attention(SDPAParams(*three, None, dropout, True, query.shape[2] != key.shape[2]))
 
 
 @contextmanager

@@ -109,7 +109,7 @@ class Muon(Plugin):
         matrices = hidden_matrices(model)
         left_out = {pattern: fnmatch.filter(matrices, pattern) for pattern in rest.match}
         for found in zip(*job.dist.gather_stages([(one, bool(names)) for one, names in left_out.items()]), strict=True):
-            if not any(hit for _, hit in found):
+            if not any(hit for _, hit in found) and job.dist.complete:
                 raise ConfigError(f"muon.adamw.match: {found[0][0]!r} matches no hidden matrix.")
         matrices -= {name for names in left_out.values() for name in names}
         muon = {

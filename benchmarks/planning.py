@@ -1,0 +1,60 @@
+"""What `forge plan` takes for models and worlds that no machine here could hold: CPU seconds, and memory.
+
+`measure` is called by run.py; each plan is a command of its own, on one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+LLAMA = {"decoder.qk_norm": "false", "decoder.kv_heads": 8, "decoder.vocabulary": 128256, "train.precision": "bf16"}
+EIGHT = {
+    **LLAMA,
+    "decoder.dim": 4096,
+    "decoder.layers": 32,
+    "decoder.heads": 32,
+    "decoder.hidden": 14336,
+    "decoder.max_sequence": 8192,
+    "train.sequence": 8192,
+    "train.global_batch": 64,
+    "parallel.tp": 8,
+}
+SEVENTY = {
+    **LLAMA,
+    "decoder.dim": 8192,
+    "decoder.layers": 80,
+    "decoder.heads": 64,
+    "decoder.hidden": 28672,
+    "decoder.max_sequence": 131072,
+    "train.sequence": 131072,
+    "train.global_batch": 512,
+    "train.micro_batch": 1,
+    "parallel.pp": 8,
+    "parallel.tp": 8,
+    "parallel.cp": 4,
+}
+SEVENTY_B = "70B dense, pp 8 × tp 8 × cp 4 × dp 32, 131,072 tokens"
+PLANS: dict[str, tuple[int, str, dict[str, object]]] = {
+    "8B dense, tp 8 × dp 64, 8,192 tokens": (512, "tp", EIGHT),
+    f"{SEVENTY_B}, `ulysses`": (8192, "pp,tp,cp", {**SEVENTY, "cp.method": "ulysses"}),
+    f"{SEVENTY_B}, `gather`": (8192, "pp,tp,cp", {**SEVENTY, "cp.method": "gather"}),
+}
+"""What is planned → ranks, plugins and configuration."""
+
+
+def measure(world: int, plugins: str, config: dict[str, object]) -> tuple[float, float]:
+    """CPU seconds and the peak of memory in GB of one plan."""
+    sets = [argument for key, value in config.items() for argument in ("-s", f"{key}={value}")]
+    command = [sys.executable, "-m", "forge_train_cli", "plan", "--world", str(world), "-p", plugins, "--json"]
+    with tempfile.TemporaryDirectory() as folder:
+        out = (os.POSIX_SPAWN_OPEN, 1, str(Path(folder) / "plan.json"), os.O_WRONLY | os.O_CREAT, 0o600)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = os.posix_spawn(sys.executable, [*command, "--device", "h100", *sets], environment, file_actions=[out])
+        _, status, usage = os.wait4(process, 0)
+    if code := os.waitstatus_to_exitcode(status):
+        raise RuntimeError(f"forge plan ended with {code}")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit / 1e9
