@@ -67,7 +67,8 @@ class Training:
         config = self.job.config
         self.model.train()
         self._meter.start(self.progress.tokens, self.progress.step)
-        settled = False
+        settled, hours = False, config.train.max_hours
+        over = time.monotonic() + hours * 3600 if hours else math.inf
         while self.progress.step < self.job.steps:
             with self._around_step():
                 result = self.stepper.run(self.progress)
@@ -76,6 +77,8 @@ class Training:
                 self.job.dist.settle(self.job.config.run.timeout)
                 optimizer_to_save(self.stepper)  # what can't be saved is told now, not at the first checkpoint
             self.job.hooks.on_step(result)
+            if time.monotonic() > over:
+                self.job.control.stop(f"train.max_hours = {hours:g}")
             if self._rolled_back():
                 continue
             last = result.step == self.job.steps
