@@ -89,7 +89,7 @@ class Stepper(Forward):
     def run(self, progress: Progress) -> StepResult:
         """Take one step from where the run is."""
         started = time.perf_counter()
-        self._leave_out(progress)
+        self.leave_out(progress)
         self.show_model(self.loader)
         first = int(self.loader.state_dict()["sequences"])
         batches, counts = self.fetch(self.loader, self.micro_batches(progress.step))
@@ -109,7 +109,7 @@ class Stepper(Forward):
             data_range=(first, int(self.loader.state_dict()["sequences"])),
         )
 
-    def _leave_out(self, progress: Progress) -> None:
+    def leave_out(self, progress: Progress) -> None:
         """Move the loader past data that a roll-back left out."""
         for first, last in sorted(progress.left_out):
             at = int(self.loader.state_dict()["sequences"])
