@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,19 @@ from typing import Annotated, Any
 
 import torch
 
-from forge_train import Batch, BatchPhase, DivergedError, Ge, Job, Model, Plugin, PrepareBatch, hookimpl, section
+from forge_train import (
+    Batch,
+    BatchPhase,
+    DivergedError,
+    Ge,
+    Job,
+    Model,
+    Plugin,
+    PrepareBatch,
+    Update,
+    hookimpl,
+    section,
+)
 from forge_train.contract.protocols import Span, SpanName
 from forge_train.ground.tensors import local
 from forge_train.testing import run_forge
@@ -19,7 +32,7 @@ from forge_train.testing.runs import TinyRun
 
 class Poison(Plugin):
     """After the backward pass over the batch that the run first met at step `at`, sets an element of a gradient on one
-    rank to NaN, or multiplies that gradient. Notes what each step was trained on."""
+    rank to NaN, or multiplies it. Notes what each step was trained on."""
 
     api = (1, 0)
 
@@ -29,8 +42,8 @@ class Poison(Plugin):
         rank: Annotated[int, Ge(0)] = 0
         parameter: str = ""
         """The first parameter of the rank with this in its name."""
-        factor: float = float("nan")
-        """What the gradient is multiplied by."""
+        factor: float = 0.0
+        """What the element is multiplied by; 0 for NaN."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -69,11 +82,28 @@ class Poison(Plugin):
             return
         gradients = [local(p.grad) for name, p in self._model.named_parameters() if self.config.parameter in name]
         with torch.no_grad():
-            next(one for one in gradients if one.numel()).view(-1)[:1].mul_(self.config.factor)
+            next(one for one in gradients if one.numel()).view(-1)[:1].mul_(self.config.factor or math.nan)
 
     @hookimpl
     def on_step(self, step: Any) -> None:
         self.steps.append((step.step, step.data_range, step.skipped))
+
+
+class Alone(Plugin):
+    """Makes the norm of step 5 NaN on rank 1 alone, the first time. Its name comes before that of the plugin that looks
+    at it."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def on_start(self, job: Job) -> None:
+        self._job, self._done = job, False
+
+    @hookimpl
+    def on_gradients(self, update: Update) -> None:
+        if update.step == 5 and self._job.dist.rank == 1 and not self._done:
+            self._done = True
+            update.grad_norm = update.grad_norm * math.nan
 
 
 def train(folder: str, plugins: list[str], config: dict[str, Any], **more: Any) -> dict[str, Any]:
