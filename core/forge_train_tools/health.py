@@ -89,11 +89,10 @@ def known_product(size: int) -> tuple[Tensor, Tensor, Tensor]:
     Rows and columns repeat with PERIOD, so the product is size / PERIOD times a table of PERIOD × PERIOD. All sums are
     integers below 2²⁴: exact in float32 and TF32, in whatever order they are added.
     """
-    left = [row * row % PERIOD - 2 for row in range(PERIOD)]
-    right = [(3 * row * row + row) % PERIOD - 3 for row in range(PERIOD)]
-    a = [[left[(i + 2 * k) % PERIOD] for k in range(PERIOD)] for i in range(PERIOD)]
-    b = [[right[(3 * k + j) % PERIOD] for j in range(PERIOD)] for k in range(PERIOD)]
-    table = [[sum(a[i][k] * b[k][j] for k in range(PERIOD)) for j in range(PERIOD)] for i in range(PERIOD)]
+    places = range(PERIOD)
+    a = [[(i * i + 3 * k**3 + i * k) % PERIOD - 3 for k in places] for i in places]
+    b = [[(2 * k * k + k * j + j**3) % PERIOD - 2 for j in places] for k in places]
+    table = [[sum(a[i][k] * b[k][j] for k in places) for j in places] for i in places]
     times = size // PERIOD
     whole = (torch.tensor(one, dtype=torch.float32).repeat(times, times) for one in (a, b, table))
     one, other, answer = whole

@@ -86,7 +86,8 @@ def _words(rank: int, beat: Heartbeat | None, *, silent: bool) -> str:
         return f"Rank {rank} hangs: it has left no heartbeat."
     where = f"at step {beat.step} ({beat.phase})"
     if silent:
-        return f"Rank {rank} hangs {where}: its process on {beat.host} does not run, or holds Python's lock."
+        gone = f"its process on {beat.host} does not run, or holds Python's lock"
+        return f"Rank {rank} hangs: {gone}. Its last heartbeat is of step {beat.step} ({beat.phase})."
     said = f"Rank {rank} hangs {where} for {beat.seconds:.0f} s"
     if beat.awaits:
         said += f", waiting in {beat.awaits}"
