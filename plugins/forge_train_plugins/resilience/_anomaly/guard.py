@@ -166,10 +166,11 @@ class Guard:
 
     def _read(self) -> None:
         """Here the host waits for the device, once for all steps on trial."""
-        open_ = [trial for trial in self._trials if not trial.judged and trial.value is not None]
-        if not open_:
+        values = [(trial, trial.value) for trial in self._trials if not trial.judged and trial.value is not None]
+        if not values:
             return
-        for trial, value in zip(open_, torch.stack([trial.value for trial in open_]).tolist(), strict=True):
+        read = torch.stack([value for _, value in values]).tolist()
+        for (trial, _), value in zip(values, read, strict=True):
             loss, norm = (None if broken else number for broken, number in zip(value[:2], value[2:], strict=True))
             trial.judged = True
             if norm is None and loss is not None and self._scaled:

@@ -17,7 +17,7 @@ from forge_train.ground.failure import Failure
 from forge_train.ground.files import write_json
 from forge_train.ground.world import FORGE_LAUNCHED
 
-from .stacks import dump, dump_collectives, place
+from .stacks import Place, dump, dump_collectives, place
 from .verdict import Heartbeat, message
 
 log = logging.getLogger("forge_train")
@@ -115,12 +115,20 @@ class Heart:
 
     def _beat(self, late: float, *, stalled: bool, last: str = "") -> None:
         self._beats += 1
-        where = place(self._main) if stalled else None
-        rank, told = self._job.dist.rank, (self._step + 1, self._phase)
+        where = place(self._main) if stalled else Place("", "")
         Heartbeat(
-            *(rank, self._beats, self._marks, *told, late, stalled),
-            *((where.at, where.awaits) if where else ("", "")),
-            *(last, socket.gethostname(), os.getpid()),
+            rank=self._job.dist.rank,
+            beat=self._beats,
+            marks=self._marks,
+            step=self._step + 1,
+            phase=self._phase,
+            seconds=late,
+            stalled=stalled,
+            at=where.at,
+            awaits=where.awaits,
+            last=last,
+            host=socket.gethostname(),
+            pid=os.getpid(),
         ).write(self._folder)
 
     def _confirmed(self, marks: int) -> bool:
