@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train.config.layers import Request
@@ -176,8 +175,8 @@ class _Reader:
     def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
         logits = self._task.outputs(part, hidden, batch).float()
         labels = batch.labels
-        found = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=MASKED, reduction="none")
-        kept, read = (labels != MASKED).tolist(), found.view_as(labels).tolist()
+        found = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        kept, read = (labels != MASKED).tolist(), found.tolist()
         self.losses.append(
             [
                 [loss if seen else None for loss, seen in zip(row, mask, strict=True)]
