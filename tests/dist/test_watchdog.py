@@ -43,7 +43,7 @@ def test_whom_the_others_wait_for(tmp_path: Path) -> None:
     assert text.splitlines() == [
         "Rank 2 hangs at step 7 (data) for 31 s.",
         "  at my.py:3, in f",
-        "Rank 0, 1, 3 waits for it in all_reduce.",
+        "Ranks 0, 1, 3 wait for it in all_reduce.",
         f"Stacks and collectives of all ranks are in {tmp_path}.",
     ]
     rank, text = verdict(beat(1, 39, "barrier", last="gloo:barrier number 8"), beat(2, 40))

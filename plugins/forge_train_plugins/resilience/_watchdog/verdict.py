@@ -69,14 +69,16 @@ def message(beats: Mapping[int, Heartbeat], silent: Collection[int], folder: Pat
     first = ranks[0]
     lines = [_words(first, beats.get(first), silent=first in silent)]
     if others := ranks[1:]:
-        lines.append(f"The same holds for rank {few(others, 8)}.")
+        lines.append(f"The same holds for rank{'s' * (len(others) > 1)} {few(others, 8)}.")
     if len(ranks) == len(beats) > 1 and not silent:
         lines.append("All ranks wait for each other: they do not call the same collectives.")
     waiting: dict[str, list[int]] = {}
     for rank, beat in sorted(beats.items()):
         if rank not in ranks:
             waiting.setdefault(beat.awaits or f"step {beat.step} ({beat.phase})", []).append(rank)
-    lines += [f"Rank {few(held, 8)} waits for it in {where}." for where, held in waiting.items()]
+    for where, held in waiting.items():
+        wait = f"Rank {held[0]} waits" if len(held) == 1 else f"Ranks {few(held, 8)} wait"
+        lines.append(f"{wait} for it in {where}.")
     lines.append(f"Stacks and collectives of all ranks are in {folder}.")
     return first, "\n".join(lines)
 
