@@ -201,6 +201,7 @@ def test_the_core_names_no_plugin_package() -> None:
 AXES = {"tp", "cp", "ep", "pp"}
 """Mesh axes are the kernel's; the plugins that cover some of them bear their names."""
 WORDS = {
+    "anomaly",
     "auto",
     "compile",
     "console",
@@ -211,6 +212,7 @@ WORDS = {
     "precision",
     "sample",
     "sequential",
+    "signals",
     "statistics",
     "tensorboard",
     "text",

@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": (".generate:generate", "Continue a text with a trained model."),
     "eval": (".evaluate:evaluate", "Evaluate a trained model as its run does."),
     "runs": (".runs:runs", "Look at past runs, and compare them."),
+    "debug": (".debug:debug", "Look into a run."),
     "bench": (".bench:bench", "Measure this machine."),
     "doctor": (".doctor:doctor", "Say what this machine has and lacks."),
 }

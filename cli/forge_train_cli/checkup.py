@@ -24,6 +24,8 @@ from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from .lazy import GROUP
 from .options import PRESET
 
+SLOW = 1.5
+"""A process is slow that takes so many times the median of all for the same product."""
 ROOM = 2**30
 """Bytes below which the disk is called nearly full."""
 
@@ -38,8 +40,13 @@ class Check:
     text: str
 
 
-def checkup(run_dir: Path) -> Iterator[Check]:
-    """All checks."""
+def checkup(run_dir: Path, nproc: int | None = None) -> Iterator[Check]:
+    """All checks.
+
+    Args:
+        run_dir: where runs are to be.
+        nproc: processes to start, and to compare.
+    """
     checks: list[Callable[[], Iterator[Check]]] = [
         _forge,
         _command,
@@ -50,6 +57,7 @@ def checkup(run_dir: Path) -> Iterator[Check]:
         _plugins,
         _commands,
         _start,
+        *([lambda: _several(nproc)] if nproc else []),
     ]
     for check in checks:
         try:
@@ -138,6 +146,23 @@ def _all_reduce() -> Iterator[Check]:
             if dist.is_initialized():
                 dist.destroy_process_group()
         yield Check("all-reduce", "ok" if right else "warn", f"{backend} works" if right else f"{backend} is wrong")
+
+
+def _several(nproc: int) -> Iterator[Check]:
+    """What processes compute together, and how fast each is."""
+    from forge_train_tools.launching.launch import WorkerCommand, launch
+
+    with tempfile.TemporaryDirectory(prefix="forge-doctor-") as name:
+        folder = Path(name)
+        arguments = {"folder": name, "device": "auto", "slow": SLOW}
+        task = WorkerCommand(
+            "forge_train_tools.health:worker", arguments, folder / "launch", folder / "log", quiet=True
+        )
+        ended = launch(task, nproc)
+        ended.check()
+        for one in ended.result["findings"]:
+            if one["name"] != "disk":  # of the temporary folder
+                yield Check(f"{nproc} processes", one["status"], f"{one['name']}: {one['text']}")
 
 
 def _disk(run_dir: Path) -> Iterator[Check]:

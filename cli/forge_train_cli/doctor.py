@@ -9,21 +9,26 @@ import click
 from forge_train.ground.strict_json import dumps
 
 from . import screen
-from .options import json_option, run_dir_option
+from .options import json_option, nproc_option, run_dir_option
 
 SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")}
 
 
 @click.command(short_help="Say what this machine has and lacks.")
 @run_dir_option
+@nproc_option()
 @json_option
-def doctor(run_dir: str, as_json: bool) -> int:
-    """Look at everything that training needs here. Exit code 1 if it could not start."""
+def doctor(run_dir: str, nproc: int | None, as_json: bool) -> int:
+    """Look at everything that training needs here. Exit code 1 if it could not start.
+
+    With --nproc, that many processes compute a product and an all-reduce with known answers, and their times, clocks
+    and devices are compared.
+    """
     from rich.text import Text
 
     from .checkup import checkup
 
-    checks = list(checkup(Path(run_dir)))
+    checks = list(checkup(Path(run_dir), nproc))
     fine = all(check.status != "fail" for check in checks)
     if as_json:
         listed = [{"name": check.name, "status": check.status, "text": check.text} for check in checks]

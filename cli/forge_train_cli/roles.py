@@ -20,6 +20,7 @@ ROOMS = {
     "schedules": "schedule",
     "data": "data",
     "tasks": "task",
+    "resilience": "resilience",
     "observers": "observer",
 }
 """Folder of a package of plugins → the role of those in it."""

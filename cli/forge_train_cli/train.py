@@ -17,6 +17,7 @@ from forge_train.config.layers import Request
 from forge_train.contract.events import Finished
 from forge_train.contract.run import Run
 from forge_train.ground.disk import DiskError
+from forge_train.ground.ending import told
 from forge_train.ground.errors import INTERRUPTED, ConfigError, DivergedError, ForgeError
 from forge_train.ground.failure import Failure
 from forge_train.ground.strict_json import dumps
@@ -115,7 +116,8 @@ def train(
             return _told(launched, quiet=quiet, as_json=as_json)
         from forge_train.engine import train as train_run
 
-        finished = train_run(setup, run_dir=Path(run_dir), resume=resume, notable=_notable(request))
+        with told(lambda error, _: complain(str(error))):
+            finished = train_run(setup, run_dir=Path(run_dir), resume=resume, notable=_notable(request))
     except Exception as error:
         return _failed(error, setup, as_json)
     if as_json:

@@ -311,6 +311,34 @@ def test_roll_back_and_stop_together_do_not_save_what_was_rolled_back(tmp_path: 
 
 
 @pytest.mark.unit
+def test_roll_back_before_a_step_removes_what_came_after_it(tmp_path: Path) -> None:
+    """And leaves data out where it lay; what all processes agree on is done before the step is logged or saved."""
+
+    class Ranges(Plugin):
+        @hookimpl
+        def on_start(self) -> None:
+            self.seen: list[Any] = []
+
+        @hookimpl
+        def on_step(self, step: Any) -> None:
+            self.seen.append((step.step, step.data_range[0] // 4))
+
+    def back(control: Any) -> None:
+        control.roll_back("a spike", before=4, leave_out=[(16, 20), (8, 12)], agreed=True)
+        control.save()
+
+    config = {"checkpoint.every": 2, "checkpoint.keep": 9}
+    run = toys.run(tmp_path, asks(6, back), Ranges, steps=7, config=config)
+    assert run.plugin("ranges").seen[6:] == [(3, 3), (4, 5), (5, 6), (6, 7), (7, 8)]
+    told = [(event["event"], event["step"]) for event in run.events]
+    first = told.index(("anomaly", 6))
+    assert told[first + 1 : first + 3] == [("checkpoint_pruned", 6), ("resumed", 2)]
+    assert ("checkpoint_saved", 6) not in told[:first], "step 6 was not saved before"
+    assert [saved.step for saved in found(run.run / "checkpoints")] == [7, 6, 4, 3, 2], "nor was the request lost"
+    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.unit
 def test_roll_back_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(
         DivergedError, match=r"A plugin asked to roll back \(a spike\), but the run has no checkpoint yet"

@@ -11,7 +11,7 @@ from forge_train.ground.world import FORGE_LAUNCHED
 from forge_train.storage import checkpoint
 
 
-class Signals(Plugin):
+class Signalling(Plugin):
     """Rank 0 sends them once the tensors of a step's checkpoint are on disk, and before it is sealed: to the launcher,
     or to itself where there is none."""
 

@@ -13,7 +13,7 @@ import toys
 from forge_cli import environment, forge, forge_process
 from forge_train.ground.records import TIMINGS, read
 from forge_train.storage.checkpoint import check, found
-from signalling import Signals
+from signalling import Signalling
 
 pytestmark = [pytest.mark.accept("trial", "other"), pytest.mark.timeout(400)]
 DIST = Path(__file__).parent
@@ -23,21 +23,21 @@ STEPS = 6
 @pytest.mark.unit
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_one_signal_lets_it_finish(tmp_path: Path, number: int) -> None:
-    config = {"checkpoint.every": 2, "signals": {"numbers": [int(number)]}}
-    stopped = toys.run(tmp_path, Signals, name="a", steps=STEPS, config=config)
+    config = {"checkpoint.every": 2, "signalling": {"numbers": [int(number)]}}
+    stopped = toys.run(tmp_path, Signalling, name="a", steps=STEPS, config=config)
     assert (stopped.finished.outcome, stopped.finished.code, stopped.finished.step) == ("interrupted", 75, 3)
     assert [(saved.step, check(saved.path, contents=True)) for saved in found(stopped.run / "checkpoints")] == [
         (3, ""),
         (2, ""),
     ]
-    again = toys.run(tmp_path, Signals, name="a", steps=STEPS, config={"checkpoint.every": 2})
-    assert again.numbers == toys.run(tmp_path, Signals, name="b", steps=STEPS).numbers
+    again = toys.run(tmp_path, Signalling, name="a", steps=STEPS, config={"checkpoint.every": 2})
+    assert again.numbers == toys.run(tmp_path, Signalling, name="b", steps=STEPS).numbers
 
 
 @pytest.mark.unit
 def test_one_signal_during_the_last_save_changes_nothing(tmp_path: Path) -> None:
-    config = {"signals": {"numbers": [int(signal.SIGTERM)], "at": STEPS}}
-    done = toys.run(tmp_path, Signals, steps=STEPS, config=config)
+    config = {"signalling": {"numbers": [int(signal.SIGTERM)], "at": STEPS}}
+    done = toys.run(tmp_path, Signalling, steps=STEPS, config=config)
     assert (done.finished.outcome, done.finished.code) == ("done", 0)
 
 
@@ -50,8 +50,8 @@ def test_a_signal_counts_also_where_nothing_can_be_told(tmp_path: Path, logger: 
             raise OSError(5, "Input/output error")
 
     logger.addHandler(Gone())
-    config = {"signals": {"numbers": [int(signal.SIGTERM)]}, "checkpoint.every": 2}
-    assert toys.run(tmp_path, Signals, steps=STEPS, config=config).finished.code == 75
+    config = {"signalling": {"numbers": [int(signal.SIGTERM)]}, "checkpoint.every": 2}
+    assert toys.run(tmp_path, Signalling, steps=STEPS, config=config).finished.code == 75
 
 
 @pytest.mark.e2e
@@ -62,13 +62,13 @@ def test_a_signal_counts_also_where_nothing_can_be_told(tmp_path: Path, logger: 
     ids=["alone", "once", "twice"],
 )
 def test_signals_in_processes_of_their_own(tmp_path: Path, nproc: int, numbers: tuple[int, ...], code: int) -> None:
-    more = {"checkpoint.every": 2, "signals.at": 4, "train.steps": STEPS}
-    file = toys.write_config(tmp_path, "signalling:Signals", "layouts:Replicas", **more)
+    more = {"checkpoint.every": 2, "signalling.at": 4, "train.steps": STEPS}
+    file = toys.write_config(tmp_path, "signalling:Signalling", "layouts:Replicas", **more)
     env = environment()
     env["PYTHONPATH"] += f"{os.pathsep}{DIST}"
     command = ["train", file, "--name", "a", "--quiet", "--without", "fsdp2", "--run-dir", tmp_path]
     several = ["--nproc", nproc] if nproc > 1 else []
-    ended = forge_process(*command, *several, "-s", f"signals.numbers={list(numbers)}", env=env, timeout=300)
+    ended = forge_process(*command, *several, "-s", f"signalling.numbers={list(numbers)}", env=env, timeout=300)
     assert (ended.code if ended.code >= 0 else 128 - ended.code) == code, ended.err
     assert "Traceback" not in ended.err
     saved = found(tmp_path / "a" / "checkpoints")

@@ -56,6 +56,8 @@ class TrainSection:
     the global batch, or what divides the shares of a warm-up too."""
     sequence: Annotated[int, Gt(0)] = 512
     """Tokens per sequence."""
+    max_hours: Annotated[float, Ge(0), Volatile()] = 0.0
+    """Hours of training after which a run saves, and stops with exit code 75; each start counts anew. 0 never does."""
     clip_norm: Annotated[float, Ge(0)] = 1.0
     """Largest global gradient norm; 0 does not clip."""
     evaluate_every: Annotated[int, Ge(0), Volatile()] = 0

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -20,6 +20,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("forge_train")
 
 
+@dataclass(frozen=True)
+class RollBack:
+    """Back to a checkpoint, and the data to leave out from there on."""
+
+    reason: str
+    skip: int = 0
+    """Steps after the checkpoint whose data is left out."""
+    before: int = 0
+    """Only a checkpoint of an earlier step will do, and later ones are removed. 0 takes the newest."""
+    leave_out: tuple[tuple[int, int], ...] = ()
+    """Global sequences, as in `StepResult.data_range`, that are left out once the run comes to them."""
+
+
 @dataclass
 class Requests:
     """What was asked for since the last step boundary."""
@@ -27,8 +40,7 @@ class Requests:
     stop: tuple[str, int] | None = None
     """Reason and exit code."""
     save: bool = False
-    roll_back: tuple[str, int] | None = None
-    """Reason, and how many steps' data to leave out after the checkpoint."""
+    roll_back: RollBack | None = None
 
 
 class Control:
@@ -40,6 +52,7 @@ class Control:
 
     def __init__(self, dist: DistributedContext | None = None) -> None:
         self._asked = Requests()
+        self._agreed: RollBack | None = None
         self._poll = dist.poll() if dist and dist.world > 1 else None
         self._dist = dist
 
@@ -51,15 +64,47 @@ class Control:
         """Save a checkpoint at the next step boundary."""
         self._asked.save = True
 
-    def roll_back(self, reason: str, skip: int = 0) -> None:
-        """Go back to the newest whole checkpoint, and leave out the data of the `skip` steps that followed it.
+    def roll_back(
+        self,
+        reason: str,
+        skip: int = 0,
+        *,
+        before: int = 0,
+        leave_out: Iterable[tuple[int, int]] = (),
+        agreed: bool = False,
+    ) -> None:
+        """Go back to the newest whole checkpoint.
+
+        Args:
+            reason: for the event `anomaly`.
+            skip: leave out the data of so many steps that followed the checkpoint.
+            before: take the newest checkpoint of an earlier step than this, and remove later ones.
+            leave_out: ranges of global sequences, as in `StepResult.data_range`, to leave out once the run comes to
+                them; until then the run repeats itself.
+            agreed: every process asks for the same in this step, as it does if it decides by numbers that are equal on
+                all ranks. The run then goes back at the end of this step, before it is logged; in `on_checkpoint` of
+                kind `saving`, nothing is saved.
 
         Raises:
             ConfigError: for a negative `skip`.
         """
         if skip < 0:
             raise ConfigError(f"roll_back: skip must be at least 0, found {skip}.")
-        self._asked.roll_back = self._asked.roll_back or (reason, skip)
+        asked = RollBack(reason, skip, before, tuple(leave_out))
+        if agreed:
+            self._agreed = self._agreed or asked
+        else:
+            self._asked.roll_back = self._asked.roll_back or asked
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether all processes have agreed to roll back, and have not yet."""
+        return self._agreed is not None
+
+    def take_agreed(self) -> RollBack | None:
+        """The roll-back that all processes have agreed on; the note is cleared."""
+        agreed, self._agreed = self._agreed, None
+        return agreed
 
     def take(self) -> Requests:
         """What was asked for, the same on every process; the notes are cleared."""

@@ -41,6 +41,9 @@ class Update:
     parameters: Sequence[Tensor]
     vetoed: str = ""
     """Why the step is skipped, if it is."""
+    norms: Sequence[tuple[Sequence[int], Tensor]] = ()
+    """2-norms of what this rank holds of each gradient, in groups: places among those of `parameters` that have a
+    gradient, and a norm for each on the device. Taken before plugins are told."""
 
     def scale(self, k: Tensor | float) -> None:
         """Multiply every gradient, and the norm, by `k`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -34,6 +34,8 @@ class Progress:
     step: int = 0
     tokens: int = 0
     last_saved: int = -1
+    left_out: list[tuple[int, int]] = field(default_factory=list)
+    """Global sequences, from and up to, that are left out once the loader comes to them."""
 
 
 class Watcher:
@@ -87,6 +89,7 @@ class Stepper(Forward):
     def run(self, progress: Progress) -> StepResult:
         """Take one step from where the run is."""
         started = time.perf_counter()
+        self.leave_out(progress)
         self.show_model(self.loader)
         first = int(self.loader.state_dict()["sequences"])
         batches, counts = self.fetch(self.loader, self.micro_batches(progress.step))
@@ -110,6 +113,16 @@ class Stepper(Forward):
         """Tell the plugins of a step; its state ends."""
         self.job.hooks.on_step(result)
         self.job.step_state.end()
+
+    def leave_out(self, progress: Progress) -> None:
+        """Move the loader past data that a roll-back left out."""
+        for first, last in sorted(progress.left_out):
+            at = int(self.loader.state_dict()["sequences"])
+            if first <= at < last:
+                self.loader.skip(last - at)
+        if progress.left_out:
+            at = int(self.loader.state_dict()["sequences"])
+            progress.left_out = [(first, last) for first, last in progress.left_out if last > at]
 
     def finish(self, update: Update) -> float:
         """Show a step's gradients to the plugins, and update the weights; the learning rate of that."""
@@ -138,8 +151,9 @@ class Stepper(Forward):
         gradients = present(self.parameters)
         if self.loss_scale is not None or power != ranks:
             scale(gradients, ranks / power / factor)
-        norm = total_norm(gradients, self.job.dist)
-        return Update(step, self._mean(total, counts.weight), norm, self.parameters)
+        norms: list[tuple[list[int], Tensor]] = []
+        norm = total_norm(gradients, self.job.dist, norms)
+        return Update(step, self._mean(total, counts.weight), norm, self.parameters, norms=norms)
 
     def _mean(self, total: Tensor, weight: float) -> Tensor:
         """The mean over the global batch from this rank's sum."""

@@ -6,11 +6,11 @@ import math
 import time
 from pathlib import Path
 
-from ..contract.control import Requests
+from ..contract.control import Requests, RollBack
 from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
 from ..ground.errors import ConfigError, DivergedError
 from ..ground.failure import during
-from ..storage import checkpoint, model_files
+from ..storage import checkpoint, model_files, retreat
 from .aggregate import split
 from .evaluation import Evaluations
 from .forward import close
@@ -67,7 +67,8 @@ class Training:
         config = self.job.config
         self.model.train()
         self._meter.start(self.progress.tokens, self.progress.step)
-        settled = False
+        settled, hours = False, config.train.max_hours
+        over = time.monotonic() + hours * 3600 if hours else math.inf
         while self.progress.step < self.job.steps:
             with self._around_step():
                 result = self.stepper.run(self.progress)
@@ -76,6 +77,10 @@ class Training:
                 self.job.dist.settle(self.job.config.run.timeout)
                 optimizer_to_save(self.stepper)  # what can't be saved is told now, not at the first checkpoint
             self.stepper.tell(result)
+            if time.monotonic() > over:
+                self.job.control.stop(f"train.max_hours = {hours:g}")
+            if self._rolled_back():
+                continue
             last = result.step == self.job.steps
             if self.job.logs(result.step):
                 self._log(result)
@@ -85,6 +90,7 @@ class Training:
                 return asked
             if last or (config.checkpoint.every and result.step % config.checkpoint.every == 0):
                 self._save(result)
+                self._rolled_back()
         return self._finish("done", 0)
 
     def _log(self, result: StepResult) -> None:
@@ -130,7 +136,7 @@ class Training:
         """Act on what was asked of `job.control` during the step."""
         asked: Requests = self.job.control.take()
         if asked.roll_back:
-            self._roll_back(*asked.roll_back)
+            self._roll_back(asked.roll_back)
         elif asked.stop or asked.save:
             self.loss = float(result.loss)
             self._save(result)
@@ -140,13 +146,25 @@ class Training:
             return self._finish("interrupted", code, reason)
         return None
 
-    def _roll_back(self, reason: str, skip: int) -> None:
-        found = checkpoint.newest(self.job.run.checkpoints, self.job.dist)
+    def _rolled_back(self) -> bool:
+        """Whether all processes had agreed to roll back, and so have done."""
+        if asked := self.job.control.take_agreed():
+            self._roll_back(asked)
+        return asked is not None
+
+    def _roll_back(self, asked: RollBack) -> None:
+        folder, dist = self.job.run.checkpoints, self.job.dist
+        found = retreat.newest_before(folder, asked.before, dist) if asked.before else checkpoint.newest(folder, dist)
         if found is None:
-            raise DivergedError(f"A plugin asked to roll back ({reason}), but the run has no checkpoint yet.")
-        self._event("anomaly", kind="roll_back", reason=reason)
+            before = f" of a step before {asked.before}" if asked.before else " yet"
+            raise DivergedError(f"A plugin asked to roll back ({asked.reason}), but the run has no checkpoint{before}.")
+        self._event("anomaly", kind="roll_back", reason=asked.reason)
+        for gone in retreat.remove_from(folder, asked.before, found) if asked.before and dist.main else ():
+            self._event("checkpoint_pruned", path=gone.path.name)
+        left_out = {*self.progress.left_out, *asked.leave_out}
         self._load(found.path)
-        steps = range(self.progress.step, self.progress.step + skip)
+        self.progress.left_out = sorted({*self.progress.left_out, *left_out})
+        steps = range(self.progress.step, self.progress.step + asked.skip)
         self.stepper.loader.skip(sum(map(self.job.config.train.batch_at, steps)))
         self._meter.start(self.progress.tokens, self.progress.step)
 
@@ -166,12 +184,14 @@ class Training:
     def _save(self, result: StepResult) -> None:
         if self.progress.last_saved == self.progress.step:
             return
-        self._check_finite(float(result.loss), float(result.grad_norm), result)
         run, step, config = self.job.run, self.progress.step, self.job.config.checkpoint
         run.check_lock()
         started = time.perf_counter()
         with self._meter.paused(), self._around_save():
             self.job.hooks.on_checkpoint(CheckpointEvent("saving", step, run.checkpoints / f"step-{step:08d}"))
+            if self.job.control.rolls_back:  # what a plugin has found by now is not worth saving
+                return
+            self._check_finite(float(result.loss), float(result.grad_norm), result)
             names = ("config.toml", "plugins.json", model_files.FOLDER)
             beside = [path for name in names if (path := run.dir / name).exists()]
             state = capture(self.stepper, self.progress, self._base if config.only else None)

@@ -14,9 +14,11 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forge_train.ground.ending import told
 from forge_train.ground.errors import ForgeError, explain
 from forge_train.ground.failure import Failure, kind
 from forge_train.ground.world import FORGE_LAUNCHED, World
@@ -41,7 +43,8 @@ def main() -> None:
         said = log.stat().st_size
         sys.path[:], sys.argv = job["path"], job["argv"]
         module, _, name = job["function"].partition(":")
-        result: dict[str, Any] = getattr(importlib.import_module(module), name)(**job["arguments"])
+        with told(partial(_leave_for, folder, world)):
+            result: dict[str, Any] = getattr(importlib.import_module(module), name)(**job["arguments"])
         outcome = WorkerResult(world.rank, result.get("code", 0), result=result)
     except Exception as error:
         code = error.code if isinstance(error, ForgeError) else 1
@@ -54,6 +57,15 @@ def main() -> None:
     _flush()
     if outcome.code == 1:
         os._exit(1)  # a process group that lost a member may wait for it while Python shuts down
+
+
+def _leave_for(folder: Path, world: World, error: ForgeError, rank: int) -> None:
+    """A thread ends this process because of a rank that does not end: leave its outcome, and then this one's."""
+    failure = Failure.of(error, rank)
+    message = failure.message.removeprefix(f"Rank {rank} ")
+    leave(folder, world.attempt, WorkerResult(rank, error.code, "hung", message, failure=failure.as_json()))
+    if rank != world.rank:
+        leave(folder, world.attempt, WorkerResult(world.rank, error.code, "lost"))
 
 
 def _keep_traceback(error: Exception, log: Path, said: int) -> None:

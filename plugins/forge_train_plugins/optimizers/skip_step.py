@@ -6,21 +6,15 @@ import logging
 import math
 import sys
 from collections import deque
-from collections.abc import Collection
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_train import DivergedError, Ge, Gt, Plugin, StepResult, Update, hookimpl, section
+from forge_train.ground.outliers import limit
 
 if TYPE_CHECKING:
     from forge_train import Job
 
 log = logging.getLogger("forge_train")
-
-NORMAL = 0.6745
-"""Median absolute deviation of a standard normal distribution."""
-LEAST = 1e-3
-"""The least deviation, as a share of the median: norms that hardly vary make no small rise abnormal."""
 
 
 class SkipStep(Plugin):
@@ -98,10 +92,3 @@ class SkipStep(Plugin):
         self._norms.clear()
         self._norms.extend(state["norms"])
         self._taken, self._in_row, self._skipped = state["taken"], state["in_row"], state["skipped"]
-
-
-def limit(norms: Collection[float], threshold: float) -> float:
-    """Median + threshold × standard deviation, estimated by the median absolute deviation."""
-    middle = median(norms)
-    deviation = max(median(abs(norm - middle) for norm in norms), LEAST * middle)
-    return middle + threshold * deviation / NORMAL

@@ -97,7 +97,7 @@ class Watch:
     def _check(self, broken: Tensor, step: StepResult) -> None:
         """Raises DivergedError, naming the first layer whose router gave something that is no number."""
         layers = [index for index, bad in zip(self.everywhere, broken.tolist(), strict=True) if bad]
-        if layers and not step.skipped:
+        if layers and not step.skipped and not self.job.control.rolls_back:
             raise DivergedError(
                 f"moe: at step {step.step} the router of layer {layers[0]} is the first that gives logits that are not "
                 "finite. Try a lower learning rate, more warm-up, or moe.z_loss = 0.001."

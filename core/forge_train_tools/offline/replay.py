@@ -1,0 +1,189 @@
+"""One recorded step of a run again, alone: its batch, the loss of each token, the gradient norm of each parameter."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_train.config.layers import Request
+from forge_train.contract.batch import MASKED, Batch
+from forge_train.contract.job import Job
+from forge_train.contract.run import Run
+from forge_train.ground import records
+from forge_train.ground.errors import ConfigError
+from forge_train.ground.layout import Device, Layout
+from forge_train.ground.tensors import local
+from forge_train.loop.assembly import assemble, prepare_process
+from forge_train.loop.forward import close
+from forge_train.loop.resume import restore
+from forge_train.loop.step import Progress, Stepper
+from forge_train.loop.weights import load_extra, load_initial
+from forge_train.processes.distributed import DistributedContext, choose_device
+from forge_train.registry.setup import Setup, resolve
+from forge_train.storage import checkpoint
+from forge_train.storage.retreat import newest_before
+from forge_train.storage.run import is_run
+from forge_train.storage.seal import ALONE
+
+from .opening import Wanted, setup_of
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence of the step's batch."""
+
+    inputs: list[int]
+    """Token ids."""
+    labels: list[int]
+    """What each position is compared with; -100 is masked."""
+    losses: list[float | None] = field(default_factory=list)
+    """Of each position, in evaluation mode; None where it is masked. Empty where the head gives no token logits."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A step as it was found to be."""
+
+    run: str
+    step: int
+    checkpoint: str
+    """Where it began; empty for the run's first weights."""
+    repeated: int
+    """Steps that were taken from there."""
+    data_range: tuple[int, int]
+    """Global sequences of the step."""
+    loss: float
+    grad_norm: float
+    recorded_loss: float | None
+    """What metrics.jsonl has; None for a step that was not logged."""
+    recorded_grad_norm: float | None
+    gradients: dict[str, float]
+    """Parameter → 2-norm of its gradient."""
+    sequences: list[Row]
+
+
+def replay(run: Path, step: int, *, settings: Sequence[str] = (), device: Device | None = None) -> Replayed:
+    """Take a step of a run again, on this process, from the newest checkpoint before it. Nothing is written there.
+
+    Args:
+        run: its folder.
+        step: from 1.
+        settings: values beside the run's own, such as `train.micro_batch=1`.
+        device: where; by default where it was trained, or what there is here.
+
+    Raises:
+        ConfigError: for a folder that is no run, or a step that it has not.
+    """
+    if not is_run(run):
+        raise ConfigError(f"{run} is no run. Name the folder with its config.toml.")
+    found = newest_before(run / "checkpoints", step, ALONE)
+    setup = _setup(run, found.path if found else None, tuple(settings))
+    steps = setup.config.train.total_steps
+    if not 1 <= step <= steps:
+        raise ConfigError(f"{run} has steps 1 to {steps}, not {step}.")
+    with tempfile.TemporaryDirectory(prefix="forge-debug-") as folder:
+        dist = DistributedContext(Layout(), choose_device(device or setup.config.run.device))
+        job = Job.of(setup.config, setup.hooks, Run(Path(folder)), dist)
+        job.run.open()
+        prepare_process(job)
+        stepper, progress = assemble(job), Progress()
+        try:
+            _begin(stepper, progress, found.path if found else None)
+            first = progress.step
+            while progress.step < step - 1:
+                job.hooks.on_step(stepper.run(progress))
+            return _look(stepper, progress, run, found.path.name if found else "", step - 1 - first)
+        finally:
+            close(stepper.loader)
+
+
+def _setup(run: Path, path: Path | None, settings: tuple[str, ...]) -> Setup:
+    """The run's configuration for one process, without plugins that only watch or lay out."""
+    wanted = Wanted(set=settings)
+    if path is not None:
+        return setup_of(path, checkpoint.read_state(path), wanted=wanted)
+    whole = resolve(Request(config=str(run / "config.toml"), set=(*Layout().settings(), *settings)))
+    enabled = [{"name": name} for name in whole.hooks.enabled if name not in whole.config.neutral]
+    return setup_of(run, {"enabled": enabled}, wanted=wanted)
+
+
+def _begin(stepper: Stepper, progress: Progress, path: Path | None) -> None:
+    job, model = stepper.job, stepper.model
+    job.hooks.on_start(model, stepper.optimizer)
+    load_extra(job, path)
+    if path is not None:
+        restore(stepper, progress, path)
+    else:
+        load_initial(model, job)
+    model.train()
+
+
+def _look(stepper: Stepper, progress: Progress, run: Path, begun: str, repeated: int) -> Replayed:
+    """Take the step as far as its gradients."""
+    stepper.leave_out(progress)
+    stepper.show_model(stepper.loader)
+    first = int(stepper.loader.state_dict()["sequences"])
+    batches, counts = stepper.fetch(stepper.loader, stepper.micro_batches(progress.step))
+    update = stepper.gradients(progress.step + 1, batches, counts)
+    last = int(stepper.loader.state_dict()["sequences"])
+    step = progress.step + 1
+    line = next((one for one in records.read(run / "metrics.jsonl", strict=False) if one["step"] == step), {})
+    named = stepper.model.named_parameters()
+    gradients = {name: float(local(one.grad).float().norm()) for name, one in named if one.grad is not None}
+    return Replayed(
+        *(str(run), step, begun, repeated, (first, last), float(update.loss), float(update.grad_norm)),
+        *(line.get("loss"), line.get("grad_norm"), gradients, _sequences(stepper, batches)),
+    )
+
+
+def _sequences(stepper: Stepper, batches: Sequence[Batch]) -> list[Row]:
+    reader = _Reader(stepper.task)
+    if stepper.job.hooks.gives("head") == "token_logits" and all(b.labels.shape == b.inputs.shape for b in batches):
+        executor = stepper.job.hooks.executor(stepper.model, reader)
+        stepper.model.train(False)
+        for batch in batches:
+            executor.evaluate(batch)
+        stepper.model.free_gathered()
+    rows: list[Row] = []
+    for number, batch in enumerate(batches):
+        losses = reader.losses[number] if reader.losses else [[]] * len(batch.inputs)
+        found = zip(batch.inputs.tolist(), batch.labels.tolist(), losses, strict=True)
+        rows += [Row(inputs, _flat(labels), own) for inputs, labels, own in found]
+    return rows
+
+
+def _flat(labels: Any) -> list[int]:
+    return labels if isinstance(labels, list) else [labels]
+
+
+class _Reader:
+    """A task that reads the loss of every position."""
+
+    def __init__(self, task: Any) -> None:
+        self._task = task
+        self.losses: list[list[list[float | None]]] = []
+
+    def weight(self, batch: Batch) -> int:
+        return 0
+
+    def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        logits = self._task.outputs(part, hidden, batch).float()
+        labels = batch.labels
+        found = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        kept, read = (labels != MASKED).tolist(), found.tolist()
+        self.losses.append(
+            [
+                [loss if seen else None for loss, seen in zip(row, mask, strict=True)]
+                for row, mask in zip(read, kept, strict=True)
+            ]
+        )
+        return torch.zeros((), device=hidden.device)
+
+    def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        return hidden

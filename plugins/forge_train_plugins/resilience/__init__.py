@@ -1,0 +1,1 @@
+"""Plugins that keep a run alive."""

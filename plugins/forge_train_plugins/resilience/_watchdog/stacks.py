@@ -1,0 +1,85 @@
+"""Where the threads of this process are, and which collectives it has called last."""
+
+from __future__ import annotations
+
+import faulthandler
+import linecache
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from forge_train.ground.strict_json import dumps, loads
+
+INNER = 3
+"""Frames of the main thread, from the innermost, that tell whether it waits for other ranks."""
+_WAITS = re.compile(r"\.wait\(|wait_tensor|\.synchronize\(")
+_OF_OTHERS = re.compile(r"[/\\](torch|threading\.py|contextlib\.py)([/\\]|$)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a main thread is."""
+
+    at: str
+    """`file:line, in function`, of code that is not torch's."""
+    awaits: str
+    """The collective that it waits in; empty where it is busy with something of its own."""
+
+
+def place(thread: int | None = None) -> Place:
+    """Where a thread is, the main one by default."""
+    frames = list(_frames(thread or threading.main_thread().ident or 0))
+    own = next((frame for frame in frames if not _OF_OTHERS.search(frame.f_code.co_filename)), None)
+    return Place(_words(own) if own else "", _awaited(frames[:INNER]))
+
+
+def dump(file: Path) -> None:
+    """Write the stacks of all threads."""
+    with file.open("w", encoding="utf-8") as out:
+        faulthandler.dump_traceback(out, all_threads=True)
+
+
+def dump_collectives(file: Path) -> str:
+    """Write what torch's flight recorder holds, the last first; the last collective in words, if there is one.
+
+    torch has it since 2.9 for all back ends (`torch._C._distributed_c10d._dump_fr_trace_json`, TORCH_FR_BUFFER_SIZE).
+    """
+    recorder = sys.modules.get("torch._C._distributed_c10d")
+    record = getattr(recorder, "_dump_fr_trace_json", None)
+    if record is None:
+        return ""
+    entries = loads(record()).get("entries", [])[::-1]
+    file.write_text(dumps(entries, indent=1) + "\n", encoding="utf-8")
+    if not entries:
+        return ""
+    last = entries[0]
+    name, number = last.get("profiling_name", "a collective"), last.get("collective_seq_id", "?")
+    return f"{name} number {number} of group {(last.get('process_group') or ['?'])[0]}"
+
+
+def _frames(thread: int) -> Iterator[FrameType]:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _words(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+
+
+def _awaited(frames: list[FrameType]) -> str:
+    """The outermost of the innermost frames that belong to torch.distributed is the collective that was called."""
+    within = [frame for frame in frames if "/torch/distributed/" in frame.f_code.co_filename.replace("\\", "/")]
+    if within:
+        named = [frame.f_code.co_name for frame in within if frame.f_code.co_name != "wrapper"]
+        return named[-1] if named else within[-1].f_code.co_name
+    if frames:
+        line = linecache.getline(frames[0].f_code.co_filename, frames[0].f_lineno)
+        if "/threading.py" not in frames[0].f_code.co_filename and _WAITS.search(line):
+            return frames[0].f_code.co_name
+    return ""

@@ -1,0 +1,60 @@
+"""Whether devices compute what they should, and ranks are equally fast."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+from forge_train import ForgeError, Ge, Gt, Job, Plugin, StepResult, Volatile, hookimpl, section
+
+log = logging.getLogger("forge_train")
+
+
+class Health(Plugin):
+    """Checks every rank at the start of a run, and every so many steps: known answers, speed, disk, clocks, devices.
+
+    A product and an all-reduce have known answers. A rank that computes one of them wrong is named and ends the run,
+    before it can spoil a checkpoint. A slow rank, a full disk, clocks that differ, and what NVML says of a CUDA device
+    (uncorrected memory errors, throttling; with `nvidia-ml-py` installed) are warnings. `forge doctor --nproc N` does
+    the same without a run.
+    """
+
+    api = (1, 0)
+    layout = True
+
+    @section
+    class Config:
+        every: Annotated[int, Ge(0), Volatile()] = 1000
+        """Steps between checks; 0 checks at the start only."""
+        slow: Annotated[float, Gt(1), Volatile()] = 1.5
+        """A rank is slow that takes so many times the median of all ranks for the same product."""
+
+    config: Config
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._job: Job | None = None
+
+    @hookimpl
+    def on_start(self, job: Job) -> None:
+        self._job = job
+        self._check(job, 0)
+
+    @hookimpl
+    def on_step(self, step: StepResult) -> None:
+        if self._job and self.config.every and step.step % self.config.every == 0:
+            self._check(self._job, step.step)
+
+    def _check(self, job: Job, step: int) -> None:
+        from forge_train_tools.health import look
+
+        found = look(job.dist, Path(job.run.dir), self.config.slow)
+        if broken := [one.text for one in found if one.status == "fail"]:
+            raise ForgeError(f"health: {'; '.join(broken)}. Leave this machine out, and go on from a checkpoint.")
+        for one in found if job.dist.main else ():
+            if one.status == "warn":
+                log.warning("health: %s", one.text)
+                job.run.event("anomaly", step, kind=one.name, reason=one.text)
+            else:
+                log.info("health: %s: %s", one.name, one.text)

@@ -1,0 +1,134 @@
+"""`health` and `forge doctor --nproc`: known answers, slow ranks, clocks, disk, devices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import toys
+from forge_cli import environment, forge_process
+from forge_train import ForgeError
+from forge_train.testing import Pool, assert_conforms
+from forge_train_tools import health
+from forge_train_tools.health import Measured, compare, device_complaints, disk, known_product
+
+pytestmark = [pytest.mark.unit]
+
+
+def test_it_conforms() -> None:
+    assert_conforms("health", strict=True)
+
+
+@pytest.mark.parametrize("size", [7, 525, 4095])
+def test_the_known_product_is_one(size: int) -> None:
+    one, other, answer = known_product(size)
+    assert answer.abs().max() < 2**24, "exact in float32, in whatever order it is summed"
+    assert max(one.abs().max(), other.abs().max()) <= 4
+    assert len(answer.unique()) == 8
+    rows = torch.randint(0, size, (5,))
+    assert torch.equal((one[rows].double() @ other.double()).float(), answer[rows])
+
+
+def found(*measured: Measured, slow: float = 1.5) -> list[tuple[str, str, str]]:
+    return [(one.name, one.status, one.text) for one in compare(list(measured), slow)]
+
+
+def rank(**values: Any) -> Measured:
+    usual: dict[str, Any] = {
+        "host": "a",
+        "device": "cpu",
+        "wrong": 0,
+        "product_seconds": 0.01,
+        "wrong_sums": 0,
+        "reduce_seconds": 0.001,
+        "clock": 100.0,
+    }
+    return Measured(**{**usual, **values})
+
+
+def test_a_rank_that_differs_is_named() -> None:
+    assert {status for _, status, _ in found(rank(), rank(), rank())} == {"ok"}
+    text = "rank 1 (cuda:3 on b) computes 5 elements of a known product wrong"
+    assert ("product", "fail", text) in found(rank(), rank(wrong=5, host="b", device="cuda:3"))
+    text = "rank 0 (cpu on a) computes 2 elements of a known all-reduce wrong"
+    assert ("all-reduce", "fail", text) in found(rank(wrong_sums=2), rank())
+    text = "rank 2 (cpu on a) takes 1.6 × the median for the same product"
+    assert ("speed", "warn", text) in found(rank(), rank(), rank(product_seconds=0.016))
+    assert "speed" not in {name for name, _, _ in found(rank(), rank(), rank(product_seconds=0.014))}
+    assert ("clock", "warn", "7.0 s between a and b") in found(rank(), rank(host="b", clock=107.0))
+    assert ("device", "warn", "rank 0 (cpu on a): hot") in found(rank(complaints=("hot",)))
+
+
+def test_what_nvml_says() -> None:
+    class NVMLError(Exception): ...
+
+    def nvml(errors: int, reasons: int) -> Any:
+        return SimpleNamespace(
+            NVMLError=NVMLError,
+            NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1,
+            NVML_VOLATILE_ECC=0,
+            nvmlDeviceGetTotalEccErrors=lambda handle, kind, counter: errors,
+            nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: reasons,
+            nvmlClocksThrottleReasonHwSlowdown=8,
+            nvmlClocksThrottleReasonSwThermalSlowdown=32,
+        )
+
+    assert list(device_complaints(nvml(0, 4), None)) == []
+    first, second = device_complaints(nvml(3, 32), None)
+    assert first == "3 uncorrected memory errors since the driver was loaded"
+    assert "because of heat" in second
+
+
+def test_the_disk(tmp_path: Path) -> None:
+    (one,) = disk(tmp_path)
+    assert (one.name, one.status) == ("disk", "ok")
+    (one,) = disk(tmp_path / "nowhere")
+    assert (one.status, "can't be written" in one.text) == ("fail", True)
+
+
+def test_a_device_that_computes_wrong_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At step 4 for the first time."""
+    config = {"health.every": 4, "checkpoint.every": 3}
+    assert toys.run(tmp_path, "health", steps=6, config=config).finished.outcome == "done"
+    real, calls = health.known_product, []
+
+    def flipped(size: int) -> Any:
+        one, other, answer = real(size)
+        calls.append(size)
+        answer[3, 5] += len(calls) > 1
+        return one, other, answer
+
+    monkeypatch.setattr(health, "known_product", flipped)
+    with pytest.raises(ForgeError, match=r"health: rank 0 .* computes 3 elements of a known product wrong\. Leave"):
+        toys.run(tmp_path, "health", name="b", steps=6, config=config)
+    assert [path.name for path in (tmp_path / "b" / "checkpoints").glob("step-*")] == ["step-00000003"]
+
+
+def looked(folder: str) -> list[list[str]]:
+    """What two ranks find."""
+    from forge_train.ground.layout import Layout
+    from forge_train.processes.distributed import DistributedContext
+
+    with DistributedContext.join(Layout(dp_shard=2), "cpu") as dist:
+        return [[one.name, one.status] for one in health.look(dist, Path(folder), 1e9)]
+
+
+@pytest.mark.dist
+def test_two_ranks_find_the_same(ranks: Pool, tmp_path: Path) -> None:
+    one, other = ranks.run("test_health:looked", 2, timeout=120, folder=str(tmp_path))
+    assert one == other
+    assert one == [["product", "ok"], ["all-reduce", "ok"], ["clock", "ok"], ["disk", "ok"]]
+
+
+@pytest.mark.dist
+@pytest.mark.e2e
+def test_doctor_with_processes(tmp_path: Path) -> None:
+    ended = forge_process("doctor", "--nproc", 2, "--json", "--run-dir", tmp_path, env=environment(), timeout=300)
+    assert ended.code == 0, ended.err
+    texts = [one["text"] for one in json.loads(ended.out)["checks"] if one["name"] == "2 processes"]
+    assert any(text.startswith("all-reduce: ") and text.endswith("GB/s") for text in texts)
