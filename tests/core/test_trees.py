@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -117,6 +117,7 @@ def plain(value: Any) -> Any:
     return value
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5))
 def test_joining_is_the_inverse_of_cutting(seed: int, parts: int) -> None:
     chance = random.Random(seed)
@@ -129,6 +130,7 @@ def test_joining_is_the_inverse_of_cutting(seed: int, parts: int) -> None:
     assert same(plain(shard_of_tree(whole, spec, parts, parts - 1)), plain(cut[-1]))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 4))
 def test_a_part_in_another_place_is_not_joined_to_the_same(seed: int, parts: int) -> None:
     """What joining gives depends on every entry of every part."""

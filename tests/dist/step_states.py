@@ -37,9 +37,9 @@ DOCUMENTS: StateKey[Tensor] = StateKey("weighing.documents", Stack())
 LOSSES: StateKey[Tensor] = StateKey("weighing.losses", Axes(batch=0, sequence=1))
 """Of each token, as the loss found it."""
 LEFT: StateKey[Tensor] = StateKey("leaving.norms", Axes(batch=0, sequence=1))
-"""Of the hidden states of the final norm."""
+"""A feature of what the final norm gives."""
 FIRST: StateKey[Tensor] = StateKey("leaving.first", Axes(batch=0, sequence=1))
-"""The same of the first layer."""
+"""The same of the first layer, which a pipeline has on its first stage."""
 
 
 class Weighing(Plugin):
@@ -115,7 +115,7 @@ class Leaving(Plugin):
         def leave(key: StateKey[Tensor]) -> Any:
             def hook(module: Any, args: Any, out: Tensor) -> None:
                 if (micro := job.step_state.micro) is not None:
-                    micro[key] = out.detach().float().norm(dim=-1)
+                    micro[key] = out.detach().float()[..., 0]
 
             return hook
 
@@ -148,18 +148,23 @@ class Watching(Plugin):
         state, layout = self.job.step_state, self.job.dist.layout
         self.mean.update(state[WEIGHTS]["mean"])
         self.documents.update(state[DOCUMENTS] / (layout.pp * layout.cp))  # which all of these ranks know
+        assert (FIRST in state) == (layout.pp == 1 or self.job.dist.mesh("dense", "pp").get_local_rank() == 0)
         if LOSSES not in state:  # an earlier stage of a pipeline
             return
         losses = state[LOSSES]
         self.loss.update(losses, state[WEIGHTS]["tokens"])
         self.worst.update(losses)
-        self.left.update(state[LEFT])
-        whole = state.gather(LOSSES, self.job.dist)
-        places = torch.arange(whole.numel()).view(whole.shape) % 97 - 48  # so that the order of losses shows
-        self.ordered.update(((whole - whole.mean()).double() * places).sum() / (layout.dp * layout.cp))
-        tokens = self.job.config.train.sequence
-        assert list(whole.shape) == [self.job.config.train.global_batch, tokens], whole.shape
+        self.ordered.update(self._in_order(LOSSES))
+        self.left.update(self._in_order(LEFT))
         assert len(state.gather(DOCUMENTS, self.job.dist)) == layout.dp * len(state[DOCUMENTS])
+
+    def _in_order(self, key: StateKey[Tensor]) -> Tensor:
+        """A sum over the global batch that shows the order of what is gathered; this rank's share."""
+        train, layout = self.job.config.train, self.job.dist.layout
+        whole = self.job.step_state.gather(key, self.job.dist).double()
+        assert list(whole.shape) == [train.global_batch, train.sequence]
+        places = torch.arange(whole.numel()).view(whole.shape) % 97 - 48
+        return ((whole - whole.mean()) * places).sum() / (layout.dp * layout.cp)
 
 
 class Peeking(Plugin):

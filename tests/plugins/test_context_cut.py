@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -39,6 +39,7 @@ def row(draw: st.DrawFn, length: int) -> Tensor:
     return torch.tensor(names).repeat_interleave(torch.tensor(sizes))
 
 
+@settings(deadline=None)
 @given(batches())
 def test_ranks_have_all_positions_once_and_as_many_as_any(batch: tuple[Tensor, int]) -> None:
     ids, ranks = batch
@@ -53,6 +54,7 @@ def test_ranks_have_all_positions_once_and_as_many_as_any(batch: tuple[Tensor, i
         assert cut.of(range(ranks)) == ((0, length),)
 
 
+@settings(deadline=None)
 @given(batches(), st.randoms())
 def test_slices_in_any_order_tell_where_documents_lie(batch: tuple[Tensor, int], chance: object) -> None:
     ids, ranks = batch
@@ -66,6 +68,7 @@ def test_slices_in_any_order_tell_where_documents_lie(batch: tuple[Tensor, int],
     assert cuts.cut_of(cuts.gathered_starts(together), ids.shape[1], ranks) == cut
 
 
+@settings(deadline=None)
 @given(batches())
 def test_put_together_and_apart_are_inverse(batch: tuple[Tensor, int]) -> None:
     ids, ranks = batch

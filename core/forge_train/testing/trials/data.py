@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -155,7 +156,8 @@ def prepares(bench: Bench) -> None:
         require(done.inputs.device.type == "cpu", "it moved the batch off the CPU, which is core's to do")
     for look in answers:
         if isinstance(look, PrepareStep):
-            found: object = look.apply(bench.job.step_state.begin([batch], sliced=False))
+            apply: Callable[..., object] = look.apply
+            found = apply(bench.job.step_state.begin([batch], sliced=False))
             require(found is None, f"a look at a step's batches gives nothing back, found {type(found).__name__}")
     bench.job.step_state.end()
     now = batch.tensors()
