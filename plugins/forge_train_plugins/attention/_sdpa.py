@@ -141,8 +141,8 @@ class Kernel:
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     """Whether torch's flash kernel on CUDA takes these."""
-    three = (x.transpose(1, 2) for x in (query, key, value))
-    return can_use_flash_attention(SDPAParams(*three, None, dropout, True, query.shape[2] != key.shape[2]))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return can_use_flash_attention(SDPAParams(q, k, v, None, dropout, True, query.shape[2] != key.shape[2]))
 
 
 @contextmanager
