@@ -74,6 +74,14 @@ def test_few_micro_batches_tell_what_all_would(forge: Forge, monkeypatch: pytest
         assert one["memory"]["peak"] == pytest.approx(other["memory"]["peak"], rel=0.1)
 
 
+def test_a_part_of_the_embedding_alone_has_no_units(forge: Forge) -> None:
+    """As the head alone; other ranks recompute and compile their blocks."""
+    cuts = ("-s", "decoder.layers=2", "-s", 'pp.cuts=["layers.0", "layers.1", "head"]')
+    made = forge(*FOUR[:-2], *cuts, "-p", "ac,compile", "--json").json
+    matched = {one["slot"]: one["matched"] for one in made["phases"]}
+    assert matched["ac"] == matched["compile"] == ["layers.0", "layers.1"]
+
+
 def test_what_needs_a_pipeline_says_so(forge: Forge) -> None:
     refused = forge("plan", "--schedules", fails=2)
     assert "--schedules needs a pipeline whose executor tells what its ranks do; parallel.pp is 1." in refused.err

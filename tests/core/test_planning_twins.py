@@ -25,7 +25,6 @@ FOUR = {
 }
 GROUPS = [{"match": "embedding.*", "lr": 0.5}, {"match": "layers.3.*", "lr": 0.3}]
 CASES: dict[str, tuple[int, tuple[str, ...], Mapping[str, Any], int, int]] = {
-    "alone": (4, (), {}, 7, 3),
     "tied, sharded": (16, ("tp", "cp", "fsdp2"), {"parallel.tp": 2, "parallel.cp": 2, "decoder.tied": True}, 7, 3),
     "a group for one": (4, (), {"adamw.groups": GROUPS}, 8, 4),
     "a group for the first": (4, (), {"adamw.groups": GROUPS[:1]}, 7, 3),

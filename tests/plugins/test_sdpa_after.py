@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forge_train_plugins.attention import _sdpa
 from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_plugins.attention._sdpa import PIECE, Kernel
 from forge_train_tools.planning.ledger import Ledger
@@ -54,6 +55,17 @@ def test_holds_nothing_as_large_as_a_mask(backend: str) -> None:
         own = ledger.numbers(given)
         with_gradients(Kernel(backend), given)
     assert ledger.peak(but=own) < queries * keys * 4 / 4
+
+
+def test_a_mask_of_documents_is_made_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = (torch.arange(512) // 100).expand(2, -1)
+    seen = _sdpa._Seen(512, 512, 0, 30, torch.float32, ids.device)
+    whole = _sdpa.make_mask(seen, ids)
+    monkeypatch.setattr(_sdpa, "ROWS", 60)
+    with Ledger() as ledger:
+        mask = _sdpa.make_mask(seen, ids)
+    assert torch.equal(mask, whole)
+    assert ledger.peak() < 1.3 * mask.nbytes
 
 
 def test_pieces_share_a_mask() -> None:

@@ -28,6 +28,9 @@ BACKENDS = {
 PIECE = 256
 """Queries after other tokens that are computed together where that takes a mask: theirs is small, and they share it."""
 
+ROWS = 4096
+"""Queries whose mask is made at once: what that takes in passing is as large as several masks of them."""
+
 
 def missing(backend: str, device: torch.device, precision: str, *, masked: bool) -> str:
     """Why a backend can't run, in a clause; empty if nothing is known to stand against it."""
@@ -138,8 +141,8 @@ class Kernel:
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     """Whether torch's flash kernel on CUDA takes these."""
-    three = (x.transpose(1, 2) for x in (query, key, value))
-    return can_use_flash_attention(SDPAParams(*three, None, dropout, True, query.shape[2] != key.shape[2]))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return can_use_flash_attention(SDPAParams(q, k, v, None, dropout, True, query.shape[2] != key.shape[2]))
 
 
 @contextmanager
@@ -167,10 +170,14 @@ def make_mask(seen: _Seen, document_ids: Tensor | None) -> Tensor:
     """
     rows = torch.arange(seen.offset, seen.offset + seen.queries, device=seen.device)[:, None]
     columns = torch.arange(seen.keys, device=seen.device)
-    visible = columns <= rows
-    if seen.window is not None:
-        visible = visible & (columns > rows - seen.window)
-    if document_ids is not None:
-        own = document_ids[:, seen.offset : seen.keys]
-        visible = visible & (own[:, None, :, None] == document_ids[:, None, None, : seen.keys])
-    return torch.zeros(visible.shape, dtype=seen.dtype, device=seen.device).masked_fill_(~visible, float("-inf"))
+    batch = () if document_ids is None else (len(document_ids), 1)
+    mask = torch.zeros(*batch, seen.queries, seen.keys, dtype=seen.dtype, device=seen.device)
+    for some in (slice(start, start + ROWS) for start in range(0, seen.queries, ROWS)):
+        hidden = columns > rows[some]
+        if seen.window is not None:
+            hidden = hidden | (columns <= rows[some] - seen.window)
+        if document_ids is not None:
+            own = document_ids[:, seen.offset : seen.keys][:, None, some, None]
+            hidden = hidden | (own != document_ids[:, None, None, : seen.keys])
+        mask[..., some, :].masked_fill_(hidden, float("-inf"))
+    return mask

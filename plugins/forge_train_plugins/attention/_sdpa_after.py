@@ -44,13 +44,13 @@ class _AfterOthers(torch.autograd.Function):
         sums = torch.logaddexp(before_sums, own_sums)
         merged = before * (before_sums - sums).exp_()[..., None]
         merged += own * (own_sums - sums).exp_()[..., None]
-        out = merged.to(query.dtype)
+        out: Tensor = merged.to(query.dtype)
         ctx.save_for_backward(q, k, v, out, sums)
         ctx.offset, ctx.scale = offset, scale
         return out.transpose(1, 2)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums = ctx.saved_tensors
         grad, offset = _dense(grad).transpose(1, 2), ctx.offset

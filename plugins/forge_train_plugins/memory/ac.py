@@ -68,7 +68,7 @@ class ActivationCheckpointing(Plugin):
         return Transform(
             Phase.RECOMPUTE,
             "ac",
-            lambda part: self._apply(part, compiled=compiled, keep_attention=keep_attention),
+            lambda part: self._apply(part, job, compiled=compiled, keep_attention=keep_attention),
             requires=requires,
         )
 
@@ -84,12 +84,14 @@ class ActivationCheckpointing(Plugin):
 
         return budget
 
-    def _apply(self, part: nn.Module, *, compiled: bool, keep_attention: bool) -> Applied:
+    def _apply(self, part: nn.Module, job: Job, *, compiled: bool, keep_attention: bool) -> Applied:
         from forge_train import Applied
 
         from ._ac import Policy, breaks, recompute, recompute_broken
 
         units: tuple[str, ...] = tuple(getattr(part, "units", ()))
+        if not units and job.dist.layout.pp > 1:  # a part with the embedding or the head alone
+            return Applied(part)
         if not units:
             raise ConfigError(f"ac: the model ({type(part).__name__}) declares no units to recompute.")
         if self.config.mode == "memory_budget":

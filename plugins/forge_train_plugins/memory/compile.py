@@ -49,14 +49,14 @@ class Compile(Plugin):
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform:
-        return Transform(Phase.COMPILE, "compile", self._apply)
+        return Transform(Phase.COMPILE, "compile", lambda part: self._apply(part, job))
 
     @hookimpl
     def around(self, span: SpanName, job: Job) -> Span | None:
         from ._compile import eager_where_new, many_units
 
         if span == "forward_backward":
-            return lambda: many_units(self._summary.units)
+            return lambda: many_units(self._summary.units if self._summary else 0)
         return eager_where_new if span == "evaluate" else None
 
     @hookimpl
@@ -64,12 +64,14 @@ class Compile(Plugin):
         if self._summary is not None:
             self._summary.tell(step.step)
 
-    def _apply(self, part: nn.Module) -> Applied:
+    def _apply(self, part: nn.Module, job: Job) -> Applied:
         from forge_train import Applied
 
         from ._compile import Summary, compile_unit
 
         units: tuple[str, ...] = tuple(getattr(part, "units", ()))
+        if not units and job.dist.layout.pp > 1:  # a part with the embedding or the head alone
+            return Applied(part)
         if not units:
             raise ConfigError(f"compile: the model ({type(part).__name__}) declares no units to compile.")
         config = self.config
