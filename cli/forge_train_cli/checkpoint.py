@@ -125,12 +125,13 @@ def verify(path: Path, as_json: bool) -> int:
     """
     from forge_train.storage import checkpoint as store
     from forge_train.storage import seal
+    from forge_train.storage.manifest import MANIFEST
 
     if is_run(path):
         paths = [saved.path for saved in store.found(path / "checkpoints")]
         if not paths:
             raise ConfigError(f"{path}: this run has no checkpoint yet.")
-    elif (path / seal.MANIFEST).is_file() or (path / "state.json").is_file():
+    elif (path / MANIFEST).is_file() or (path / "state.json").is_file():
         paths = [path]
     else:
         paths = [store.resolve(path)]

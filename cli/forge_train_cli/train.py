@@ -76,7 +76,9 @@ def train(
     forge train --nproc 2                        on two processes of this machine
     """
     request = _with_name(request, name)
-    request = dataclasses.replace(request, config=request.config or _configuration_of(resume) or PRESET)
+    if not request.config and (own := _configuration_of(resume)):
+        request = dataclasses.replace(request, config=own, foreign=resume)
+    request = dataclasses.replace(request, config=request.config or PRESET)
     setup: Setup | None = None
     if not (quiet or as_json) and sys.stdout.isatty():
         click.echo(click.style("starting …", dim=True) + "\r", nl=False)  # whatever comes next is written over it
