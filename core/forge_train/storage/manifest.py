@@ -21,8 +21,8 @@ NEEDED = (STATE, INDEX)
 """Files without which nothing is a checkpoint."""
 EDITABLE = "config.toml"
 """What may be edited: a run that continues compares its values with those in `state.json`, which is sealed."""
-LARGEST = {MANIFEST: 64 << 20, STATE: 256 << 20}
-"""Bytes of JSON that are read at most."""
+LARGEST = {MANIFEST: 64 << 20, STATE: 256 << 20, INDEX: 1 << 30}
+"""Bytes that are read at most; an index of a million shards takes about 200 MB."""
 _LONGEST_NAME = 1000
 NEWER = "written by a newer forge:"
 """How a format of the future is told."""

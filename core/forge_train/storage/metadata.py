@@ -17,14 +17,12 @@ import torch
 from ..ground.errors import ConfigError, describe
 from ..ground.untrusted import regular_size
 from . import pickles
+from .manifest import INDEX, LARGEST
 from .pickles import Call, Mark
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-FILE = ".metadata"
-LARGEST = 1 << 30
-"""Bytes of an index; one of a million shards takes about 200 MB."""
 _DCP = "torch.distributed.checkpoint"
 _CALLED = {
     (f"{_DCP}.metadata", "Metadata"),
@@ -54,13 +52,13 @@ def read_index(folder: Path) -> Metadata:
         ConfigError: if it can't be read, or holds anything else than an index of tensors in this folder.
     """
     try:
-        size = regular_size(folder / FILE)
-        found = (folder / FILE).stat()
+        size = regular_size(folder / INDEX)
+        found = (folder / INDEX).stat()
     except OSError as error:
-        raise ConfigError(f"{folder / FILE}: can't be read: {error.strerror or error}.") from error
-    if size > LARGEST:
-        raise ConfigError(f"{folder / FILE}: refused: it has {size:,} bytes, and an index at most {LARGEST:,}.")
-    return _read(folder / FILE, found.st_mtime_ns, found.st_size, found.st_ino)
+        raise ConfigError(f"{folder / INDEX}: can't be read: {error.strerror or error}.") from error
+    if size > LARGEST[INDEX]:
+        raise ConfigError(f"{folder / INDEX}: refused: it has {size:,} bytes, and an index at most {LARGEST[INDEX]:,}.")
+    return _read(folder / INDEX, found.st_mtime_ns, found.st_size, found.st_ino)
 
 
 @lru_cache(maxsize=4)
