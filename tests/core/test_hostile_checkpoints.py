@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_train import ConfigError
+from forge_train import ConfigError, PluginError
 from forge_train.storage import checkpoint, dcp, metadata
 from forge_train.storage.seal import ALONE, check
 from forge_train.storage.shards import check_shards
@@ -601,3 +601,15 @@ def test_a_hostile_prepared_folder(tmp_path: Path, text: str) -> None:
     refused(tmp_path, lambda path: read_manifest(path, key="tokens.path"))
     sparse("manifest.json")(tmp_path)
     assert "at most 67,108,864 are read" in refused(tmp_path, lambda path: read_manifest(path, key="tokens.path"))
+
+
+def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(40):
+        deep = {"a": (deep,)}
+    with pytest.raises(PluginError, match="is nested deeper than 100 levels, which can't be read again"):
+        checkpoint.save(tmp_path, 1, {**STATE, "plugins": deep}, ALONE, beside=[])
+    for _ in range(8):
+        deep = deep["a"][0]
+    path = checkpoint.save(tmp_path, 1, {**STATE, "plugins": deep}, ALONE, beside=[]).path
+    assert checkpoint.load(path, {}, ALONE)["plugins"] == deep

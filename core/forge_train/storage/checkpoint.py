@@ -25,7 +25,7 @@ from .manifest import FORMAT, MANIFEST, NAME, NEEDED, NEWER
 from .reading import load as load  # noqa: PLC0414  # what this module offers too
 from .reading import read_state as read_state  # noqa: PLC0414
 from .reading import shapes as shapes  # noqa: PLC0414
-from .reading import way_out
+from .reading import unusable
 from .seal import ALONE, moved, seal, sync, verify
 from .seal import check as check  # noqa: PLC0414
 from .tree import merged, split
@@ -159,7 +159,7 @@ def _whole(folder: Path, dist: DistributedContext, *, warn: bool = False) -> Ite
         if not problem:
             yield saved
         elif warn and problem.startswith(NEWER):
-            raise ConfigError(f"{saved.path}: {problem}. {way_out(saved.path, problem)}")
+            raise unusable(saved.path, problem)
         elif warn and dist.main:
             log.warning("%s is not whole (%s); falling back to the checkpoint before it.", saved.path, problem)
 
@@ -210,7 +210,7 @@ def resolve(path: Path, dist: DistributedContext = ALONE) -> Path:
             raise ConfigError(f"{path}: this run has no whole checkpoint.")
         return saved.path
     if problem := verify(path, dist):
-        raise ConfigError(f"{path}: not a whole checkpoint: {problem}. {way_out(path, problem)}")
+        raise unusable(path, problem)
     return path
 
 

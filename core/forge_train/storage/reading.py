@@ -29,10 +29,14 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
 """Entry of `state.json` → what it is. A checkpoint of weights alone lacks some."""
 
 
-def way_out(path: Path, problem: str) -> str:
-    """What to do about a checkpoint that can't be used."""
+def unusable(path: Path, problem: str) -> ConfigError:
+    """A checkpoint that can't be used, and what to do about it."""
     if problem.startswith(NEWER):
-        return "Update forge-train to read it."
+        return ConfigError(f"{path}: {problem}. Update forge-train to read it.")
+    return ConfigError(f"{path}: not a whole checkpoint: {problem}. {_way_out(path)}")
+
+
+def _way_out(path: Path) -> str:
     if (path.parent.parent / "plugins.json").is_file():
         return f"Name the run instead, which takes its newest whole one: {path.parent.parent}"
     return f"Put the file back as it was (only {EDITABLE} may be edited), or make the checkpoint again."
@@ -53,7 +57,7 @@ def read_state(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not a checkpoint of forge: {STATE} is no table.")
     found = state.get("format")
     if problem := newer(found):
-        raise ConfigError(f"{path}: {problem}. {way_out(path, problem)}")
+        raise unusable(path, problem)
     if found != FORMAT:
         raise ConfigError(f"{path}: checkpoint format {str(found)[:20]!r}; this forge reads {FORMAT}.")
     if problem := _odd(state):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from forge_train.storage import checkpoint, dcp
+from forge_train.storage.tree import TENSOR
 
 PIECE = 1 << 22
 """Values that are compared at once."""
@@ -123,6 +124,9 @@ def _state(first: dict[str, Any], second: dict[str, Any]) -> Iterator[StateDiffe
 
 
 def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Dotted key → value, without the names of tensors."""
+    if isinstance(tree, dict) and tree.keys() == {TENSOR}:
+        return
     if isinstance(tree, dict) and tree:
         for key, value in tree.items():
             yield from _leaves(value, f"{name}.{key}" if name else key)
