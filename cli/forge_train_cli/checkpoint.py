@@ -213,7 +213,10 @@ def _say(done: Any, as_json: bool, next_step: str = "") -> None:
 
 def _latest(run: Path) -> str:
     file = run / "checkpoints" / "latest"
-    return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+    if not file.is_file():
+        return ""
+    with file.open(encoding="utf-8", errors="replace") as text:
+        return text.read(200).strip()
 
 
 def _elements(shape: Any) -> int:

@@ -510,6 +510,11 @@ STATES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list for progress": (state(progress=[]), "'progress' is a list"),
     "text for plugins": (state(enabled=["adamw"]), "'enabled' holds something else than plugins"),
     "no path": (state(base={"path": 3, "digest": ""}), "'base' is no checkpoint"),
+    "names that are none": (state(odd={"plain": [["a"]]}), "'odd' holds something else than names"),
+    "factors without end": (
+        state(evaluation={f"{{name}}.{n}": 1.0 for n in range(1000)}),
+        "'evaluation' holds something else than at most 100 factors",
+    ),
     "a newer format": (state(format=2), "written by a newer forge: format 2, this reads 1"),
     "no format": (state(format=None), "checkpoint format 'None'; this forge reads 1"),
 }

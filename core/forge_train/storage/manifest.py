@@ -21,8 +21,10 @@ NEEDED = (STATE, INDEX)
 """Files without which nothing is a checkpoint."""
 EDITABLE = "config.toml"
 """What may be edited: a run that continues compares its values with those in `state.json`, which is sealed."""
-LARGEST = {MANIFEST: 64 << 20, STATE: 256 << 20, INDEX: 1 << 30}
+LARGEST = {MANIFEST: 64 << 20, STATE: 256 << 20, INDEX: 1 << 30, EDITABLE: 4 << 20}
 """Bytes that are read at most; an index of a million shards takes about 200 MB."""
+SHARDS = ".distcp"
+"""How names of files end that may be of any size."""
 _LONGEST_NAME = 1000
 NEWER = "written by a newer forge:"
 """How a format of the future is told."""
@@ -135,8 +137,8 @@ def _wrong_file(path: Path, sealed: Sealed) -> str:
             return f"{name} can't be read: {error.strerror or error}"
         if name in sealed.files and entry and size != entry.bytes:
             return f"{name} has {size} bytes, not {entry.bytes}"
-        if size > LARGEST.get(name, size):
-            return f"{name} has {size:,} bytes, and at most {LARGEST[name]:,} are read"
+        if size > (most := LARGEST.get(name, size if name.endswith(SHARDS) else LARGEST[INDEX])):
+            return f"{name} has {size:,} bytes, and at most {most:,} are read"
     return ""
 
 

@@ -27,6 +27,8 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("base", "evaluation"), (dict, type(None))),
 }
 """Entry of `state.json` → what it is. A checkpoint of weights alone lacks some."""
+_FACTORS = 100
+"""Tensors that make up one that is evaluated."""
 
 
 def unusable(path: Path, problem: str) -> ConfigError:
@@ -74,6 +76,14 @@ def _odd(state: Mapping[str, Any]) -> str:
     for entry in state.get("enabled", ()):
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "version")):
             return "'enabled' holds something else than plugins"
+    if any(
+        not isinstance(names, list) or not all(isinstance(n, str) for n in names)
+        for names in state.get("odd", {}).values()
+    ):
+        return "'odd' holds something else than names"
+    factors = state.get("evaluation") or {}
+    if len(factors) > _FACTORS or not all(isinstance(by, (int, float)) for by in factors.values()):
+        return f"'evaluation' holds something else than at most {_FACTORS} factors"
     if (base := state.get("base")) and (
         base.keys() != {"path", "digest"} or not all(isinstance(one, str) for one in base.values())
     ):
@@ -113,7 +123,7 @@ def load(
     """
     here = _named(path, state := without(read_state(path), elsewhere))
     parameters = {name.removeprefix("model."): tensor for name, tensor in like.items() if name.startswith("model.")}
-    odd = state.get("odd", {"plain": [], "spread": []})
+    odd = {kind: set(state.get("odd", {}).get(kind, ())) for kind in ("plain", "spread")}
     targets = {
         name: like[name] if name in like else place(name, shape, dtype, parameters, odd)
         for name, (shape, dtype) in shapes(path).items()
