@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import forge_cli
+from forge_cli import Ended
 from forge_command import Forge
 from forge_train.ground.lock import take
 from forge_train.storage import checkpoint
@@ -183,9 +185,13 @@ def test_a_run_that_trains_keeps_its_newest_checkpoint(forge: Forge, run: Path, 
 # -- diff -----------------------------------------------------------------------------------------
 
 
-def test_diff_says_which_tensors_differ_and_by_how_much(
-    forge: Forge, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def diff(*arguments: object, code: int = 0) -> Ended:
+    ended = forge_cli.forge("checkpoint", "diff", *arguments)
+    assert (ended.code, ended.err) == (code, "")
+    return ended
+
+
+def test_diff_says_which_tensors_differ_and_by_how_much(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(differences, "PIECE", 4)  # so that a tensor takes several
     base = torch.arange(1.0, 11.0)
     changed = base.clone()
@@ -215,7 +221,7 @@ def test_diff_says_which_tensors_differ_and_by_how_much(
     }
     a = save(folder / "a", 1, model=first, config={"adamw.lr": 0.1, "x": 1}, odd={}, enabled=[])
     b = save(folder / "b", 2, model=second, config={"adamw.lr": 0.2, "x": 1}, odd={}, enabled=[])
-    found = forge("checkpoint", "diff", str(a), str(b), "--json", fails=1).json
+    found = diff(a, b, "--json", code=1).json
     assert (found["same"], found["equal"]) == (False, 2)
     tensors = {one["name"].removeprefix("model."): one for one in found["tensors"]}
     assert tensors.keys() == {"changed", "shape", "gone", "new", "lost", "codes", "zero", "dtype"}
@@ -230,18 +236,18 @@ def test_diff_says_which_tensors_differ_and_by_how_much(
     assert tensors["lost"]["not_finite"]["max_abs"] == "inf"
     state = {one["key"]: (one["first"], one["second"]) for one in found["state"]}
     assert state == {"adamw.lr": (0.1, 0.2), "step": (1, 2), "tokens": (8, 16)}
-    shown = forge("checkpoint", "diff", str(a), str(b), fails=1).out
+    shown = diff(a, b, code=1).out
     assert "2 tensors are equal to the bit, 8 differ." in shown
     assert "float32 and bfloat16" in shown
     assert "[10] and [2, 5]" in shown
 
 
-def test_diff_of_the_same_says_so(forge: Forge, run: Path, folder: Path) -> None:
+def test_diff_of_the_same_says_so(run: Path, folder: Path) -> None:
     copy = shutil.copytree(run / "checkpoints" / "step-00000006", folder / "copy")
-    assert forge("checkpoint", "diff", str(run), str(copy)).out == "1 tensors are equal to the bit, 0 differ.\n"
-    assert forge("checkpoint", "diff", str(run), str(copy), "--json").json["same"] is True
-    older = str(run / "checkpoints" / "step-00000005")
-    weights = forge("checkpoint", "diff", str(copy), older, "--weights", "--json", fails=1).json
+    assert diff(run, copy).out == "1 tensors are equal to the bit, 0 differ.\n"
+    assert diff(run, copy, "--json").json["same"] is True
+    older = run / "checkpoints" / "step-00000005"
+    weights = diff(copy, older, "--weights", "--json", code=1).json
     assert (weights["state"], weights["tensors"][0]["max_abs"]) == ([], 1.0)
 
 
@@ -257,5 +263,5 @@ def test_diff_holds_one_tensor_of_each_in_memory(forge: Forge, folder: Path, mon
 
     monkeypatch.setattr(differences.dcp, "read_one", read_one)
     monkeypatch.setattr(checkpoint, "load", None)
-    forge("checkpoint", "diff", str(a), str(b))
+    diff(a, b)
     assert read == [name for name in sorted(f"model.{name}" for name in model) for _ in range(2)]

@@ -194,7 +194,7 @@ INDEXES: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "a number that is too large": (
         lambda index: setattr(place_of_a(index), "offset", 1 << 70),
-        "not an index of tensors: ValueError",
+        "not an index of tensors: TypeError: 1180591620717411303424 is no size",
     ),
     "a hundred dimensions": (
         lambda index: setattr(of_a(index), "size", torch.Size([1] * 100)),
@@ -289,7 +289,7 @@ def rebuilt(offset: int = 0, size: tuple[int, ...] = (8, 8), stride: tuple[int, 
 
 
 def bomb(files: dict[str, bytes]) -> None:
-    files["archive/data/0"] = bytes(300 << 20)
+    files["archive/data/0"] = bytes(64 << 20)
 
 
 TENSORS: dict[str, tuple[Callable[[], bytes], str]] = {
@@ -505,7 +505,7 @@ STATES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list for a tensor": (state(plugins={"a": {"$tensor": ["x"]}}), "names the tensor \"['x']\", which is not in it"),
     "numbers that are nowhere": (state(not_finite={"a[3]": "nan"}), "what 'not_finite' names is not there"),
     "a number of another kind": (state(a=1, not_finite={"a": "x"}), "what 'not_finite' names is not there"),
-    "a path without end": (state(not_finite={"[1" * 200_000 + "x": "nan"}), "what 'not_finite' names is not there"),
+    "a path without end": (state(not_finite={"[1" * 200_000 + "]": "nan"}), "what 'not_finite' names is not there"),
     "text for progress": (state(progress={"step": "1"}), "'progress' holds something else than counts"),
     "a list for progress": (state(progress=[]), "'progress' is a list"),
     "text for plugins": (state(enabled=["adamw"]), "'enabled' holds something else than plugins"),
@@ -573,7 +573,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a header that is nested": (safetensors(500_000, b"[" * 500_000), "not a whole safetensors file"),
     "a huge tensor": (declared([1 << 40, 1 << 20], 16), "not a whole safetensors file"),
     "a tensor beyond the file": (declared([1 << 38], 1 << 40), "not a whole safetensors file"),
-    "a device": (device, "not a whole safetensors file: OSError: [Errno 22] it is no regular file"),
+    "a device": (device, "there is neither model.safetensors nor"),
     "nested text": (config("[" * 500_000), "config.json: can't be read: ValueError: it is nested too deeply"),
     "a terabyte of text": (lambda path: (config("{}")(path), sparse("config.json")(path)), "1,099,511,627,776 bytes"),
     "a file elsewhere": (index({"a": "../model.safetensors"}), "../model.safetensors: there is no such file"),

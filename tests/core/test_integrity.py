@@ -204,7 +204,12 @@ def test_code_that_came_with_a_checkpoint_is_not_run(
         file.write_text(EVIL.format(victim=str(victim)))
     config = path / "config.toml"
     spec = spec.format(path=path)
-    config.write_text(config.read_text().replace("plugins = [", f'plugins = ["{spec}", '))
+    lines = [line for line in config.read_text().splitlines() if not line.startswith("plugins =")]
+    config.write_text("\n".join([f'plugins = ["{spec}"]', *lines]))
+    state = json.loads((path / "state.json").read_text())
+    state["enabled"].append({**state["enabled"][0], "name": "evil"})
+    (path / "state.json").write_text(json.dumps(state))
+    reseal(path)
     monkeypatch.chdir(tmp_path)
     commands = {
         "generate": ("generate", path, "--tokens", "1"),
@@ -219,7 +224,7 @@ def test_code_that_came_with_a_checkpoint_is_not_run(
         assert not victim.exists(), name
         if name not in ("inspect", "diff"):  # which need no plugin
             assert ended.code == 2, name
-            assert f"{spec!r} came with this folder, and no code of it is run" in ended.err, ended.err
+            assert f"{spec!r} came with this folder, and no code of it is run" in ended.err
         assert "Traceback" not in ended.out + ended.err
     forge("train", config, "--run-dir", tmp_path / "runs", "-q")
     assert victim.exists(), "a configuration that somebody names is theirs"

@@ -68,7 +68,7 @@ def _read(file: Path, *changed: int) -> Metadata:
     except ConfigError as error:
         raise ConfigError(f"{file}: refused, and nothing in it was run: it {error}.") from error
     except Exception as error:  # whatever a record of another shape comes to
-        raise ConfigError(f"{file}: not an index of tensors: {describe(error)}") from error
+        raise ConfigError(f"{file}: not an index of tensors: {describe(error)}.") from error
 
 
 def _known(module: str, name: str) -> object:

@@ -97,6 +97,8 @@ class _Machine:
         self.stack.append(value)
 
     def mark(self) -> None:
+        if len(self.below) == _DEEPEST:
+            raise ValueError("a pickle that is nested too deeply")
         self.below.append(self.stack)
         self.stack = []
 
@@ -173,6 +175,7 @@ class _Machine:
 
 STORAGE = Mark("torch", "storage")
 """Called with a persistent identifier."""
+_DEEPEST = 100
 _STOP = ord(".")
 _INSTRUCTIONS: Mapping[bytes, Callable[[_Machine], object]] = {
     b"\x80": lambda m: m.bytes(1),  # the protocol
