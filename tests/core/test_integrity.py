@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,11 +195,11 @@ class Evil(Plugin):
 
 
 @pytest.mark.accept("checkpoints", 7)
-@pytest.mark.parametrize("spec", ["./evil.py", "evil.py:Evil", "{path}/evil.py", "../evil.py", "copy.evil:Evil"])
+@pytest.mark.parametrize("spec", ["./evil.py", "evil.py:Evil", "{path}/evil.py", "../evil.py", "downloaded.evil:Evil"])
 def test_code_that_came_with_a_checkpoint_is_not_run(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str
 ) -> None:
-    path, victim = tmp_path / "copy", tmp_path / "run-by-import"
+    path, victim = tmp_path / "downloaded", tmp_path / "run-by-import"
     shutil.copytree(run / "checkpoints" / STEP, path)
     for file in (path / "evil.py", tmp_path / "evil.py"):
         file.write_text(EVIL.format(victim=str(victim)))
@@ -211,6 +212,7 @@ def test_code_that_came_with_a_checkpoint_is_not_run(
     (path / "state.json").write_text(json.dumps(state))
     reseal(path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     commands = {
         "generate": ("generate", path, "--tokens", "1"),
         "export": ("checkpoint", "export", path, tmp_path / "hf"),

@@ -128,15 +128,17 @@ def _odd_name(path: Path, names: list[Any]) -> str:
 
 
 def _wrong_file(path: Path, sealed: Sealed) -> str:
-    for name, entry in [*sealed.files.items(), *sealed.editable.items()]:
+    sizes: dict[str, int] = {}
+    for name in [*sealed.files, *sealed.editable]:
         try:
-            size = regular_size(path / name)
+            sizes[name] = regular_size(path / name)
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
             return f"{name} can't be read: {error.strerror or error}"
-        if name in sealed.files and entry and size != entry.bytes:
-            return f"{name} has {size} bytes, not {entry.bytes}"
+    for name, size in sizes.items():
+        if name in sealed.files and size != sealed.files[name].bytes:
+            return f"{name} has {size} bytes, not {sealed.files[name].bytes}"
         if size > (most := LARGEST.get(name, size if name.endswith(SHARDS) else LARGEST[INDEX])):
             return f"{name} has {size:,} bytes, and at most {most:,} are read"
     return ""
