@@ -25,6 +25,7 @@ from forge_train.storage.run import is_checkpoint, is_run
 
 from .closing import next_commands
 from .devices import how_many
+from .exporting import check_exportable, export_trained
 from .failures import complain, report, show_progress
 from .options import AUTO, PRESET, hugging_face, processes_option, run_dir_option, run_options
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     metavar="K",
     help="How often a failure starts all processes again, from the newest checkpoint.",
 )
+@click.option("--export", is_flag=True, help="Write the trained model to RUN/export in Hugging Face layout.")
 @click.option("--quiet", "-q", is_flag=True, help="No dashboard, only warnings and errors.")
 @click.option("--json", "as_json", is_flag=True, help="Like --quiet, with one JSON object at the end.")
 def train(
@@ -62,6 +64,7 @@ def train(
     resume: str,
     nproc: int | Literal["auto"],
     max_restarts: int,
+    export: bool,
     quiet: bool,
     as_json: bool,
 ) -> int:
@@ -97,6 +100,8 @@ def train(
             if nproc == AUTO and count > 1:
                 error.args = (f"{error}\n(--nproc auto takes {count} processes here; --nproc 1 takes one.)",)
             raise
+        if export:
+            check_exportable(setup)
         if quiet or as_json:
             setup.hooks.mute("console")
         else:
@@ -114,7 +119,10 @@ def train(
                 max_restarts=max_restarts,
                 quiet=quiet or as_json,
             )
-            return _told(launched, quiet=quiet, as_json=as_json)
+            code = _told(launched, quiet=quiet, as_json=as_json)
+            if export:
+                export_trained(launched.run, quiet=quiet or as_json)
+            return code
         from forge_train.engine import train as train_run
 
         finished = train_run(setup, run_dir=Path(run_dir), resume=resume, notable=_notable(request))
@@ -124,6 +132,8 @@ def train(
         _print_result(finished.run, finished.step, finished.loss, finished.outcome)
     elif not quiet and _first_process():
         _close(finished, next_commands(finished, setup))
+    if export and _first_process():
+        export_trained(finished.run, quiet=quiet or as_json)
     return finished.code
 
 

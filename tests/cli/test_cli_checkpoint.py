@@ -19,6 +19,7 @@ from forge_train.ground.lock import take
 from forge_train.storage import checkpoint
 from forge_train.storage.seal import ALONE, check
 from forge_train_tools.offline import differences
+from forge_train_tools.offline.hf_files import Folder
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", "commands")]
 
@@ -265,3 +266,32 @@ def test_diff_holds_one_tensor_of_each_in_memory(forge: Forge, folder: Path, mon
     monkeypatch.setattr(checkpoint, "load", None)
     diff(a, b)
     assert read == [name for name in sorted(f"model.{name}" for name in model) for _ in range(2)]
+
+
+# -- export at the end of a run -------------------------------------------------------------------
+
+
+def test_train_exports_the_model_of_a_run_that_is_done(forge: Forge, folder: Path) -> None:
+    def stored(run: Path) -> dict[str, Any]:
+        return Folder.open(run / "export").tensors | {"w": Folder.open(run / "export").read("model.norm.weight")}
+
+    command = ("train", "tiny.toml", "--name", "first", "--export")
+    assert "Exported to runs/first/export: " in forge(*command).out
+    run = folder / "runs" / "first"
+    first = stored(run)
+    recorded = forge("runs", "show", str(run), "--json").json["artifacts"]
+    assert "export/model.safetensors" in {one["path"] for one in recorded}
+    forge(*command, "-q")  # is done already, and says the same
+    assert torch.equal(stored(run)["w"], first["w"])
+    forge(*command, "-q", "-s", "train.steps=8")
+    assert not torch.equal(stored(run)["w"], first["w"])
+    forge("checkpoint", "export", str(run), str(folder / "again"))
+    assert (folder / "again" / "model.safetensors").read_bytes() == (run / "export/model.safetensors").read_bytes()
+    assert not list(run.glob(".export*"))
+
+
+def test_a_model_that_can_not_be_exported_is_refused_before_it_is_trained(forge: Forge, folder: Path) -> None:
+    (folder / "toy.toml").write_text("[train]\nsteps = 1\n", encoding="utf-8")
+    said = forge("train", "toy.toml", "-p", "toys:ToyModel,toys:ToyData", "--name", "toy", "--export", fails=2).err
+    assert "--export: no enabled plugin can write the model in Hugging Face layout (export_hf)." in said
+    assert not (folder / "runs" / "toy").exists()
