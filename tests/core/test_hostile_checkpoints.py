@@ -609,6 +609,12 @@ def test_a_hostile_prepared_folder(tmp_path: Path, text: str) -> None:
 
 
 def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
+    class Own(torch.Tensor):
+        """A tensor of a class of its own."""
+
+    own = {"optimizer": {"state": {"a": torch.ones(2).as_subclass(Own)}}}
+    with pytest.raises(PluginError, match=r"'optimizer\.state\.a' holds a Own, a tensor of a class of its own"):
+        checkpoint.save(tmp_path, 1, {**STATE, **own}, ALONE, beside=[])
     deep: Any = 1
     for _ in range(40):
         deep = {"a": (deep,)}

@@ -33,6 +33,12 @@ def split(tree: Any, name: str, tensors: dict[str, Tensor], level: int = 2) -> A
         if name in tensors:
             raise PluginError(f"The state {name!r} holds two tensors of that name; keys with dots must not clash.")
         tensors[name] = tree.detach()
+        if type(tensors[name]) is not Tensor and not hasattr(tree, "device_mesh"):
+            kind = type(tree).__name__
+            raise PluginError(
+                f"The state {name!r} holds a {kind}, a tensor of a class of its own, which can't be read again; save the "
+                "tensors that it is made of."
+            )
         return {TENSOR: name}
     if isinstance(tree, Mapping):
         if bad := [key for key in tree if not isinstance(key, str) or key in (TENSOR, TUPLE)]:
