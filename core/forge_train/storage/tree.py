@@ -36,8 +36,8 @@ def split(tree: Any, name: str, tensors: dict[str, Tensor], level: int = 2) -> A
         if type(tensors[name]) is not Tensor and not hasattr(tree, "device_mesh"):
             kind = type(tree).__name__
             raise PluginError(
-                f"The state {name!r} holds a {kind}, a tensor of a class of its own, which can't be read again; save the "
-                "tensors that it is made of."
+                f"The state {name!r} holds a {kind}, a tensor of a class of its own, which can't be read again; save "
+                "the tensors that it is made of."
             )
         return {TENSOR: name}
     if isinstance(tree, Mapping):
