@@ -13,6 +13,7 @@ from forge_train.ground.strict_json import dumps
 from forge_train.storage.run import is_run
 
 from . import screen
+from .keeping import diff, move, prune
 from .options import json_option, plugin_options
 
 PATH = click.Path(path_type=Path)
@@ -24,6 +25,10 @@ def checkpoint() -> None:
 
     PATH is a checkpoint, or a run, which stands for its newest whole one.
     """
+
+
+for command in (diff, move, prune):
+    checkpoint.add_command(command)
 
 
 @checkpoint.command("list", short_help="The checkpoints of a run.")
@@ -121,26 +126,30 @@ def inspect(path: Path, as_json: bool) -> None:
 def verify(path: Path, as_json: bool) -> int:
     """Read every file of a checkpoint, or of all checkpoints of a run, and compare sizes and sha256 sums.
 
-    The exit code is 1 if one is damaged.
+    Then see whether its state, its index and its tensors are what a checkpoint holds. The exit code is 1 if one is
+    damaged.
     """
     from forge_train.storage import checkpoint as store
-    from forge_train.storage import seal
+    from forge_train.storage.manifest import MANIFEST
+    from forge_train_tools.offline.examine import examine
 
     if is_run(path):
         paths = [saved.path for saved in store.found(path / "checkpoints")]
         if not paths:
             raise ConfigError(f"{path}: this run has no checkpoint yet.")
-    elif (path / seal.MANIFEST).is_file() or (path / "state.json").is_file():
+    elif (path / MANIFEST).is_file() or (path / "state.json").is_file():
         paths = [path]
     else:
         paths = [store.resolve(path)]
-    problems = {str(one): seal.check(one, contents=True) for one in paths}
+    examined = [examine(one) for one in paths]
     if as_json:
-        click.echo(dumps([{"path": one, "problem": problem} for one, problem in problems.items()], indent=1))
+        rows = [{"path": str(one.path), "problem": one.problem, "edited": list(one.edited)} for one in examined]
+        click.echo(dumps(rows, indent=1))
     else:
-        for one, problem in problems.items():
-            click.echo(f"{one}: {click.style(problem, fg='red') if problem else 'whole'}")
-    return 1 if any(problems.values()) else 0
+        for one in examined:
+            edited = f" ({', '.join(one.edited)} was edited since it was saved, as it may be)" if one.edited else ""
+            click.echo(f"{one.path}: {click.style(one.problem, fg='red') if one.problem else 'whole'}{edited}")
+    return 1 if any(one.problem for one in examined) else 0
 
 
 @checkpoint.command("import", short_help="Make a checkpoint of a model in Hugging Face layout.")
@@ -204,7 +213,10 @@ def _say(done: Any, as_json: bool, next_step: str = "") -> None:
 
 def _latest(run: Path) -> str:
     file = run / "checkpoints" / "latest"
-    return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+    if not file.is_file():
+        return ""
+    with file.open(encoding="utf-8", errors="replace") as text:
+        return text.read(200).strip()
 
 
 def _elements(shape: Any) -> int:

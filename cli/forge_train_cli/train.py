@@ -26,6 +26,7 @@ from forge_train.storage.run import is_checkpoint, is_run
 
 from .closing import next_commands
 from .devices import how_many
+from .exporting import check_exportable, export_trained
 from .failures import complain, report, show_progress
 from .options import AUTO, PRESET, hugging_face, processes_option, run_dir_option, run_options
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     metavar="K",
     help="How often a failure starts all processes again, from the newest checkpoint.",
 )
+@click.option("--export", is_flag=True, help="Write the trained model to RUN/export in Hugging Face layout.")
 @click.option("--quiet", "-q", is_flag=True, help="No dashboard, only warnings and errors.")
 @click.option("--json", "as_json", is_flag=True, help="Like --quiet, with one JSON object at the end.")
 def train(
@@ -63,6 +65,7 @@ def train(
     resume: str,
     nproc: int | Literal["auto"],
     max_restarts: int,
+    export: bool,
     quiet: bool,
     as_json: bool,
 ) -> int:
@@ -77,7 +80,9 @@ def train(
     forge train --nproc 2                        on two processes of this machine
     """
     request = _with_name(request, name)
-    request = dataclasses.replace(request, config=request.config or _configuration_of(resume) or PRESET)
+    if not request.config and (own := _configuration_of(resume)):
+        request = dataclasses.replace(request, config=own, foreign=resume)
+    request = dataclasses.replace(request, config=request.config or PRESET)
     setup: Setup | None = None
     if not (quiet or as_json) and sys.stdout.isatty():
         click.echo(click.style("starting …", dim=True) + "\r", nl=False)  # whatever comes next is written over it
@@ -96,6 +101,8 @@ def train(
             if nproc == AUTO and count > 1:
                 error.args = (f"{error}\n(--nproc auto takes {count} processes here; --nproc 1 takes one.)",)
             raise
+        if export:
+            check_exportable(setup)
         if quiet or as_json:
             setup.hooks.mute("console")
         else:
@@ -113,7 +120,10 @@ def train(
                 max_restarts=max_restarts,
                 quiet=quiet or as_json,
             )
-            return _told(launched, quiet=quiet, as_json=as_json)
+            code = _told(launched, quiet=quiet, as_json=as_json)
+            if export:
+                export_trained(launched.run, quiet=quiet or as_json)
+            return code
         from forge_train.engine import train as train_run
 
         with told(lambda error, _: complain(str(error))):
@@ -124,6 +134,8 @@ def train(
         _print_result(finished.run, finished.step, finished.loss, finished.outcome)
     elif not quiet and _first_process():
         _close(finished, next_commands(finished, setup))
+    if export and _first_process():
+        export_trained(finished.run, quiet=quiet or as_json)
     return finished.code
 
 

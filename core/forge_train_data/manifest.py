@@ -12,6 +12,7 @@ from typing import Any
 
 from forge_train import ConfigError
 from forge_train.ground.errors import describe
+from forge_train.ground.untrusted import load_json
 
 from .documents import Documents
 from .held_out import SIDES, Side
@@ -20,6 +21,8 @@ from .store import Header, open_shard
 FILE = "manifest.json"
 WORK = ".prepare"
 """The folder beside it that holds what a preparation needs to go on."""
+_LARGEST = 64 << 20
+"""Bytes of a manifest that are read at most."""
 FORMAT, VERSION = "forge-tokens", 1
 TOKENIZER = "tokenizer"
 """The folder beside it with the tokenizer's files, if it has any."""
@@ -88,7 +91,7 @@ def read_manifest(folder: Path, *, key: str) -> Manifest:
             raise ConfigError(f"{key}: {folder} was not prepared to the end: run the same forge data prepare again.")
         raise ConfigError(f"{key}: {folder} has no {FILE}, so forge data prepare did not write it.")
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
+        table = load_json(file, most=_LARGEST, links=True)
         if table["format"] != FORMAT:
             raise ConfigError(f"{key}: {file} is no manifest of token shards.")
         if table["version"] > VERSION:

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forge_train import ConfigError
+from forge_train.ground.strict_json import loads
 
 from .shard import Ids, Shard
 
@@ -179,7 +180,7 @@ def read_header(path: Path) -> Header:
     if version > VERSION:
         raise ConfigError(f"{path}: is of format {version}; this forge reads up to {VERSION}. Update forge-train.")
     try:
-        table: dict[str, Any] = json.loads(start[16 : 16 + length])
+        table: dict[str, Any] = loads(start[16 : 16 + length].decode())
         header = Header(**table)
         whole = header.size
     except (ValueError, TypeError, AttributeError) as error:

@@ -7,19 +7,18 @@ import logging
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import tiny_models
 import toys
 from forge_cli import Ended, forge
 from forge_train import ConfigError, DivergedError, Plugin, Update, hookimpl
 from forge_train.storage import checkpoint, metadata, seal
-from forge_train.storage.dcp import read_one
 from tiny_models import flip, reseal
 
 pytestmark = pytest.mark.unit
@@ -178,27 +177,59 @@ def test_nothing_in_a_checkpoint_is_run(run: Path, tmp_path: Path, reader: str) 
     victim.unlink()
     ended = readers(path, tmp_path / "out")[reader]()
     assert not victim.exists()
-    if reader != "verify":  # which reads bytes
-        assert ended.code == 2
-        assert "posix.system, which an index of tensors does not need and which could run code" in ended.err
-        assert f"{path}/.metadata" in ended.err
+    assert ended.code == (1 if reader == "verify" else 2)
+    said = ended.out + ended.err
+    assert "posix.system, which an index of tensors does not need and which could run code" in said
+    assert str(path) in said
+    assert "Traceback" not in said
+
+
+EVIL = """
+from pathlib import Path
+from forge_train import Plugin
+Path({victim!r}).touch()
+class Evil(Plugin):
+    \"\"\"Runs when it is imported.\"\"\"
+    api = (1, 0)
+"""
+
+
+@pytest.mark.accept("checkpoints", 7)
+@pytest.mark.parametrize("spec", ["./evil.py", "evil.py:Evil", "{path}/evil.py", "../evil.py", "downloaded.evil:Evil"])
+def test_code_that_came_with_a_checkpoint_is_not_run(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str
+) -> None:
+    path, victim = tmp_path / "downloaded", tmp_path / "run-by-import"
+    shutil.copytree(run / "checkpoints" / STEP, path)
+    for file in (path / "evil.py", tmp_path / "evil.py"):
+        file.write_text(EVIL.format(victim=str(victim)))
+    config = path / "config.toml"
+    spec = spec.format(path=path)
+    lines = [line for line in config.read_text().splitlines() if not line.startswith("plugins =")]
+    config.write_text("\n".join([f'plugins = ["{spec}"]', *lines]))
+    state = json.loads((path / "state.json").read_text())
+    state["enabled"].append({**state["enabled"][0], "name": "evil"})
+    (path / "state.json").write_text(json.dumps(state))
+    reseal(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    commands = {
+        "generate": ("generate", path, "--tokens", "1"),
+        "export": ("checkpoint", "export", path, tmp_path / "hf"),
+        "eval": ("eval", path),
+        "inspect": ("checkpoint", "inspect", path),
+        "diff": ("checkpoint", "diff", path, run),
+        "resume": ("train", "--run-dir", tmp_path / "runs", "-q", "--resume", path, "-s", "train.steps=5"),
+    }
+    for name, command in commands.items():
+        ended = forge(*command)
+        assert not victim.exists(), name
+        if name not in ("inspect", "diff"):  # which need no plugin
+            assert ended.code == 2, name
+            assert f"{spec!r} came with this folder, and no code of it is run" in ended.err
         assert "Traceback" not in ended.out + ended.err
-
-
-@pytest.mark.accept("trial", 11)
-def test_tensors_are_read_without_running_anything(run: Path, tmp_path: Path) -> None:
-    """torch's own loader of a tensor must be the restricted one."""
-    path, victim = run / "checkpoints" / STEP, tmp_path / "run-by-pickle"
-    name, (shape, dtype) = next(iter(checkpoint.shapes(path).items()))
-    torch.save(Touches(victim), weights(path))
-    index = metadata.read_index(path)
-    size = weights(path).stat().st_size
-    for info in index.storage_data.values():
-        info.offset, info.length = 0, size
-    (path / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(Exception, match=r"system"):
-        read_one(path, name, shape, dtype)
-    assert not victim.exists()
+    forge("train", config, "--run-dir", tmp_path / "runs", "-q")
+    assert victim.exists(), "a configuration that somebody names is theirs"
 
 
 def broken(path: Path, change: Callable[[Any], object]) -> None:
@@ -296,3 +327,37 @@ def test_a_manifest_names_only_files_of_its_folder(run: Path, tmp_path: Path) ->
         ConfigError, match=r"manifest\.json names '\.\./\.\./\.\./elsewhere', which is not in this folder"
     ):
         checkpoint.resolve(path)
+
+
+# -- moved and edited -----------------------------------------------------------------------------
+
+
+@pytest.mark.accept("checkpoints", "moved")
+def test_a_checkpoint_is_used_where_it_was_moved_to_and_with_an_edited_configuration(run: Path, tmp_path: Path) -> None:
+    path = (run / "checkpoints" / STEP).rename(tmp_path / "moved")
+    shutil.rmtree(run)
+    config = path / "config.toml"
+    config.write_text(f"# mine now\n{config.read_text()}")
+    assert forge("checkpoint", "verify", path).out == (
+        f"{path}: whole (config.toml was edited since it was saved, as it may be)\n"
+    )
+    assert forge("checkpoint", "verify", path, "--json").json == [
+        {"path": str(path), "problem": "", "edited": ["config.toml"]}
+    ]
+    for name, reader in readers(path, tmp_path / "out").items():
+        ended = reader()
+        assert ended.code == 0, f"{name}: {ended.err}"
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    config.write_text(config.read_text().replace("dim = 32", "dim = 16"))
+    assert "holds another model" in forge("generate", path).err
+    config.write_text("[")
+    assert f"{config}:" in forge("generate", path).err
+    config.unlink()
+    assert "config.toml is missing" in forge("generate", path).err
+
+
+@pytest.mark.accept("checkpoints", "moved")
+def test_nothing_in_a_checkpoint_says_where_it_lay(run: Path) -> None:
+    path = run / "checkpoints" / STEP
+    found = [file.name for file in path.rglob("*") if file.is_file() and str(run).encode() in file.read_bytes()]
+    assert [name for name in found if name != ".metadata"] == []  # where torch's writer puts it, and nothing reads it

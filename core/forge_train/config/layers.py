@@ -169,6 +169,8 @@ class Request:
     """Section → values that something else than TOML brings; laid over the file."""
     sections_from: str = ""
     """Where those come from, for messages."""
+    foreign: str = ""
+    """A folder that anybody may have made, with the configuration in it: no code that came with it is run."""
 
 
 @dataclass(frozen=True)

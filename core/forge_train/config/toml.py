@@ -13,7 +13,7 @@ from ..ground.errors import ConfigError, describe
 
 Key = tuple[str, ...]
 
-_HEADER = re.compile(r"\s*(\[\[?)\s*(?P<key>[^\]]+?)\s*\]\]?\s*(#.*)?$")
+_HEADER = re.compile(r"\s*+(\[\[?)\s*+(?P<key>[^\]]*?[^\]\s])\s*+\]\]?\s*(#.*)?$")
 _ASSIGNMENT = re.compile(r"""\s*(?P<key>(?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=""")
 _PART = re.compile(r"""[\w-]+|"[^"]*"|'[^']*'""")
 

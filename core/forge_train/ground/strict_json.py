@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,8 +25,17 @@ def dumps(value: object, *, indent: int | None = None) -> str:
 
 
 def loads(text: str) -> Any:
-    """What `dumps` was given, as far as JSON holds it."""
-    return json.loads(text, object_hook=_restored)
+    """What `dumps` was given, as far as JSON holds it.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    try:
+        return json.loads(text, object_hook=_restored)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"what {NOT_FINITE!r} names is not there") from error
 
 
 def _finite(value: Any, lost: dict[str, str], path: str) -> Any:
@@ -60,5 +68,11 @@ def _restored(table: dict[str, Any]) -> dict[str, Any]:
 
 def _steps(path: str) -> list[Any]:
     """`curve[1]` → "curve", 1."""
-    name, indices = re.fullmatch(r"(.*?)((?:\[\d+\])*)", path, re.DOTALL).groups()  # type: ignore[union-attr]
-    return [name, *map(int, re.findall(r"\d+", indices))]
+    indices: list[Any] = []
+    while path.endswith("]"):
+        before, _, number = path[:-1].rpartition("[")
+        if not number.isdecimal():
+            break
+        path = before
+        indices.append(int(number))
+    return [path, *reversed(indices)]

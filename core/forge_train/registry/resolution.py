@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..config.layers import CONDITIONAL, Origin, Request, Tree
 from ..contract.calls import EnabledPlugin
 from ..contract.hookspecs import KINDS
 from ..contract.reference import PluginRef
 from ..ground.errors import ConfigError, nearest
-from ..ground.names import canonical, is_file
+from ..ground.names import canonical, is_file, split
 from .discovery import RESERVED, discover, dotted, in_file, instead, is_name, load, plugin_name
 from .inspection import check_hooks
 
@@ -123,9 +124,16 @@ class Resolution:
             self.mistakes.append(f"{where}: {spec!r} would be named {plugin_name(spec)!r}, which is reserved.")
         else:
             try:
-                return in_file(spec, where.folder) if is_file(spec) else dotted(spec)
+                found = in_file(spec, where.folder) if is_file(spec) else dotted(spec)
             except ConfigError as error:
                 self.mistakes.append(f"{where}: {error}")
+                return None
+            if where.kind not in ("file", "preset") or not _came_with(self.request.foreign, found, spec):
+                return found
+            self.mistakes.append(
+                f"{where}: {spec!r} came with this folder, and no code of it is run. If you trust that file, put it "
+                "elsewhere and name it here by its absolute path."
+            )
         return None
 
     def _wanted_defaults(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -213,3 +221,11 @@ def _idle(explicit: Iterable[EnabledPlugin], unneeded: AbstractSet[str]) -> dict
     """Plugins that fill nothing but slots that no enabled plugin asks for, each with one of them."""
     does = {plugin.name: plugin.provides - {"check_config"} for plugin in explicit}
     return {name: min(slots) for name, slots in does.items() if slots and slots <= unneeded}
+
+
+def _came_with(folder: str, found: PluginRef, spec: str) -> bool:
+    """Whether a plugin lies in a folder, or is named by where it lies beside the folder's configuration."""
+    if not folder or found.file is None:
+        return False
+    beside = is_file(spec) and not Path(split(spec)[0]).is_absolute()
+    return beside or found.file.resolve().is_relative_to(Path(folder).resolve())

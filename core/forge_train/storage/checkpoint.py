@@ -6,33 +6,31 @@ It holds tensors (torch.distributed.checkpoint), `state.json` with everything el
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..ground import disk
 from ..ground.errors import ConfigError, ForgeError
 from ..ground.files import remove_remains, write_json, write_whole
-from ..ground.strict_json import loads
 from ..processes.distributed import DistributedContext
 from . import dcp
-from .metadata import FILE, read_index
-from .placement import place
-from .seal import ALONE, MANIFEST, NAME, moved, seal, sync, verify
-from .seal import check as check  # noqa: PLC0414  # what this module offers too
-from .tree import join, merged, named, split, without
+from .manifest import FORMAT, MANIFEST, NAME, NEEDED, NEWER
+from .reading import load as load  # noqa: PLC0414  # what this module offers too
+from .reading import read_state as read_state  # noqa: PLC0414
+from .reading import shapes as shapes  # noqa: PLC0414
+from .reading import unusable
+from .seal import ALONE, moved, seal, sync, verify
+from .seal import check as check  # noqa: PLC0414
+from .tree import merged, split
 
 log = logging.getLogger("forge_train")
-
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -160,6 +158,8 @@ def _whole(folder: Path, dist: DistributedContext, *, warn: bool = False) -> Ite
         problem = verify(saved.path, dist)
         if not problem:
             yield saved
+        elif warn and problem.startswith(NEWER):
+            raise unusable(saved.path, problem)
         elif warn and dist.main:
             log.warning("%s is not whole (%s); falling back to the checkpoint before it.", saved.path, problem)
 
@@ -210,7 +210,7 @@ def resolve(path: Path, dist: DistributedContext = ALONE) -> Path:
             raise ConfigError(f"{path}: this run has no whole checkpoint.")
         return saved.path
     if problem := verify(path, dist):
-        raise ConfigError(f"{path}: not a whole checkpoint: {problem}. {_way_out(path)}")
+        raise unusable(path, problem)
     return path
 
 
@@ -224,76 +224,6 @@ def _is_run(path: Path) -> bool:
         raise ConfigError(
             f"{path} is in Hugging Face layout. Make a checkpoint of it first: forge checkpoint import {path} NEW"
         )
-    if not any((path / name).exists() for name in (MANIFEST, "state.json", FILE)):
+    if not any((path / name).exists() for name in (MANIFEST, *NEEDED)):
         raise ConfigError(f"{path} is neither a run nor a checkpoint.")
     return False
-
-
-def _way_out(path: Path) -> str:
-    """What to do about a damaged checkpoint."""
-    if (path.parent.parent / "plugins.json").is_file():
-        return f"Name the run instead, which takes its newest whole one: {path.parent.parent}"
-    try:
-        editable = json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("editable", [])
-    except (OSError, ValueError, AttributeError):
-        editable = []
-    may = f" (only {', '.join(editable)} may be edited)" if editable else ""
-    return f"Put the file back as it was{may}, or make the checkpoint again."
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """A checkpoint's `state.json`, with its tensors still only named.
-
-    Raises:
-        ConfigError: if it was written in a format this forge does not know.
-    """
-    try:
-        state: dict[str, Any] = loads((path / "state.json").read_text(encoding="utf-8"))
-        found = state.get("format")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a checkpoint of forge: state.json can't be read.") from error
-    if found != FORMAT:
-        raise ConfigError(f"{path}: checkpoint format {found!r}; this forge reads {FORMAT}.")
-    return state
-
-
-def shapes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name → global shape and dtype of every tensor in a checkpoint."""
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    metadata = read_index(path).state_dict_metadata
-    return {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-
-
-def load(
-    path: Path,
-    like: Mapping[str, Tensor],
-    dist: DistributedContext,
-    *,
-    only: str = "",
-    elsewhere: Set[str] = frozenset(),
-) -> dict[str, Any]:
-    """Read a checkpoint's state.
-
-    Args:
-        path: a whole checkpoint.
-        like: name → tensor to fill in place (this rank's shard, if it is one). Others are made here; those of the
-            optimizer are spread as the parameter they belong to.
-        dist: who reads.
-        only: read tensors whose name begins with this.
-        elsewhere: parameters and buffers on other stages of a pipeline; what is under their names is left out.
-    """
-    here = set(named(state := without(read_state(path), elsewhere)))
-    parameters = {name.removeprefix("model."): tensor for name, tensor in like.items() if name.startswith("model.")}
-    odd = state.get("odd", {"plain": [], "spread": []})
-    targets = {
-        name: like[name] if name in like else place(name, shape, dtype, parameters, odd)
-        for name, (shape, dtype) in shapes(path).items()
-        if name in here and name.startswith(only)
-    }
-    dcp.read(path, targets, alone=dist.world == 1)
-    return {key: join(value, targets) for key, value in state.items()} if not only else {"tensors": targets}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .metadata import read_index
+from .shards import read_shard
 
 
 def write(
@@ -55,16 +56,40 @@ def write(
 
 
 def read(path: Path, tensors: Mapping[str, Tensor], *, alone: bool) -> None:
-    """Fill tensors (this rank's shards of them) in place. Nothing in the files is run."""
+    """Fill tensors (this rank's shards of them) in place. Nothing in the files is run.
+
+    Raises:
+        ConfigError: if what is in a file is not what the index says.
+    """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
     from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.futures import Future
 
     class Reader(FileSystemReader):
-        """Its index is not unpickled by torch, and names tensors only, which torch loads with `weights_only`."""
+        """Neither its index nor its tensors are unpickled by torch."""
 
         def read_metadata(self) -> Metadata:
             return read_index(path)
+
+        def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+            places = {item: self.storage_data[item.storage_index] for item in plan.items}
+            files: dict[str, list[ReadItem]] = {}
+            for item in sorted(plan.items, key=lambda item: places[item].offset):
+                files.setdefault(places[item].relative_path, []).append(item)
+            for name, items in files.items():
+                with (path / name).open("rb") as file:
+                    for item in items:
+                        here = read_shard(path, file, item.storage_index, places[item])
+                        begin = zip(item.storage_offsets, item.lengths, strict=True)
+                        part = here[tuple(slice(offset, offset + length) for offset, length in begin)]
+                        target = planner.resolve_tensor(item).detach()
+                        target.copy_(part)
+                        planner.commit_tensor(item, target)
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
 
     with _plainly():
         load(dict(tensors), storage_reader=Reader(path), no_dist=alone)

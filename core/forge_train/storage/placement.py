@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ def place(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     parameters: Mapping[str, Tensor],
-    odd: Mapping[str, list[str]],
+    odd: Mapping[str, Set[str]],
 ) -> Tensor:
     """What to read a tensor of an optimizer into.
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,12 +14,8 @@ from ..ground.errors import ConfigError
 from ..ground.files import write_json
 from ..ground.layout import Layout
 from ..processes.distributed import DistributedContext
+from .manifest import FORMAT, MANIFEST, Entry, inspect
 
-MANIFEST = "manifest.json"
-NAME = re.compile(r"step-(\d{8,})$")
-"""How a checkpoint in a run's folder is called."""
-NEEDED = ("state.json", ".metadata")
-"""Files without which nothing is a checkpoint."""
 ALONE = DistributedContext(Layout(), torch.device("cpu"))
 """This process by itself."""
 _Signature = tuple[tuple[str, int, int, int], ...]
@@ -74,8 +67,8 @@ def seal(path: Path, step: int, dist: DistributedContext, *, editable: Sequence[
     entries = {name: {"bytes": sizes[name], "sha256": found[name]} for name in sorted(sizes) if name not in editable}
 
     def write() -> None:
-        listed = {"step": step, "files": entries, **({"editable": list(editable)} if editable else {})}
-        write_json(path / MANIFEST, listed)
+        listed = {"format": FORMAT, "step": step, "files": entries}
+        write_json(path / MANIFEST, {**listed, "editable": list(editable)} if editable else listed)
         for folder in {file.parent for file in _files(path)}:
             sync(folder)
 
@@ -114,45 +107,13 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
-@dataclass(frozen=True)
-class _Entry:
-    bytes: int
-    sha256: str
-
-
-def _inspect(path: Path) -> dict[str, _Entry] | str:
+def _inspect(path: Path) -> dict[str, Entry] | str:
     """What is sealed, or what is wrong with it as far as sizes show."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        sealed = {name: _Entry(entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-        editable, step = list(manifest.get("editable", ())), manifest.get("step")
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} can't be read"
-    if (named := NAME.match(path.name)) and step not in (int(named[1]), None):  # None: sealed before steps were
-        return f"it is of step {step}, whatever its name says"
-    if lacking := [name for name in NEEDED if name not in sealed]:
-        return f"{MANIFEST} does not list {lacking[0]}"
-    for name in [*sealed, *editable]:
-        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
-            return f"{MANIFEST} names {name!r}, which is not in this folder"
-        if not (path / name).is_file():
-            return f"{name} is missing"
-    sizes = ((name, (path / name).stat().st_size, entry.bytes) for name, entry in sealed.items())
-    other = next((f"{name} has {size} bytes, not {saved}" for name, size, saved in sizes if size != saved), "")
-    return other or _added(path, sealed) or sealed
+    sealed = inspect(path)
+    return sealed if isinstance(sealed, str) else dict(sealed.files)
 
 
-def _added(path: Path, sealed: Mapping[str, _Entry]) -> str:
-    """Whether a file was put into a sealed folder, as beside a tokenizer, which would read it."""
-    folders = {Path(name).parent for name in sealed} - {Path()}
-    beside = (file for folder in sorted(folders) for file in sorted((path / folder).iterdir()))
-    names = (str(file.relative_to(path)) for file in beside if file.is_file() and not file.name.startswith("."))
-    return next((f"{name} was added to it" for name in names if name not in sealed), "")
-
-
-def _compare(sealed: Mapping[str, _Entry], found: Mapping[str, str | OSError]) -> str:
+def _compare(sealed: Mapping[str, Entry], found: Mapping[str, str | OSError]) -> str:
     for name, entry in sealed.items():
         if isinstance(one := found[name], OSError):
             return f"{name} can't be read: {one.strerror or one}"
@@ -167,7 +128,7 @@ _verified: dict[Path, _Signature] = {}
 """Checkpoints that this process wrote or verified, as their files were then."""
 
 
-def _unverified(path: Path) -> dict[str, _Entry] | str:
+def _unverified(path: Path) -> dict[str, Entry] | str:
     """What has to be read still, or what is wrong already: nothing, if the checkpoint is known to be whole."""
     inspected = _inspect(path)
     if isinstance(inspected, str):
@@ -204,7 +165,7 @@ def _hashes(
     return {name: digest for one in dist.gather_objects(found) for name, digest in one.items()}
 
 
-def _sizes(sealed: Mapping[str, _Entry]) -> dict[str, int]:
+def _sizes(sealed: Mapping[str, Entry]) -> dict[str, int]:
     return {name: entry.bytes for name, entry in sealed.items()}
 
 

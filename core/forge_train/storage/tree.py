@@ -8,29 +8,46 @@ from typing import Any
 from torch import Tensor
 
 from ..ground.errors import PluginError
+from ..ground.untrusted import DEEPEST
 
 TENSOR, TUPLE = "$tensor", "$tuple"
 
 
-def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def split(tree: Any, name: str, tensors: dict[str, Tensor], level: int = 2) -> Any:
     """The JSON of a state; its tensors go into `tensors` under dotted names that begin with `name`.
 
+    Args:
+        tree: the state.
+        name: of it.
+        tensors: takes the tensors.
+        level: how deep in `state.json` it will be.
+
     Raises:
-        PluginError: for a value that is neither a tensor nor JSON.
+        PluginError: for a value that is neither a tensor nor JSON, or is nested too deeply to be read again.
     """
+    if level > DEEPEST - 2:
+        raise PluginError(
+            f"The state {name[:200]!r} is nested deeper than {DEEPEST} levels, which can't be read again."
+        )
     if isinstance(tree, Tensor):
         if name in tensors:
             raise PluginError(f"The state {name!r} holds two tensors of that name; keys with dots must not clash.")
         tensors[name] = tree.detach()
+        if type(tensors[name]) is not Tensor and not hasattr(tree, "device_mesh"):
+            kind = type(tree).__name__
+            raise PluginError(
+                f"The state {name!r} holds a {kind}, a tensor of a class of its own, which can't be read again; save "
+                "the tensors that it is made of."
+            )
         return {TENSOR: name}
     if isinstance(tree, Mapping):
         if bad := [key for key in tree if not isinstance(key, str) or key in (TENSOR, TUPLE)]:
             raise PluginError(
                 f"The state {name!r} has the key {bad[0]!r}; keys must be strings, and not those of core."
             )
-        return {key: split(value, f"{name}.{key}", tensors) for key, value in tree.items()}
+        return {key: split(value, f"{name}.{key}", tensors, level + 1) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        items = [split(value, f"{name}.{index}", tensors) for index, value in enumerate(tree)]
+        items = [split(value, f"{name}.{index}", tensors, level + 2) for index, value in enumerate(tree)]
         return {TUPLE: items} if isinstance(tree, tuple) else items
     if tree is None or isinstance(tree, (str, int, float, bool)):
         return tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,12 +17,26 @@ from torch import Tensor
 from forge_train.config.toml import Key
 from forge_train.ground.errors import ConfigError, describe
 from forge_train.ground.present import few
+from forge_train.ground.untrusted import load_json, regular_size
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What weights can be stored as."""
+_LARGEST = 64 << 20
+"""Bytes of JSON that are read at most."""
 SHARD_BYTES = 5_000_000_000
 """Largest file that is written, if its tensors are not larger."""
+
+
+COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""Keys of a `config.json`: each layer has a tensor at least."""
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
+)
+"""Keys of a `config.json`: a tensor is as long, if there is one."""
+HARMLESS = 10_000
+"""A size that any machine can take, also where no tensor has it."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,19 @@ class Folder:
         hint = f" There is {', '.join(others[:3])}; only safetensors files of these names are read." if others else ""
         raise ConfigError(f"{path}: there is neither {SINGLE} nor {INDEX}.{hint}")
 
+    def check_sizes(self) -> None:
+        """Whether the model that is described could be in the files.
+
+        Raises:
+            ConfigError: naming a size that can't be; a model of it would be built in memory.
+        """
+        tensors, values = len(self.tensors), sum(math.prod(entry.shape) for entry in self.tensors.values())
+        limits = {**dict.fromkeys(COUNTS, (tensors, "tensors")), **dict.fromkeys(SIZES, (values, "values"))}
+        for key, (most, what) in limits.items():
+            found = self.config.get(key)
+            if isinstance(found, int) and found > max(most, HARMLESS):
+                raise ConfigError(f"{self.path / CONFIG}: {key} is {found:,}, and the files hold {most:,} {what}.")
+
     def read(self, name: str) -> Tensor:
         """A tensor, as it is stored."""
         with safe_open(self.tensors[name].file, framework="pt") as file:
@@ -69,8 +97,13 @@ class Folder:
 
 
 def table(file: Path) -> dict[str, Any]:
+    """A file of JSON.
+
+    Raises:
+        ConfigError: if it is none.
+    """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = load_json(file, most=_LARGEST, links=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: can't be read: {describe(error)}") from error
     if not isinstance(found, dict):
@@ -80,6 +113,7 @@ def table(file: Path) -> dict[str, Any]:
 
 def _header(file: Path) -> dict[str, Entry]:
     try:
+        regular_size(file, links=True)
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
             return {name: Entry(file, tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}

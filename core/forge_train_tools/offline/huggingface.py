@@ -76,6 +76,7 @@ def import_checkpoint(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists; name a new folder.")
     folder = Folder.open(source)
+    folder.check_sizes()
     layout, setup = _understand(folder, target, plugins, without)
     job = lone_job(setup, source, "cpu")
     takes_file = model_files.option(setup.hooks) is not None

@@ -119,6 +119,7 @@ def setup_of(path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wa
         plugins=asked_for.plugins,
         without=tuple(sorted(named - kept - already - needed - more)),
         set=(*Layout(dp_shard=world).settings(), *asked_for.set),
+        foreign=str(run_folder(path)),
     )
     try:
         return resolve(request, world=world, training=wanted is not None)

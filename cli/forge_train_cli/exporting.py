@@ -1,0 +1,50 @@
+"""`--export` of `forge train`: the trained model in Hugging Face layout, in the run's folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from forge_train.contract.run import Run
+from forge_train.ground.artifacts import Recorder
+from forge_train.ground.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forge_train.registry.setup import Setup
+
+FOLDER = "export"
+"""Where it goes, below the run."""
+
+
+def check_exportable(setup: Setup) -> None:
+    """Say before a run begins that its model can't be exported.
+
+    Raises:
+        ConfigError: if no plugin writes it.
+    """
+    if not setup.hooks.implementers("export_hf"):
+        raise ConfigError("--export: no enabled plugin can write the model in Hugging Face layout (export_hf).")
+
+
+def export_trained(run: Path, *, quiet: bool) -> None:
+    """Export the model of a run that is done; an earlier export is replaced. Any other run is left alone."""
+    from forge_train_tools.offline.huggingface import export_checkpoint
+
+    if Run(run).outcome().get("outcome") != "done":
+        return
+    target, new = run / FOLDER, run / f".{FOLDER}.new"
+    shutil.rmtree(new, ignore_errors=True)
+    done = export_checkpoint(run, new)
+    shutil.rmtree(target, ignore_errors=True)
+    new.replace(target)
+    recorder = Recorder(run)
+    for file in done.files:
+        recorder.record(target / file, "forge train --export", "exports")
+    recorder.settle()
+    if not quiet:
+        click.echo(f"\nExported to {target}: {done.parameters:,} parameters in Hugging Face layout.")
+        for note in done.notes:
+            click.secho(f"Note: {note}", fg="yellow", err=True)

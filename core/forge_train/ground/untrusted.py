@@ -1,0 +1,61 @@
+"""Files that anybody may have written: how much of them is read is bounded."""
+
+from __future__ import annotations
+
+import errno
+import stat
+from pathlib import Path
+from typing import Any
+
+from .strict_json import loads
+
+DEEPEST = 100
+"""Lists and objects of JSON inside each other; who walks through them calls a function for each."""
+
+
+def regular_size(file: Path, *, links: bool = False) -> int:
+    """Bytes of a file.
+
+    Args:
+        file: to look at.
+        links: whether it may be a link, as in a cache of downloads.
+
+    Raises:
+        OSError: if there is none, or it is something else: a link may lead anywhere, a pipe or a device never end.
+    """
+    found = file.stat() if links else file.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, "it is a link, and links are not followed: put the file itself there")
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return found.st_size
+
+
+def load_json(file: Path, *, most: int, links: bool = False) -> Any:
+    """What a file holds that may come from anybody.
+
+    Args:
+        file: a regular file.
+        most: bytes that are read at most.
+        links: see `regular_size`.
+
+    Raises:
+        OSError: if it can't be read, or is no regular file.
+        ValueError: saying why it is refused: it is larger, nested deeper than `DEEPEST`, or no JSON.
+    """
+    if (size := regular_size(file, links=links)) > most:
+        raise ValueError(f"it has {size:,} bytes, and at most {most:,} are read")
+    value = loads(file.read_text(encoding="utf-8"))
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > DEEPEST:
+            raise ValueError("it is nested too deeply")
+        level = [
+            inner
+            for one in level
+            if isinstance(one, (dict, list))
+            for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, (dict, list))
+        ]
+    return value

@@ -1,0 +1,152 @@
+"""A checkpoint's `manifest.json`: what is sealed, and what is wrong with it as far as sizes show."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..ground.untrusted import load_json, regular_size
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Of a checkpoint, as `docs/checkpoint-format.md` describes it."""
+NAME = re.compile(r"step-(\d{8,})$")
+"""How a checkpoint in a run's folder is called."""
+STATE, INDEX = "state.json", ".metadata"
+NEEDED = (STATE, INDEX)
+"""Files without which nothing is a checkpoint."""
+EDITABLE = "config.toml"
+"""What may be edited: a run that continues compares its values with those in `state.json`, which is sealed."""
+LARGEST = {MANIFEST: 64 << 20, STATE: 256 << 20, INDEX: 1 << 30, EDITABLE: 4 << 20}
+"""Bytes that are read at most; an index of a million shards takes about 200 MB."""
+SHARDS = ".distcp"
+"""How names of files end that may be of any size."""
+_LONGEST_NAME = 1000
+NEWER = "written by a newer forge:"
+"""How a format of the future is told."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file as it was sealed."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """What a manifest lists."""
+
+    files: Mapping[str, Entry]
+    """Files that must be as they were saved."""
+    editable: Mapping[str, Entry | None]
+    """Files that must be there, with what they were, where that is known."""
+
+
+def inspect(path: Path) -> Sealed | str:
+    """What is sealed, or a phrase on what is wrong, as far as sizes show."""
+    try:
+        table = load_json(path / MANIFEST, most=LARGEST[MANIFEST])
+        if problem := newer(table.get("format", 1)):
+            return problem
+        listed = {name: _entry(entry) for name, entry in table["files"].items()}
+        editable, step = list(table.get("editable", ())), table.get("step")
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except OSError as error:
+        return f"{MANIFEST} can't be read: {error.strerror or error}"
+    except ValueError as error:
+        return f"{MANIFEST} can't be read: {_first_line(error)}"
+    except (KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} can't be read: it is no list of files"
+    if problem := _wrong_step(path, step) or _lacking(listed) or _odd_name(path, [*listed, *editable]):
+        return problem
+    sealed = Sealed(
+        {name: entry for name, entry in listed.items() if name != EDITABLE},
+        {name: listed.get(name) for name in listed.keys() & {EDITABLE} | set(editable)},
+    )
+    return _wrong_file(path, sealed) or _added(path, sealed) or sealed
+
+
+def newer(found: object) -> str:
+    """A phrase, if a format is one of the future."""
+    future = isinstance(found, int) and found > FORMAT
+    return f"{NEWER} format {str(found)[:20]}, this reads {FORMAT}" if future else ""
+
+
+def edited(path: Path) -> Iterator[str]:
+    """Files of a whole checkpoint that were edited since it was saved, and may be."""
+    sealed = inspect(path)
+    known = sealed.editable if isinstance(sealed, Sealed) else {}
+    for name, entry in known.items():
+        if entry and hashlib.sha256((path / name).read_bytes()).hexdigest() != entry.sha256:
+            yield name
+
+
+def _entry(entry: Mapping[str, Any]) -> Entry:
+    size, digest = entry["bytes"], entry["sha256"]
+    if type(size) is not int or not isinstance(digest, str):
+        raise TypeError
+    return Entry(size, digest)
+
+
+def _first_line(error: ValueError) -> str:
+    return str(error).partition("\n")[0][:200]
+
+
+# -- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+def _wrong_step(path: Path, step: object) -> str:
+    named = NAME.match(path.name)
+    if not named or step in (int(named[1]), None):  # None: sealed before steps were
+        return ""
+    return f"it is of step {str(step)[:20]}, whatever its name says"
+
+
+def _lacking(listed: Mapping[str, Entry]) -> str:
+    lacking = [name for name in NEEDED if name not in listed]
+    return f"{MANIFEST} does not list {lacking[0]}" if lacking else ""
+
+
+def _odd_name(path: Path, names: list[Any]) -> str:
+    for name in names:
+        if not isinstance(name, str):
+            return f"{MANIFEST} can't be read: it is no list of files"
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"{MANIFEST} names {name[:200]!r}, which is not in this folder"
+        if not name.isprintable() or len(name) > _LONGEST_NAME:
+            return f"{MANIFEST} names {name[:200]!r}, as no file of a checkpoint is called"
+        if any((path / parent).is_symlink() for parent in Path(name).parents if parent != Path()):
+            return f"{name} is in a folder that is a link, and links are not followed: put the folder itself there"
+    return ""
+
+
+def _wrong_file(path: Path, sealed: Sealed) -> str:
+    sizes: dict[str, int] = {}
+    for name in [*sealed.files, *sealed.editable]:
+        try:
+            sizes[name] = regular_size(path / name)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} can't be read: {error.strerror or error}"
+    for name, size in sizes.items():
+        if name in sealed.files and size != sealed.files[name].bytes:
+            return f"{name} has {size} bytes, not {sealed.files[name].bytes}"
+        if size > (most := LARGEST.get(name, size if name.endswith(SHARDS) else LARGEST[INDEX])):
+            return f"{name} has {size:,} bytes, and at most {most:,} are read"
+    return ""
+
+
+def _added(path: Path, sealed: Sealed) -> str:
+    """Whether a file was put into a sealed folder, as beside a tokenizer, which would read it."""
+    folders = {Path(name).parent for name in sealed.files} - {Path()}
+    beside = (file for folder in sorted(folders) for file in sorted((path / folder).iterdir()))
+    names = (str(file.relative_to(path)) for file in beside if file.is_file() and not file.name.startswith("."))
+    return next((f"{name} was added to it" for name in names if name not in sealed.files), "")

@@ -1,0 +1,72 @@
+"""Shards of a checkpoint's tensors, each compared with what the index says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ..ground.errors import ConfigError
+from . import entries
+from .metadata import read_index
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+
+def read_shard(path: Path, file: BinaryIO, index: MetadataIndex, place: _StorageInfo) -> Tensor:
+    """A shard, on the CPU.
+
+    Args:
+        path: the checkpoint.
+        file: of it, open for reading.
+        index: which shard of which tensor.
+        place: where in the file it lies.
+
+    Raises:
+        ConfigError: if it is damaged, or another one than the index says.
+    """
+    try:
+        tensor = entries.read_tensor(file, place.offset, place.length)
+        _compare(path, index, tuple(tensor.shape), tensor.dtype)
+    except ValueError as error:
+        raise _refused(path, index, place, error) from error
+    return tensor
+
+
+def check_shards(path: Path) -> None:
+    """Look at the description of every shard of a checkpoint; no values are read.
+
+    Raises:
+        ConfigError: as `read_shard`.
+    """
+    files: dict[str, list[tuple[MetadataIndex, _StorageInfo]]] = {}
+    for index, place in (read_index(path).storage_data or {}).items():
+        files.setdefault(place.relative_path, []).append((index, place))
+    for name, shards in files.items():
+        with (path / name).open("rb") as file:
+            for index, place in sorted(shards, key=lambda shard: shard[1].offset):
+                try:
+                    _compare(path, index, *entries.describe(file, place.offset, place.length))
+                except ValueError as error:
+                    raise _refused(path, index, place, error) from error
+
+
+def _compare(path: Path, index: MetadataIndex, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = read_index(path).state_dict_metadata[index.fqn]
+    sizes = {chunk.offsets: tuple(chunk.sizes) for chunk in tensor.chunks}  # type: ignore[union-attr]
+    expected = sizes.get(index.offset), tensor.properties.dtype  # type: ignore[union-attr]
+    if (shape, dtype) != expected:
+        raise ValueError(f"it is {_words(shape, dtype)}, and {_words(*expected)} by the index")
+
+
+def _words(shape: tuple[int, ...] | None, dtype: torch.dtype) -> str:
+    sizes = " × ".join(map(str, shape)) or "a single number" if shape is not None else "nothing"
+    return f"{sizes} of {str(dtype).removeprefix('torch.')}"
+
+
+def _refused(path: Path, index: MetadataIndex, place: _StorageInfo, error: ValueError) -> ConfigError:
+    return ConfigError(f"{path / place.relative_path}: {index.fqn!r} can't be read: {error}.")

@@ -1,0 +1,98 @@
+"""Moving a checkpoint, also to another file system: verified before, copied, verified again, and only then removed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from forge_train.ground.errors import ConfigError, ForgeError
+from forge_train.ground.files import write_whole
+from forge_train.ground.lock import Lock, take
+from forge_train.storage import checkpoint, manifest, seal
+from forge_train.storage.run import is_checkpoint, is_run
+
+
+def move(path: Path, new: Path) -> None:
+    """Move a checkpoint.
+
+    Args:
+        path: the checkpoint, whole.
+        new: what it is to be called; it is not there yet.
+
+    Raises:
+        ConfigError: if that can't be; the checkpoint then stays where it is.
+        ForgeError: if the disk refuses; likewise.
+    """
+    if checkpoint.resolve(path) != path:
+        raise ConfigError(f"{path} is a run, and may have several checkpoints; name one of them.")
+    if os.path.lexists(new):
+        raise ConfigError(f"{new} exists; name a new folder.")
+    if new.absolute().is_relative_to(path.absolute()):
+        raise ConfigError(f"{new} lies in the checkpoint itself; name a folder elsewhere.")
+    step = checkpoint.read_state(path).get("step")
+    if (named := manifest.NAME.match(new.name)) and int(named[1]) != step:
+        raise ConfigError(f"{new} is the name of another step: this checkpoint is of step {step}.")
+    run = path.absolute().parent.parent
+    lock = _lock(run, path) if is_run(run) else None
+    try:
+        new.parent.mkdir(parents=True, exist_ok=True)
+        _move(path, new)
+        if lock is not None:
+            _name_latest(run)
+    except OSError as error:
+        raise ForgeError(f"{new}: can't be written: {error.strerror or error}. {path} is where it was.") from error
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _lock(run: Path, path: Path) -> Lock | None:
+    """The run's lock; none, if a process trains it and has a newer whole checkpoint to go on from."""
+    try:
+        return take(run)
+    except ConfigError as busy:
+        newest = checkpoint.newest(run / "checkpoints")
+        if newest is None or newest.path.name == path.name or not is_checkpoint(path):
+            raise ConfigError(f"{busy}\n{path} is its newest whole checkpoint, which it may need.") from busy
+        return None
+
+
+def _move(path: Path, new: Path) -> None:
+    try:
+        path.rename(new)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        _copy(path, new)
+        gone = path.with_name(f".{path.name}.removed")
+        path.rename(gone)  # a checkpoint is never seen half removed
+        shutil.rmtree(gone, ignore_errors=True)
+    for folder in (path.absolute().parent, new.absolute().parent):
+        seal.sync(folder)
+
+
+def _copy(path: Path, new: Path) -> None:
+    """A verified copy, which is there whole or not at all."""
+    part = new.with_name(f".{new.name}.partial")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        shutil.copytree(path, part)
+        for one in sorted(part.rglob("*")):
+            seal.sync(one)
+        seal.sync(part)
+        if problem := seal.check(part, contents=True):
+            raise ForgeError(f"{new}: what was copied can't be read back: {problem}. {path} is where it was.")
+        part.rename(new)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _name_latest(run: Path) -> None:
+    """Have `latest` name the newest checkpoint that is left."""
+    latest, newest = run / "checkpoints" / "latest", checkpoint.newest(run / "checkpoints")
+    if newest is not None:
+        write_whole(latest, f"{newest.path.name}\n")
+    else:
+        latest.unlink(missing_ok=True)
