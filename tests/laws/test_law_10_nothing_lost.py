@@ -14,7 +14,7 @@ import pytest
 import toys
 from forge_cli import environment
 from forge_train import ForgeError, Plugin, hookimpl
-from forge_train.storage import checkpoint
+from forge_train.storage import writing
 from forge_train.storage.checkpoint import check, found
 
 pytestmark = [pytest.mark.accept("core", 3)]
@@ -107,7 +107,7 @@ def test_what_was_saved_is_read_back_before_anything_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk writes something else than it was given: the run ends, and nothing that was whole is gone."""
-    real = checkpoint.seal
+    real = writing.seal
     saves = []
 
     def rots(path: Path, *arguments: Any, **more: Any) -> int:
@@ -120,7 +120,7 @@ def test_what_was_saved_is_read_back_before_anything_is_removed(
             data.write_bytes(content)
         return size
 
-    monkeypatch.setattr(checkpoint, "seal", rots)
+    monkeypatch.setattr(writing, "seal", rots)
     with pytest.raises(ForgeError, match="what was saved can't be read back"):
         toys.run(tmp_path, name="a", steps=6, config={"checkpoint.every": 1, "checkpoint.keep": 1})
     (kept,) = found(tmp_path / "a" / "checkpoints")

@@ -55,7 +55,14 @@ def verify(path: Path, dist: DistributedContext = ALONE) -> str:
     return problem
 
 
-def seal(path: Path, step: int, dist: DistributedContext, *, editable: Sequence[str] = ()) -> int:
+def seal(
+    path: Path,
+    step: int,
+    dist: DistributedContext,
+    *,
+    editable: Sequence[str] = (),
+    known: Mapping[str, str] | None = None,
+) -> int:
     """Flush every file to disk and write the manifest; the bytes of all files.
 
     Args:
@@ -63,12 +70,15 @@ def seal(path: Path, step: int, dist: DistributedContext, *, editable: Sequence[
         step: the optimizer step it is of.
         dist: each process reads a share of the files.
         editable: files that are meant to be edited: they have to be there, and are not sealed.
+        known: hashes of files that were flushed when they were written; on rank 0.
 
     Raises:
         OSError: on every process, if the disk refuses.
     """
-    sizes = dist.on_main(lambda: {str(file.relative_to(path)): file.stat().st_size for file in _files(path)})
-    found = _hashes(path, sizes, dist, flush=True)
+    sizes, known = dist.on_main(
+        lambda: ({str(file.relative_to(path)): file.stat().st_size for file in _files(path)}, dict(known or {}))
+    )
+    found = _hashes(path, {name: sizes[name] for name in sizes if name not in known}, dist, flush=True) | known
     if refusal := next((one for one in found.values() if isinstance(one, OSError)), None):
         raise refusal
     entries = {name: {"bytes": sizes[name], "sha256": found[name]} for name in sorted(sizes) if name not in editable}
