@@ -1,7 +1,7 @@
 """The shards that each rank writes: chosen by all ranks together, copied to the host, and written with their hashes.
 
-These are the phases of torch.distributed.checkpoint's `save` (torch 2.13), called one by one: ranks agree while training
-waits, and the files may be written while it goes on.
+These are the phases of torch.distributed.checkpoint's `save` (torch 2.13), called one by one: ranks agree while
+training waits, and the files may be written while it goes on.
 """
 
 from __future__ import annotations
