@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Mapping
@@ -12,13 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 import toys
 from forge_train import DivergedError, ForgeError, Plugin, hookimpl
 from forge_train.ground.disk import DiskError
-from forge_train.storage import writing
-from forge_train.storage.checkpoint import check, found
-from forge_train.storage.save_plan import Shards
+from forge_train.storage import save_plan, writing
+from forge_train.storage.checkpoint import check, found, load, save
+from forge_train.storage.save_plan import Shards, balanced
+from forge_train.storage.seal import ALONE
+from full_disk import full_for
 from saving import ASYNC, contents, overwritten, slow_disk, stepping
 
 pytestmark = pytest.mark.unit
@@ -239,3 +245,58 @@ def test_the_size_that_is_checked_is_what_the_tensors_take(tmp_path: Path, monke
     (one,) = found(run / "checkpoints")
     tensors = sum(file.stat().st_size for file in one.path.glob("*.distcp"))
     assert tensors <= sizes[0] <= 1.5 * tensors
+
+
+# -- shares -----------------------------------------------------------------------------------------------------------
+
+
+def plan(*tensors: tuple[str, int, int]) -> SavePlan:
+    """A rank's plan: names, offsets and numbers of values of 1 byte of its shards."""
+
+    def item(name: str, offset: int, size: int) -> WriteItem:
+        chunk = ChunkStorageMetadata(torch.Size([offset]), torch.Size([size]))
+        data = TensorWriteData(chunk, TensorProperties(torch.uint8), torch.Size([10**9]))
+        return WriteItem(MetadataIndex(name, torch.Size([offset])), WriteItemType.SHARD, data)
+
+    return SavePlan([item(*one) for one in tensors])
+
+
+def written(plans: list[SavePlan]) -> list[list[tuple[str, int]]]:
+    return [[(item.index.fqn, item.index.offset[0]) for item in plan.items] for plan in plans]  # type: ignore[index]
+
+
+def test_each_shard_is_written_once_and_all_ranks_write_about_as_much() -> None:
+    million = 10**6
+    replicated = [("small", 0, 1), ("large", 0, 4 * million), ("middle", 0, 3 * million)]
+    first = plan(*replicated, ("own", 0, 5 * million))
+    second = plan(*replicated, ("own", 5 * million, 2 * million))
+    assert written(balanced([first, second])) == [
+        [("middle", 0), ("own", 0)],
+        [("small", 0), ("large", 0), ("own", 5 * million)],
+    ]
+
+
+def test_replicas_of_shards_write_half_each() -> None:
+    """Two replicas, each of two shards."""
+    shards = [[(f"p{n}", half * 10**6, 10**6) for n in range(8)] for half in (0, 1)]
+    plans = balanced([plan(*shards[rank % 2]) for rank in range(4)])
+    assert [len(one.items) for one in plans] == [4, 4, 4, 4]
+    everything = [one for rank in written(plans) for one in rank]
+    assert sorted(everything) == sorted((name, offset) for half in shards for name, offset, _ in half)
+
+
+def test_a_large_state_is_written_by_several_threads_whose_refusals_are_all_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_plan, "PER_THREAD", 1000)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3), raising=False)
+    state = {"model": {f"p{n}": torch.full((500,), float(n)) for n in range(8)}}
+    path = save(tmp_path, 1, state, ALONE, beside=[]).path
+    names = ["__0_0.distcp", "__0_1_0.distcp", "__0_2_0.distcp"]
+    assert sorted(file.name for file in path.glob("*.distcp")) == names
+    assert check(path, contents=True) == ""
+    assert all(value.eq(int(name[1:])).all() for name, value in load(path, {}, ALONE)["model"].items())
+    for name in names:
+        with full_for(name), pytest.raises(DiskError, match="No space left on device"):
+            save(tmp_path, 2, state, ALONE, beside=[])
+    assert [one.step for one in found(tmp_path)] == [1]
