@@ -188,8 +188,8 @@ A state of {size / 2**30:.3f} GiB in {PIECES} tensors, on one process; the third
 {chr(10).join(table)}
 
 Beyond the copy, training waits for {max(beyond, 0) / at_once["blocked"]:.1%} of a save in the foreground (bar: 10%).
-Memory grows by {behind["more"] / size:.2f} of the state (bar: one more copy). Writing, hashing, flushing, reading back and
-comparing reach {at_once["rate"] / rates["write"]:.0%} of the rate at which the disk takes a plain file (bar: 80%).
+Memory grows by {behind["more"] / size:.2f} of the state (bar: one more copy). Writing, hashing, flushing, reading back
+and comparing reach {at_once["rate"] / rates["write"]:.0%} of the rate at which the disk takes a plain file (bar: 80%).
 
 A decoder whose checkpoint has {run_once["bytes"] / 2**30:.2f} GiB; {STEPS} steps, and a checkpoint every {EVERY}:
 

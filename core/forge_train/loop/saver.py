@@ -56,32 +56,33 @@ class Saver:
         self._copies = Copies()
         self._plan: Any = None
         self._flight: _Flight | None = None
-        self._waited = 0.0
+        self._began = 0.0
 
     @during("save")
     def make_way(self, step: int) -> None:
-        """Wait for the checkpoint before, because that of a step is due.
+        """Begin to save a step: wait for the checkpoint before.
 
         Raises:
             ForgeError: on every process, if the disk refused it.
         """
+        self._began = time.perf_counter()
         if self._flight is None:
             return
-        before, started = self._flight.step, time.perf_counter()
+        before = self._flight.step
         self.wait()
-        self._waited = time.perf_counter() - started
-        if self._job.dist.main and self._waited >= WORTH_TELLING:
+        waited = time.perf_counter() - self._began
+        if self._job.dist.main and waited >= WORTH_TELLING:
             log.warning(
                 "The checkpoint of step %s was still being written when that of step %s was due, which waited %.1f s "
                 "for it. Save less often, or to a faster disk.",
                 before,
                 step,
-                self._waited,
+                waited,
             )
 
     @during("save")
     def save(self, step: int, state: dict[str, Any], *, last: bool) -> None:
-        """Save the run's state, or begin to.
+        """Write the state of a step, or copy it and begin to; `make_way` came before.
 
         Args:
             step: the optimizer step it is of.
@@ -91,8 +92,7 @@ class Saver:
         Raises:
             ForgeError: on every process, if the disk refuses it.
         """
-        job, started = self._job, time.perf_counter() - self._waited
-        self._waited = 0.0
+        job, began = self._job, self._began
         behind = None if last else self._beside
         staged = stage_in(
             job.run.checkpoints,
@@ -115,14 +115,14 @@ class Saver:
 
         def write_behind(by: DistributedContext) -> _Written:
             saved = write(by)
-            return _Written(saved, time.perf_counter() - started, list(old(by)))
+            return _Written(saved, time.perf_counter() - began, list(old(by)))
 
         if behind is not None:
             task = Background(lambda: write_behind(behind), job.dist)
-            self._flight = _Flight(step, time.perf_counter() - started, task)
+            self._flight = _Flight(step, time.perf_counter() - began, task)
             return
         saved = write(job.dist)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - began
         self._tell_saved(saved, seconds, seconds)
         for gone in old(job.dist):
             self._tell_pruned(gone)
