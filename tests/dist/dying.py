@@ -1,4 +1,4 @@
-"""A plugin whose rank dies: while it starts, and when it was started again, in the middle of a step."""
+"""Plugins whose rank dies: while it starts, in the middle of a step, or while a checkpoint is written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 from forge_train import Plugin, hookimpl
+from forge_train.storage import writing
 
 
 class Dies(Plugin):
@@ -24,3 +25,24 @@ class Dies(Plugin):
     def on_gradients(self, update: Any) -> None:
         if self.here and update.step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiesWriting(Plugin):
+    """Rank 1 dies in the first attempt while step 4's checkpoint is written behind its back."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def on_start(self, job: Any) -> None:
+        self.dies = job.dist.rank == 1 and job.dist.place.attempt == 0
+
+    @hookimpl
+    def on_step(self, step: Any) -> None: ...
+
+    @hookimpl
+    def on_checkpoint(self, event: Any) -> None:
+        def seal(*arguments: Any, **more: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if self.dies and (event.kind, event.step) == ("saving", 4):
+            writing.seal = seal

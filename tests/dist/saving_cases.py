@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -76,23 +76,18 @@ def save(
     }
 
 
-def shares() -> Any:
+@contextmanager
+def shares() -> Iterator[list[int]]:
     """How many bytes this rank writes of each checkpoint."""
-    from contextlib import contextmanager
+    found: list[int] = []
+    real = Shards.write
 
-    @contextmanager
-    def watched() -> Any:
-        found: list[int] = []
-        real = Shards.write
+    def write(self: Shards, *arguments: Any) -> Any:
+        found.append(sum(map(_size, self.plan.mine.items)))
+        return real(self, *arguments)
 
-        def write(self: Shards, *arguments: Any) -> Any:
-            found.append(sum(map(_size, self.plan.mine.items)))
-            return real(self, *arguments)
-
-        with patch.object(Shards, "write", write):
-            yield found
-
-    return watched()
+    with patch.object(Shards, "write", write):
+        yield found
 
 
 def refused(folder: str, ending: str, rank: int) -> dict[str, Any]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import toys
+from forge_cli import environment, forge_process
+from forge_train.ground.records import read
 from forge_train.storage.checkpoint import check, found
 from forge_train.testing import Pool
+from saving import ASYNC
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 LAYOUTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
@@ -62,3 +67,21 @@ def test_a_refusal_ends_every_rank_in_the_same_step_with_one_message(
 def test_ranks_agree_once_on_who_writes_what(ranks: Pool, tmp_path: Path) -> None:
     told = ranks.run("saving_cases:plans", 2, timeout=100, folder=str(tmp_path), plugins=["ddp"])
     assert told == [[True, True, True]] * 2
+
+
+@pytest.mark.e2e
+@pytest.mark.accept("checkpoints", 2)
+def test_a_rank_that_is_killed_while_a_thread_writes_costs_that_checkpoint_alone(tmp_path: Path) -> None:
+    values = {"train.steps": 6, "checkpoint.every": 2, "checkpoint.keep": 9, "log.every": 1, "train.global_batch": 4}
+    file = toys.write_config(tmp_path, "dying:DiesWriting", "layouts:Replicas", **values, **ASYNC)
+    env = environment()
+    env["PYTHONPATH"] += f"{os.pathsep}{Path(__file__).parent}"
+    options = ["--nproc", 2, "--max-restarts", 1, "--without", "fsdp2", "--quiet", "--run-dir", tmp_path]
+    ended = forge_process("train", file, "--name", "run", *options, env=env, timeout=200)
+    assert ended.code == 0, ended.err
+    assert "Rank 1 was killed by SIGKILL" in ended.err
+    events = list(read(tmp_path / "run" / "events.jsonl"))
+    assert [event["step"] for event in events if event["event"] == "resumed"] == [2]
+    assert [event["step"] for event in events if event["event"] == "checkpoint_saved"] == [2, 4, 6]
+    whole = found(tmp_path / "run" / "checkpoints")
+    assert [(one.step, check(one.path, contents=True)) for one in whole] == [(6, ""), (4, ""), (2, "")]
