@@ -41,15 +41,20 @@ def check(path: Path, *, contents: bool = False) -> str:
     return _compare(inspected, _hashes(path, _sizes(inspected)))
 
 
-def verify(path: Path, dist: DistributedContext = ALONE) -> str:
+def verify(path: Path, dist: DistributedContext = ALONE, *, from_disk: bool = False) -> str:
     """Like `check` with contents, by all processes together: each reads a share of the files, and all have the answer.
 
     A checkpoint that this run wrote or verified before is not read again unless one of its files changed since.
+
+    Args:
+        path: the checkpoint.
+        dist: all processes.
+        from_disk: have files that were just written read from the disk, and not from memory, where the system can.
     """
     sealed = dist.on_main(lambda: _unverified(path))
     if isinstance(sealed, str):
         return sealed
-    problem = _compare(sealed, _hashes(path, _sizes(sealed), dist))
+    problem = _compare(sealed, _hashes(path, _sizes(sealed), dist, from_disk=from_disk))
     if not problem and dist.main:
         _verified[path.absolute()] = _signature(path)
     return problem
@@ -194,7 +199,12 @@ def _signature(path: Path) -> _Signature:
 
 
 def _hashes(
-    path: Path, sizes: Mapping[str, int], dist: DistributedContext = ALONE, *, flush: bool = False
+    path: Path,
+    sizes: Mapping[str, int],
+    dist: DistributedContext = ALONE,
+    *,
+    flush: bool = False,
+    from_disk: bool = False,
 ) -> dict[str, str | OSError]:
     """Each file's sha256, or why there is none. Files are spread over processes, and there over threads."""
     ordered = sorted(sizes, key=lambda name: (-sizes[name], name))
@@ -205,6 +215,8 @@ def _hashes(
             with (path / name).open("rb") as data:
                 if flush:
                     os.fsync(data.fileno())
+                if from_disk and hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 return hashlib.file_digest(data, "sha256").hexdigest()
         except OSError as error:
             return error

@@ -155,7 +155,7 @@ def commit(
         hashes = staged.shards.write(part, dist)
         dist.on_main(lambda: _describe(part, {"format": FORMAT, "step": step, **staged.state}, beside))
         size = seal(part, step, dist, editable=editable, known=hashes)
-        if problem := verify(part, dist):
+        if problem := verify(part, dist, from_disk=True):
             raise ForgeError(f"{target}: what was saved can't be read back: {problem}.")
         dist.on_main(lambda: _commit(part, target, latest))
     except (OSError, ForgeError) as error:
