@@ -117,13 +117,15 @@ def test_a_disk_that_refuses_ends_the_run_at_a_later_step_with_the_usual_message
     def refuse(*arguments: Any, **more: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def fill_up(step: int) -> None:
-        if step == 3:
-            monkeypatch.setattr(Shards if at == "write" else writing, at, refuse)
+    class Fills(Plugin):
+        @hookimpl
+        def on_checkpoint(self, event: Any) -> None:
+            if (event.kind, event.step) == ("saving", 4):
+                monkeypatch.setattr(Shards if at == "write" else writing, at, refuse)
 
     config = {"checkpoint.every": 2, "checkpoint.keep": 1, **ASYNC}
     with pytest.raises(DiskError, match=r"step-00000004: can't save .* newest whole checkpoint is step-00000002\."):
-        toys.run(tmp_path, stepping(fill_up), name="run", steps=99, config=config)
+        toys.run(tmp_path, Fills, name="run", steps=99, config=config)
     run = tmp_path / "run"
     assert saved(run) == [(2, "")]
     outcome = json.loads((run / "outcome.json").read_text(encoding="utf-8"))
@@ -131,7 +133,7 @@ def test_a_disk_that_refuses_ends_the_run_at_a_later_step_with_the_usual_message
     assert 4 <= outcome["step"] <= 6
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-00000002"]
     monkeypatch.undo()
-    assert toys.run(tmp_path, stepping(idle), name="run", steps=99, config=config).finished.outcome == "done"
+    assert toys.run(tmp_path, name="run", steps=99, config={"checkpoint.every": 50}).finished.outcome == "done"
 
 
 def test_a_failure_waits_for_the_writer_and_says_what_it_managed(
@@ -256,7 +258,7 @@ def plan(*tensors: tuple[str, int, int]) -> SavePlan:
     def item(name: str, offset: int, size: int) -> WriteItem:
         chunk = ChunkStorageMetadata(torch.Size([offset]), torch.Size([size]))
         data = TensorWriteData(chunk, TensorProperties(torch.uint8), torch.Size([10**9]))
-        return WriteItem(MetadataIndex(name, torch.Size([offset])), WriteItemType.SHARD, data)
+        return WriteItem(MetadataIndex(name, torch.Size([offset])), WriteItemType.SHARD, tensor_data=data)
 
     return SavePlan([item(*one) for one in tensors])
 

@@ -34,7 +34,7 @@ log = logging.getLogger("forge_train")
 
 PER_THREAD = 64 * 2**20
 """Bytes from which a rank writes with another thread, into another file."""
-HEADER = 1500
+HEADER = 1600
 """Bytes of a file that each shard takes beside its values, roughly."""
 
 Copies = dict[MetadataIndex, Tensor]
