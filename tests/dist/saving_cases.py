@@ -48,9 +48,7 @@ class Notes(Plugin):
             time.sleep(0.01)
 
 
-def save(
-    folder: str, plugins: Sequence[Any], config: Mapping[str, Any], *, behind: bool, steps: int = 6
-) -> dict[str, Any]:
+def save(folder: str, plugins: Sequence[Any], config: Mapping[str, Any], *, name: str, behind: bool) -> dict[str, Any]:
     """Train; in the background, the first checkpoint is written only after the next step, everything it was made of
     is overwritten at once, and one rank's thread ends later than the other's."""
     run_background = Background._run
@@ -67,7 +65,7 @@ def save(
             names = stack.enter_context(overwritten(2))
         mine = stack.enter_context(shares())
         settings = {**SMALL, **config, **(ASYNC if behind else {})}
-        run = run_forge([*plugins, Notes], settings, steps=steps, folder=Path(folder), name="run")
+        run = run_forge([*plugins, Notes], settings, steps=6, folder=Path(folder), name=name)
     return {
         "contents": contents(run.run / "checkpoints" / "step-00000002"),
         "told": run.plugin("notes").told,

@@ -29,21 +29,20 @@ def test_overwritten_on_every_rank_the_files_hold_the_old_values(ranks: Pool, tm
     world, plugins, config = LAYOUTS[layout]
 
     def saved(name: str, *, behind: bool) -> list[dict[str, Any]]:
-        arguments = {"folder": str(tmp_path / name), "plugins": plugins, "config": config}
-        (tmp_path / name).mkdir()
+        arguments = {"folder": str(tmp_path), "plugins": plugins, "config": config, "name": name}
         return ranks.run("saving_cases:save", world, timeout=100, behind=behind, **arguments)
 
     old, at_once = saved("behind", behind=True), saved("at_once", behind=False)
     assert old[0]["contents"] == at_once[0]["contents"]
     assert all({"model", "optimizer", "random"} <= {name.partition(".")[0] for name in one["names"]} for one in old)
     assert len({str(one["told"]) for one in old}) == 1, "every rank is told in the same step"
-    assert at_once[0]["told"][:2] == [("saving", 2, 2), ("saved", 2, 2)]
+    assert at_once[0]["told"][:2] == [["saving", 2, 2], ["saved", 2, 2]]
     assert next(at for kind, step, at in old[0]["told"] if (kind, step) == ("saved", 2)) > 3
     shares = [one["bytes"] for one in at_once]
     assert min(shares) > 0.9 * max(shares), "replicas share the work"
     assert shares == [one["bytes"] for one in old]
     for name in ("behind", "at_once"):
-        whole = found(tmp_path / name / "run" / "checkpoints")
+        whole = found(tmp_path / name / "checkpoints")
         assert [(one.step, check(one.path, contents=True)) for one in whole] == [(6, ""), (4, ""), (2, "")]
 
 
