@@ -202,8 +202,8 @@ Writing, hashing, flushing, reading back and comparing reach {rate / rates["writ
 takes a plain file (bar: 80%). They take {at_once["whole_cpu"]:.1f} CPU seconds, so all cores together allow
 {allowed:.0f} MB/s.
 
-A decoder whose checkpoint has {run_once["bytes"] / 2**30:.2f} GiB, a checkpoint every {EVERY} steps; in seconds, and CPU
-seconds of the training thread:
+A decoder whose checkpoint has {run_once["bytes"] / 2**30:.2f} GiB, a checkpoint every {EVERY} steps; in seconds, and
+CPU seconds of the training thread:
 
 | | a step | CPU | a step that saves | CPU | of which it waits | until it is whole | peak memory |
 |---|---|---|---|---|---|---|---|

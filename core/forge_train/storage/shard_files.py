@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -17,8 +17,9 @@ class Writer(FileSystemWriter):
     """The refusal is found on its own rank: an exception that goes to another loses what caused it."""
 
     def __init__(self, folder: Path, *, single_file_per_rank: bool = True, copied: bool = False) -> None:
-        ahead = {"per_thread_copy_ahead": 0} if copied else {}  # else it would wait for the device's stream
-        super().__init__(folder, single_file_per_rank=single_file_per_rank, **ahead)
+        super().__init__(folder, single_file_per_rank=single_file_per_rank)
+        if copied:
+            self.per_thread_copy_ahead = 0  # else it would wait for the device's stream
         self.fs: _Files = _Files()
 
     def write_data(self, *arguments: Any, **options: Any) -> Any:
@@ -54,12 +55,13 @@ class _Files(FileSystem):
 class _Hashed:
     """A file that is written from its beginning to its end."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream, self._sha256 = stream, hashlib.sha256()
 
     def write(self, data: Any) -> int:
         self._sha256.update(data)
-        return self._stream.write(data)
+        written: int = self._stream.write(data)
+        return written
 
     def digest(self) -> str:
         return self._sha256.hexdigest()
