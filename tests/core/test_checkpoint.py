@@ -18,7 +18,7 @@ import torch
 from forge_train import ConfigError, ForgeError
 from forge_train.ground.layout import Layout
 from forge_train.processes.distributed import DistributedContext
-from forge_train.storage import checkpoint
+from forge_train.storage import writing
 from forge_train.storage.checkpoint import (
     MANIFEST,
     check,
@@ -31,6 +31,7 @@ from forge_train.storage.checkpoint import (
     save,
     shapes,
 )
+from forge_train.storage.save_plan import Shards
 
 pytestmark = pytest.mark.unit
 
@@ -195,7 +196,7 @@ class KilledError(BaseException):
 
 def calls_of_save() -> list[str]:
     """What `save` does to the disk, at any of which it may die."""
-    return ["_write_tensors", "write_json", "seal", "verify", "_commit", "sync", "write_whole", "rmtree", "replace"]
+    return ["write", "write_json", "seal", "verify", "_commit", "sync", "write_whole", "rmtree", "replace"]
 
 
 @pytest.mark.parametrize("place", calls_of_save())
@@ -207,11 +208,8 @@ def test_killed_anywhere_inside_save_what_is_seen_is_whole(
     write(tmp_path, 1)
     write(tmp_path, 2)
     with monkeypatch.context() as patch:
-        target: Any = {"rmtree": shutil, "replace": Path}.get(place, checkpoint)
-        name = place if hasattr(target, place) else "dcp"
-        if name == "dcp":
-            target, name = checkpoint.dcp, "write"
-        real, left = getattr(target, name), [count]
+        target: Any = {"write": Shards, "rmtree": shutil, "replace": Path}.get(place, writing)
+        real, left = getattr(target, place), [count]
 
         def dies(*arguments: Any, **more: Any) -> Any:
             left[0] -= 1
@@ -222,7 +220,7 @@ def test_killed_anywhere_inside_save_what_is_seen_is_whole(
                 raise KilledError
             return result
 
-        patch.setattr(target, name, dies)
+        patch.setattr(target, place, dies)
         try:
             write(tmp_path, 3)
             list(prune(tmp_path, 1, 0))
@@ -244,14 +242,14 @@ def test_killed_anywhere_inside_save_what_is_seen_is_whole(
 
 def test_what_can_not_be_read_back_is_never_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1)
-    real = checkpoint.seal
+    real = writing.seal
 
     def rots(path: Path, *arguments: Any, **more: Any) -> int:
         size = real(path, *arguments, **more)
         flip(path)
         return size
 
-    monkeypatch.setattr(checkpoint, "seal", rots)
+    monkeypatch.setattr(writing, "seal", rots)
     with pytest.raises(
         ForgeError, match="what was saved can't be read back: __0_0.distcp has other contents"
     ) as caught:
@@ -263,7 +261,7 @@ def test_what_can_not_be_read_back_is_never_committed(tmp_path: Path, monkeypatc
 
 def test_the_same_step_saved_again_is_never_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1, 1.0)
-    monkeypatch.setattr(checkpoint, "seal", lambda *arguments, **more: 1 / 0)
+    monkeypatch.setattr(writing, "seal", lambda *arguments, **more: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write(tmp_path, 1, 2.0)
     assert load(tmp_path / "step-00000001", {}, ALONE)["model"]["scalar"] == 1
@@ -292,7 +290,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(small_disk: Path) -> N
     with pytest.raises(ForgeError) as caught:
         save(small_disk, 2, {"a": torch.zeros(100_000)}, ALONE, beside=[])
     assert re.fullmatch(
-        rf"{small_disk}/step-00000002: can't save the checkpoint: No space left on device "
+        rf"{small_disk}/step-00000002: can't save the checkpoint: it takes 392 KiB "
         rf"\(the disk at {small_disk} has .* of 300 KiB left\)\. The newest whole checkpoint is step-00000001\. "
         r"Make room there, then go on\.",
         str(caught.value),
@@ -311,7 +309,7 @@ def test_a_disk_that_refuses_is_told_in_one_message(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.dcp if place == "write" else checkpoint, place, refuse)
+        patch.setattr(Shards if place == "write" else writing, place, refuse)
         with pytest.raises(
             ForgeError, match=r"No space left on device \(the disk at .* There is no earlier checkpoint\."
         ):

@@ -17,7 +17,8 @@ from forge_train import BatchPhase, ConfigError, DivergedError, Failure, ForgeEr
 from forge_train.contract.run import Run
 from forge_train.ground import records
 from forge_train.ground.errors import Where, locate
-from forge_train.storage import checkpoint, dcp
+from forge_train.storage import checkpoint
+from forge_train.storage.save_plan import Shards
 from forge_train_tools.launching.launch import WorkerResult
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", "23b")]
@@ -91,7 +92,7 @@ def test_a_checkpoint_that_can_t_be_written(tmp_path: Path, monkeypatch: pytest.
     def refuse(*arguments: Any, **more: Any) -> None:
         raise OSError(errno.EIO, "no")
 
-    monkeypatch.setattr(dcp, "write", refuse)
+    monkeypatch.setattr(Shards, "write", refuse)
     with pytest.raises(ForgeError):
         toys.run(tmp_path, name="a", config={"checkpoint.every": 2})
     error = Run(tmp_path / "a").outcome()["error"]

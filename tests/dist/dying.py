@@ -1,4 +1,4 @@
-"""A plugin whose rank dies while it starts, then in the middle of a step, and hangs at last."""
+"""Plugins whose rank dies: while it starts, in the middle of a step, or while a checkpoint is written; or hangs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from forge_train import Plugin, hookimpl
+from forge_train.storage import writing
 
 
 class Dies(Plugin):
@@ -39,3 +40,24 @@ class Dies(Plugin):
     def on_gradients(self, update: Any) -> None:
         if self.here and self.attempt == 1 and update.step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiesWriting(Plugin):
+    """Rank 1 dies in the first attempt while step 4's checkpoint is written behind its back."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def on_start(self, job: Any) -> None:
+        self.dies = job.dist.rank == 1 and job.dist.place.attempt == 0
+
+    @hookimpl
+    def on_step(self, step: Any) -> None: ...
+
+    @hookimpl
+    def on_checkpoint(self, event: Any) -> None:
+        def seal(*arguments: Any, **more: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if self.dies and (event.kind, event.step) == ("saving", 4):
+            writing.seal = seal

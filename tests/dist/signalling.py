@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from forge_train import Plugin, Volatile, hookimpl, section
 from forge_train.ground.world import FORGE_LAUNCHED
-from forge_train.storage import checkpoint
+from forge_train.storage import writing
 
 
 class Signalling(Plugin):
@@ -27,10 +27,10 @@ class Signalling(Plugin):
 
     @hookimpl
     def on_checkpoint(self, event: Any) -> None:
-        real = checkpoint.seal
+        real = writing.seal
 
         def seal(*arguments: Any, **more: Any) -> int:
-            checkpoint.seal = real
+            writing.seal = real
             for number in self.config.numbers:
                 os.kill(int(os.environ.get(FORGE_LAUNCHED, os.getpid())), number)
                 time.sleep(0.3)
@@ -38,4 +38,4 @@ class Signalling(Plugin):
 
         first = os.environ.get("RANK", "0") == "0"
         if first and event.kind == "saving" and event.step == self.config.at:
-            checkpoint.seal = seal
+            writing.seal = seal

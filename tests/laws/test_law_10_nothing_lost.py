@@ -14,7 +14,7 @@ import pytest
 import toys
 from forge_cli import environment
 from forge_train import ForgeError, Plugin, hookimpl
-from forge_train.storage import checkpoint
+from forge_train.storage import writing
 from forge_train.storage.checkpoint import check, found
 
 pytestmark = [pytest.mark.accept("core", 3)]
@@ -26,14 +26,31 @@ import json, os, pathlib, shutil, signal, sys
 import torch
 
 from forge_train.storage import checkpoint
+from forge_train.storage.background import Background
+from forge_train.storage.writing import Copies, commit, stage_in
 from forge_train.processes.distributed import DistributedContext
 from forge_train.config.rules import Layout
 
-folder, alone = pathlib.Path(sys.argv[1]), DistributedContext(Layout(), torch.device("cpu"))
+folder, behind = pathlib.Path(sys.argv[1]), sys.argv[2] == "behind"
+alone = DistributedContext(Layout(), torch.device("cpu"))
 
 def write(place, step):
     state = {"model": {"w": torch.full((4, 3), float(step)), "v": torch.full((2,), float(step))}, "step": step}
-    checkpoint.save(place, step, state, alone, beside=[])
+    staged = stage_in(place, step, state, alone, copies=Copies() if behind else None)
+    for tensor in state["model"].values() if behind else ():
+        tensor.zero_()
+    commit(staged, alone, beside=[], latest=place / "latest")
+
+class Watched:
+    """A file, of which every write counts."""
+    def __init__(self, file, watched):
+        self.file, self.write = file, watched(file.write)
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+    def __enter__(self):
+        return self
+    def __exit__(self, *error):
+        self.file.close()
 
 def save(place, at):
     left = [at]
@@ -46,9 +63,15 @@ def save(place, at):
         return call
     os.fsync, os.rename, os.unlink, os.rmdir = map(watched, (os.fsync, os.rename, os.unlink, os.rmdir))
     os.mkdir, os.replace = watched(os.mkdir), watched(os.replace)
-    pathlib.Path.replace, pathlib.Path.open = watched(pathlib.Path.replace), watched(pathlib.Path.open)
-    write(place, 3)
-    list(checkpoint.prune(place, 2, 0))
+    opened = watched(pathlib.Path.open)
+    def open_watched(path, mode="r", *arguments, **more):
+        file = opened(path, mode, *arguments, **more)
+        return Watched(file, watched) if "w" in mode else file
+    pathlib.Path.replace, pathlib.Path.open = watched(pathlib.Path.replace), open_watched
+    def both():
+        write(place, 3)
+        list(checkpoint.prune(place, 2, 0))
+    Background(both, alone).result() if behind else both()
 
 start = folder / "start"
 start.mkdir()
@@ -83,12 +106,14 @@ print(json.dumps(results))
 
 
 @pytest.mark.e2e
-def test_killed_at_any_operation_inside_save_or_prune(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", DRIVER, str(tmp_path)]
+@pytest.mark.accept("checkpoints", 2)
+@pytest.mark.parametrize("where", ["at_once", "behind"])
+def test_killed_at_any_operation_inside_save_or_prune(tmp_path: Path, where: str) -> None:
+    command = [sys.executable, "-c", DRIVER, str(tmp_path), where]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert ended.returncode == 0, ended.stderr
     results = json.loads(ended.stdout.splitlines()[-1])
-    assert len(results) > 20  # so many operations there are
+    assert len(results) > 40  # so many operations there are
     for result in results:
         assert result["wrong"] == []
         assert result["left"] == []
@@ -107,7 +132,7 @@ def test_what_was_saved_is_read_back_before_anything_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk writes something else than it was given: the run ends, and nothing that was whole is gone."""
-    real = checkpoint.seal
+    real = writing.seal
     saves = []
 
     def rots(path: Path, *arguments: Any, **more: Any) -> int:
@@ -120,7 +145,7 @@ def test_what_was_saved_is_read_back_before_anything_is_removed(
             data.write_bytes(content)
         return size
 
-    monkeypatch.setattr(checkpoint, "seal", rots)
+    monkeypatch.setattr(writing, "seal", rots)
     with pytest.raises(ForgeError, match="what was saved can't be read back"):
         toys.run(tmp_path, name="a", steps=6, config={"checkpoint.every": 1, "checkpoint.keep": 1})
     (kept,) = found(tmp_path / "a" / "checkpoints")

@@ -133,6 +133,19 @@ class CheckpointSection:
 
     every: Annotated[int, Ge(0), Volatile()] = 500
     """Steps between checkpoints; the last step is always saved. 0 saves only there."""
+    minutes: Annotated[float, Ge(0), Volatile()] = 0.0
+    """Minutes after which a checkpoint is saved if there was none; 0 does not look at the clock."""
+    early: Annotated[int, Ge(0), Volatile()] = 0
+    """Save at steps 1, 2, 4, 8, … up to this one, and keep these checkpoints."""
+    best: Annotated[str, Volatile()] = ""
+    """Save whenever this is better than in every checkpoint that is kept: `evaluation.loss`, `evaluation.` and a metric
+    of evaluations, or a key of metrics.jsonl."""
+    best_is: Annotated[Literal["lowest", "highest"], Volatile()] = "lowest"
+    """Which value of `best` is the better one."""
+    keep_best: Annotated[int, Gt(0), Volatile()] = 1
+    """Keep, beside the newest, so many of the best by `best`."""
+    asynchronous: Annotated[bool, Volatile()] = False
+    """Copy the state and train on while the copy is written; takes the memory of one more state on the host."""
     keep: Annotated[int, Gt(0), Volatile()] = 2
     """The newest checkpoints to keep."""
     keep_every: Annotated[int, Ge(0), Volatile()] = 0

@@ -54,7 +54,7 @@ EVENTS = {
         EventSchema("run_started", {"run": str, "plugins": list, "world": int}),
         EventSchema("initialised", {"checkpoint": str, "missing": list, "unexpected": list}),
         EventSchema("resumed", {"checkpoint": str, "changes": list}),
-        EventSchema("checkpoint_saved", {"path": str, "seconds": _NUMBER, "bytes": int}),
+        EventSchema("checkpoint_saved", {"path": str, "seconds": _NUMBER, "blocked": _NUMBER, "bytes": int}, version=2),
         EventSchema("checkpoint_pruned", {"path": str}),
         EventSchema("evaluation", {"loss": _NUMBER, "tokens": int, "metrics": dict}),
         EventSchema("anomaly", {"kind": str, "reason": str}),

@@ -10,12 +10,14 @@ from ..contract.control import Requests, RollBack
 from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
 from ..ground.errors import ConfigError, DivergedError
 from ..ground.failure import during
-from ..storage import checkpoint, model_files, retreat
+from ..storage import checkpoint, retreat
 from .aggregate import split
 from .evaluation import Evaluations
 from .forward import close
 from .meter import Meter
+from .occasions import Occasions
 from .resume import capture, optimizer_to_save, restore
+from .saver import Saver
 from .step import Progress, Stepper
 from .weights import Base, base_of, check_kept, load_extra, load_initial
 
@@ -32,6 +34,8 @@ class Training:
         self._around_step = job.hooks.span("step")
         self._around_evaluate = job.hooks.span("evaluate")
         self._around_save = job.hooks.span("save")
+        self.occasions = Occasions(job)
+        self.saver = Saver(job, self.occasions)
         self._meter = Meter(job, self.model)
         self.loss: float | None = None
 
@@ -51,12 +55,14 @@ class Training:
             missing, unexpected = list(fit.missing), list(fit.unexpected)
             self._event("initialised", checkpoint=self._base.path, missing=missing, unexpected=unexpected)
         check_kept(self.model, self.job, self._base)
+        self.occasions.start()
         hooks = self.job.hooks
         active = [name for name in hooks.enabled if name not in hooks.unused]
         self._event("run_started", run=self.job.run.id, plugins=active, world=self.job.dist.world)
 
     def close(self) -> None:
-        """End what loaders started; the run takes no more batches."""
+        """End what loaders started, and the writing of checkpoints; the run takes no more batches."""
+        self.saver.close()
         close(self.stepper.loader)
         if self.evaluations:
             self.evaluations.close()
@@ -64,6 +70,13 @@ class Training:
     @during("loop")
     def run(self) -> Finished:
         """Step until done, or told to stop."""
+        try:
+            return self._run()
+        except BaseException:
+            self.saver.settle()
+            raise
+
+    def _run(self) -> Finished:
         config = self.job.config
         self.model.train()
         self._meter.start(self.progress.tokens, self.progress.step)
@@ -86,11 +99,14 @@ class Training:
                 self._log(result)
             if self.evaluations and (last or result.step % config.train.evaluate_every == 0):
                 self._evaluate(self.evaluations)
+            self.saver.look()
+            self.occasions.ask()
             if asked := self._requests(result):
                 return asked
-            if last or (config.checkpoint.every and result.step % config.checkpoint.every == 0):
-                self._save(result)
+            if self.occasions.due(result.step) or last:
+                self._save(result, last=last)
                 self._rolled_back()
+        self.saver.wait()
         return self._finish("done", 0)
 
     def _log(self, result: StepResult) -> None:
@@ -106,6 +122,7 @@ class Training:
             line["timing"] = sorted({*line.get("timing", ()), *timed})
         if self.job.dist.main:
             self.job.run.metrics(line)
+        self.occasions.measured(result.step, line)
         self.job.hooks.on_log(LogRecord(result.step, self.job.steps, line, histograms))
 
     def _check_finite(self, loss: float, norm: float, result: StepResult) -> None:
@@ -115,6 +132,7 @@ class Training:
         value = loss if kind == "loss" else norm
         reason = f"{kind} is {value} at step {result.step}"
         self._event("anomaly", kind=kind, reason=reason)
+        self.saver.settle()
         saved = checkpoint.newest(self.job.run.checkpoints, self.job.dist)
         kept = (
             f"{saved.path.name}, from before it, is whole" if saved else "There is no whole checkpoint from before it"
@@ -131,6 +149,7 @@ class Training:
         self.stepper.waited = waited
         self.job.hooks.on_evaluate(found)
         self._event("evaluation", loss=found.loss, tokens=found.tokens, metrics=found.metrics)
+        self.occasions.measured(self.progress.step, {"loss": found.loss, **found.metrics}, evaluation=True)
 
     def _requests(self, result: StepResult) -> Finished | None:
         """Act on what was asked of `job.control` during the step."""
@@ -139,8 +158,9 @@ class Training:
             self._roll_back(asked.roll_back)
         elif asked.stop or asked.save:
             self.loss = float(result.loss)
-            self._save(result)
+            self._save(result, last=bool(asked.stop))
         if asked.stop:
+            self.saver.wait()
             reason, code = asked.stop
             self._event("interrupted", reason=reason)
             return self._finish("interrupted", code, reason)
@@ -153,6 +173,7 @@ class Training:
         return asked is not None
 
     def _roll_back(self, asked: RollBack) -> None:
+        self.saver.wait()
         folder, dist = self.job.run.checkpoints, self.job.dist
         found = retreat.newest_before(folder, asked.before, dist) if asked.before else checkpoint.newest(folder, dist)
         if found is None:
@@ -181,29 +202,21 @@ class Training:
         self.job.hooks.on_checkpoint(CheckpointEvent("loaded", self.progress.step, path))
 
     @during("save")
-    def _save(self, result: StepResult) -> None:
+    def _save(self, result: StepResult, *, last: bool) -> None:
         if self.progress.last_saved == self.progress.step:
             return
-        run, step, config = self.job.run, self.progress.step, self.job.config.checkpoint
+        run, step = self.job.run, self.progress.step
         run.check_lock()
-        started = time.perf_counter()
-        with self._meter.paused(), self._around_save():
-            self.job.hooks.on_checkpoint(CheckpointEvent("saving", step, run.checkpoints / f"step-{step:08d}"))
-            if self.job.control.rolls_back:  # what a plugin has found by now is not worth saving
-                return
-            self._check_finite(float(result.loss), float(result.grad_norm), result)
-            names = ("config.toml", "plugins.json", model_files.FOLDER)
-            beside = [path for name in names if (path := run.dir / name).exists()]
-            state = capture(self.stepper, self.progress, self._base if config.only else None)
-            saved = checkpoint.save(run.checkpoints, step, state, self.job.dist, beside=beside)
-            self.progress.last_saved = step
-            self._event(
-                "checkpoint_saved", path=saved.path.name, seconds=time.perf_counter() - started, bytes=saved.bytes
-            )
-            self.job.hooks.on_checkpoint(CheckpointEvent("saved", step, saved.path))
-            for gone in checkpoint.prune(run.checkpoints, config.keep, config.keep_every, self.job.dist):
-                self._event("checkpoint_pruned", path=gone.path.name)
-                self.job.hooks.on_checkpoint(CheckpointEvent("pruned", gone.step, gone.path))
+        with self._meter.paused():
+            self.saver.make_way(step)
+            with self._around_save():
+                self.job.hooks.on_checkpoint(CheckpointEvent("saving", step, run.checkpoints / f"step-{step:08d}"))
+                if self.job.control.rolls_back:  # what a plugin has found by now is not worth saving
+                    return
+                self._check_finite(float(result.loss), float(result.grad_norm), result)
+                base = self._base if self.job.config.checkpoint.only else None
+                self.saver.save(step, capture(self.stepper, self.progress, base), last=last)
+        self.progress.last_saved = step
 
     def _finish(self, outcome: Outcome, code: int, reason: str = "") -> Finished:
         generates = bool(self.job.hooks.provider("tokenizer")) and not self.model.looks_ahead

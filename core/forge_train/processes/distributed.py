@@ -7,9 +7,9 @@ same in one process without a process group.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -34,6 +34,7 @@ log = logging.getLogger("forge_train")
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 
 START_TIMEOUT = 120.0
 """Seconds that processes wait for each other, where the configuration (`run.start_timeout`) does not say."""
@@ -78,6 +79,8 @@ class DistributedContext:
     _meshes: dict[str, DeviceMesh] = field(default_factory=dict)
     complete: bool = True
     """Whether what is gathered is of every rank; a plan asks the stages of a pipeline one after the other."""
+    _own: Any = None
+    """The group of all processes, where it is not the default one."""
 
     @classmethod
     @contextmanager
@@ -156,12 +159,12 @@ class DistributedContext:
 
     def barrier(self) -> None:
         if self.world > 1:
-            dist.barrier()
+            dist.barrier(self._own)
 
     def _group(self, axis: str) -> Any:
         """The processes along an axis of any domain; all of them where none is named."""
         if not axis:
-            return None
+            return self._own
         return self.mesh("dense" if axis in FLATTENED else AXES[axis].domains[0], axis).get_group()
 
     def ranks_along(self, axis: str) -> list[int]:
@@ -217,15 +220,46 @@ class DistributedContext:
                 box[1] = error if known else RuntimeError(f"rank 0: {error!r}")
                 if not known:
                     log.exception("rank 0 failed")
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self._own)
         if box[1] is not None:
             raise box[1]
         value: _T = box[0]
         return value
 
-    def poll(self) -> Callable[[bool], bool]:
+    def through_main(self, value: _T, function: Callable[[list[_T]], Sequence[_R]]) -> _R:
+        """Gather everybody's value on rank 0, call a function with them there, and give each process its own of the
+        results, in order of ranks. An error is raised on every process, as `on_main` does."""
+        if self.world == 1:
+            return function([value])[0]
+        values: list[Any] = [None] * self.world
+        dist.gather_object(value, values if self.main else None, dst=0, group=self._own)
+        results: list[Any] = []
+        self.on_main(lambda: results.extend(function(values)))
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, results if self.main else None, src=0, group=self._own)
+        result: _R = mine[0]
+        return result
+
+    @contextmanager
+    def beside(self) -> Iterator[DistributedContext]:
+        """The same processes with a group of their own, for another thread: two threads must not share a group. It has
+        no meshes, and gathers and reduces on the CPU."""
+        if self.world == 1:
+            yield self
+            return
+        group = dist.new_group(backend="gloo")
+        try:
+            yield replace(self, device=torch.device("cpu"), _meshes={}, _own=group)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    def poll(self, *, everybody: bool = False) -> Callable[[bool], bool]:
         """A function that asks every process one yes-or-no question at each call, and answers the call before:
-        whether any of them said yes."""
+        whether any of them said yes, or everybody."""
+        if self.world == 1:
+            return lambda yes: yes
+        op = dist.ReduceOp.MIN if everybody else dist.ReduceOp.MAX
         pending: list[tuple[Tensor, Any]] = []
 
         def ask(yes: bool) -> bool:
@@ -236,7 +270,7 @@ class DistributedContext:
                 before = bool(flag)
             if not before:
                 flag = torch.tensor(int(yes))
-                pending.append((flag, dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)))
+                pending.append((flag, dist.all_reduce(flag, op, async_op=True)))
             return before
 
         return ask

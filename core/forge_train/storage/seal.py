@@ -34,21 +34,33 @@ def check(path: Path, *, contents: bool = False) -> str:
     return _compare(inspected, _hashes(path, _sizes(inspected)))
 
 
-def verify(path: Path, dist: DistributedContext = ALONE) -> str:
+def verify(path: Path, dist: DistributedContext = ALONE, *, from_disk: bool = False) -> str:
     """Like `check` with contents, by all processes together: each reads a share of the files, and all have the answer.
 
     A checkpoint that this run wrote or verified before is not read again unless one of its files changed since.
+
+    Args:
+        path: the checkpoint.
+        dist: all processes.
+        from_disk: have files that were just written read from the disk, and not from memory, where the system can.
     """
     sealed = dist.on_main(lambda: _unverified(path))
     if isinstance(sealed, str):
         return sealed
-    problem = _compare(sealed, _hashes(path, _sizes(sealed), dist))
+    problem = _compare(sealed, _hashes(path, _sizes(sealed), dist, from_disk=from_disk))
     if not problem and dist.main:
         _verified[path.absolute()] = _signature(path)
     return problem
 
 
-def seal(path: Path, step: int, dist: DistributedContext, *, editable: Sequence[str] = ()) -> int:
+def seal(
+    path: Path,
+    step: int,
+    dist: DistributedContext,
+    *,
+    editable: Sequence[str] = (),
+    known: Mapping[str, str] | None = None,
+) -> int:
     """Flush every file to disk and write the manifest; the bytes of all files.
 
     Args:
@@ -56,12 +68,15 @@ def seal(path: Path, step: int, dist: DistributedContext, *, editable: Sequence[
         step: the optimizer step it is of.
         dist: each process reads a share of the files.
         editable: files that are meant to be edited: they have to be there, and are not sealed.
+        known: hashes of files that were flushed when they were written; on rank 0.
 
     Raises:
         OSError: on every process, if the disk refuses.
     """
-    sizes = dist.on_main(lambda: {str(file.relative_to(path)): file.stat().st_size for file in _files(path)})
-    found = _hashes(path, sizes, dist, flush=True)
+    sizes, known = dist.on_main(
+        lambda: ({str(file.relative_to(path)): file.stat().st_size for file in _files(path)}, dict(known or {}))
+    )
+    found = _hashes(path, {name: sizes[name] for name in sizes if name not in known}, dist, flush=True) | known
     if refusal := next((one for one in found.values() if isinstance(one, OSError)), None):
         raise refusal
     entries = {name: {"bytes": sizes[name], "sha256": found[name]} for name in sorted(sizes) if name not in editable}
@@ -145,7 +160,12 @@ def _signature(path: Path) -> _Signature:
 
 
 def _hashes(
-    path: Path, sizes: Mapping[str, int], dist: DistributedContext = ALONE, *, flush: bool = False
+    path: Path,
+    sizes: Mapping[str, int],
+    dist: DistributedContext = ALONE,
+    *,
+    flush: bool = False,
+    from_disk: bool = False,
 ) -> dict[str, str | OSError]:
     """Each file's sha256, or why there is none. Files are spread over processes, and there over threads."""
     ordered = sorted(sizes, key=lambda name: (-sizes[name], name))
@@ -156,6 +176,8 @@ def _hashes(
             with (path / name).open("rb") as data:
                 if flush:
                     os.fsync(data.fileno())
+                if from_disk and hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 return hashlib.file_digest(data, "sha256").hexdigest()
         except OSError as error:
             return error

@@ -1,0 +1,108 @@
+"""When a run saves a checkpoint, and which it keeps beside the newest."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ..contract.job import Job
+from ..ground.errors import ConfigError
+from ..ground.present import few
+from ..storage import checkpoint
+
+REQUEST = "save"
+"""The file in the run's folder that asks for a checkpoint."""
+LOOK_EVERY = 1.0
+"""Seconds between looks for that file."""
+EVALUATION = "evaluation."
+"""Where `checkpoint.best` begins when it means what evaluations find."""
+
+
+class Occasions:
+    """Reads `checkpoint.every`, `minutes`, `early` and `best`, and the requests of users."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._config = job, job.config.checkpoint
+        self._last_time = self._looked = time.monotonic()
+        self._scores: dict[int, float] = {}
+        self._measured: tuple[int, float] | None = None
+        self._better = False
+
+    def start(self) -> None:
+        """Look what the run has kept already."""
+        self._last_time = time.monotonic()
+        if not self._config.best or not self._job.dist.main:
+            return
+        for saved in checkpoint.found(self._job.run.checkpoints):
+            best = None if checkpoint.check(saved.path) else checkpoint.read_state(saved.path).get("best")
+            if best and best["metric"] == self._config.best:
+                self._scores[saved.step] = best["value"]
+
+    def due(self, step: int) -> bool:
+        """Whether the configuration has a checkpoint saved at a step."""
+        every = self._config.every
+        better, self._better = self._better, False
+        return better or bool(every and step % every == 0) or step in self._early()
+
+    def _early(self) -> set[int]:
+        """The powers of two up to `checkpoint.early`."""
+        return {2**power for power in range(self._config.early.bit_length())}
+
+    def ask(self) -> None:
+        """Have the run save at a step boundary, if it is time, or a user asks for it. Rank 0 decides for all."""
+        if not self._job.dist.main:
+            return
+        now, minutes = time.monotonic(), self._config.minutes
+        if minutes and now - self._last_time >= 60 * minutes:
+            self._job.control.save()
+        if now - self._looked >= LOOK_EVERY:
+            self._looked = now
+            request = self._job.run.dir / REQUEST
+            if request.exists():
+                request.unlink(missing_ok=True)
+                self._job.control.save()
+
+    def measured(self, step: int, numbers: Mapping[str, Any], *, evaluation: bool = False) -> None:
+        """Tell what was measured at a step: a line of metrics, or what an evaluation found.
+
+        Raises:
+            ConfigError: if `checkpoint.best` should be among them, and is not.
+        """
+        name = self._config.best
+        if not name or name.startswith(EVALUATION) != evaluation:
+            return
+        key = name.removeprefix(EVALUATION) if evaluation else name
+        if key not in numbers:
+            what = "evaluations give" if evaluation else "the lines of metrics have"
+            raise ConfigError(f"checkpoint.best: there is no {name!r}; {what} {few(numbers, 20)}.")
+        value = numbers[key]
+        usable = isinstance(value, (int, float)) and math.isfinite(value)
+        self._measured = (step, float(value)) if usable else None
+        self._better = self._job.dist.on_main(lambda: usable and self._beats_all(float(value)))
+
+    def _beats_all(self, value: float) -> bool:
+        return all(self._rank(value) < self._rank(other) for other in self._scores.values())
+
+    def _rank(self, value: float) -> float:
+        """Smaller for what is better."""
+        return value if self._config.best_is == "lowest" else -value
+
+    def saving(self, step: int) -> dict[str, Any] | None:
+        """What a checkpoint of a step says of `checkpoint.best`, where that was measured at this step."""
+        self._last_time = time.monotonic()
+        if self._measured is None or self._measured[0] != step:
+            return None
+        return {"metric": self._config.best, "value": self._measured[1]}
+
+    def spared(self, step: int) -> set[int]:
+        """Steps whose checkpoints stay beside the newest, once that of a step is saved: the early ones and the best."""
+        if self._measured is not None and self._measured[0] == step:
+            self._scores[step] = self._measured[1]
+        ordered = sorted(self._scores, key=lambda one: (self._rank(self._scores[one]), one))
+        return self._early() | set(ordered[: self._config.keep_best])
+
+    def removed(self, step: int) -> None:
+        """A checkpoint is no longer there."""
+        self._scores.pop(step, None)

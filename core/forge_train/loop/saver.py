@@ -1,0 +1,185 @@
+"""Saving a run's state: at once, or copied at once and written while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from ..contract.events import CheckpointEvent
+from ..contract.job import Job
+from ..ground.errors import describe
+from ..ground.failure import during
+from ..processes.distributed import DistributedContext
+from ..storage import checkpoint, model_files
+from ..storage.background import Background
+from ..storage.writing import Copies, commit, prune, stage_in
+from .occasions import Occasions
+
+log = logging.getLogger("forge_train")
+
+WORTH_TELLING = 0.1
+"""Seconds that a checkpoint has to wait for another one before a warning says so."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A checkpoint that is whole."""
+
+    saved: checkpoint.Saved
+    seconds: float
+    """Since its save began."""
+    pruned: list[checkpoint.Saved]
+    """The older ones that were removed then."""
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A checkpoint that is being written."""
+
+    step: int
+    blocked: float
+    """Seconds that training waited for it."""
+    task: Background[_Written]
+
+
+class Saver:
+    """Saves checkpoints, one after the other, and tells of them."""
+
+    def __init__(self, job: Job, occasions: Occasions) -> None:
+        self._job, self._occasions, self._config = job, occasions, job.config.checkpoint
+        self._stack = ExitStack()
+        self._beside = self._stack.enter_context(job.dist.beside()) if self._config.asynchronous else None
+        self._copies = Copies()
+        self._plan: Any = None
+        self._flight: _Flight | None = None
+        self._began = 0.0
+
+    @during("save")
+    def make_way(self, step: int) -> None:
+        """Begin to save a step: wait for the checkpoint before.
+
+        Raises:
+            ForgeError: on every process, if the disk refused it.
+        """
+        self._began = time.perf_counter()
+        if self._flight is None:
+            return
+        before = self._flight.step
+        self.wait()
+        waited = time.perf_counter() - self._began
+        if self._job.dist.main and waited >= WORTH_TELLING:
+            log.warning(
+                "The checkpoint of step %s was still being written when that of step %s was due, which waited %.1f s "
+                "for it. Save less often, or to a faster disk.",
+                before,
+                step,
+                waited,
+            )
+
+    @during("save")
+    def save(self, step: int, state: dict[str, Any], *, last: bool) -> None:
+        """Write the state of a step, or copy it and begin to; `make_way` came before.
+
+        Args:
+            step: the optimizer step it is of.
+            state: as `capture` gives it.
+            last: whether no step follows: then it is on disk when this returns.
+
+        Raises:
+            ForgeError: on every process, if the disk refuses it.
+        """
+        job, began = self._job, self._began
+        behind = None if last else self._beside
+        staged = stage_in(
+            job.run.checkpoints,
+            step,
+            state | {"best": self._occasions.saving(step)},
+            job.dist,
+            copies=self._copies if behind else None,
+            before=self._plan,
+        )
+        self._plan = staged.shards.plan
+        spared = self._occasions.spared(step) if job.dist.main else set()
+
+        def write(by: DistributedContext) -> checkpoint.Saved:
+            names = ("config.toml", "plugins.json", model_files.FOLDER)
+            beside = [path for name in names if (path := job.run.dir / name).exists()]
+            return commit(staged, by, beside=beside, latest=job.run.checkpoints / "latest")
+
+        def old(by: DistributedContext) -> Iterator[checkpoint.Saved]:
+            return prune(job.run.checkpoints, self._config.keep, self._config.keep_every, by, spared=spared)
+
+        def write_behind(by: DistributedContext) -> _Written:
+            saved = write(by)
+            return _Written(saved, time.perf_counter() - began, list(old(by)))
+
+        if behind is not None:
+            task = Background(lambda: write_behind(behind), job.dist)
+            self._flight = _Flight(step, time.perf_counter() - began, task)
+            return
+        saved = write(job.dist)
+        seconds = time.perf_counter() - began
+        self._tell_saved(saved, seconds, seconds)
+        for gone in old(job.dist):
+            self._tell_pruned(gone)
+
+    @during("save")
+    def look(self) -> None:
+        """Between two steps: tell of a checkpoint that is whole by now on every process.
+
+        Raises:
+            ForgeError: on every process, if the disk refused it.
+        """
+        if self._flight is not None and self._flight.task.ended():
+            self.wait()
+
+    @during("save")
+    def wait(self) -> None:
+        """Until nothing is being written any more; all processes call this together. Raises as `look` does."""
+        if self._flight is None:
+            return
+        flight, self._flight = self._flight, None
+        written = flight.task.result()
+        self._tell_saved(written.saved, written.seconds, flight.blocked)
+        for gone in written.pruned:
+            self._tell_pruned(gone)
+
+    def settle(self) -> None:
+        """The run has failed: wait for what is being written, and say what became of it. Raises nothing."""
+        if self._flight is None:
+            return
+        flight, self._flight = self._flight, None
+        try:
+            written = flight.task.result()
+            if self._job.dist.main:
+                log.info("The checkpoint of step %s, which was being written, is whole.", flight.step)
+                self._event_saved(written.saved, written.seconds, flight.blocked)
+        except Exception as error:
+            if self._job.dist.main:
+                log.warning("The checkpoint of step %s was not written: %s", flight.step, describe(error))
+
+    def close(self) -> None:
+        """Wait for what is being written, and let go of what that needed."""
+        self.settle()
+        self._stack.close()
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def _tell_saved(self, saved: checkpoint.Saved, seconds: float, blocked: float) -> None:
+        if self._job.dist.main:
+            self._event_saved(saved, seconds, blocked)
+        self._job.hooks.on_checkpoint(CheckpointEvent("saved", saved.step, saved.path))
+
+    def _event_saved(self, saved: checkpoint.Saved, seconds: float, blocked: float) -> None:
+        fields = {"path": saved.path.name, "seconds": seconds, "blocked": blocked, "bytes": saved.bytes}
+        self._job.run.event("checkpoint_saved", saved.step, **fields)
+
+    def _tell_pruned(self, gone: checkpoint.Saved) -> None:
+        self._occasions.removed(gone.step)
+        if self._job.dist.main:
+            self._job.run.event("checkpoint_pruned", gone.step, path=gone.path.name)
+        self._job.hooks.on_checkpoint(CheckpointEvent("pruned", gone.step, gone.path))

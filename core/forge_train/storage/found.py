@@ -1,0 +1,56 @@
+"""The checkpoints of a run, and which of them are whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..processes.distributed import DistributedContext
+from .manifest import NAME, NEWER
+from .reading import unusable
+from .seal import ALONE, verify
+
+log = logging.getLogger("forge_train")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk."""
+
+    path: Path
+    step: int
+    bytes: int
+
+
+def newest(folder: Path, dist: DistributedContext = ALONE) -> Saved | None:
+    """The newest whole checkpoint, every file of which was read; newer ones that are not whole are named in a warning.
+
+    Args:
+        folder: a run's `checkpoints/`.
+        dist: the processes that read them together, all of which call this.
+    """
+    return next(whole(folder, dist, warn=True), None)
+
+
+def whole(folder: Path, dist: DistributedContext, *, warn: bool = False) -> Iterator[Saved]:
+    """The whole checkpoints, newest first, each verified when it is its turn."""
+    for saved in dist.on_main(lambda: found(folder)):
+        problem = verify(saved.path, dist)
+        if not problem:
+            yield saved
+        elif warn and problem.startswith(NEWER):
+            raise unusable(saved.path, problem)
+        elif warn and dist.main:
+            log.warning("%s is not whole (%s); falling back to the checkpoint before it.", saved.path, problem)
+
+
+def found(folder: Path) -> list[Saved]:
+    """Checkpoints of a run, newest first, whole or damaged; what was never finished has another name."""
+    paths = [(path, match) for path in folder.glob("step-*") if (match := NAME.match(path.name))]
+    return [
+        Saved(path, int(match.group(1)), sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+        for path, match in sorted(paths, key=lambda pair: int(pair[1].group(1)), reverse=True)
+        if path.is_dir()
+    ]

@@ -1,0 +1,74 @@
+"""What the tests of saving share: a disk that waits, states that are overwritten, checkpoints compared."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+
+from forge_train import Plugin, hookimpl
+from forge_train.loop.saver import Saver
+from forge_train.storage import writing
+from forge_train.storage.tree import split
+
+ASYNC = {"checkpoint.asynchronous": True}
+
+
+def stepping(at: Callable[[int], object]) -> type[Plugin]:
+    """A plugin that calls a function with the number of every step that is done."""
+
+    class Stepping(Plugin):
+        @hookimpl
+        def on_step(self, step: Any) -> None:
+            at(step.step)
+
+    return Stepping
+
+
+@contextmanager
+def slow_disk(until: threading.Event) -> Iterator[list[int]]:
+    """Have nothing written in the background before an event. The steps of checkpoints that were begun."""
+    begun: list[int] = []
+    real = writing.commit
+
+    def commit(staged: Any, *arguments: Any, **more: Any) -> Any:
+        begun.append(staged.step)
+        if threading.current_thread() is not threading.main_thread():
+            assert until.wait(60)
+        return real(staged, *arguments, **more)
+
+    with patch("forge_train.loop.saver.commit", commit):
+        yield begun
+
+
+@contextmanager
+def overwritten(step: int) -> Iterator[list[str]]:
+    """Overwrite every tensor that a checkpoint was made of as soon as `save` returns. The tensors' names."""
+    names: list[str] = []
+    real = Saver.save
+
+    def save(self: Saver, at: int, state: dict[str, Any], **more: Any) -> None:
+        tensors: dict[str, Tensor] = {}
+        for key, value in state.items():
+            split(value, key, tensors)
+        real(self, at, state, **more)
+        if at == step:
+            for name, tensor in tensors.items():
+                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                local.fill_(1)  # finite, so that the run can go on to its end
+                names.append(name)
+
+    with patch.object(Saver, "save", save):
+        yield names
+
+
+def contents(checkpoint: Path) -> dict[str, str]:
+    """The sha256 of a checkpoint's files, by name; of those that hold state."""
+    files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name not in ("config.toml", "plugins.json")}
