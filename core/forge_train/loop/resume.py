@@ -70,7 +70,8 @@ def capture(stepper: Stepper, progress: Progress, base: Base | None = None) -> d
         "models": {name: extra.described() for name, extra in job.extra.items()},
         "plugins": {name: plugin.state_dict() for name, plugin in _stateful(job)},
         "metrics": stepper.metrics.state_dict(),
-        "progress": {"step": progress.step, "tokens": progress.tokens, "left_out": progress.left_out},
+        "progress": {"step": progress.step, "tokens": progress.tokens},
+        "left_out": [list(pair) for pair in progress.left_out],
         "config": job.config.values(volatile=False),
         "enabled": [entry for entry in plugin_list(job.hooks) if entry["name"] not in job.config.neutral],
         "providers": _providers(job),
@@ -115,7 +116,7 @@ def restore(stepper: Stepper, progress: Progress, path: Path) -> list[str]:
         state = checkpoint.load(path, like, job.dist, elsewhere=fit.ignored)
     read(weights, fit, job.dist, but=path)
     progress.step, progress.tokens = state["progress"]["step"], state["progress"]["tokens"]
-    progress.left_out = [(first, last) for first, last in state["progress"].get("left_out", ())]
+    progress.left_out = [(first, last) for first, last in state.get("left_out", ())]
     same = {slot for slot, name in _providers(job).items() if state["providers"][slot] == name}
     kept = "optimizer" in same and state["providers"]["optimizer"] not in {key.partition(".")[0] for key in changes}
     if "optimizer" in same:

@@ -23,7 +23,7 @@ from .tree import join, named, without
 
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("progress", "config", "odd", "models", "plugins", "providers", "optimizer"), dict),
-    "enabled": list,
+    **dict.fromkeys(("enabled", "left_out"), list),
     **dict.fromkeys(("base", "evaluation"), (dict, type(None))),
 }
 """Entry of `state.json` → what it is. A checkpoint of weights alone lacks some."""
@@ -67,12 +67,20 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def _count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
 def _odd(state: Mapping[str, Any]) -> str:
     for name, kind in _KINDS.items():
         if name in state and not isinstance(state[name], kind):
             return f"{name!r} is a {type(state[name]).__name__}"
-    if any(type(count) is not int or count < 0 for count in state.get("progress", {}).values()):
+    if not all(map(_count, state.get("progress", {}).values())):
         return "'progress' holds something else than counts"
+    if not all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(_count, pair)) for pair in state.get("left_out", ())
+    ):
+        return "'left_out' holds something else than pairs of counts"
     for entry in state.get("enabled", ()):
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "version")):
             return "'enabled' holds something else than plugins"
