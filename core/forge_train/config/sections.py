@@ -1,4 +1,4 @@
-"""The sections of the configuration that core owns."""
+"""The sections of the configuration that the core owns."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class RunSection:
     """Identity and reproducibility."""
 
     name: Annotated[str, Volatile()] = ""
-    """The run's folder and identity; the same command again continues it."""
+    """The run's name and folder; the same command again continues the run."""
     seed: Annotated[int, Ge(0), Lt(2**63)] = 0
-    """Seeds the initial weights, the data's order and every other random number."""
+    """Seed for the initial weights, the order of the data and all other random numbers."""
     deterministic: bool = False
     """Use only deterministic kernels (torch.use_deterministic_algorithms)."""
     device: Device = "auto"
-    """auto takes cuda where there is one, else cpu."""
+    """auto takes cuda if a CUDA device is available, else cpu."""
     start_timeout: Annotated[float, Gt(0), Volatile()] = 120.0
-    """Seconds that the processes wait for one that does not come, until the first step is done."""
+    """Until the first step is done: seconds that processes wait for one that does not arrive."""
     timeout: Annotated[float, Gt(0), Volatile()] = 1800.0
-    """Seconds that they wait for one that hangs, from then on."""
+    """After the first step: seconds that processes wait for one that hangs."""
 
 
 @section
@@ -34,44 +34,44 @@ class WarmUpBatches:
     """Steps with smaller batches, at the beginning of a run: an item of `train.batch_warmup`."""
 
     steps: Annotated[int, Gt(0)]
-    """How many."""
+    """Number of such steps."""
     global_batch: Annotated[int, Gt(0)]
     """Sequences per step, over all ranks."""
 
 
 @section
 class TrainSection:
-    """How much to train, on what batches, and how exactly."""
+    """How long to train, on which batches, and in which precision."""
 
     steps: Annotated[int, Ge(0)] = 0
-    """Optimizer steps; say either steps or tokens."""
+    """Length of the run in optimizer steps; set either steps or tokens."""
     tokens: Annotated[int, Ge(0)] = 0
-    """Tokens over all ranks, rounded up to whole steps."""
+    """Length of the run in tokens over all ranks, rounded up to whole steps."""
     global_batch: Annotated[int, Gt(0)] = 8
     """Sequences per step, over all ranks."""
     batch_warmup: tuple[WarmUpBatches, ...] = ()
     """Smaller batches at first, each larger than the one before: `[{ steps = 100, global_batch = 8 }]`."""
     micro_batch: Annotated[int, Ge(0)] = 0
-    """Sequences per forward pass of one rank; the number of accumulated passes follows. 0 takes a rank's whole share of
-    the global batch, or what divides the shares of a warm-up too."""
+    """Sequences per forward pass of one rank, which determines gradient accumulation. 0 takes a rank's whole share of
+    the global batch, or a size that also divides the shares of `batch_warmup`."""
     sequence: Annotated[int, Gt(0)] = 512
     """Tokens per sequence."""
     max_hours: Annotated[float, Ge(0), Volatile()] = 0.0
-    """Hours of training after which a run saves, and stops with exit code 75; each start counts anew. 0 never does."""
+    """Hours of training, from each start, after which a run saves and stops with exit code 75; 0 sets no limit."""
     clip_norm: Annotated[float, Ge(0)] = 1.0
-    """Largest global gradient norm; 0 does not clip."""
+    """Largest global gradient norm; 0 disables clipping."""
     evaluate_every: Annotated[int, Ge(0), Volatile()] = 0
-    """Steps between evaluations on held-out data; one more at the end. 0 never evaluates."""
+    """Steps between evaluations on held-out data, with one more at the end. 0 never evaluates."""
     evaluate_batches: Annotated[int, Gt(0), Volatile()] = 16
     """Batches per evaluation, each of `global_batch` sequences: the same text on every layout."""
     precision: Precision = "fp32"
-    """dtype of the forward and backward pass; weights and optimizer state stay fp32."""
+    """dtype of the forward and backward passes; weights and optimizer state stay in fp32."""
     init_from: Annotated[str, FilePath()] = ""
-    """A checkpoint, or a run, whose weights to start from."""
+    """A checkpoint or a run to take the initial weights from."""
     init_missing: Annotated[tuple[str, ...], Volatile()] = ()
-    """Patterns (`*.lora_*`) of names that it may lack; these tensors keep their initial values."""
+    """Patterns (`*.lora_*`) of tensor names that `init_from` may lack; these tensors keep their initial values."""
     init_unexpected: Annotated[tuple[str, ...], Volatile()] = ()
-    """Patterns of names that it may hold beside the model's; they are left out."""
+    """Patterns of tensor names that `init_from` may have in addition to the model's; these tensors are ignored."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -114,7 +114,7 @@ class ParallelSection:
     dp_replicate: Annotated[int, Gt(0)] = 1
     """Replicas, each sharded over the next axis."""
     dp_shard: Annotated[int, Ge(-1)] = -1
-    """Ranks that share one sharded copy of the model; -1 is what is left over."""
+    """Ranks that share one sharded copy of the model; -1 takes all remaining ranks."""
     tp: Annotated[int, Gt(0)] = 1
     """Tensor parallelism."""
     cp: Annotated[int, Gt(0)] = 1
@@ -122,9 +122,9 @@ class ParallelSection:
     pp: Annotated[int, Gt(0)] = 1
     """Pipeline parallelism."""
     ep: Annotated[int, Gt(0)] = 1
-    """Expert parallelism, re-tiling dp_shard × cp × tp."""
+    """Expert parallelism, over the ranks of dp_shard × cp × tp."""
     etp: Annotated[int, Gt(0)] = 1
-    """Tensor parallelism inside experts: 1, or tp."""
+    """Tensor parallelism inside experts: 1 or tp."""
 
 
 @section
@@ -132,40 +132,40 @@ class CheckpointSection:
     """When to save, and what to keep."""
 
     every: Annotated[int, Ge(0), Volatile()] = 500
-    """Steps between checkpoints; the last step is always saved. 0 saves only there."""
+    """Steps between checkpoints; the last step is always saved. 0 saves only the last step."""
     minutes: Annotated[float, Ge(0), Volatile()] = 0.0
-    """Minutes after which a checkpoint is saved if there was none; 0 does not look at the clock."""
+    """Save when this many minutes have passed since the last checkpoint; 0 ignores the clock."""
     early: Annotated[int, Ge(0), Volatile()] = 0
     """Save at steps 1, 2, 4, 8, … up to this one, and keep these checkpoints."""
     best: Annotated[str, Volatile()] = ""
-    """Save whenever this is better than in every checkpoint that is kept: `evaluation.loss`, `evaluation.` and a metric
-    of evaluations, or a key of metrics.jsonl."""
+    """Save when this value is better than in every kept checkpoint: `evaluation.loss`, `evaluation.` followed by a
+    metric of evaluations, or a key of metrics.jsonl."""
     best_is: Annotated[Literal["lowest", "highest"], Volatile()] = "lowest"
-    """Which value of `best` is the better one."""
+    """Whether the lowest or the highest value of `best` wins."""
     keep_best: Annotated[int, Gt(0), Volatile()] = 1
-    """Keep, beside the newest, so many of the best by `best`."""
+    """In addition to the newest checkpoints, keep this many of the best by `best`."""
     asynchronous: Annotated[bool, Volatile()] = False
-    """Copy the state and train on while the copy is written; takes the memory of one more state on the host."""
+    """Continue training while a copy of the state is written; the copy takes host memory for one more state."""
     keep: Annotated[int, Gt(0), Volatile()] = 2
-    """The newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     keep_every: Annotated[int, Ge(0), Volatile()] = 0
-    """Keep, beside those, every checkpoint whose step is a multiple of this; 0 keeps no others."""
+    """Also keep every checkpoint whose step is a multiple of this; 0 keeps no others."""
     only: Annotated[tuple[str, ...], Volatile()] = ()
-    """Patterns of parameters to save, among them every trained one; at resume `train.init_from` gives the others again.
-    Empty saves all."""
+    """Patterns of parameters to save, which must include all trained parameters; at resume, `train.init_from` supplies
+    the others. If empty, all are saved."""
     allow_changes: Annotated[tuple[str, ...], Volatile()] = ()
-    """Keys or sections (`adamw.lr`, `text`) and plugins that may differ from the checkpoint's at resume."""
+    """Keys, sections (`adamw.lr`, `text`) and plugins that may differ from the checkpoint's at resume."""
 
 
 @section
 class LogSection:
-    """How often to look."""
+    """How often to log."""
 
     every: Annotated[int, Gt(0), Volatile()] = 10
-    """Steps between lines of metrics.jsonl; only there is the device waited for."""
+    """Steps between lines of metrics.jsonl; training waits for the device only at these steps."""
     peak_tflops: Annotated[float, Ge(0), Volatile()] = 0.0
-    """Peak of one device in TFLOP/s, for `mfu` (causal attention, input embedding not counted); 0 takes that of the
-    device's name, and gives null where it is not known."""
+    """Peak of one device in TFLOP/s, for `mfu` (causal attention, input embedding not counted); 0 looks it up by the
+    device's name, and `mfu` is null if the name is unknown."""
 
 
 CORE_SECTIONS: dict[str, type] = {

@@ -29,9 +29,9 @@ class ContextParallel(Plugin):
     """Context parallelism: each rank holds a slice of every sequence, and attention sees whole sequences.
 
     Use it if the activations of a sequence do not fit on one rank, or if a batch has fewer sequences than ranks. All
-    ranks have equally many tokens of a row and about the same attention work. Each rank gets a chunk from the front
-    and its mirror image from the end; if rows are packed documents, chunks are assigned by their attention work. A
-    SHARD plugin such as `fsdp2` averages gradients, and shards parameters over `cp` too. A unit without an attention
+    ranks get the same number of tokens of each row and about the same attention work. Each rank gets a chunk from the
+    front and its mirror image from the end; if rows are packed documents, chunks are assigned by their attention work.
+    A SHARD plugin such as `fsdp2` averages gradients and shards parameters over `cp` too. A unit without an attention
     kernel, such as a state-space block, is refused.
     """
 
@@ -46,12 +46,12 @@ class ContextParallel(Plugin):
         method: Literal["auto", "gather", "ring", "ulysses", "ulysses_ring"] = "auto"
         """How attention sees whole sequences. `gather`: every rank gets all keys and values (arXiv:2407.21783, §3.3.2);
         sends few bytes if there are few key heads. `ulysses`: ranks exchange slices of all heads for whole sequences of
-        some heads (arXiv:2309.14509); sends few bytes on many ranks, whose number must divide the heads. `ring`: keys
-        and values go around a ring in blocks (arXiv:2310.01889); needs the least memory, and a kernel that can compute
-        blocks. `ulysses_ring`: `ulysses` inside groups of ranks, `ring` between the groups. `auto`: chosen by heads and
-        length."""
+        some heads (arXiv:2309.14509); sends few bytes on many ranks; `cp` must divide the number of heads. `ring`: keys
+        and values go around a ring in blocks (arXiv:2310.01889); needs the least memory, and a kernel with `blocks`.
+        `ulysses_ring`: `ulysses` inside groups of ranks, `ring` between the groups. `auto`: chooses by the numbers of
+        heads and the sequence length."""
         ulysses: Annotated[int, Ge(0)] = 0
-        """With `ulysses_ring`, the number of ranks that exchange heads; 0 for the largest possible number."""
+        """With `ulysses_ring`, the number of ranks that exchange heads; 0 takes the largest possible number."""
 
     config: Config
 

@@ -22,7 +22,7 @@ class PipelineParallel(Plugin):
 
     The model is cut between its `stages` into parts of equal FLOPs. The micro-batches of a step are those of gradient
     accumulation: `train.global_batch` / (`train.micro_batch` × data-parallel ranks). A schedule sets the order in which
-    each rank runs its forward and backward passes; `forge plan` draws it, and a run keeps the picture as
+    each rank runs its forward and backward passes. `forge plan` draws the schedule, and a run saves the drawing as
     `artifacts/pipeline.svg`. The schedules are torch's, and those that distributions register under the entry point
     `forge_train.pipeline_schedules`.
     """
@@ -38,12 +38,12 @@ class PipelineParallel(Plugin):
         """`gpipe`, `1f1b`, `looped_bfs`, `interleaved_1f1b`, `interleaved_zero_bubble`, `zbv` or `dualpipe_v`; the name
         of a schedule that a distribution registers; a function as `module:name`; or `csv`, which reads `table`."""
         parts: Annotated[int, Ge(0)] = 0
-        """Parts of the model on each rank; 0 for the number that the schedule needs."""
+        """Parts of the model on each rank; 0 takes the number that the schedule needs."""
         cuts: tuple[str, ...] = ()
-        """The first module of each part except the first part, such as `layers.4`; if empty, the model is cut into
-        parts of equal cost."""
+        """The first module of each part after the first, such as `layers.4`; if empty, the model is cut into parts of
+        equal FLOPs."""
         table: Annotated[str, FilePath()] = ""
-        """For schedule = "csv": a CSV file of actions with a line for each rank, such as `0F0,0F1,0B0,0B1`."""
+        """For schedule = "csv": a CSV file of actions, with one line for each rank, such as `0F0,0F1,0B0,0B1`."""
 
     config: Config
 

@@ -1,4 +1,4 @@
-"""What happens at a step whose loss or gradients are abnormal."""
+"""Handles steps whose loss or gradients are abnormal."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ Policy = Literal["warn", "skip", "roll_back", "stop"]
 
 
 class Anomaly(Plugin):
-    """Watches for losses and gradients that are not finite, and for spikes, and warns, skips, rolls back or stops.
+    """Detects losses and gradients that are not finite, and spikes; warns, skips the step, rolls back or stops.
 
-    All ranks judge the same two numbers, reduced over all of them, so they do the same. `warn` changes nothing else.
-    `skip` leaves the step's update out. `roll_back` takes the run back to the newest checkpoint from before the step;
-    it repeats the steps up to there and leaves the batch out. `stop` ends the run with exit code 3.
+    All ranks judge the same reduced numbers, so all act alike. `warn` changes nothing. `skip` leaves out the step's
+    update. `roll_back` returns the run to the newest checkpoint from before the step, repeats the steps up to it, and
+    leaves its batch out. `stop` ends the run with exit code 3.
 
-    The message names the parameter in whose gradient the backward pass met NaN or infinity first, or the largest
-    gradient, and its rank. The batch is kept in the run's `artifacts/anomaly/`: `<micro-batch>.inputs`, `.labels` and
-    so on in a safetensors file for each data-parallel rank.
+    The message names a parameter and its rank: the first whose gradient became NaN or infinite in the backward pass, or
+    the one with the largest gradient. The batch is saved in the run's `artifacts/anomaly/`, as `<micro-batch>.inputs`,
+    `.labels` and so on, in one safetensors file for each data-parallel rank.
 
-    Steps are judged when they are logged or saved, all since the last time; only with `skip` does the host wait for
-    the device in each step. A gradient that overflows fp16 is left to `loss_scaler`.
+    When a step is logged or saved, all steps since the last time are judged. Only with `skip` does the host wait for
+    the device in each step. Gradients that overflow in fp16 are left to `loss_scaler`.
     """
 
     api = (1, 0)
@@ -48,22 +48,22 @@ class Anomaly(Plugin):
     @section
     class Config:
         not_finite: Policy = "stop"
-        """Where the loss or the gradient norm is NaN or infinite. With `warn`, the run ends at the next logged step, as
-        without this plugin."""
+        """What to do if the loss or the gradient norm is NaN or infinite. With `warn`, the run ends at the next logged
+        step, as it does without this plugin."""
         spike: Policy = "warn"
-        """Where one of them is far above those of the last steps."""
+        """What to do if the loss or the gradient norm is far above that of the last steps."""
         threshold: Annotated[float, Gt(0)] = 6.0
         """A spike is above median + threshold × median absolute deviation / 0.6745; 6 is six standard deviations."""
         window: Annotated[int, Ge(8)] = 128
-        """Steps that median and deviation are taken over. Spikes count with `warn` only."""
+        """Steps over which the median and the deviation are taken. Spikes are included only with `spike = "warn"`."""
         warmup: Annotated[int, Ge(8)] = 32
-        """Steps before the first that can be a spike."""
+        """Steps to collect before a step can count as a spike."""
         most: Annotated[int, Gt(0)] = 8
-        """Skipped steps in a row, or roll-backs without a checkpoint past the step; one more ends the run."""
+        """Most skipped steps in a row, or roll-backs before a checkpoint past the step; one more ends the run."""
         batches: Annotated[int, Gt(0)] = 1
-        """Steps whose data a roll-back leaves out: the abnormal one and those right before it."""
+        """Steps whose data a roll-back leaves out: the abnormal step and those right before it."""
         kept: Annotated[int, Ge(0)] = 8
-        """Abnormal steps of which the batch is kept; 0 keeps none."""
+        """Number of abnormal steps whose batches are saved; 0 saves none."""
 
     config: Config
 

@@ -1,4 +1,4 @@
-"""Whether devices compute what they should, and ranks are equally fast."""
+"""Checks that devices compute correctly and that ranks are equally fast."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ log = logging.getLogger("forge_train")
 
 
 class Health(Plugin):
-    """Checks every rank at the start of a run, and every so many steps: known answers, speed, disk, clocks, devices.
+    """Checks every rank at the start of a run and at intervals: known answers, speed, disk, clocks, devices.
 
-    A product and an all-reduce have known answers. A rank that computes one of them wrong is named and ends the run,
-    before it can spoil a checkpoint. A slow rank, a full disk, clocks that differ, and what NVML says of a CUDA device
-    (uncorrected memory errors, throttling; with `nvidia-ml-py` installed) are warnings. `forge doctor --nproc N` does
-    the same without a run.
+    Each rank computes a matrix product and an all-reduce with known answers. If a rank gets one of them wrong, the run
+    ends with an error that names it, before it can spoil a checkpoint. A slow rank, a nearly full disk, clocks that
+    differ, and problems that NVML reports for a CUDA device (uncorrected memory errors, throttling; with `nvidia-ml-py`
+    installed) are warnings. `forge doctor --nproc N` runs the same checks without a run.
     """
 
     api = (1, 0)
@@ -26,9 +26,9 @@ class Health(Plugin):
     @section
     class Config:
         every: Annotated[int, Ge(0), Volatile()] = 1000
-        """Steps between checks; 0 checks at the start only."""
+        """Steps between checks; 0 checks only at the start."""
         slow: Annotated[float, Gt(1), Volatile()] = 1.5
-        """A rank is slow that takes so many times the median of all ranks for the same product."""
+        """A rank is slow if it takes this many times the median of all ranks for the same product."""
 
     config: Config
 

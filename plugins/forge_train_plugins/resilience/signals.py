@@ -1,4 +1,4 @@
-"""A checkpoint before the job's time is over."""
+"""Saves a checkpoint before the job's time limit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ log = logging.getLogger("forge_train")
 
 
 class Signals(Plugin):
-    """Under Slurm, saves and stops with exit code 75 before the job's time is over.
+    """Under Slurm, saves and stops with exit code 75 before the job's time limit.
 
-    The end is `SLURM_JOB_END_TIME`, or what `squeue` says. The run stops when what is left is less than `save_before`,
-    the longest step and the longest save together; that is known to all ranks at the same step. Signals need no
-    plugin: SIGTERM, SIGUSR1 and Ctrl-C always stop a run with a checkpoint.
+    The time limit is `SLURM_JOB_END_TIME`, or else comes from `squeue`. The run stops when the time left is less than
+    `save_before` plus the longest step plus the longest save; all ranks stop at the same step. Signals need no plugin:
+    SIGTERM, SIGUSR1 and Ctrl-C always save a checkpoint and stop the run.
     """
 
     api = (1, 0)
@@ -28,7 +28,7 @@ class Signals(Plugin):
     @section
     class Config:
         save_before: Annotated[float, Ge(0), Volatile()] = 120.0
-        """Seconds before the end of the job by which the checkpoint is to be saved."""
+        """The checkpoint is to be saved this many seconds before the end of the job."""
 
     config: Config
 

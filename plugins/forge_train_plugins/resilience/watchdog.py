@@ -1,4 +1,4 @@
-"""Names the rank for which all others wait, and ends the job."""
+"""Names the rank that all others wait for, and ends the job."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from ._watchdog.heart import Heart
 
 AFTER = {"forward_backward": "gradients", "optimizer": "between steps"}
-"""The part of a step that follows one."""
+"""The part of a step that follows another."""
 
 
 class Watchdog(Plugin):
     """Ends a run that stalls, and names the rank that all others wait for, with the stacks of every rank.
 
-    A thread of each rank writes a heartbeat to `log/heartbeat/rank-N.json`: step, part of the step, seconds since the
-    last one began. When a part takes too long, each rank writes its Python stacks and its last collectives (torch's
-    flight recorder) to `log/stalled/`. The rank named is the one that does not answer, or is least far, or does not
-    wait for others. The job then ends with exit code 1, so that `--max-restarts` starts it again.
+    A thread of each rank writes a heartbeat to `log/heartbeat/rank-N.json`: the step, the part of the step, and the
+    seconds since that part began. If a part takes too long, each rank writes its Python stacks and its last collectives
+    (torch's flight recorder) to `log/stalled/`. The message names the rank that does not respond, else the rank that is
+    furthest behind and not waiting for others. The job then ends with exit code 1, and `--max-restarts` restarts it.
 
-    Rank 0 writes `log/alive.json` as long as the run gets further: a scheduler can look at its age.
+    Rank 0 rewrites `log/alive.json` as long as the run makes progress, so a scheduler can check its age.
     """
 
     api = (1, 0)
@@ -35,9 +35,9 @@ class Watchdog(Plugin):
     @section
     class Config:
         seconds: Annotated[float, Gt(0), Volatile()] = 300.0
-        """Longest time for a part of a step: data, forward and backward, gradients, optimizer, between steps."""
+        """Most seconds for one part of a step: data, forward and backward, gradients, optimizer, between steps."""
         slow_seconds: Annotated[float, Gt(0), Volatile()] = 1800.0
-        """Longest time for the first step, an evaluation, or a save."""
+        """Most seconds for a part of the first step, for an evaluation, or for a save."""
 
     config: Config
 
