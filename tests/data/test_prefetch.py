@@ -233,14 +233,16 @@ class TestWorkersThatEnd:
         release = threading.Event()
         monkeypatch.setattr(OddRows, "hangs", lambda self: release.wait(60))
         loader = StreamLoader(
-            Ordered(OddRows(100, {1: "hangs"}), None, key="x"), job(), Prefetch(workers=1, deadline=0.2)
+            Ordered(OddRows(100, {1: "hangs"}), None, key="x"), job(), Prefetch(workers=1, deadline=2.0)
         )
-        with pytest.raises(
-            ForgeError, match=r"thread data-0 hangs: for 0.2 s .* reading sample 0 \(odd.bin, document 0\)"
-        ):
-            next(loader)
-        release.set()
-        loader.close()
+        try:
+            with pytest.raises(
+                ForgeError, match=r"thread data-0 hangs: for 2 s .* reading sample 0 \(odd.bin, document 0\)"
+            ):
+                next(loader)
+        finally:
+            release.set()
+            loader.close()
         assert not readers()
 
 

@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.unit, pytest.mark.accept("axes", 4)]
 def test_is_refused_in_one_sentence(settings: list[str], says: str) -> None:
     plugins = [one.partition("=")[2] for one in settings if one.startswith("plugins=")]
     sets = [one for one in settings if not one.startswith("plugins=")]
-    given = ("parallel.cp=4", "train.steps=1", "text.path=.", "train.sequence=32", *sets)
+    given = ("parallel.cp=4", "train.steps=1", f"text.path={__file__}", "train.sequence=32", *sets)
     with pytest.raises(ConfigError, match=says):
         resolve(Request(plugins=("cp", *plugins), set=given), world=4)
 
