@@ -37,7 +37,7 @@ def config() -> None:
 @click.command(short_help="Every value of a run, and where it comes from.")
 @run_options()
 @click.option("--plot", is_flag=True, help="Draw the schedule of learning rates instead.")
-@click.option("--svg", metavar="FILE", help="Write that drawing to a file.")
+@click.option("--svg", metavar="FILE", callback=screen.picture, help="Write that drawing to a file.")
 @json_option
 def show(request: Request, plot: bool, svg: str | None, as_json: bool) -> None:
     """Resolve CONFIG as `forge train` would, and show every value with where it comes from."""

@@ -113,7 +113,7 @@ def _compared(made: Pipeline) -> Iterator[tuple[str, ...]]:
         yield (
             one.name,
             str(one.parts),
-            _time(made, one.duration * made.timeline.duration, plain=True),
+            _time(made, one.duration, plain=True),
             f"{one.bubble:.1%}",
             f"{one.in_flight:.3g}",
             gib(one.kept or 0),

@@ -33,7 +33,7 @@ SHOWN = 3
 @click.option("--nodes", type=click.IntRange(min=1), metavar="K", help="Nodes they are spread over; 8 ranks to each.")
 @click.option("--device", metavar="NAME", help=f"Estimate speed on a device: {', '.join(DEVICES)}.")
 @click.option("--schedules", is_flag=True, help="Compare the schedules that a pipeline could follow.")
-@click.option("--svg", metavar="FILE", help="Draw a pipeline's timeline into a file.")
+@click.option("--svg", metavar="FILE", callback=screen.picture, help="Draw a pipeline's timeline into a file.")
 @json_option
 def plan(
     request: Request, world: int, nodes: int | None, device: str | None, schedules: bool, svg: str | None, as_json: bool
@@ -52,11 +52,8 @@ def plan(
     setup = resolve(request, world=world, data=False)
     made = make(setup, world=world, nodes=nodes or 0, device=device, schedules=schedules)
     if made.pipeline is None and (schedules or svg):
-        option = "--schedules" if schedules else "--svg"
-        raise ConfigError(
-            f"{option} needs a pipeline whose executor tells what its ranks do; parallel.pp is "
-            f"{setup.config.parallel.pp}."
-        )
+        option, pp = "--schedules" if schedules else "--svg", setup.config.parallel.pp
+        raise ConfigError(f"{option} needs a pipeline whose executor tells what its ranks do; parallel.pp is {pp}.")
     if made.pipeline is not None and svg:
         from forge_train_tools.planning.drawing import svg as drawn
 
@@ -158,7 +155,8 @@ def _show_parameters(made: Plan) -> None:
     if counts.held == counts.total:
         screen.table(("", ""), [row[:2] for row in rows], right=(1,))
     else:
-        screen.table(("", "all", "of a rank", "split"), rows, right=(1, 2))
+        whose = "of a rank" if made.pipeline is None else "of the fullest rank"
+        screen.table(("", "all", whose, "split"), rows, right=(1, 2))
     if counts.total >= 1_000_000:
         held = "" if counts.held == counts.total else f", {_billions(counts.held)} of a rank"
         screen.line(f"  {_billions(counts.total)} parameters{held}")

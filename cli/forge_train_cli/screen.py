@@ -80,6 +80,24 @@ def line(text: str, style: str = "") -> None:
     console().print(Text(text, style=style), soft_wrap=not sys.stdout.isatty())
 
 
+def picture(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """The callback of an option that names an SVG file: it overwrites nothing but a picture.
+
+    Raises:
+        ConfigError: if something else is there.
+    """
+    if not value or not (path := Path(value)).is_file():
+        return value
+    try:
+        with path.open("rb") as file:
+            begins = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror or error}.") from error
+    if begins and not (begins.startswith((b"<svg", b"<?xml", b"<!")) and b"<svg" in begins):
+        raise ConfigError(f"{path}: is there already, and is no SVG: choose another name, or remove it.")
+    return value
+
+
 def write(path: Path, text: str) -> None:
     """Write a file that a command was asked for.
 

@@ -36,6 +36,7 @@ def test_is_drawn_and_compared(forge: Forge, folder: Path) -> None:
     assert all(f"\n  stage {stage}  {stage} " in printed for stage in range(4))
     assert "this run" in next(line for line in printed.splitlines() if line.startswith("  1f1b "))
     picture = (folder / "timeline.svg").read_text()
+    assert forge(*FOUR, "--svg", "timeline.svg").code == 0, "a picture is drawn anew"
     assert picture.startswith("<svg ")
     assert "<title>3B7</title>" in picture
 
@@ -54,7 +55,7 @@ def test_in_a_script(forge: Forge) -> None:
     assert made["memory"]["peak"] == max(stage["memory"]["peak"] for stage in stages)
     by_name = {one["name"]: one for one in made["pipeline"]["alternatives"]}
     assert [name for name, one in by_name.items() if one["current"]] == ["zbv"]
-    assert by_name["zbv"]["duration"] == 1
+    assert by_name["zbv"]["duration"] == made["pipeline"]["duration"] > 1
     assert by_name["gpipe"]["bubble"] == pytest.approx(3 / 11)
     assert by_name["gpipe"]["kept"] > 1.9 * by_name["1f1b"]["kept"]
 
@@ -80,6 +81,26 @@ def test_a_part_of_the_embedding_alone_has_no_units(forge: Forge) -> None:
     made = forge(*FOUR[:-2], *cuts, "-p", "ac,compile", "--json").json
     matched = {one["slot"]: one["matched"] for one in made["phases"]}
     assert matched["ac"] == matched["compile"] == ["layers.0", "layers.1"]
+
+
+def test_a_picture_overwrites_nothing_else(forge: Forge, folder: Path) -> None:
+    mine = folder / "mine.toml"
+    mine.write_text("[train]\nmicro_batch = 1\n")
+    for arguments in (("plan", "mine.toml", *FOUR[1:]), ("config", "show", "mine.toml", "--plot")):
+        refused = forge(*arguments, "--svg", "mine.toml", fails=2)
+        assert "mine.toml: is there already, and is no SVG: choose another name, or remove it." in refused.err
+        assert mine.read_text() == "[train]\nmicro_batch = 1\n"
+
+
+def test_rows_add_up_in_the_order_of_the_model(forge: Forge, folder: Path) -> None:
+    """Also where a schedule has the first part on the last rank."""
+    table = "1F0,1F1,1B0,1B1\n0F0,0F1,0B0,0B1\n"
+    (folder / "swapped.csv").write_text(table)
+    settings = "parallel.pp=2 train.global_batch=2 train.micro_batch=1 decoder.layers=3 pp.schedule=csv"
+    sets = [word for setting in f"{settings} pp.table=swapped.csv".split() for word in ("-s", setting)]
+    counts = forge("plan", "--world", "2", "-p", "pp", *sets, "--json").json["parameters"]
+    assert sum(group["held"] for group in counts["groups"]) == counts["held"] < counts["total"]
+    assert [group["module"] for group in counts["groups"]] == ["embedding", "layers", "norm", "head"]
 
 
 def test_what_needs_a_pipeline_says_so(forge: Forge) -> None:

@@ -13,8 +13,10 @@ import tiny_models
 from forge_train import ConfigError, ForgeError
 from forge_train.config import Request
 from forge_train.engine import train
+from forge_train.ground.layout import Layout
 from forge_train.registry.setup import resolve
-from forge_train_tools.offline.opening import open_model
+from forge_train.storage import checkpoint
+from forge_train_tools.offline.opening import Wanted, open_model, setup_of
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,21 @@ def test_a_plugin_that_is_gone_is_named(run: Path, tmp_path: Path) -> None:
     tiny_models.reseal(moved)
     with pytest.raises(ConfigError, match=r"there is no plugin named 'cosinf'\. Did you mean 'cosine'"):
         open_model(moved)
+
+
+@pytest.mark.unit
+def test_the_data_takes_what_other_axes_leave_of_several_processes(run: Path) -> None:
+    path = checkpoint.resolve(run)
+    saved = checkpoint.read_state(path)
+    for name in ("pp", "cp"):
+        setup = setup_of(path, saved, world=2, wanted=Wanted((name,), (f"parallel.{name}=2",)))
+        assert Layout.of(setup.config.parallel, 2) == Layout(**{name: 2})
+    setup = setup_of(path, saved, world=2, wanted=Wanted(set=("train.global_batch=4",)))
+    assert Layout.of(setup.config.parallel, 2) == Layout(dp_shard=2)
+    with pytest.raises(ConfigError) as error:
+        setup_of(path, saved, world=2, wanted=Wanted(("pp",), ("parallel.pp=4",)))
+    assert "can't be opened on 2 processes:\nthe processes of this command: parallel.dp_shard: " in str(error.value)
+    assert str(error.value).endswith("= 4, but there are 2 processes.")
 
 
 @pytest.mark.unit

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from forge_train import Action, ConfigError, Timetable, Work
+from forge_train.ground.layout import Layout
 from forge_train_plugins.parallel._pp import cuts, cutting, program, rules, schedules
 from forge_train_plugins.parallel.pp import PipelineParallel
 
@@ -197,6 +198,45 @@ def test_a_file_of_actions(tmp_path: Any) -> None:
         schedules.timetable(config, 2, 4)
 
 
+def test_parts_and_cuts_are_checked_against_a_schedule_of_anybody(tmp_path: Any) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text(made("zbv", 2, 3).to_csv(), encoding="utf-8")
+    options = {"schedule": "csv", "table": str(file)}
+    assert problems({**options, "cuts": ("a", "b", "c")}, batch=3) == []
+    assert schedules.timetable(Config(**options, parts=2), 2, 3).parts == 4
+    with pytest.raises(ConfigError, match=r"pp.parts: 7 on each rank are asked for, and \S*mine.csv has 4 parts on 2"):
+        schedules.timetable(Config(**options, parts=7), 2, 3)
+    with pytest.raises(
+        ConfigError, match=r"pp.parts: 5 on each rank are asked for, and \S*:backwards has 3 parts on 3"
+    ):
+        made(f"{__name__}:backwards", 3, 4, 5)
+
+
+def said(config: PipelineParallel.Config, micro_batch: int) -> str:
+    """Of a step of eight sequences on two ranks of a pipeline."""
+    train = SimpleNamespace(global_batch=8, micro_batch=micro_batch)
+    job: Any = SimpleNamespace(config=SimpleNamespace(train=train), dist=SimpleNamespace(layout=Layout(pp=2)))
+    with pytest.raises(ConfigError) as error:
+        cutting._timetable(config, job, 8)
+    return str(error.value)
+
+
+def test_sizes_are_told_where_their_number_is_the_matter(tmp_path: Any) -> None:
+    few = said(Config(), 8)
+    assert few == (
+        "pp.schedule: 1f1b needs 2 micro-batches in a step or more, and there is 1. They are 8 sequences "
+        "(train.global_batch) in micro-batches of 8 on 1 data-parallel ranks: set train.micro_batch to 4, or take "
+        "larger batches."
+    )
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0B0\n1F0,1B0", encoding="utf-8")
+    assert said(Config(schedule="csv", table=str(file)), 2).endswith("in micro-batches of 2 on 1 data-parallel ranks.")
+    file.write_text("0F0", encoding="utf-8")
+    assert said(Config(schedule="csv", table=str(file)), 1).endswith("needs F, and B or both I and W.")
+    assert said(Config(schedule="os:getcwd"), 1).endswith("(3 given).")
+    assert said(Config(schedule="zbv", parts=3), 1).endswith("pp.parts is 3.")
+
+
 # -- programmes -------------------------------------------------------------------------------------------------------
 
 
@@ -258,12 +298,13 @@ def problems(options: dict[str, Any], batch: int = 8, micro_batch: int = 1, **pa
         ({"cuts": ("a", "b")}, {}, "pp.cuts: they make 3 parts, and there are 2: 1 on each of 2 ranks."),
         (
             {}, {"pp": 16},
-            "pp.schedule: 1f1b needs 16 micro-batches in a step or more, and there are 8: take a smaller ",
+            ("pp.schedule: 1f1b needs 16 micro-batches in a step or more, and there are 8 (a global batch of 8 is "
+            "8 × train.micro_batch = 1 × 1 data-parallel ranks): take larger batches, of 16 sequences or more on "),
         ),
         (
             {}, {"micro_batch": 0, "dp_shard": 2},
-            ("pp.schedule: 1f1b needs 2 micro-batches in a step or more, and there is 1: take a smaller "
-            "train.micro_batch, or larger batches (a global batch of 8 is 1 × train.micro_batch = 4 × 2 data-parallel"),
+            ("pp.schedule: 1f1b needs 2 micro-batches in a step or more, and there is 1 (a global batch of 8 is 1 × "
+            "train.micro_batch = 4 × 2 data-parallel ranks): set train.micro_batch to 2, or take larger batches."),
         ),
         (
             {"schedule": "interleaved_1f1b"}, {"batch": 11, "pp": 4},

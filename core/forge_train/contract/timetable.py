@@ -150,8 +150,9 @@ class Timetable:
                     raise ConfigError(f"Action {one} of rank {rank}: parts and micro-batches are counted from 0.")
                 if homes.setdefault(one.part, rank) != rank:
                     raise ConfigError(f"Part {one.part} is on rank {homes[one.part]} and on rank {rank} ({one}).")
-        if missing := sorted(set(range(max(homes))) - set(homes)):
-            raise ConfigError(f"The timetable has part {max(homes)}, but nothing for part {few(missing)}.")
+        if (last := max(homes)) >= len(homes):
+            missing = next(part for part in range(last) if part not in homes)
+            raise ConfigError(f"The timetable has part {last}, but nothing for part {missing}.")
         if idle := sorted(set(range(len(self.ranks))) - set(homes.values())):
             raise ConfigError(f"Nothing is to be done on rank {few(idle)}.")
 
@@ -181,10 +182,12 @@ class Timetable:
         for rank, at in enumerate(order):
             if at < len(self.ranks[rank]):
                 slot = self.ranks[rank][at]
-                missing = self._missing(slot, self._before(order))
+                missing = [
+                    f"{need} of rank {self.placement[need.part]}" for need in self._missing(slot, self._before(order))
+                ]
                 raise ConfigError(
-                    f"The timetable never ends: rank {rank} waits at {slot} for {few(missing)} "
-                    f"of rank {self.placement[missing[0].part]}, which can't come before it."
+                    f"The timetable never ends: rank {rank} waits at {slot} for {few(missing)}, "
+                    "which can't come before it."
                 )
 
     def _before(self, order: Sequence[int]) -> set[Action]:
@@ -233,7 +236,7 @@ class Timetable:
         return "".join(",".join(str(slot or "") for slot in row) + "\n" for row in self.ranks)
 
 
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 

@@ -118,13 +118,17 @@ def setup_of(path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wa
         config=file,
         plugins=asked_for.plugins,
         without=tuple(sorted(named - kept - already - needed - more)),
-        set=(*Layout(dp_shard=world).settings(), *asked_for.set),
+        set=asked_for.set,
+        sections={"parallel": Layout(dp_shard=-1 if world > 1 else 1).axes()},  # of what other axes leave
+        sections_from="the processes of this command",
         foreign=str(run_folder(path)),
     )
     try:
         return resolve(request, world=world, training=wanted is not None)
     except ConfigError as error:
-        raise ConfigError(f"{path} can't be opened with the plugins that are installed now:\n{error}") from error
+        axes = error.where.key.startswith("parallel.")
+        there = f"on {world} process{'es' * (world > 1)}" if axes else "with the plugins that are installed now"
+        raise ConfigError(f"{path} can't be opened {there}:\n{error}") from error
 
 
 def lone_job(setup: Setup, path: Path, device: Device | None = None) -> Job:

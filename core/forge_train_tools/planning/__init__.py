@@ -151,7 +151,7 @@ def plan(
         meshes=domains,
         nodes=topology.nodes,
         crossing=crossing,
-        parameters=total([look.parameters for look in looks]),
+        parameters=total([look.parameters for look in _in_order(looks)]),
         optimizer=total_sets([look.sets for look in looks]),
         memory=memory,
         communication=sending.traffic,
@@ -171,6 +171,14 @@ def _sheet(device: str | None) -> Device | None:
     if device.lower() not in DEVICES:
         raise ConfigError(f"There is no data sheet of a device {device!r}.{nearest(device, DEVICES)}")
     return DEVICES[device.lower()]
+
+
+def _in_order(looks: Sequence[Look]) -> list[Look]:
+    """Stages in the order of the model: a schedule may place its first part on any rank."""
+    passing = looks[0].pipeline
+    if passing is None:
+        return list(looks)
+    return [looks[rank] for rank in dict.fromkeys(passing.timetable.placement)]
 
 
 def _phases(looks: Sequence[Look]) -> list[dict[str, Any]]:

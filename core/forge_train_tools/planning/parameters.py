@@ -81,22 +81,26 @@ def count(model: Model, names: Names) -> Parameters:
 
 
 def total(stages: Sequence[Parameters]) -> Parameters:
-    """All stages of a pipeline together; what a rank holds is of the stage that holds most."""
+    """All stages of a pipeline together; what a rank holds is of the stage that holds most.
+
+    Args:
+        stages: in the order of the model.
+    """
     if len(stages) == 1:
         return stages[0]
     by_module: Counter[str] = Counter()
     groups: dict[tuple[str, str], Group] = {}
+    fullest = max(stages, key=lambda stage: stage.held)
     for stage in stages:
         by_module.update(stage.by_module)
         for one in stage.groups:
             before = groups.get((one.module, one.placement), replace(one, total=0, held=0))
-            groups[one.module, one.placement] = replace(
-                before, total=before.total + one.total, held=max(before.held, one.held)
-            )
+            held = one.held if stage is fullest else before.held
+            groups[one.module, one.placement] = replace(before, total=before.total + one.total, held=held)
     return Parameters(
         total=sum(stage.total for stage in stages),
         trainable=sum(stage.trainable for stage in stages),
-        held=max(stage.held for stage in stages),
+        held=fullest.held,
         by_module=dict(by_module),
         groups=tuple(groups.values()),
         tied=tuple(dict.fromkeys(tie for stage in stages for tie in stage.tied)),

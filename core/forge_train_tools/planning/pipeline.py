@@ -45,7 +45,7 @@ class Alternative:
     parts: int | None = None
     """Of each rank. Where there are other parts than the run's, they are taken to be of equal cost."""
     duration: float | None = None
-    """In units of the run's own step."""
+    """Of a step, in the pipeline's unit."""
     bubble: float | None = None
     in_flight: float | None = None
     """The most micro-batches that a rank keeps the activations of, in whole shares of it (two parts of two that each
@@ -141,7 +141,7 @@ def _compared(timeline: Timeline, others: Mapping[str, Timetable | str], device:
                 name,
                 current=table.ranks == timeline.timetable.ranks,
                 parts=parts,
-                duration=made.duration / timeline.duration,
+                duration=made.duration,
                 bubble=made.bubble,
                 in_flight=max(sum(made.in_flight(rank).values()) / parts for rank in range(ranks)),
                 kept=max(map(made.activations, range(ranks))),

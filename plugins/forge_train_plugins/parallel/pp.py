@@ -36,9 +36,11 @@ class PipelineParallel(Plugin):
     class Config:
         schedule: str = "1f1b"
         """`gpipe`, `1f1b`, `looped_bfs`, `interleaved_1f1b`, `interleaved_zero_bubble`, `zbv` or `dualpipe_v`; the name
-        of a schedule that a distribution registers; a function as `module:name`; or `csv`, which reads `table`."""
+        of a schedule that a distribution registers; a function as `module:name`, called with the numbers of ranks, of
+        parts on each rank and of micro-batches, which returns a `Timetable`; or `csv`, which reads `table`."""
         parts: Annotated[int, Ge(0)] = 0
-        """Parts of the model on each rank; 0 takes the number that the schedule needs."""
+        """Parts of the model on each rank; 0 for the number that the schedule needs. A table, or what a function
+        returns, is refused if it has another number."""
         cuts: tuple[str, ...] = ()
         """The first module of each part after the first, such as `layers.4`; if empty, the model is cut into parts of
         equal FLOPs."""

@@ -16,7 +16,8 @@ from forge_train import Applied, ConfigError, Job, Timetable, Work
 from forge_train.ground.present import few
 
 from .cuts import Cost, balanced, given
-from .schedules import timetable
+from .rules import advice
+from .schedules import CountError, timetable
 from .ties import Tie, Ties
 
 if TYPE_CHECKING:
@@ -84,14 +85,16 @@ def cut(model: nn.Module, config: PipelineParallel.Config, job: Job) -> Cut:
 def _timetable(config: PipelineParallel.Config, job: Job, batch: int) -> Timetable:
     """Of steps with so many sequences."""
     train, layout = job.config.train, job.dist.layout
+    count = layout.micro_batches(batch, train.micro_batch)
     try:
-        return timetable(config, layout.pp, layout.micro_batches(batch, train.micro_batch))
-    except ConfigError as error:
+        return timetable(config, layout.pp, count)
+    except CountError as error:
         where = "train.global_batch" if batch == train.global_batch else "a batch of train.batch_warmup"
         split = (
             f"{batch} sequences ({where}) in micro-batches of {train.micro_batch} on {layout.dp} data-parallel ranks"
         )
-        raise ConfigError(f"{error} They are {split}.") from error
+        way_out = advice(config, layout.pp, batch // layout.dp, count)
+        raise ConfigError(f"{error} They are {split}{way_out and ': '}{way_out}.") from error
 
 
 def _stages(model: nn.Module) -> Stages:

@@ -32,16 +32,21 @@ class Rule:
     split: bool = False
     """Whether it takes input and weight gradients apart."""
 
+    def allows(self, parts: int) -> bool:
+        """Whether a rank may have so many parts."""
+        return not self.parts[1] or parts == self.parts[1]
+
+    def least(self, ranks: int, parts: int) -> int:
+        """The fewest micro-batches of a step."""
+        return {"ranks": ranks, "parts": ranks * parts}.get(self.needs, 1)
+
     def problem(self, ranks: int, parts: int, micro_batches: int) -> str:
         """Why it can't be followed with that many micro-batches; empty if it can."""
-        if self.parts[1] and parts != self.parts[1]:
+        if not self.allows(parts):
             return f"has {self.parts[1]} part{'s' * (self.parts[1] > 1)} on each rank, and pp.parts is {parts}"
-        least = {"ranks": ranks, "parts": ranks * parts}.get(self.needs, 1)
+        least = self.least(ranks, parts)
         if micro_batches < least:
-            return (
-                f"needs {least} micro-batches in a step or more, and there {_are(micro_batches)}: take a smaller "
-                "train.micro_batch, or larger batches"
-            )
+            return f"needs {least} micro-batches in a step or more, and there {_are(micro_batches)}"
         if self.needs == "rounds" and micro_batches % (rounds := max(1, micro_batches // ranks)):
             return (
                 f"takes micro-batches in rounds of about {ranks}, of equal size: {micro_batches} do not divide into "
@@ -82,6 +87,25 @@ def unknown(name: str) -> str:
     return f"there is no {name!r}.{nearest(name, known)} There are {', '.join(known)}."
 
 
+def advice(config: PipelineParallel.Config, ranks: int, share: int, micro_batches: int) -> str:
+    """What brings as many micro-batches as the schedule needs; empty if it has enough.
+
+    Args:
+        config: says which schedule.
+        ranks: of the pipeline.
+        share: sequences of a step on a data-parallel rank.
+        micro_batches: that they are now.
+    """
+    rule = RULES.get(config.schedule)
+    least = rule.least(ranks, parts_of(config)) if rule else 0
+    if micro_batches >= least:
+        return ""
+    if share < least:
+        return f"take larger batches, of {least} sequences or more on each data-parallel rank"
+    size = max(size for size in range(1, share // least + 1) if share % size == 0)
+    return f"set train.micro_batch to {size}, or take larger batches"
+
+
 def parts_of(config: PipelineParallel.Config) -> int:
     """Parts on each rank."""
     if config.parts or config.schedule not in RULES:
@@ -94,11 +118,11 @@ def check(config: PipelineParallel.Config, run: RunConfig) -> Iterator[Problem]:
     ranks, parts = run.parallel.pp, parts_of(config)
     if (config.schedule == "csv") != bool(config.table):
         yield Problem("pp.table", 'is read by schedule = "csv", and only by that; set both or neither.')
-    if config.cuts and ranks > 1 and len(config.cuts) != ranks * parts - 1:
+    if config.cuts and ranks > 1 and config.schedule in RULES and len(config.cuts) != ranks * parts - 1:
         yield Problem(
             "pp.cuts",
             f"they make {len(config.cuts) + 1} parts, and there are {ranks * parts}: {parts} on each of {ranks} ranks.",
-        )
+        )  # of another schedule, its timetable tells, once it is made
     if config.table and not Path(config.table).is_file():
         yield Problem("pp.table", f"no such file: {config.table}.")
     if problem := unknown(config.schedule):
@@ -112,9 +136,10 @@ def check(config: PipelineParallel.Config, run: RunConfig) -> Iterator[Problem]:
     for batch in train.batches:
         count = batch // (each * data_ranks)
         if count and (problem := rule.problem(ranks, parts, count)):
+            way_out = advice(config, ranks, batch // data_ranks, count)
             yield Problem(
                 "pp.schedule",
                 f"{config.schedule} {problem} (a global batch of {batch} is {count} × train.micro_batch = "
-                f"{each} × {data_ranks} data-parallel ranks).",
+                f"{each} × {data_ranks} data-parallel ranks){way_out and ': '}{way_out}.",
             )
             return

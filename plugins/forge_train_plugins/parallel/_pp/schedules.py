@@ -21,6 +21,10 @@ Schedule = Callable[[int, int, int], Timetable]
 """Ranks, parts of each rank, micro-batches → what every rank does; raises ConfigError where that can't be."""
 
 
+class CountError(ConfigError):
+    """A schedule can't be followed with that many micro-batches."""
+
+
 def timetable(config: PipelineParallel.Config, ranks: int, micro_batches: int) -> Timetable:
     """What the configured schedule has every rank do.
 
@@ -33,8 +37,14 @@ def timetable(config: PipelineParallel.Config, ranks: int, micro_batches: int) -
         key, whose = "pp.schedule", config.schedule
         made = _called(named(config.schedule), whose, ranks, parts_of(config), micro_batches)
     found = (len(made.ranks), made.micro_batches)
-    if found != (ranks, micro_batches):
+    if config.parts and any(len(made.parts_of(rank)) != config.parts for rank in range(found[0])):
         raise ConfigError(
+            f"pp.parts: {config.parts} on each rank are asked for, and {whose} has {made.parts} parts on "
+            f"{found[0]} ranks; leave pp.parts out, or change the schedule."
+        )
+    if found != (ranks, micro_batches):
+        kind = ConfigError if found[0] != ranks else CountError
+        raise kind(
             f"{key}: {whose} has {found[0]} ranks and {found[1]} micro-batches; the run has parallel.pp = {ranks} and "
             f"{micro_batches} micro-batches in a step."
         )
@@ -45,7 +55,7 @@ def _read(table: Path) -> Timetable:
     try:
         return Timetable.from_csv(table.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"pp.table: {table} can't be read: {describe(error)}") from error
+        raise ConfigError(f"pp.table: {table} can't be read: {describe(error)}.") from error
     except ConfigError as error:
         raise ConfigError(f"pp.table: {table}: {error}") from error
 
@@ -56,7 +66,7 @@ def _called(schedule: Schedule, name: str, ranks: int, parts: int, micro_batches
     except Exception as error:  # whatever a stranger's function does
         if isinstance(error, ForgeError):
             raise
-        raise ConfigError(f"pp.schedule: {name} failed: {describe(error)}") from error
+        raise ConfigError(f"pp.schedule: {name} failed: {describe(error)}.") from error
     if not isinstance(made, Timetable):
         raise ConfigError(f"pp.schedule: {name} gave a {type(made).__name__}; a schedule gives a Timetable.")
     return made
@@ -79,7 +89,7 @@ def named(name: str) -> Schedule:
     except Exception as error:  # whatever a stranger's module does while it is imported
         if isinstance(error, ForgeError):
             raise
-        raise ConfigError(f"pp.schedule: {where} can't be loaded: {describe(error)}") from error
+        raise ConfigError(f"pp.schedule: {where} can't be loaded: {describe(error)}.") from error
     return found
 
 
@@ -87,7 +97,8 @@ def named(name: str) -> Schedule:
 def _known(name: str, ranks: int, parts: int, micro_batches: int) -> Timetable:
     rule = RULES[name]
     if problem := rule.problem(ranks, parts, micro_batches):
-        raise ConfigError(f"pp.schedule: {name} {problem}.")
+        kind = CountError if rule.allows(parts) else ConfigError
+        raise kind(f"pp.schedule: {name} {problem}.")
     if name == "gpipe":
         return Timetable(tuple(_one_after_another(rank, range(micro_batches)) for rank in range(ranks)))
     if name == "1f1b":
