@@ -97,10 +97,7 @@ class StepState:
     def micro(self) -> MicroState | None:
         """The state of the micro-batch that passes through the model, forward or backward, for a module, which is not
         given the batch. None where there is no step (text is generated), or the executor does not say which it is.
-
-        Raises:
-            PluginError: while the batches are prepared, in a `PrepareStep`: none passes through the model yet.
-        """
+        In a `PrepareStep` it raises a PluginError: no micro-batch passes through the model yet."""
         if self._rows and self._passing is None:
             raise PluginError(
                 "job.step_state.micro was asked for while the step's batches are prepared, and none passes through the "
