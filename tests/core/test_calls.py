@@ -32,6 +32,7 @@ from forge_train import (
     PluginError,
     PrepareBatch,
     PrepareStep,
+    StateKey,
     StepState,
     Transform,
     hookimpl,
@@ -472,6 +473,18 @@ def test_batches_are_prepared_phase_by_phase_and_in_a_phase_by_one_plugin_after_
         PluginError, match=r"hook prepare_batch \(.*\): the function \(.*\) must return a Batch, found None\."
     ):
         prepared(hooks(plugin("A", PrepareBatch(BatchPhase.MAKE, lambda batch: None))))
+    key: StateKey[Tensor] = StateKey("own.rows")
+
+    def write(batches: Any) -> None:
+        made._job.step_state[key] = ones[0, 0]
+
+    for given in (PrepareStep(write), PrepareBatch(BatchPhase.MASK, lambda batch: batch.spec("seq"))):  # type: ignore
+        made = hooks(plugin("A", given))
+        with pytest.raises(
+            PluginError, match=r"^Plugin 'a' .* prepare_batch \(.*\): (The step's state|A batch)"
+        ) as caught:
+            prepared(made)
+        assert (caught.value.where.plugin, caught.value.where.hook) == ("a", "prepare_batch")
     seen: list[int] = []
     look = PrepareStep(lambda batches: seen.append(batches[0].inputs.item()))
     halve = PrepareBatch(BatchPhase.SLICE, lambda batch: batch.map(lambda tensor: tensor // 2))

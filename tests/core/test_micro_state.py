@@ -158,7 +158,7 @@ def test_a_value_of_another_size_is_refused_when_it_is_written() -> None:
         with pytest.raises(PluginError, match=rf"'own\.rows', at cut, has 5 rows; the micro-batch has {rows}\.$"):
             micro[ROWS] = {"cut": torch.zeros(5), "mean": None}
         with pytest.raises(PluginError, match=r"'own\.tokens' is 1\.0, and must be a tensor with rows; the micro-"):
-            micro[TOKENS] = 1.0  # type: ignore[assignment]
+            micro[TOKENS] = 1.0  # type: ignore[misc]
         assert TOKENS not in micro
         assert ROWS not in micro
         micro[TOKENS] = torch.zeros(rows, length)

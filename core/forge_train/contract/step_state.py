@@ -195,7 +195,8 @@ def _joined(key: StateKey[T], values: Sequence[T], leaf: Callable[[Axes | Stack]
     try:
         return unshard_tree(values, spec_of(key.axes, leaf))
     except PluginError as error:
-        raise PluginError(f"The step's state {key.name!r} can't be joined from its {of}: {error}") from error
+        what = str(error).removeprefix("the tree: ")
+        raise PluginError(f"The step's state {key.name!r} can't be joined from its {of}: {what}") from error
 
 
 def _detached(value: Any, key: StateKey[Any]) -> Any:
