@@ -54,7 +54,7 @@ def shard_of_tree(tree: T, spec: Spec, parts: int, index: int) -> T:
         return pieces[0] if len(pieces) == 1 else _torch().cat(pieces, dim)
 
     _check_parts("shard_of_tree", parts)
-    if not isinstance(index, int) or not 0 <= index < parts:
+    if not 0 <= index < parts:
         raise PluginError(f"There is no part {index} of {parts}.")
     made: T = combine_trees(cut, spec, [tree])
     return made
