@@ -32,6 +32,7 @@ from forge_train import (
     PluginError,
     PrepareBatch,
     PrepareStep,
+    StateKey,
     StepState,
     Transform,
     hookimpl,
@@ -472,6 +473,18 @@ def test_batches_are_prepared_phase_by_phase_and_in_a_phase_by_one_plugin_after_
         PluginError, match=r"hook prepare_batch \(.*\): the function \(.*\) must return a Batch, found None\."
     ):
         prepared(hooks(plugin("A", PrepareBatch(BatchPhase.MAKE, lambda batch: None))))
+    key: StateKey[Tensor] = StateKey("own.rows")
+
+    def write(batches: Any) -> None:
+        made._job.step_state[key] = ones[0, 0]
+
+    for given in (PrepareStep(write), PrepareBatch(BatchPhase.MASK, lambda batch: batch.spec("seq"))):  # type: ignore[arg-type]
+        made = hooks(plugin("A", given))
+        with pytest.raises(
+            PluginError, match=r"^Plugin 'a' .* prepare_batch \(.*\): (The step's state|A batch)"
+        ) as caught:
+            prepared(made)
+        assert (caught.value.where.plugin, caught.value.where.hook) == ("a", "prepare_batch")
     seen: list[int] = []
     look = PrepareStep(lambda batches: seen.append(batches[0].inputs.item()))
     halve = PrepareBatch(BatchPhase.SLICE, lambda batch: batch.map(lambda tensor: tensor // 2))
@@ -548,8 +561,8 @@ def test_a_failure_inside_a_run_is_named_in_the_log_and_kept(tmp_path: Path) -> 
 
     with pytest.raises(LookupError) as caught:
         toys.run(tmp_path, Bad, name="x")
-    assert caught.value.__notes__ == ["in plugin 'bad' (under-test 0)"]
+    assert caught.value.__notes__ == ["in plugin 'bad' (under-test 0), hook prepare_batch"]
     log = (tmp_path / "x" / "log" / "rank-0.log").read_text(encoding="utf-8")
     assert "LookupError: no batch like this" in log
     assert "in fail" in log
-    assert "in plugin 'bad' (under-test 0)" in log
+    assert "in plugin 'bad' (under-test 0), hook prepare_batch" in log

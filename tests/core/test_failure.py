@@ -66,7 +66,7 @@ def failing(error: Exception, hook: str) -> type[Plugin]:
         (LookupError("x"), "on_gradients", ("plugin", "step", "bad", "on_gradients")),
         (LookupError("x"), "on_start", ("plugin", "start", "bad", "on_start")),
         (LookupError("x"), "optimizer", ("plugin", "build", "bad", "optimizer")),
-        (OSError(errno.EIO, "x"), "prepare_batch", ("data", "data", "bad", "")),
+        (OSError(errno.EIO, "x"), "prepare_batch", ("data", "data", "bad", "prepare_batch")),
         (BrokenShardError("x"), "on_step", ("data", "loop", "bad", "on_step")),
         (ForgeError("x"), "on_step", ("plugin", "loop", "bad", "on_step")),
         (DivergedError("x"), "on_step", ("diverged", "loop", "bad", "on_step")),

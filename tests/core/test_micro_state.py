@@ -83,8 +83,10 @@ def test_parts_of_a_batch_keep_for_themselves() -> None:
 
 def test_nothing_is_left_of_a_step() -> None:
     state = StepState()
-    (before, _) = begun(state)
+    batches = begun(state)
+    before, _ = batches
     state[EACH] = torch.tensor([5, 6])
+    state.use(batches)
     state.passes(MicroBatch(last=True, state=before.state))
     assert state.micro is before.state
     state.passes(MicroBatch(last=True))
@@ -111,11 +113,15 @@ def test_nothing_is_left_of_a_step() -> None:
 def test_mistakes_are_told_in_a_sentence() -> None:
     state = StepState()
     batches = begun(state)
-    with pytest.raises(PluginError, match=r"'own\.tokens', of \[2, 1\] sequences: the tree: has 4 entries, and its"):
+    with pytest.raises(
+        PluginError, match=r"'own\.tokens' has 4 rows \(axis 0 of \[4, 4\]\); the step's batches have 3 \(2 \+ 1\)\."
+    ):
         state[TOKENS] = torch.zeros(4, 4)
-    with pytest.raises(PluginError, match=r"'own\.rows', of \[2, 1\] sequences: cut: is \[\], and its spec is Split"):
+    with pytest.raises(
+        PluginError, match=r"'own\.rows', at cut, is \[\], without axis 0 for rows; the step's batches have 3"
+    ):
         state[ROWS] = {"cut": torch.tensor(1.0), "mean": torch.tensor(1.0)}
-    with pytest.raises(PluginError, match=r"'own\.rows', of .*: the tree: the spec names 'mean', which is not there"):
+    with pytest.raises(PluginError, match=r"'own\.rows': the tree: the spec names 'mean', which is not there"):
         state[ROWS] = {"cut": torch.zeros(3)}
     with pytest.raises(PluginError, match=r"has no 'own\.each' on this rank; there is nothing\. What is written in a"):
         state[EACH]
@@ -130,8 +136,69 @@ def test_mistakes_are_told_in_a_sentence() -> None:
         batches[0].state["own.each"]  # type: ignore[index]
     batches[0].state[ROWS] = {"cut": torch.zeros(2), "mean": torch.tensor(1.0)}
     batches[1].state[ROWS] = {"cut": torch.zeros(1), "mean": torch.tensor(2.0)}
-    with pytest.raises(PluginError, match=r"mean: part 1 differs from part 0"):
+    with pytest.raises(
+        PluginError, match=r"'own\.rows' can't be joined from its micro-batches: mean: part 1 differs from part 0"
+    ):
         state[ROWS]
     state.use(batches)
     with pytest.raises(PluginError, match=r"'own\.tokens' was written for the global batch after its batches were cut"):
         state[TOKENS] = torch.zeros(3, 4)
+
+
+def test_a_value_of_another_size_is_refused_when_it_is_written() -> None:
+    state = StepState()
+    batches = begun(state, (1, 1), sliced=True)
+    with pytest.raises(PluginError, match=r"'own\.tokens' has 2 positions \(axis 1 of \[2, 2\]\); the step's .* 4\.$"):
+        state[TOKENS] = torch.zeros(2, 2)
+    first, _ = batches
+    rank = shard_of_tree(first, first.spec("sequence", spans=[[(0, 1)], [(1, 4)]]), 2, 1)
+    for micro, rows, length in ((first.state, 1, 4), (rank.state, 1, 3), (rank.to(torch.device("meta")).state, 1, 3)):
+        with pytest.raises(PluginError, match=rf"'own\.tokens' has 2 positions .*; the micro-batch has {length}\.$"):
+            micro[TOKENS] = torch.zeros(rows, 2)
+        with pytest.raises(PluginError, match=rf"'own\.rows', at cut, has 5 rows; the micro-batch has {rows}\.$"):
+            micro[ROWS] = {"cut": torch.zeros(5), "mean": None}
+        with pytest.raises(PluginError, match=r"'own\.tokens' is 1\.0, and must be a tensor with rows; the micro-"):
+            micro[TOKENS] = 1.0  # type: ignore[misc]
+        assert TOKENS not in micro
+        assert ROWS not in micro
+        micro[TOKENS] = torch.zeros(rows, length)
+
+
+def test_the_axes_of_a_key_count_from_the_end_too() -> None:
+    last: StateKey[Tensor] = StateKey("own.last", Axes(batch=-2, sequence=-1))
+    (batch,) = begun(StepState(), (2,))
+    batch.state[last] = torch.zeros(5, 2, 4)
+    with pytest.raises(PluginError, match=r"'own\.last' has 3 positions \(axis -1 of \[5, 2, 3\]\)"):
+        batch.state[last] = torch.zeros(5, 2, 3)
+
+
+def test_no_micro_batch_passes_in_a_prepare_step() -> None:
+    state = StepState()
+    batches = begun(state)
+    with pytest.raises(
+        PluginError, match=r"micro was asked for while .*: in a PrepareStep, write job\.step_state\[KEY\]"
+    ):
+        assert state.micro
+    state.use(batches)
+    assert state.micro is None
+
+
+def test_context_parallel_ranks_must_agree_on_what_has_no_positions() -> None:
+    class Two:
+        """Context-parallel ranks with half of the sequences each, of which the other has twice the values."""
+
+        def gather_tensors(self, tensor: Tensor, axis: str) -> list[Tensor]:
+            if axis == "dp":
+                return [tensor]
+            return [tensor, tensor + 2 if tensor.dtype == torch.int64 else 2 * tensor]
+
+    state, row = StepState(), StateKey[Tensor]("own.row", Axes(batch=0))
+    (whole,) = begun(state, (2,), sliced=True)
+    half = shard_of_tree(whole, whole.spec("sequence"), 2, 0)
+    state.use([half])
+    half.state[row], half.state[TOKENS] = torch.ones(2), torch.ones(2, 2)
+    assert state.gather(TOKENS, Two()).tolist() == [[1, 1, 2, 2]] * 2  # type: ignore[arg-type]
+    with pytest.raises(
+        PluginError, match=r"'own\.row' can't be joined from its context-parallel ranks, which must agree"
+    ):
+        state.gather(row, Two())  # type: ignore[arg-type]

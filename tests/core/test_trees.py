@@ -202,12 +202,30 @@ ONES = torch.ones(5, 2)
         ({"a": {}}, {"a": {"b": Split()}}, r"^a: the spec names 'b', which is not there; there is \[\]"),
         ({"a": ONES}, {"a": {"b": Split()}}, r"^a: is a Tensor, and its spec is a dict"),
         ([ONES], {"a": Split()}, r"^the tree: is a list, and its spec is a dict"),
-        ({"a": ONES}, [Split()], r"^the tree: is a dict, and its spec is a list"),
+        ({"a": ONES}, [Split()], r"^the tree: is a dict, and its spec is a list: the spec of a dict is a dict by key"),
+        (
+            Pair(ONES, None),
+            Pair(Split(), None),
+            r"its spec is a Pair: the spec of a NamedTuple .* is a dict by field\.",
+        ),
     ],
 )
 def test_what_can_not_be_cut_is_refused_with_its_path(tree: Any, spec: Spec, says: str) -> None:
     with pytest.raises(PluginError, match=says):
         shard_tree(tree, spec, 2)
+
+
+@pytest.mark.parametrize("parts", [0, -1, 2.0, True, "2"])
+def test_parts_are_counted(parts: Any) -> None:
+    with pytest.raises(PluginError, match=r"^shard_tree: the number of parts must be an integer, 1 or more, found"):
+        shard_tree(ONES, Replicate(), parts)
+    with pytest.raises(PluginError, match=r"^shard_of_tree: the number of parts must be an integer, 1 or more, found"):
+        shard_of_tree(ONES, Replicate(), parts, 0)
+
+
+def test_a_batch_has_two_axes() -> None:
+    with pytest.raises(PluginError, match=r"^A batch is cut along its axis 'batch' or 'sequence', not 'seq'\.$"):
+        Batch(ONES, ONES).spec("seq")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

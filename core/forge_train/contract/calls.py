@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -179,31 +181,27 @@ class Calls:
         """Call nobody for this hook any more."""
         self._calls[hook].clear()
 
+    def blamed(self, hook: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that a plugin's hook gave, whose failures name both as those of the hook do."""
+        call = next(call for call in self._calls[hook] if call.owner.name == name)
+
+        @functools.wraps(function)
+        def called(*arguments: Any, **more: Any) -> Any:
+            with _blaming(hook, call):
+                return function(*arguments, **more)
+
+        return called
+
     def _invoke(self, hook: str, call: _Call, arguments: Mapping[str, Any]) -> Any:
         start = time.perf_counter()
         try:
-            answer = call.function(
-                *[arguments[name] for name in call.positional],
-                **{name: arguments[name] for name in call.keywords if name in arguments},
-            )
-            if isinstance(answer, Iterator) and KINDS[hook] in ("phases", "questions"):
-                answer = list(answer)
-        except SystemExit as error:
-            wrong = PluginError(f"{call.whose(hook)}: exits ({error}). To end the run, use job.control.stop.")
-            locate(wrong, plugin=call.owner.name, hook=hook)
-            raise wrong from error
-        except PluginError as error:
-            locate(error, plugin=call.owner.name, hook=hook)
-            if str(error).startswith("Plugin "):
-                raise
-            wrong = PluginError(f"{call.whose(hook)}: {error}")
-            locate(wrong, plugin=call.owner.name, hook=hook)
-            raise wrong from error
-        except Exception as error:
-            locate(error, plugin=call.owner.name, hook=hook)
-            if not isinstance(error, ForgeError):
-                error.add_note(plugin_note(call.owner.ref, hook))
-            raise
+            with _blaming(hook, call):
+                answer = call.function(
+                    *[arguments[name] for name in call.positional],
+                    **{name: arguments[name] for name in call.keywords if name in arguments},
+                )
+                if isinstance(answer, Iterator) and KINDS[hook] in ("phases", "questions"):
+                    answer = list(answer)
         finally:
             if self._trace:
                 seconds = time.perf_counter() - start
@@ -214,6 +212,29 @@ class Calls:
             locate(wrong, plugin=call.owner.name, hook=hook)
             raise wrong
         return answer
+
+
+@contextmanager
+def _blaming(hook: str, call: _Call) -> Iterator[None]:
+    """Names the plugin and the hook on whatever its code raises."""
+    try:
+        yield
+    except SystemExit as error:
+        wrong = PluginError(f"{call.whose(hook)}: exits ({error}). To end the run, use job.control.stop.")
+        locate(wrong, plugin=call.owner.name, hook=hook)
+        raise wrong from error
+    except PluginError as error:
+        locate(error, plugin=call.owner.name, hook=hook)
+        if str(error).startswith("Plugin "):
+            raise
+        wrong = PluginError(f"{call.whose(hook)}: {error}")
+        locate(wrong, plugin=call.owner.name, hook=hook)
+        raise wrong from error
+    except Exception as error:
+        locate(error, plugin=call.owner.name, hook=hook)
+        if not isinstance(error, ForgeError):
+            error.add_note(plugin_note(call.owner.ref, hook))
+        raise
 
 
 def without(plugins: Iterable[EnabledPlugin]) -> str:

@@ -62,7 +62,13 @@ class Axes:
         sizes: Sequence[int] | None = None,
         spans: Sequence[Sequence[Span]] | None = None,
     ) -> Split | Replicate:
-        """How a tensor of these axes is cut along one of them: not at all if it does not have it."""
+        """How a tensor of these axes is cut along one of them: not at all if it does not have it.
+
+        Raises:
+            PluginError: if there is no such axis.
+        """
+        if axis not in ("batch", "sequence"):
+            raise PluginError(f"A batch is cut along its axis 'batch' or 'sequence', not {axis!r}.")
         dim: int | None = getattr(self, axis)
         return Replicate() if dim is None else Split(dim, sizes, spans)
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..ground.errors import PluginError
 from ..ground.places import place
 from .batch import Batch, BatchPhase, Preparation, PrepareStep
+from .calls import Calls
 from .micro_state import POSITIONS
 from .protocols import Span
 from .returns import CONTEXT, Kind, kind_of, results
@@ -52,24 +53,25 @@ def guarded(function: Callable[..., Any], kind: Kind, whose: str, name: str) -> 
     return checked
 
 
-def preparing(source: str, given: Sequence[tuple[str, Preparation]], state: StepState) -> Prepare:
+def preparing(source: str, given: Sequence[tuple[str, Preparation]], calls: Calls, state: StepState) -> Prepare:
     """What plugins do to the batches of a step, as one function.
 
     Args:
         source: whose loader gives the batches, for messages.
-        given: by plugin name, each with whose it is.
+        given: by plugin name, each with that name.
+        calls: of the plugins, which are blamed for failures.
         state: of the step, which begins when batches are made and masked, and not yet sliced.
     """
-    loaded = _first_batch()
-    changes = sorted(((one.phase, whose, one) for whose, one in given if not isinstance(one, PrepareStep)), key=_phase)
-    checked = [
-        (phase, whose, guarded(one.apply, _first_batch(), whose, "the function")) for phase, whose, one in changes
-    ]
-    making = [step for phase, _, step in checked if phase < BatchPhase.SLICE]
-    slicing = [(whose, step) for phase, whose, step in checked if phase >= BatchPhase.SLICE]
-    looks = [
-        guarded(one.apply, kind_of(None), whose, "the function") for whose, one in given if isinstance(one, PrepareStep)
-    ]
+    hook, loaded = "prepare_batch", _first_batch()
+
+    def checked(name: str, one: Preparation, kind: Kind) -> Callable[..., Any]:
+        return calls.blamed(hook, name, guarded(one.apply, kind, calls.whose(hook, name), "the function"))
+
+    changes = sorted(((one.phase, name, one) for name, one in given if not isinstance(one, PrepareStep)), key=_phase)
+    steps = [(phase, calls.whose(hook, name), checked(name, one, _first_batch())) for phase, name, one in changes]
+    making = [step for phase, _, step in steps if phase < BatchPhase.SLICE]
+    slicing = [(whose, step) for phase, whose, step in steps if phase >= BatchPhase.SLICE]
+    looks = [checked(name, one, kind_of(None)) for name, one in given if isinstance(one, PrepareStep)]
 
     def made(batch: Batch) -> Batch:
         if text := loaded.problem(batch):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from ..ground.errors import PluginError
 from ..ground.present import few
-from .cuts import ROWS, Axes, AxesSpec, Leaf, Replicate, Spec, Split, Stack, spec_of
+from .cuts import ROWS, TOKENS, Axes, AxesSpec, Leaf, Replicate, Spec, Split, Stack, spec_of
 from .trees import combine_trees
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class MicroState:
     """Name → its `StateKey`."""
     values: dict[str, Any] = field(default_factory=dict)
     scope: Scope | None = None
+    extent: Tensor | None = None
+    """Of the size of the batch, `[batch, sequence]`, on the meta device. It is cut with the batch."""
 
     def __getitem__(self, key: StateKey[T]) -> T:
         """The micro-batch's part of a value.
@@ -68,9 +70,12 @@ class MicroState:
         """Keep a value, in the place of an earlier one.
 
         Raises:
-            PluginError: if there is no step.
+            PluginError: if there is no step, or the value is not of the size of the batch.
         """
         self._check(key)
+        if self.extent is not None:
+            rows, positions = self.extent.shape
+            check_sizes(key, value, Sizes("the micro-batch has", rows, positions))
         self.keys = {**self.keys, key.name: key}  # parts of a cut batch share the dictionary
         self.values[key.name] = value
 
@@ -85,7 +90,7 @@ class MicroState:
     def map(self, change: Callable[[Tensor], Tensor]) -> MicroState:
         """The same of changed tensors."""
         values = {name: each_tensor(self.keys[name], value, of_tensor(change)) for name, value in self.values.items()}
-        return MicroState(self.keys, values, self.scope)
+        return MicroState(self.keys, values, self.scope, self.extent)
 
     def spec(self, leaf: Callable[[Axes], Leaf]) -> dict[str, Spec]:
         """Its own spec, for `shard_tree`.
@@ -98,7 +103,7 @@ class MicroState:
             return Replicate() if isinstance(axes, Stack) else leaf(axes)
 
         values = {name: spec_of(key.axes, one) for name, key in self.keys.items()}
-        return {"keys": Replicate(), "values": values, "scope": Replicate()}
+        return {"keys": Replicate(), "values": values, "scope": Replicate(), "extent": leaf(TOKENS)}
 
     def _check(self, key: StateKey[Any]) -> None:
         check_key(key)
@@ -118,6 +123,61 @@ def check_key(key: object) -> None:
         raise PluginError(
             f"The state of a step is asked with a StateKey, found {key!r}: KEY = StateKey({key!r}, axes)."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the tensors of a state have along their axes."""
+
+    whose: str
+    """For messages."""
+    batch: int
+    sequence: int | None
+    """None if it is not the same in all of them."""
+    parts: Sequence[int] = ()
+    """Sequences of each micro-batch, where there are several."""
+
+
+def check_sizes(key: StateKey[Any], value: Any, sizes: Sizes) -> None:
+    """Whether each tensor has as many sequences and positions as there are.
+
+    Raises:
+        PluginError: if not, with the key, and its size beside the one expected.
+    """
+    name = f"The step's state {key.name!r}"
+
+    def compare(words: str, size: int) -> Callable[[str, Leaf, Sequence[Any]], Any]:
+        def one(path: str, leaf: Leaf, values: Sequence[Any]) -> Any:
+            (tensor,) = values
+            if isinstance(leaf, (Replicate, Stack)):
+                return tensor
+            what = name if path == "the tree" else f"{name}, at {path},"
+            summed = words == "rows" and 1 < len(sizes.parts) <= 16
+            sums = f" ({' + '.join(map(str, sizes.parts))})" if summed else ""
+            expected = f"{sizes.whose} {size}{sums}"
+            if not is_tensor(tensor):
+                raise PluginError(f"{what} is {tensor!r:.40}, and must be a tensor with {words}; {expected}.")
+            shape = list(tensor.shape)
+            if not -len(shape) <= leaf.dim < len(shape):
+                raise PluginError(f"{what} is {shape}, without axis {leaf.dim} for {words}; {expected}.")
+            if shape[leaf.dim] != size:
+                of = "" if len(shape) == 1 else f" (axis {leaf.dim} of {shape})"
+                raise PluginError(f"{what} has {shape[leaf.dim]} {words}{of}; {expected}.")
+            return tensor
+
+        return one
+
+    def along(axis: Literal["batch", "sequence"]) -> Spec:
+        return spec_of(key.axes, lambda axes: axes if isinstance(axes, Stack) else axes.along(axis))
+
+    try:
+        combine_trees(compare("rows", sizes.batch), along("batch"), [value])
+        if sizes.sequence is not None:
+            combine_trees(compare("positions", sizes.sequence), along("sequence"), [value])
+    except PluginError as error:
+        if str(error).startswith(name):
+            raise
+        raise PluginError(f"{name}: {error}") from error
 
 
 def outside(key: StateKey[Any], where: str) -> str:

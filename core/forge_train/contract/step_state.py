@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -12,8 +12,10 @@ from .micro_state import (
     POSITIONS,
     MicroState,
     Scope,
+    Sizes,
     StateKey,
     check_key,
+    check_sizes,
     each_tensor,
     is_tensor,
     missing,
@@ -56,7 +58,7 @@ class StepState:
         import torch
 
         with torch.no_grad():
-            joined = unshard_tree(self._values(key), spec_of(key.axes, _joining))
+            joined = _joined(key, self._values(key), _joining, "micro-batches")
         return cast(T, _detached(joined, key))
 
     def __setitem__(self, key: StateKey[T], value: T) -> None:
@@ -71,6 +73,10 @@ class StepState:
                 f"The step's state {key.name!r} was written for the global batch after its batches were cut: write it "
                 "in a PrepareStep, or for each micro-batch with batch.state."
             )
+
+        lengths = {state.extent.shape[1] for state in self._states if state.extent is not None}
+        length = lengths.pop() if len(lengths) == 1 else None
+        check_sizes(key, value, Sizes("the step's batches have", sum(self._rows), length, self._rows))
 
         def cut(axes: Axes | Stack) -> Leaf:
             return axes if isinstance(axes, Stack) else axes.along("batch", self._rows)
@@ -90,7 +96,13 @@ class StepState:
     @property
     def micro(self) -> MicroState | None:
         """The state of the micro-batch that passes through the model, forward or backward, for a module, which is not
-        given the batch. None where there is no step (text is generated), or the executor does not say which it is."""
+        given the batch. None where there is no step (text is generated), or the executor does not say which it is.
+        In a `PrepareStep` it raises a PluginError: no micro-batch passes through the model yet."""
+        if self._rows and self._passing is None:
+            raise PluginError(
+                "job.step_state.micro was asked for while the step's batches are prepared, and none passes through the "
+                "model yet: in a PrepareStep, write job.step_state[KEY] for all of them, or batch.state[KEY] for one."
+            )
         return self._passing
 
     def gather(self, key: StateKey[T], dist: DistributedContext) -> T:
@@ -99,12 +111,12 @@ class StepState:
         Every data-parallel and context-parallel rank of the stage has to call it.
 
         Raises:
-            PluginError: as when it is read.
+            PluginError: as when it is read, or if context-parallel ranks differ in what has no axis of positions.
         """
         values = [_detached(one, key) for one in self._values(key)]
         found = [self._whole(key, value, state, dist) for value, state in zip(values, self._states, strict=True)]
         everybody = [part for one in found for part in _from_all(one, key, dist, "dp")]
-        return cast(T, unshard_tree(everybody, spec_of(key.axes, _joining)))
+        return cast(T, _joined(key, everybody, _joining, "micro-batches"))
 
     # -- for the engine --
 
@@ -119,7 +131,8 @@ class StepState:
 
         self.end()
         self._scope = Scope()
-        self._states = [MicroState(scope=self._scope) for _ in batches]
+        extents = [torch.empty(batch.inputs.shape[:2], dtype=torch.bool, device="meta") for batch in batches]
+        self._states = [MicroState(scope=self._scope, extent=extent) for extent in extents]
         self._rows = [len(batch.inputs) for batch in batches]
         if sliced:
             for batch, state in zip(batches, self._states, strict=True):
@@ -166,11 +179,24 @@ class StepState:
         def join(axes: Axes | Stack) -> Leaf:
             return Replicate() if isinstance(axes, Stack) else axes.along("sequence", spans=spans)
 
-        return unshard_tree(_from_all(value, key, dist, "cp"), spec_of(key.axes, join))
+        return _joined(
+            key,
+            _from_all(value, key, dist, "cp"),
+            join,
+            "context-parallel ranks, which must agree on what has no axis of positions",
+        )
 
 
 def _joining(axes: Axes | Stack) -> Leaf:
     return axes if isinstance(axes, Stack) else axes.along("batch")
+
+
+def _joined(key: StateKey[T], values: Sequence[T], leaf: Callable[[Axes | Stack], Leaf], of: str) -> T:
+    try:
+        return unshard_tree(values, spec_of(key.axes, leaf))
+    except PluginError as error:
+        what = str(error).removeprefix("the tree: ")
+        raise PluginError(f"The step's state {key.name!r} can't be joined from its {of}: {what}") from error
 
 
 def _detached(value: Any, key: StateKey[Any]) -> Any:

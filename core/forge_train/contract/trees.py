@@ -22,12 +22,13 @@ def shard_tree(tree: T, spec: Spec, parts: int) -> list[T]:
     Args:
         tree: tensors in dicts, lists, tuples, NamedTuples and dataclasses, nested; None where there is no tensor. Other
             values have to be replicated.
-        spec: how each of its leaves is cut.
-        parts: their number.
+        spec: how each of its leaves is cut. The spec of a NamedTuple or a dataclass is a dict by field.
+        parts: their number, at least 1.
 
     Raises:
         PluginError: naming the leaf that does not fit its spec.
     """
+    _check_parts("shard_tree", parts)
     return [shard_of_tree(tree, spec, parts, index) for index in range(parts)]
 
 
@@ -52,6 +53,7 @@ def shard_of_tree(tree: T, spec: Spec, parts: int, index: int) -> T:
         pieces = [value.narrow(dim, start, stop - start) for start, stop in spans or ((0, 0),)]
         return pieces[0] if len(pieces) == 1 else _torch().cat(pieces, dim)
 
+    _check_parts("shard_of_tree", parts)
     if not 0 <= index < parts:
         raise PluginError(f"There is no part {index} of {parts}.")
     made: T = combine_trees(cut, spec, [tree])
@@ -161,13 +163,22 @@ def _specs(path: str, spec: Spec, children: Mapping[Any, Any], tree: Any) -> dic
         return dict.fromkeys(children, spec)
     listed = isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields")
     if isinstance(spec, Mapping) == listed or not isinstance(spec, (Mapping, Sequence)):
-        raise PluginError(f"{_at(path)}: is {_kind(tree)}, and its spec is {_kind(spec)}.")
+        raise PluginError(f"{_at(path)}: is {_kind(tree)}, and its spec is {_kind(spec)}: {_wanted(tree)}.")
     given: dict[Any, Spec] = dict(spec) if isinstance(spec, Mapping) else dict(enumerate(spec))
     if missing := [key for key in children if key not in given]:
         raise PluginError(f"{_at(path)}: the spec does not say how {missing[0]!r} is cut; it has {list(given)}.")
     if unknown := [key for key in given if key not in children]:
         raise PluginError(f"{_at(path)}: the spec names {unknown[0]!r}, which is not there; there is {list(children)}.")
     return given
+
+
+def _wanted(tree: Any) -> str:
+    """What the spec of a container has to be."""
+    if isinstance(tree, Mapping):
+        return "the spec of a dict is a dict by key"
+    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+        return "the spec of a list or a tuple is a list by item"
+    return "the spec of a NamedTuple or a dataclass is a dict by field"
 
 
 def _alike(path: str, first: Any, children: Mapping[Any, Any], tree: Any, at: int) -> dict[Any, Any]:
@@ -205,6 +216,11 @@ def _dim(path: str, leaf: Split | Stack, dims: int, value: Tensor) -> int:
     if not -dims <= leaf.dim < dims:
         raise PluginError(f"{path}: is {list(value.shape)}, and its spec is {leaf}: it has no such dimension.")
     return leaf.dim % dims
+
+
+def _check_parts(function: str, parts: object) -> None:
+    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
+        raise PluginError(f"{function}: the number of parts must be an integer, 1 or more, found {parts!r}.")
 
 
 def _check_tensor(path: str, leaf: Leaf, value: Any) -> None:
