@@ -81,8 +81,19 @@ def children(process: int | str = "self") -> set[int]:
     return found
 
 
+_earlier: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def threads_of_earlier_tests() -> None:
+    """A loader that nobody closed ends its threads when it is collected, which may be now."""
+    _earlier.clear()
+    _earlier.update(threading.enumerate())
+
+
 def readers() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("data-")]
+    """Threads that this test began, and that have not ended."""
+    return [one.name for one in threading.enumerate() if one.name.startswith("data-") and one not in _earlier]
 
 
 @MODES

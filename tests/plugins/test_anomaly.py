@@ -177,6 +177,32 @@ def test_a_rolled_back_run_is_one_that_never_had_the_batch(tmp_path: Path) -> No
     assert run.numbers == other.numbers, "the checkpoint between knows what is left out"
 
 
+def test_what_is_left_out_is_known_before_the_next_checkpoint_is_saved(tmp_path: Path) -> None:
+    """Killed after the roll-back, resumed where nothing is abnormal any more; and looked into afterwards."""
+
+    class Dies(Plugin):
+        """Fails at step 5, when it is done again."""
+
+        @hookimpl
+        def on_start(self, job: Any) -> None:
+            self.control, self.visits = job.control, 0
+
+        @hookimpl
+        def on_gradients(self, update: Any) -> None:
+            self.visits += update.step == 6
+            if self.visits == 2:
+                raise RuntimeError("killed")
+
+    other = toys.run(tmp_path / "other", Jump, steps=12, without=["toy_data"])
+    config = {"checkpoint.every": 4, **SMALL, "anomaly.not_finite": "roll_back", "poison.at": 6}
+    with pytest.raises(RuntimeError, match="killed"):
+        toys.run(tmp_path, "anomaly", Poison, Dies, steps=12, config=config, name="r")
+    assert [saved.step for saved in found(tmp_path / "r" / "checkpoints")] == [4]
+    config = {**config, "poison.at": 0, "checkpoint.allow_changes": ["poison", "dies"]}
+    run = toys.run(tmp_path, "anomaly", Poison, steps=12, config=config, name="r")
+    assert run.numbers == other.numbers
+
+
 def test_what_a_spike_got_into_is_not_saved(tmp_path: Path) -> None:
     """Step 10 is saved and not logged, and its spike is finite."""
     run = train(

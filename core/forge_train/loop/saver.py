@@ -52,6 +52,7 @@ class Saver:
     def __init__(self, job: Job, occasions: Occasions) -> None:
         self._job, self._occasions, self._config = job, occasions, job.config.checkpoint
         self._stack = ExitStack()
+        self._around = job.hooks.span("save")
         self._beside = self._stack.enter_context(job.dist.beside()) if self._config.asynchronous else None
         self._copies = Copies()
         self._plan: Any = None
@@ -143,10 +144,11 @@ class Saver:
         if self._flight is None:
             return
         flight, self._flight = self._flight, None
-        written = flight.task.result()
-        self._tell_saved(written.saved, written.seconds, flight.blocked)
-        for gone in written.pruned:
-            self._tell_pruned(gone)
+        with self._around():
+            written = flight.task.result()
+            self._tell_saved(written.saved, written.seconds, flight.blocked)
+            for gone in written.pruned:
+                self._tell_pruned(gone)
 
     def settle(self) -> None:
         """The run has failed: wait for what is being written, and say what became of it. Raises nothing."""

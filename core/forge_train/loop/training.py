@@ -182,11 +182,14 @@ class Training:
         self._event("anomaly", kind="roll_back", reason=asked.reason)
         for gone in retreat.remove_from(folder, asked.before, found) if asked.before and dist.main else ():
             self._event("checkpoint_pruned", path=gone.path.name)
-        left_out = {*self.progress.left_out, *asked.leave_out}
+        before = list(self.progress.left_out)
         self._load(found.path)
+        at = int(self.stepper.loader.state_dict()["sequences"])
+        skipped = sum(self.job.config.train.batch_at(self.progress.step + number) for number in range(asked.skip))
+        left_out = {*before, *asked.leave_out, *([(at, at + skipped)] if skipped else ())}
+        if dist.main:
+            retreat.note_left_out(self.job.run.dir, left_out)
         self.progress.left_out = sorted({*self.progress.left_out, *left_out})
-        steps = range(self.progress.step, self.progress.step + asked.skip)
-        self.stepper.loader.skip(sum(map(self.job.config.train.batch_at, steps)))
         self._meter.start(self.progress.tokens, self.progress.step)
 
     @during("load")
@@ -197,6 +200,9 @@ class Training:
             self.job.run.cut_metrics(self.progress.step)
             self.loss = self.job.run.last_loss()
         own = path.parent == self.job.run.checkpoints
+        if own:  # a roll-back may have come after this checkpoint
+            noted = self.job.dist.on_main(lambda: retreat.left_out(self.job.run.dir))
+            self.progress.left_out = sorted({*self.progress.left_out, *noted})
         self.progress.last_saved = self.progress.step if own else -1
         self._event("resumed", checkpoint=str(path), changes=changes)
         self.job.hooks.on_checkpoint(CheckpointEvent("loaded", self.progress.step, path))

@@ -1,15 +1,21 @@
-"""Back to a checkpoint from before a step: finding it, and removing those that came after it."""
+"""Back to a checkpoint from before a step: finding it, removing those that came after it, and the data left out."""
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..ground.files import write_whole
+from ..ground.untrusted import load_json
 from ..processes.distributed import DistributedContext
 from .checkpoint import Saved, found
 from .seal import verify
+
+LEFT_OUT = "left_out.json"
+"""The file of a run that says what data its roll-backs left out: a checkpoint from before them can't."""
+MOST_BYTES = 2**20
 
 
 def newest_before(folder: Path, step: int, dist: DistributedContext) -> Saved | None:
@@ -36,3 +42,15 @@ def remove_from(folder: Path, step: int, newest: Saved) -> Iterator[Saved]:
         saved.path.replace(gone)  # a checkpoint is never seen half removed
         shutil.rmtree(gone, ignore_errors=True)
         yield saved
+
+
+def left_out(run: Path) -> list[tuple[int, int]]:
+    """What data a run's roll-backs left out: pairs of first and last sequence (exclusive)."""
+    file = run / LEFT_OUT
+    return [(int(first), int(last)) for first, last in load_json(file, most=MOST_BYTES)] if file.exists() else []
+
+
+def note_left_out(run: Path, data: Iterable[tuple[int, int]]) -> None:
+    """Add to that. It is on disk when this returns; the main process calls it."""
+    if new := sorted({*left_out(run), *data}):
+        write_whole(run / LEFT_OUT, json.dumps(new) + "\n")

@@ -25,6 +25,7 @@ def move(path: Path, new: Path) -> None:
         ConfigError: if that can't be; the checkpoint then stays where it is.
         ForgeError: if the disk refuses; likewise.
     """
+    path = path.resolve()  # not a link to it
     if checkpoint.resolve(path) != path:
         raise ConfigError(f"{path} is a run, and may have several checkpoints; name one of them.")
     if os.path.lexists(new):

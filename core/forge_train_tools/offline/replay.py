@@ -27,7 +27,7 @@ from forge_train.loop.weights import load_extra, load_initial
 from forge_train.processes.distributed import DistributedContext, choose_device
 from forge_train.registry.setup import Setup, resolve
 from forge_train.storage import checkpoint
-from forge_train.storage.retreat import newest_before
+from forge_train.storage.retreat import left_out, newest_before
 from forge_train.storage.run import is_run
 from forge_train.storage.seal import ALONE
 
@@ -94,7 +94,7 @@ def replay(run: Path, step: int, *, settings: Sequence[str] = (), device: Device
         prepare_process(job)
         stepper, progress = assemble(job), Progress()
         try:
-            _begin(stepper, progress, found.path if found else None)
+            _begin(stepper, progress, run, found.path if found else None)
             first = progress.step
             while progress.step < step - 1:
                 job.hooks.on_step(stepper.run(progress))
@@ -113,12 +113,13 @@ def _setup(run: Path, path: Path | None, settings: tuple[str, ...]) -> Setup:
     return setup_of(run, {"enabled": enabled}, wanted=wanted)
 
 
-def _begin(stepper: Stepper, progress: Progress, path: Path | None) -> None:
+def _begin(stepper: Stepper, progress: Progress, run: Path, path: Path | None) -> None:
     job, model = stepper.job, stepper.model
     job.hooks.on_start(model, stepper.optimizer)
     load_extra(job, path)
     if path is not None:
         restore(stepper, progress, path)
+        progress.left_out = sorted({*progress.left_out, *left_out(run)})
     else:
         load_initial(model, job)
     model.train()
