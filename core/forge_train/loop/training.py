@@ -182,11 +182,11 @@ class Training:
         self._event("anomaly", kind="roll_back", reason=asked.reason)
         for gone in retreat.remove_from(folder, asked.before, found) if asked.before and dist.main else ():
             self._event("checkpoint_pruned", path=gone.path.name)
-        before = list(self.progress.left_out)
+        known = list(self.progress.left_out)
         self._load(found.path)
         at = int(self.stepper.loader.state_dict()["sequences"])
         skipped = sum(self.job.config.train.batch_at(self.progress.step + number) for number in range(asked.skip))
-        left_out = {*before, *asked.leave_out, *([(at, at + skipped)] if skipped else ())}
+        left_out = {*known, *asked.leave_out, *([(at, at + skipped)] if skipped else ())}
         if dist.main:
             retreat.note_left_out(self.job.run.dir, left_out)
         self.progress.left_out = sorted({*self.progress.left_out, *left_out})
