@@ -23,6 +23,7 @@ from ..ground.present import gib
 from ..processes.distributed import DistributedContext
 from .found import Saved, found, whole
 from .manifest import FORMAT
+from .reading import read_state
 from .seal import ALONE, moved, seal, sync, verify
 from .tree import merged, split
 
@@ -156,6 +157,7 @@ def commit(
         size = seal(part, step, dist, editable=editable, known=hashes)
         if problem := verify(part, dist, from_disk=True):
             raise ForgeError(f"{target}: what was saved can't be read back: {problem}.")
+        dist.on_main(lambda: read_state(part))  # a plugin's state may be what no resume would take
         dist.on_main(lambda: _commit(part, target, latest))
     except (OSError, ForgeError) as error:
         if dist.main:
