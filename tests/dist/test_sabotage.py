@@ -75,7 +75,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "norms left unsummed": Fault(
         "sabotage:ForgetfulTP",
-        {"gradients", "grad_norm", "replicas"},
+        {"gradients", "grad_norm", "replicas", "checkpoint"},
         r"norm\.weight \(5\) are wrong, and differ between ranks along tp: they are not reduced over tp",
         TP,
         TP2,
@@ -133,7 +133,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "biases by the load of each rank": Fault(
         "expert_sabotage:Selfish",
-        {"routing", "loss", "grad_norm", "buffers", "replicas"},
+        {"routing", "loss", "grad_norm", "buffers", "replicas", "checkpoint"},
         r"A persistent buffer ends otherwise .*router\.bias.* over the tokens of all ranks",
         EP,
         {**EXPERTS, **EP2, "moe.bias_speed": 0.01},

@@ -126,9 +126,10 @@ def setup_of(path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wa
     try:
         return resolve(request, world=world, training=wanted is not None)
     except ConfigError as error:
-        axes = error.where.key.startswith("parallel.")
-        there = f"on {world} process{'es' * (world > 1)}" if axes else "with the plugins that are installed now"
-        raise ConfigError(f"{path} can't be opened {there}:\n{error}") from error
+        why = "can't be opened with the plugins that are installed now"
+        if error.where.key.startswith("parallel."):
+            why = f"can't be opened on {world} process{'es' * (world > 1)}"
+        raise ConfigError(f"{path} {why}:\n{error}") from error
 
 
 def lone_job(setup: Setup, path: Path, device: Device | None = None) -> Job:
