@@ -17,7 +17,8 @@ from forge_train.nn import decay_groups, parameter_groups
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
 
 JOB: Any = SimpleNamespace(
-    dist=SimpleNamespace(gather_stages=lambda value: [value]), hooks=SimpleNamespace(provider=lambda slot: "adamw")
+    dist=SimpleNamespace(complete=True, gather_stages=lambda value: [value]),
+    hooks=SimpleNamespace(provider=lambda slot: "adamw"),
 )
 SETTINGS: Any = {"lr": 0.2, "weight_decay": 0.1}
 
@@ -113,7 +114,7 @@ def test_the_stages_of_a_pipeline_have_the_same_groups_and_one_matches_for_all()
             together.wait()
             return everybody
 
-        job: Any = SimpleNamespace(dist=SimpleNamespace(gather_stages=gather), hooks=JOB.hooks)
+        job: Any = SimpleNamespace(dist=SimpleNamespace(complete=True, gather_stages=gather), hooks=JOB.hooks)
         own = {"first": matrix()} if number == 0 else {"second": matrix(), "norm": matrix(2)}
         return grouped(ParameterGroup(match="second", lr=2.0), job=job, **own)
 

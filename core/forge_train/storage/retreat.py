@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..ground.files import write_whole
+from ..ground.files import write_json, write_whole
 from ..ground.untrusted import load_json
 from ..processes.distributed import DistributedContext
 from .checkpoint import Saved, found
@@ -53,4 +52,4 @@ def left_out(run: Path) -> list[tuple[int, int]]:
 def note_left_out(run: Path, data: Iterable[tuple[int, int]]) -> None:
     """Add to that. It is on disk when this returns; the main process calls it."""
     if new := sorted({*left_out(run), *data}):
-        write_whole(run / LEFT_OUT, json.dumps(new) + "\n")
+        write_json(run / LEFT_OUT, new)
