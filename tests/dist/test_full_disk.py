@@ -98,5 +98,7 @@ def test_three_processes_on_a_disk_that_fills_up_and_stays_full(tmp_path: Path, 
         except OSError:
             pass
     for nproc in ("3", "1"):
-        assert "runs/run: can't write the run folder" in forge("--name", "run", "--nproc", nproc)
+        again = forge("--name", "run", "--nproc", nproc)
+        assert "runs/run: can't write the run folder" in again
+        assert "No space left on device" in again
     assert [one.path for one in found(disk / "runs" / "run" / "checkpoints")] == [one.path for one in saved]
