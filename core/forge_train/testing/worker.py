@@ -72,6 +72,7 @@ def _spawned(rank: dict[str, Any], files: list[int]) -> int:
 
 def _serve(rank: int, port: int, replies: int, parent: int) -> None:
     """Run the cases that come in on stdin, one a line, until it is closed."""
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     import torch
     from torch.distributed import TCPStore
