@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 import compositions
-from forge_train.testing import Pool, PoolError, Verifier
+from forge_train.testing import Pool, Verifier
 
 
 def pytest_report_header() -> str:
@@ -46,20 +44,3 @@ def ends(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
         return known[key]
 
     return ends
-
-
-CORRUPTED = re.compile(r"ended with -6\n.*(free or corruption|tcache|malloc\(\)|corrupted)")
-"""What glibc says when it ends a process whose heap is damaged."""
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Once in some thousand cases, a rank's heap is damaged. Two were seen, never twice in one test; no cause was found
-    in torch, gloo or here. Such a test runs again, and a warning says so; what is wrong in forge fails again."""
-    try:
-        yield
-    except PoolError as error:
-        if not CORRUPTED.search(str(error)):
-            raise
-        warnings.warn(f"{item.nodeid} runs again: {error}", stacklevel=1)
-        item.runtest()
