@@ -12,7 +12,7 @@ from ..ground.places import place
 from .batch import Batch, BatchPhase, Preparation, PrepareStep
 from .calls import Calls
 from .micro_state import POSITIONS
-from .protocols import Span
+from .protocols import Span, SpanName
 from .returns import CONTEXT, Kind, kind_of, results
 from .step_state import StepState
 
@@ -105,18 +105,28 @@ def _phase(step: tuple[BatchPhase, str, object]) -> BatchPhase:
     return step[0]
 
 
-def nesting(spans: Sequence[tuple[str, Span]]) -> Span:
-    """Functions that make context managers as one, whose managers are nested in their order."""
+def nesting(name: SpanName, spans: Sequence[tuple[str, Span]], inside: list[SpanName]) -> Span:
+    """Functions that make context managers as one, whose managers are nested in their order.
+
+    Args:
+        name: of the span.
+        spans: a function for each plugin, and whose it is, for messages.
+        inside: the spans that the run is in; this one, while it lasts.
+    """
     factories = [guarded(span, CONTEXT, whose, "the function") for whose, span in spans]
     if not factories:
         return nullcontext
 
     @contextmanager
     def nested() -> Iterator[None]:
-        with ExitStack() as stack:
-            for factory in factories:
-                stack.enter_context(factory())
-            yield
+        inside.append(name)
+        try:
+            with ExitStack() as stack:
+                for factory in factories:
+                    stack.enter_context(factory())
+                yield
+        finally:
+            inside.pop()
 
     return nested
 

@@ -62,6 +62,8 @@ class Hooks(Events):
         self.used: set[tuple[str, str]] = set()  # slot or chain, and a plugin whose answer was taken
         self.asked_of_kernel: list[KernelCapabilities] = []
         """What attention modules need of the kernel, as they said when they asked for it."""
+        self.inside: list[SpanName] = []
+        """The spans that the run is in now, outermost first, as far as a plugin puts something around them."""
         self._calls, self._job = Calls.of(plugins), cast("Job | None", None)
 
     def bind(self, job: Job) -> None:
@@ -211,7 +213,8 @@ class Hooks(Events):
     def span(self, name: SpanName) -> Span:
         """All context managers around a span, nested in order of plugin names, as one factory."""
         answers = self._calls.collect("around", {"span": name, "job": self.job})
-        return nesting([(self.whose("around", owner), factory) for owner, factory in answers if factory is not None])
+        given = [(self.whose("around", owner), factory) for owner, factory in answers if factory is not None]
+        return nesting(name, given, self.inside)
 
     # -- questions --------------------------------------------------------------------------------
 
