@@ -37,7 +37,8 @@ from forge_train import (
     Transform,
     hookimpl,
 )
-from forge_train.contract.calls import Calls, EnabledPlugin, implemented, note_plugin
+from forge_train.contract.blame import note_plugin
+from forge_train.contract.calls import Calls, EnabledPlugin, implemented
 from forge_train.contract.events import Evaluation, StepResult
 from forge_train.contract.hooks import Hooks
 from forge_train.contract.hookspecs import KINDS, OBSERVERS, OPTIONAL
@@ -215,10 +216,10 @@ def test_what_a_slot_gave_is_blamed_by_where_its_code_lies() -> None:
 
     plugins = [enabled("a", "pkg.a"), enabled("b", "pkg.b"), enabled("c", "lonely")]
     for module, expected in (
-        ("pkg.a", "in plugin 'a' (dist 1)"),
-        ("pkg._a", "in plugin 'a' (dist 1)"),
-        ("pkg._a.deep.down", "in plugin 'a' (dist 1)"),
-        ("_lonely", "in plugin 'c' (dist 1)"),
+        ("pkg.a", "in plugin 'a' (dist 1) (call)"),
+        ("pkg._a", "in plugin 'a' (dist 1) (call)"),
+        ("pkg._a.deep.down", "in plugin 'a' (dist 1) (call)"),
+        ("_lonely", "in plugin 'c' (dist 1) (call)"),
         ("torch.nn", None),
         ("pkg.abc", None),
     ):
@@ -228,7 +229,7 @@ def test_what_a_slot_gave_is_blamed_by_where_its_code_lies() -> None:
     error = failure("pkg.a", "pkg.b")
     note_plugin(error, plugins)
     note_plugin(error, plugins)
-    assert error.__notes__ == ["in plugin 'a' (dist 1)"]
+    assert error.__notes__ == ["in plugin 'a' (dist 1) (call)"]
 
 
 def test_the_owner_of_what_a_plugin_made() -> None:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from ..ground.errors import PluginError
+from ..ground.errors import PluginError, locate
 from ..ground.places import place
 from .batch import Batch, BatchPhase, Preparation, PrepareStep
-from .calls import Calls
+from .blame import pass_through
+from .calls import Calls, Whose
 from .micro_state import POSITIONS
 from .protocols import Span, SpanName
 from .returns import CONTEXT, Kind, kind_of, results
@@ -29,7 +30,7 @@ class Guarded:
         whose: the plugin and the hook, for messages.
     """
 
-    def __init__(self, inner: Any, protocol: type, whose: str) -> None:
+    def __init__(self, inner: Any, protocol: type, whose: Whose) -> None:
         self._inner = inner
         for name, kind in results(protocol).items():
             if kind.words != "None":
@@ -39,21 +40,27 @@ class Guarded:
         return getattr(self._inner, name)
 
 
-def guarded(function: Callable[..., Any], kind: Kind, whose: str, name: str) -> Callable[..., Any]:
+def guarded(function: Callable[..., Any], kind: Kind, whose: Whose, name: str) -> Callable[..., Any]:
     """A function whose results are checked."""
     problem = kind.problem
 
     @functools.wraps(function)
     def checked(*arguments: Any, **more: Any) -> Any:
-        value = function(*arguments, **more)
+        try:
+            value = function(*arguments, **more)
+        except Exception as error:
+            pass_through(error, whose)
+            raise
         if text := problem(value):
-            raise PluginError(f"{whose}: {name} ({place(function)}) must return {kind.words}, {text}.")
+            wrong = PluginError(f"{whose}: {name} ({place(function)}) must return {kind.words}, {text}.")
+            locate(wrong, plugin=whose.plugin, hook=whose.hook)
+            raise wrong
         return value
 
     return checked
 
 
-def preparing(source: str, given: Sequence[tuple[str, Preparation]], calls: Calls, state: StepState) -> Prepare:
+def preparing(source: Whose, given: Sequence[tuple[str, Preparation]], calls: Calls, state: StepState) -> Prepare:
     """What plugins do to the batches of a step, as one function.
 
     Args:
@@ -105,7 +112,7 @@ def _phase(step: tuple[BatchPhase, str, object]) -> BatchPhase:
     return step[0]
 
 
-def nesting(name: SpanName, spans: Sequence[tuple[str, Span]], inside: list[SpanName]) -> Span:
+def nesting(name: SpanName, spans: Sequence[tuple[Whose, Span]], inside: list[SpanName]) -> Span:
     """Functions that make context managers as one, whose managers are nested in their order.
 
     Args:
