@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
+import pickle
 import random
 import traceback
 from collections.abc import Callable, Iterator
@@ -230,6 +232,13 @@ def test_what_a_slot_gave_is_blamed_by_where_its_code_lies() -> None:
     note_plugin(error, plugins)
     note_plugin(error, plugins)
     assert error.__notes__ == ["in plugin 'a' (dist 1) (call)"]
+
+
+def test_words_for_a_hook_know_its_names_also_as_a_copy() -> None:
+    whose = hooks(make(Teller_)).whose("on_step", "teller_")
+    for one in (whose, copy.deepcopy(whose), pickle.loads(pickle.dumps(whose))):
+        assert one.startswith("Plugin 'teller_' (dist 1), hook on_step (")
+        assert (one.plugin, one.hook) == ("teller_", "on_step")
 
 
 def test_the_owner_of_what_a_plugin_made() -> None:

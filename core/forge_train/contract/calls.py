@@ -93,7 +93,7 @@ class Whose(str):
     plugin: str
     hook: str
 
-    def __new__(cls, text: str, plugin: str, hook: str) -> Whose:
+    def __new__(cls, text: str, plugin: str = "", hook: str = "") -> Whose:  # copies are made of the text alone
         made = super().__new__(cls, text)
         made.plugin, made.hook = plugin, hook
         return made
