@@ -17,7 +17,7 @@ import torch.distributed as dist
 import toys
 from forge_train import Ge, hookimpl, section
 from forge_train_plugins.resilience._watchdog import heart
-from forge_train_plugins.resilience._watchdog.stacks import place
+from forge_train_tools.stacks import place
 
 AT, LATE = 3, 1000.0
 GROUPS: list[Any] = []

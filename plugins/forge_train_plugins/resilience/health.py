@@ -11,7 +11,7 @@ from forge_train import ForgeError, Ge, Gt, Job, Plugin, StepResult, Volatile, h
 from forge_train.contract.protocols import Span, SpanName
 
 if TYPE_CHECKING:
-    from ._stragglers import Share
+    from ._health import Share
 
 log = logging.getLogger("forge_train")
 
@@ -51,7 +51,7 @@ class Health(Plugin):
         self._job = job
         self._check(job, 0)
         if job.dist.world > 1 and self.config.every:
-            from ._stragglers import Share
+            from ._health import Share
 
             self._share = Share()
 
@@ -84,7 +84,7 @@ class Health(Plugin):
 
         found = look(job.dist, Path(job.run.dir), self.config.slow)
         if self._share:
-            from ._stragglers import compare
+            from ._health import compare
 
             shares = job.dist.gather_objects(self._share.take())
             found += compare(shares, job.dist.layout, self.config.waited)

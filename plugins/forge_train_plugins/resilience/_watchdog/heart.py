@@ -16,8 +16,8 @@ from forge_train.ground.ending import end_process
 from forge_train.ground.failure import Failure
 from forge_train.ground.files import write_json
 from forge_train.ground.world import FORGE_LAUNCHED
+from forge_train_tools.stacks import Place, dump, dump_collectives, place
 
-from .stacks import Place, dump, dump_collectives, place
 from .verdict import Heartbeat, message
 
 log = logging.getLogger("forge_train")

@@ -9,8 +9,7 @@ from statistics import median
 
 from forge_train.ground.layout import Layout, named
 from forge_train_tools.health import Finding
-
-from ._watchdog.stacks import place
+from forge_train_tools.stacks import place
 
 interval = 0.1
 """Seconds between two looks at the main thread, which must let go of Python for each."""
