@@ -1,14 +1,17 @@
 """What `forge plan` takes for models and worlds that no machine here could hold: CPU seconds, and memory.
 
-`measure` is called by run.py; each plan is a command of its own, on one thread.
+`planned` is called by run.py and by tests/e2e/test_plan_at_scale.py; each plan is a command of its own, on one thread.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 LLAMA = {"decoder.qk_norm": "false", "decoder.kv_heads": 8, "decoder.vocabulary": 128256, "train.precision": "bf16"}
 EIGHT = {
@@ -45,16 +48,18 @@ PLANS: dict[str, tuple[int, str, dict[str, object]]] = {
 """What is planned → ranks, plugins and configuration."""
 
 
-def measure(world: int, plugins: str, config: dict[str, object]) -> tuple[float, float]:
-    """CPU seconds and the peak of memory in GB of one plan."""
+def planned(world: int, plugins: str, config: Mapping[str, object]) -> tuple[Any, float, float]:
+    """A plan as JSON, its CPU seconds, and the peak of its memory in GB."""
     sets = [argument for key, value in config.items() for argument in ("-s", f"{key}={value}")]
     command = [sys.executable, "-m", "forge_train_cli", "plan", "--world", str(world), "-p", plugins, "--json"]
     with tempfile.TemporaryDirectory() as folder:
-        out = (os.POSIX_SPAWN_OPEN, 1, str(Path(folder) / "plan.json"), os.O_WRONLY | os.O_CREAT, 0o600)
+        file = Path(folder) / "plan.json"
+        out = (os.POSIX_SPAWN_OPEN, 1, str(file), os.O_WRONLY | os.O_CREAT, 0o600)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = os.posix_spawn(sys.executable, [*command, "--device", "h100", *sets], environment, file_actions=[out])
         _, status, usage = os.wait4(process, 0)
-    if code := os.waitstatus_to_exitcode(status):
-        raise RuntimeError(f"forge plan ended with {code}")
-    unit = 1 if sys.platform == "darwin" else 1024
-    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit / 1e9
+        if code := os.waitstatus_to_exitcode(status):
+            raise RuntimeError(f"forge plan ended with {code}")
+        unit = 1 if sys.platform == "darwin" else 1024
+        made = json.loads(file.read_text(encoding="utf-8"))
+    return made, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit / 1e9

@@ -12,6 +12,7 @@ from .lazy import LazyGroup
 
 COMMANDS = {
     "train": (".train:train", "Train a model."),
+    "launch": (".launch:launch", "Train on a cluster."),
     "plan": (".plan:plan", "Show what would be composed, without allocating it."),
     "verify": (".verify:verify", "Show that a parallel layout computes what one process does."),
     "presets": (".presets:presets", "List the presets, in the order to learn them."),

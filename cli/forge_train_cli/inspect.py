@@ -38,7 +38,7 @@ BORDER, UNLEARNED = "│", ("⟦", "⟧")
 @click.option("--learn", type=click.Choice(["assistant", "last", "all"]), help="What of a conversation is learned.")
 @click.option("--samples", "count", type=click.IntRange(0, 1000), default=3, show_default=True, metavar="N",
               help="How many stretches of tokens to show.")  # fmt: skip
-@click.option("--html", metavar="FILE", help="Write it as a page too.")
+@click.option("--html", metavar="FILE", callback=screen.page, help="Write it as a page too.")
 @json_option
 def inspect(sources: tuple[str, ...], count: int, html: str | None, as_json: bool, **asked: Any) -> None:
     """Look at a DIR of `forge data prepare`, whose files are verified, at a file of tokens, or at the beginning of

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from forge_train import __version__
 
+from . import screen
 from .inspect import about, bars, quantiles, repeated, written
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def page(findings: Findings) -> str:
     ]
     head = (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        f"{screen.GENERATOR}"
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"

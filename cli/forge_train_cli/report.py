@@ -46,7 +46,8 @@ dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1rem}dd{margin:0
 
 @click.command(short_help="Runs as one page of HTML.")
 @click.argument("names", nargs=-1, required=True, metavar="RUN...")
-@click.option("--output", "-o", default="report.html", show_default=True, metavar="FILE", help="Write it there.")
+@click.option("--out", "--output", "-o", "output", default="report.html", show_default=True, metavar="FILE",
+              callback=screen.page, help="Write it there; only a page of forge's is written over.")  # fmt: skip
 @run_dir_option
 def report(names: tuple[str, ...], output: str, run_dir: str) -> None:
     """Write one page that shows runs side by side: curves, where their configurations differ, what they were made of,
@@ -77,6 +78,7 @@ def page(histories: Sequence[History]) -> str:
     ]
     head = (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        f"{screen.GENERATOR}"
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}{hover}</style></head><body>"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 PIPED = 400
 """Columns where stdout is no terminal: nothing should be cut in a file."""
+GENERATOR = '<meta name="generator" content="forge-train">'
+"""In the head of every page, which may be written anew for it."""
 
 
 def console() -> Console:
@@ -80,21 +82,43 @@ def line(text: str, style: str = "") -> None:
     console().print(Text(text, style=style), soft_wrap=not sys.stdout.isatty())
 
 
-def picture(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    """The callback of an option that names an SVG file: it overwrites nothing but a picture.
+def _is_svg(begins: bytes) -> bool:
+    return begins.startswith((b"<svg", b"<?xml", b"<!")) and b"<svg" in begins
+
+
+def check_own(path: Path, is_own: Callable[[bytes], bool], what: str) -> None:
+    """Whether a file may be written over: there is none, or an empty one, or one of the same kind.
+
+    Args:
+        path: the file.
+        is_own: whether a file is of that kind, by how it begins.
+        what: the kind, for the message.
 
     Raises:
         ConfigError: if something else is there.
     """
-    if not value or not (path := Path(value)).is_file():
-        return value
+    if not path.is_file():
+        return
     try:
         with path.open("rb") as file:
             begins = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror or error}.") from error
-    if begins and not (begins.startswith((b"<svg", b"<?xml", b"<!")) and b"<svg" in begins):
-        raise ConfigError(f"{path}: is there already, and is no SVG: choose another name, or remove it.")
+    if begins and not is_own(begins):
+        raise ConfigError(f"{path}: is there already, and is no {what}: choose another name, or remove it.")
+
+
+def picture(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """The callback of an option that names an SVG file: it overwrites nothing but a picture."""
+    if value:
+        check_own(Path(value), _is_svg, "SVG")
+    return value
+
+
+def page(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """The callback of an option that names an HTML file: it overwrites nothing but a page with `GENERATOR`."""
+    if value:
+        check_own(Path(value), lambda begins: GENERATOR.encode() in begins, "page written by forge")
     return value
 
 

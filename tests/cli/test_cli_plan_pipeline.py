@@ -60,6 +60,24 @@ def test_in_a_script(forge: Forge) -> None:
     assert by_name["gpipe"]["kept"] > 1.9 * by_name["1f1b"]["kept"]
 
 
+def test_a_schedule_with_too_few_micro_batches_says_what_would_do(forge: Forge) -> None:
+    """The number it needs, and the setting that brings it; where larger batches alone do, how large."""
+
+    def problem(schedule: str, *sets: str) -> str:
+        more = [word for one in sets for word in ("-s", one)]
+        made = forge(*FOUR, *more, "--schedules", "--json").json["pipeline"]["alternatives"]
+        return next(one["problem"] for one in made if one["name"] == schedule)
+
+    batch = ("train.global_batch=16", "train.micro_batch=4", "pp.schedule=gpipe")
+    said = "pp.schedule: dualpipe_v needs 8 micro-batches in a step or more, and there are 4"
+    assert problem("dualpipe_v", *batch) == f"{said}: set train.micro_batch to 2, or take larger batches."
+    larger = "take larger batches, of 8 sequences or more on each data-parallel rank"
+    assert problem("dualpipe_v", "train.global_batch=4") == f"{said}: {larger}."
+    rounds = problem("interleaved_1f1b", "train.global_batch=9")
+    assert rounds.endswith("9 do not divide into 2; 8 and 10 do.")
+    assert problem("dualpipe_v") == ""
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
 def test_few_micro_batches_tell_what_all_would(forge: Forge, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     """Where a whole rehearsal would take long; a stage like another one is not rehearsed at all."""

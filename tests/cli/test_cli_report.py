@@ -140,3 +140,14 @@ def test_long_curves_are_thinned() -> None:
 def test_mistakes(forge: Forge, folder: Path, first: Path) -> None:
     assert "there is no such run" in forge("runs", "report", "absent", fails=2).err
     assert "can't be written" in forge("runs", "report", "first", "-o", "no/such/folder.html", fails=2).err
+
+
+def test_nothing_but_a_page_is_overwritten(forge: Forge, folder: Path, first: Path) -> None:
+    notes = folder / "notes.html"
+    notes.write_text("<!DOCTYPE html><html><head><title>Mine</title></head></html>", encoding="utf-8")
+    for command in (("runs", "report", "first", "--out"), ("data", "inspect", "corpus.txt", "--html")):
+        refused = forge(*command, "notes.html", fails=2).err
+        assert "notes.html: is there already, and is no page written by forge: choose another name" in refused
+        assert "Mine" in notes.read_text(encoding="utf-8")
+        for _ in range(2):
+            forge(*command, "page.html")

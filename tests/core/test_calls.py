@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
+import pickle
 import random
 import traceback
 from collections.abc import Callable, Iterator
@@ -37,7 +39,8 @@ from forge_train import (
     Transform,
     hookimpl,
 )
-from forge_train.contract.calls import Calls, EnabledPlugin, implemented, note_plugin
+from forge_train.contract.blame import note_plugin
+from forge_train.contract.calls import Calls, EnabledPlugin, implemented
 from forge_train.contract.events import Evaluation, StepResult
 from forge_train.contract.hooks import Hooks
 from forge_train.contract.hookspecs import KINDS, OBSERVERS, OPTIONAL
@@ -215,10 +218,10 @@ def test_what_a_slot_gave_is_blamed_by_where_its_code_lies() -> None:
 
     plugins = [enabled("a", "pkg.a"), enabled("b", "pkg.b"), enabled("c", "lonely")]
     for module, expected in (
-        ("pkg.a", "in plugin 'a' (dist 1)"),
-        ("pkg._a", "in plugin 'a' (dist 1)"),
-        ("pkg._a.deep.down", "in plugin 'a' (dist 1)"),
-        ("_lonely", "in plugin 'c' (dist 1)"),
+        ("pkg.a", "in plugin 'a' (dist 1) (call)"),
+        ("pkg._a", "in plugin 'a' (dist 1) (call)"),
+        ("pkg._a.deep.down", "in plugin 'a' (dist 1) (call)"),
+        ("_lonely", "in plugin 'c' (dist 1) (call)"),
         ("torch.nn", None),
         ("pkg.abc", None),
     ):
@@ -228,7 +231,14 @@ def test_what_a_slot_gave_is_blamed_by_where_its_code_lies() -> None:
     error = failure("pkg.a", "pkg.b")
     note_plugin(error, plugins)
     note_plugin(error, plugins)
-    assert error.__notes__ == ["in plugin 'a' (dist 1)"]
+    assert error.__notes__ == ["in plugin 'a' (dist 1) (call)"]
+
+
+def test_words_for_a_hook_know_its_names_also_as_a_copy() -> None:
+    whose = hooks(make(Teller_)).whose("on_step", "teller_")
+    for one in (whose, copy.deepcopy(whose), pickle.loads(pickle.dumps(whose))):
+        assert one.startswith("Plugin 'teller_' (dist 1), hook on_step (")
+        assert (one.plugin, one.hook) == ("teller_", "on_step")
 
 
 def test_the_owner_of_what_a_plugin_made() -> None:

@@ -253,6 +253,16 @@ def test_text_is_read_as_the_field_then_as_toml_then_as_a_string(key: str, text:
     assert type(found) is type(value)
 
 
+@pytest.mark.parametrize("quoted", ['"there/x.txt"', "'there/x.txt'"])
+def test_quotation_marks_around_a_path_are_refused_where_the_shell_has_left_them(tmp_path: Path, quoted: str) -> None:
+    """A text is taken as it is, with its marks; a path never has any."""
+    said = "train.init_from: a path has no quotation marks around it here: there/x.txt."
+    for more in ({"set": ("train.steps=1", f"train.init_from={quoted}")}, {"environment": f"train.init_from={quoted}"}):
+        assert [line.partition(": ")[2] for line in mistakes(tmp_path, "", **more)] == [said]
+    assert wide(tmp_path, "", set=(f"wide.text={quoted}",)).text == quoted
+    assert wide(tmp_path, "", set=('wide.text="',)).text == '"'
+
+
 def test_set_reaches_every_kind_of_field(tmp_path: Path) -> None:
     made = wide(
         tmp_path,

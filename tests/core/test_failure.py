@@ -13,7 +13,17 @@ import torch
 
 import toys
 from forge_cli import forge
-from forge_train import BatchPhase, ConfigError, DivergedError, Failure, ForgeError, Plugin, PrepareBatch, hookimpl
+from forge_train import (
+    BatchPhase,
+    ConfigError,
+    DivergedError,
+    Failure,
+    ForgeError,
+    Plugin,
+    PluginError,
+    PrepareBatch,
+    hookimpl,
+)
 from forge_train.contract.run import Run
 from forge_train.ground import records
 from forge_train.ground.errors import Where, locate
@@ -86,6 +96,80 @@ def test_a_failure_in_a_run(tmp_path: Path, error: Exception, hook: str, expecte
     assert "x" in found["message"] or "losed" in found["message"] or "Out of memory" in found["message"]
     *_, last = records.read(tmp_path / "a" / "events.jsonl")
     assert (last["event"], last["version"], last["error"]) == ("run_finished", 2, found)
+
+
+class Breaks:
+    """Fails when it is called."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        raise LookupError("x")
+
+    loss = outputs = train = evaluate = __call__
+
+    def weight(self, batch: Any) -> int:
+        return 1
+
+
+class Breaking(toys.ToyLoader):
+    def __next__(self) -> Any:
+        raise LookupError("x")
+
+
+class Wrong(Breaks):
+    """Gives something else than a loss."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        return "x"
+
+    loss = __call__
+
+
+def giving(hook: str, *arguments: str, gives: Any, beside: str = "") -> type[Plugin]:
+    """A plugin `bad` whose hook gives something; with `beside` it has another one."""
+    names = {"self": None} | dict.fromkeys(arguments)
+    code = f"def {hook}({', '.join(names)}): return gives(job)"
+    space: dict[str, Any] = {"gives": gives}
+    exec(code, space)
+    members = {hook: hookimpl(space[hook])}
+    if beside:
+        members[beside] = hookimpl(lambda self, step: None)
+    return type("Bad", (Plugin,), {**members, "__module__": __name__})
+
+
+@pytest.mark.parametrize(
+    ("plugin", "replaced", "phase", "hook", "called"),
+    [
+        (giving("task", "job", gives=lambda job: Breaks()), "next_token", "forward", "task", "Breaks.__call__"),
+        (giving("loss", "job", gives=lambda job: Breaks()), "cross_entropy", "forward", "loss", "Breaks.__call__"),
+        (
+            giving("executor", "model", "task", "job", gives=lambda job: Breaks()),
+            *("sequential", "forward", "executor", "Breaks.__call__"),
+        ),
+        (
+            giving("build_data", "split", "job", gives=lambda job: Breaking(job, False, 0), beside="on_step"),
+            *("toy_data", "data", "build_data", "Breaking.__next__"),
+        ),
+    ],
+)
+def test_what_a_hook_gave_is_blamed_with_the_hook(
+    tmp_path: Path, plugin: type[Plugin], replaced: str, phase: str, hook: str, called: str
+) -> None:
+    """Nobody asks the hook again; the innermost plugin's code counts, and not that of who calls it."""
+    with pytest.raises(LookupError) as caught:
+        toys.run(tmp_path, plugin, name="a", without=[replaced])
+    assert caught.value.__notes__ == [f"in plugin 'bad' (under-test 0), hook {hook} ({called})"]
+    found = Run(tmp_path / "a").outcome()["error"]
+    assert (found["type"], found["phase"]) == ("data" if phase == "data" else "plugin", phase)
+    assert (found["plugin"], found["hook"]) == ("bad", hook)
+
+
+def test_a_wrong_result_is_blamed_on_the_hook_that_gave_the_function(tmp_path: Path) -> None:
+    """And not on the executor, which called it."""
+    plugin = giving("loss", "job", gives=lambda job: Wrong())
+    with pytest.raises(PluginError, match=r"hook loss .* must return"):
+        toys.run(tmp_path, plugin, name="a", without=["cross_entropy"])
+    found = Run(tmp_path / "a").outcome()["error"]
+    assert (found["type"], found["plugin"], found["hook"]) == ("plugin", "bad", "loss")
 
 
 def test_a_checkpoint_that_can_t_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

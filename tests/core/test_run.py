@@ -186,6 +186,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     [
         ("a" * 300, "run.name: expected at most 200 bytes, found 300: 'aaaa"),
         ("ü" * 101, "run.name: expected at most 200 bytes, found 202"),
+        ('"x"', 'run.name: expected a name without quotation marks around it, found "x"; write --set run.name=x.'),
         ("a/b", "expected the name of a folder, found the path 'a/b'"),
         ("..", "expected the name of a folder"),
         (".a", "expected a name that does not begin with a dot, found '.a'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 
 import pytest
 
@@ -149,3 +150,34 @@ def test_the_picture_has_a_box_for_each_action(name: str) -> None:
     assert sorted(titles[1:]) == sorted(str(span.slot) for row in made.ranks for span in row)  # type: ignore[type-var]
     boxes = [one for one in tree.iter(f"{space}rect") if one.find(f"{space}title") is not None]
     assert max(float(one.get("x", 0)) + float(one.get("width", 0)) for one in boxes) <= 960
+
+
+@pytest.mark.parametrize("name", schedules.NAMES)
+def test_a_long_step_goes_on_in_lines_that_have_room_for_its_numbers(name: str) -> None:
+    made = simulated(name, 4, 128)
+    tree = ET.fromstring(svg(made, "long"))
+    space = "{http://www.w3.org/2000/svg}"
+    boxes = [one for one in tree.iter(f"{space}rect") if one.find(f"{space}title") is not None]
+    numbers = [one for one in tree.iter(f"{space}text") if one.get("class") == "on"]
+    assert len(numbers) >= 0.94 * sum(len(row) for row in made.ranks), (
+        "but for some short ones, and those at a line's end"
+    )
+    lanes: dict[str, list[tuple[float, float]]] = {}
+    for box in boxes:
+        x, width = float(box.get("x", 0)), float(box.get("width", 0))
+        lanes.setdefault(box.get("y", ""), []).append((x, x + width))
+    for lane in lanes.values():
+        assert max(end for _, end in lane) <= 960
+        assert all(before[1] <= after[0] for before, after in pairwise(sorted(lane)))
+    assert len(lanes) % 4 == 0
+    assert len(lanes) >= 3 * 4
+    titles = {(box.find(f"{space}title")).text for box in boxes}  # type: ignore[union-attr]
+    assert titles == {str(span.slot) for row in made.ranks for span in row}
+    height = float(tree.get("viewBox", "").split()[3])
+    assert max(map(float, lanes)) < height
+
+
+def test_a_part_that_takes_hardly_any_time_makes_no_picture_longer() -> None:
+    table = schedules.timetable("1F1B", 4, 8)
+    costs = [PartCost(1e-6, 1e-6, 1e-6), *[EVEN] * 3]
+    assert svg(simulate(table, costs), "uneven").count(">rank 0<") == 1

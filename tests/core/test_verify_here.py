@@ -13,10 +13,15 @@ import torch
 import torch.nn.functional as F
 
 import toys
-from forge_train import Plugin, hookimpl, section
+from forge_train import ForgeError, Plugin, hookimpl, section
 from forge_train.config import Request
+from forge_train.ground.layout import Layout, named
+from forge_train_tools import verification
+from forge_train_tools.launching.launch import Ended, WorkerCommand, WorkerResult
 from forge_train_tools.verification import Verdict, verify
+from forge_train_tools.verification.ranks import peers_apart
 from forge_train_tools.verification.record import worker
+from forge_train_tools.verification.recording import Record, Recording
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 17)]
 
@@ -166,3 +171,35 @@ def test_where_every_step_is_vetoed_nothing_was_compared(tmp_path: Path) -> None
     verdict = verified(tmp_path, "Vetoes", **{"vetoes.both": True})
     assert verdict.agree
     assert verdict.advice == ("Every step was vetoed (it looks odd), so no update was compared: try more --steps.",)
+
+
+def test_processes_are_named_with_their_places_in_the_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def launch(task: WorkerCommand, nproc: int) -> Ended:
+        ended = Ended(task.placed([WorkerResult(rank, 1, "killed", "was killed.") for rank in (2, 3)]))
+        said.append(ended.complaint())
+        return ended
+
+    monkeypatch.setattr(verification, "launch", launch)
+    file = toys.write_config(tmp_path, **{"parallel.tp": 2, "train.global_batch": 4})
+    with pytest.raises(ForgeError, match=re.escape("Rank 2 (dp_shard 1, tp 0) was killed.")):
+        verify(Request(str(file)), 4)
+    assert said == ["Rank 2 (dp_shard 1, tp 0) was killed.\nRank 3 (dp_shard 1, tp 1) failed too: was killed."]
+
+
+def test_ranks_that_differ_are_named_with_what_they_share() -> None:
+    layout = Layout(pp=2, dp_shard=2, tp=2)
+    assert named([3], layout) == "rank 3 (stage 0, dp_shard 1, tp 1)"
+    assert named({7, 5}, layout) == "ranks 5, 7 (stage 1, tp 1)"
+    assert named([0, 7], layout) == "ranks 0, 7"
+    assert named([1], Layout(dp_shard=2)) == "rank 1"
+    ranks = [Record(rank, data_rank=rank // 2, batches=[[str(rank)]]) for rank in range(4)]
+    recording = Recording(ranks, {}, {}, Layout(dp_shard=2, tp=2))
+    assert peers_apart(recording) == (
+        2,
+        (
+            "rank 1 (dp_shard 0, tp 1) and rank 0 (dp_shard 0, tp 0) (data-parallel rank 0), "
+            "rank 3 (dp_shard 1, tp 1) and rank 2 (dp_shard 1, tp 0) (data-parallel rank 1)"
+        ),
+    )

@@ -15,8 +15,9 @@ import stalls
 import toys
 from forge_cli import environment, forge_process
 from forge_train.testing import Pool, assert_conforms, run_forge
-from forge_train_plugins.resilience._watchdog.stacks import place
+from forge_train_plugins.resilience._watchdog import heart
 from forge_train_plugins.resilience._watchdog.verdict import Heartbeat, message
+from forge_train_tools.stacks import place
 
 pytestmark = [pytest.mark.dist]
 DIST = Path(__file__).parent
@@ -73,6 +74,24 @@ def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.startswith("Rank 0 hangs at step 3 (gradients) for 1000 s.\n  at ")
     assert "stalls.py" in text
     assert found["steps"] == 5, "it went on, since nothing ended it"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("span", ["step", "forward_backward", "optimizer", "evaluate", "save"])
+def test_what_another_plugin_puts_around_a_span_is_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, span: str
+) -> None:
+    """A save or an evaluation may take longer, whatever it is that takes so long."""
+    monkeypatch.setattr(heart, "clock", lambda: stalls.LATE if stalls.Around.late else 0.0)
+    monkeypatch.setattr(heart, "end", lambda error, rank: stalls.Around.said.append(str(error)))
+    config = {"watchdog.seconds": 1.0, "around.span": span, "checkpoint.every": 2, "train.evaluate_every": 2}
+    run = toys.run(tmp_path, "watchdog", "stalls:Around", steps=4, config=config, name="run")
+    assert run.finished.step == 4
+    if span in ("evaluate", "save"):
+        assert stalls.Around.said == []
+    else:
+        (text,) = stalls.Around.said
+        assert text.startswith(f"Rank 0 hangs at step 3 ({span}) for 1000 s.")
 
 
 @pytest.mark.accept("resilience", 5)

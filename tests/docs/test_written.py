@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from forge_cli import forge
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -102,10 +104,22 @@ def test_every_command_has_the_options_that_it_is_shown_with(page: str, line: st
     command.make_context(line, words)
 
 
-def test_the_slurm_script_is_bash(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "how-to" / "slurm.md").read_text(encoding="utf-8")
-    (tmp_path / "job.sh").write_text(page.partition('title="train.sbatch"\n')[2].partition("```")[0], encoding="utf-8")
-    done = subprocess.run(["bash", "-n", tmp_path / "job.sh"], capture_output=True, text=True, check=False)
+def test_the_slurm_script_is_the_one_that_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = PAGES["docs/how-to/slurm.md"]
+    command = re.search(r"^```bash\nforge (launch slurm .*)\n```$", page, re.MULTILINE)
+    shown = page.partition('title="mine.sbatch"\n')[2].partition("```")[0]
+    assert command
+    monkeypatch.chdir(tmp_path)
+    text = "[train]\nsteps = 1\nglobal_batch = 32\n"
+    (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
+    ended = forge(*shlex.split(command[1]))
+    assert ended.code == 0, ended.err
+    written = (tmp_path / "mine.sbatch").read_text(encoding="utf-8")
+    there = {str(tmp_path): "/shared/work", sys.executable: "/shared/venv/bin/python"}
+    for here, path in there.items():
+        written = written.replace(here, path)
+    assert shown == written
+    done = subprocess.run(["bash", "-n", tmp_path / "mine.sbatch"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -49,7 +49,7 @@ FAILURES = {
     "on_step": ({"on_step": fail}, "hook on_step"),
     "on_checkpoint": ({"on_checkpoint": fail, "on_step": lambda self, step: None}, "hook on_checkpoint"),
     "prepare_batch": ({"prepare_batch": lambda self, job: PrepareBatch(BatchPhase.MASK, fail)}, "hook prepare_batch"),
-    "a span": ({"around": lambda self, span, job: failing_span if span == "optimizer" else None}, ""),
+    "a span": ({"around": lambda self, span, job: failing_span if span == "optimizer" else None}, "hook around"),
     "check_config": ({"check_config": fail}, "hook check_config"),
 }
 

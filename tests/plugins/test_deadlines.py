@@ -1,10 +1,7 @@
-"""Limits of time: `train.max_hours`, the end of a Slurm job, and the script that queues the job again."""
+"""Limits of time: `train.max_hours`, and the end of a Slurm job."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,13 +9,10 @@ from typing import Any
 import pytest
 
 import toys
-from forge_cli import environment
 from forge_train.storage.checkpoint import check, found
 from forge_train.testing import assert_conforms
 from forge_train_plugins.resilience._signals import end_of_job, seconds_left
 from forge_train_plugins.resilience.signals import Signals
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.unit
@@ -71,35 +65,6 @@ def test_a_run_saves_before_its_job_ends(tmp_path: Path, monkeypatch: pytest.Mon
     assert (stopped.finished.code, stopped.finished.step) == (75, 1)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 10**6))
     assert toys.run(tmp_path, "signals", name="a", steps=6).finished.code == 0
-
-
-@pytest.mark.e2e
-def test_the_script_queues_the_job_again_until_it_is_done(tmp_path: Path) -> None:
-    """The script of the page, with stand-ins for Slurm: one start is interrupted, the next one goes on."""
-    page = (ROOT / "docs/how-to/slurm.md").read_text(encoding="utf-8")
-    text = page.partition("```bash title=")[2].partition("\n")[2].partition("```")[0]
-    text = text.replace("/shared/runs", str(tmp_path / "runs"))
-    (tmp_path / "train.sbatch").write_text(text, encoding="utf-8")
-    toys.write_config(tmp_path, **{"train.steps": 3}).rename(tmp_path / "mine.toml")
-    bin_ = tmp_path / "bin"
-    bin_.mkdir()
-    script(bin_ / "srun", 'shift; exec "$@"')
-    script(bin_ / "scontrol", f'echo "$*" >> {tmp_path / "asked"}')
-    script(bin_ / "forge", f'shift; exec {sys.executable} -m forge_train_cli train "$@" --quiet')
-    env = environment() | {"SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_NAME": "mine", "SLURM_JOB_ID": "42"}
-    env["PATH"] = f"{bin_}{os.pathsep}{env['PATH']}"
-
-    def job(**more: str) -> subprocess.CompletedProcess[str]:
-        command = ["bash", "train.sbatch"]
-        return subprocess.run(command, cwd=tmp_path, env={**env, **more}, capture_output=True, text=True, check=False)
-
-    first = job(FORGE_SET="train.max_hours=1e-9")
-    assert first.returncode == 75, first.stderr
-    assert (tmp_path / "asked").read_text() == "requeue 42\n"
-    second = job()
-    assert second.returncode == 0, second.stderr
-    assert (tmp_path / "asked").read_text() == "requeue 42\n", "a job that is done is not queued again"
-    assert [saved.step for saved in found(tmp_path / "runs" / "mine" / "checkpoints")] == [3, 1]
 
 
 def script(file: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 
 import toys
 from forge_cli import environment, forge_process
-from forge_train import ForgeError
+from forge_train import ForgeError, hookimpl, section
+from forge_train.ground.layout import Layout
 from forge_train.testing import Pool, assert_conforms
+from forge_train_plugins.resilience import _health as stragglers
 from forge_train_tools import health
 from forge_train_tools.health import Measured, compare, device_complaints, disk, known_product
 
@@ -107,6 +110,57 @@ def test_a_device_that_computes_wrong_ends_the_run(tmp_path: Path, monkeypatch: 
     with pytest.raises(ForgeError, match=r"health: rank 0 .* computes 3 elements of a known product wrong\. Leave"):
         toys.run(tmp_path, "health", name="b", steps=6, config=config)
     assert [path.name for path in (tmp_path / "b" / "checkpoints").glob("step-*")] == ["step-00000003"]
+
+
+def test_whom_the_others_wait_for() -> None:
+    """Among the ranks of a stage, which do the same; where all work alike, nobody."""
+
+    def warned(shares: list[float | None], **axes: int) -> list[str]:
+        return [one.text for one in stragglers.compare(shares, Layout(**axes), 0.2) if one.status == "warn"]
+
+    assert warned([0.95, 0.4, 0.45, 0.4], dp_shard=4) == [
+        "rank 0 works in 95% of a step, and the others in 40%: they wait for it"
+    ]
+    assert warned([0.95, 0.7], dp_shard=2) == ["rank 0 works in 95% of a step, and the others in 70%: they wait for it"]
+    assert warned([0.95, 0.8], dp_shard=2) == []
+    assert warned([0.9, 0.9, 0.3, 0.6], dp_shard=2, pp=2) == [
+        "rank 3 (stage 1, dp_shard 1) works in 60% of a step, and the others in 30%: they wait for it"
+    ]
+    assert warned([0.9, 0.1], pp=2) == []
+    assert warned([0.95, None], dp_shard=2) == []
+
+
+class Dawdles(toys.Bare):
+    """Takes long in each step on some ranks."""
+
+    @section
+    class Config:
+        ranks: tuple[int, ...] = ()
+
+    @hookimpl
+    def on_start(self, job: Any) -> None:
+        self.rank = job.dist.rank
+
+    @hookimpl
+    def on_gradients(self, update: Any) -> None:
+        if self.rank in self.config.ranks:
+            time.sleep(0.1)
+
+
+def dawdled(folder: str, ranks: list[int]) -> list[str]:
+    """What `health` warns of on two ranks."""
+    stragglers.interval = 0.005
+    config = {"health.every": 12, "dawdles.ranks": ranks, "health.slow": 1e9}
+    run = toys.run(Path(folder), "health", Dawdles, steps=12, config=config, name="run")
+    return [event["reason"] for event in run.events if event["event"] == "anomaly"]
+
+
+@pytest.mark.dist
+def test_a_rank_that_the_others_wait_for_is_named(ranks: Pool, tmp_path: Path) -> None:
+    said, _ = ranks.run("test_health:dawdled", 2, timeout=300, folder=str(tmp_path / "a"), ranks=[1])
+    assert [text.partition(" works in ")[0] for text in said if "wait for it" in text] == ["rank 1"]
+    said, _ = ranks.run("test_health:dawdled", 2, timeout=300, folder=str(tmp_path / "b"), ranks=[0, 1])
+    assert [text for text in said if "wait for it" in text] == []
 
 
 def looked(folder: str) -> list[list[str]]:

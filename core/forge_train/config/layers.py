@@ -207,7 +207,7 @@ def lay(request: Request) -> Layered:
     for key, value in _leaves(request.sections, ()):
         if value is not _TABLE:
             tree.put(key, Value(value, Origin("file", request.sections_from)))
-    for assignment in _split(request.environment):
+    for assignment in assignments(request.environment):
         _assign(tree, assignment, Origin("FORGE_SET"))
     for assignment in request.set:
         _assign(tree, assignment, Origin("--set", f"--set {assignment}"))
@@ -267,7 +267,8 @@ def _leaves(table: Mapping[str, Any], prefix: Key) -> Iterator[tuple[Key, Any]]:
             yield key, value
 
 
-def _split(environment: str) -> Iterable[str]:
+def assignments(environment: str) -> Iterable[str]:
+    """Each `key=value` of `FORGE_SET`."""
     return (part.strip() for part in environment.split(";") if part.strip())
 
 

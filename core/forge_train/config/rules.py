@@ -80,6 +80,8 @@ def _name_problem(name: str) -> str:
         return f"expected the name of a folder, found the path {name!r}; its place is --run-dir."
     if name.startswith("."):
         return f"expected a name that does not begin with a dot, found {name!r}: its folder would be hidden."
+    if len(name) > 1 and name[0] == name[-1] and name[0] in "\"'":
+        return f"expected a name without quotation marks around it, found {name}; write --set run.name={name[1:-1]}."
     if name != name.strip() or not name.isprintable():
         return f"expected printable characters, and no spaces at either end, found {name!r}."
     if (size := len(name.encode())) > LONGEST_NAME:

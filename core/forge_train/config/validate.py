@@ -54,6 +54,10 @@ def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[s
             text = f"{value.origin}: {_dotted(name, key)}: dates and times are not used in configurations."
             mistakes.append(Mistake(text, _dotted(name, key)))
             return None
+        if value.text and _in_quotes(read) and mark(cls, key, FilePath) is not None:
+            text = f"{value.origin}: {_dotted(name, key)}: a path has no quotation marks around it here: {read[1:-1]}"
+            mistakes.append(Mistake(f"{text}.", _dotted(name, key)))
+            return None
         _nest(plain, key, _absolute(cls, key, read, value.origin))
     try:
         return adapter.validate_json(json.dumps(plain), strict=True)
@@ -109,6 +113,11 @@ def _absolute(cls: type, key: Key, value: Any, origin: Origin) -> Any:
     if not isinstance(value, str) or not value or (marked := mark(cls, key, FilePath)) is None or value in marked.words:
         return value
     return str((origin.folder / Path(value).expanduser()).absolute())
+
+
+def _in_quotes(value: Any) -> bool:
+    """Whether a text was written as in TOML, which the shell has passed on with its quotation marks."""
+    return isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
 
 
 _DECIMAL = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from ..ground.errors import PluginError
+from ..ground.errors import PluginError, locate
 from ..ground.places import place
 from .batch import Batch, BatchPhase, Preparation, PrepareStep
-from .calls import Calls
+from .blame import pass_through
+from .calls import Calls, Whose
 from .micro_state import POSITIONS
-from .protocols import Span
+from .protocols import Span, SpanName
 from .returns import CONTEXT, Kind, kind_of, results
 from .step_state import StepState
 
@@ -29,7 +30,7 @@ class Guarded:
         whose: the plugin and the hook, for messages.
     """
 
-    def __init__(self, inner: Any, protocol: type, whose: str) -> None:
+    def __init__(self, inner: Any, protocol: type, whose: Whose) -> None:
         self._inner = inner
         for name, kind in results(protocol).items():
             if kind.words != "None":
@@ -39,21 +40,27 @@ class Guarded:
         return getattr(self._inner, name)
 
 
-def guarded(function: Callable[..., Any], kind: Kind, whose: str, name: str) -> Callable[..., Any]:
+def guarded(function: Callable[..., Any], kind: Kind, whose: Whose, name: str) -> Callable[..., Any]:
     """A function whose results are checked."""
     problem = kind.problem
 
     @functools.wraps(function)
     def checked(*arguments: Any, **more: Any) -> Any:
-        value = function(*arguments, **more)
+        try:
+            value = function(*arguments, **more)
+        except Exception as error:
+            pass_through(error, whose)
+            raise
         if text := problem(value):
-            raise PluginError(f"{whose}: {name} ({place(function)}) must return {kind.words}, {text}.")
+            wrong = PluginError(f"{whose}: {name} ({place(function)}) must return {kind.words}, {text}.")
+            locate(wrong, plugin=whose.plugin, hook=whose.hook)
+            raise wrong
         return value
 
     return checked
 
 
-def preparing(source: str, given: Sequence[tuple[str, Preparation]], calls: Calls, state: StepState) -> Prepare:
+def preparing(source: Whose, given: Sequence[tuple[str, Preparation]], calls: Calls, state: StepState) -> Prepare:
     """What plugins do to the batches of a step, as one function.
 
     Args:
@@ -105,18 +112,28 @@ def _phase(step: tuple[BatchPhase, str, object]) -> BatchPhase:
     return step[0]
 
 
-def nesting(spans: Sequence[tuple[str, Span]]) -> Span:
-    """Functions that make context managers as one, whose managers are nested in their order."""
+def nesting(name: SpanName, spans: Sequence[tuple[Whose, Span]], inside: list[SpanName]) -> Span:
+    """Functions that make context managers as one, whose managers are nested in their order.
+
+    Args:
+        name: of the span.
+        spans: a function for each plugin, and whose it is, for messages.
+        inside: the spans that the run is in; this one, while it lasts.
+    """
     factories = [guarded(span, CONTEXT, whose, "the function") for whose, span in spans]
     if not factories:
         return nullcontext
 
     @contextmanager
     def nested() -> Iterator[None]:
-        with ExitStack() as stack:
-            for factory in factories:
-                stack.enter_context(factory())
-            yield
+        inside.append(name)
+        try:
+            with ExitStack() as stack:
+                for factory in factories:
+                    stack.enter_context(factory())
+                yield
+        finally:
+            inside.pop()
 
     return nested
 

@@ -9,7 +9,8 @@ from ..ground.errors import ConfigError, PluginError, Problem
 from .announce import Events
 from .attention import Attention, AttentionKernel, KernelCapabilities
 from .batch import Batch, Preparation, PrepareBatch, PrepareStep
-from .calls import Calls, EnabledPlugin, at_home, note_plugin, without
+from .blame import note_plugin
+from .calls import Calls, EnabledPlugin, Whose, at_home, without
 from .extra import ExtraModel
 from .fit import check_fit, gives
 from .guards import Guarded, Prepare, guarded, nesting, preparing
@@ -62,6 +63,7 @@ class Hooks(Events):
         self.used: set[tuple[str, str]] = set()  # slot or chain, and a plugin whose answer was taken
         self.asked_of_kernel: list[KernelCapabilities] = []
         """What attention modules need of the kernel, as they said when they asked for it."""
+        self.inside: list[SpanName] = []  # spans that the run is in, outermost first, where there is an `around`
         self._calls, self._job = Calls.of(plugins), cast("Job | None", None)
 
     def bind(self, job: Job) -> None:
@@ -91,7 +93,7 @@ class Hooks(Events):
             raise ConfigError(f"Plugins {names} both fill the slot {slot!r}; {without(owners)}.")
         return owners[0].name if owners else None
 
-    def whose(self, hook: str, name: str = "") -> str:
+    def whose(self, hook: str, name: str = "") -> Whose:
         """A plugin, its hook and where it stands, for messages; the slot's provider where no plugin is named."""
         return self._calls.whose(hook, name or self.provider(hook) or "")
 
@@ -211,7 +213,7 @@ class Hooks(Events):
     def span(self, name: SpanName) -> Span:
         """All context managers around a span, nested in order of plugin names, as one factory."""
         answers = self._calls.collect("around", {"span": name, "job": self.job})
-        return nesting([(self.whose("around", owner), factory) for owner, factory in answers if factory is not None])
+        return nesting(name, [(self.whose("around", o), span) for o, span in answers if span is not None], self.inside)
 
     # -- questions --------------------------------------------------------------------------------
 
@@ -283,8 +285,7 @@ class Hooks(Events):
 
     def _given(self, hook: str, arguments: Mapping[str, Any], names: list[str]) -> list[tuple[str, Any]]:
         """What some plugins answered, without those that left it to others."""
-        answers = [pair for name in names for pair in self._calls.collect(hook, arguments, only=name)]
-        return [(name, answer) for name, answer in answers if answer is not None]
+        return [one for name in names for one in self._calls.collect(hook, arguments, only=name) if one[1] is not None]
 
     def _several(self, answers: list[tuple[str, Any]]) -> tuple[str, str]:
         """Names of plugins of which one is too many, and how to be rid of it."""

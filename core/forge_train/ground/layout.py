@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from .axes import AXES, CONFIGURED, Domain, of_domain
 from .errors import ConfigError, Problem
+from .present import few
 
 
 class LayoutError(ConfigError):
@@ -116,6 +117,13 @@ class Layout:
     def settings(self) -> tuple[str, ...]:
         """`parallel.tp=2` and so on: assignments that configure this layout."""
         return tuple(f"parallel.{axis}={size}" for axis, size in self.axes().items())
+
+
+def named(ranks: Collection[int], layout: Layout) -> str:
+    """`ranks 2, 3 (stage 1)`: their numbers, and the coordinates that all of them share."""
+    places = [layout.coordinates(rank) for rank in ranks]
+    shared = {axis: at for axis, at in places[0].items() if all(place[axis] == at for place in places)}
+    return f"rank{'s' * (len(ranks) > 1)} {few(sorted(ranks), 8)}{in_words(shared)}"
 
 
 def in_words(coordinates: Mapping[str, int]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from math import ceil
+from statistics import median_high
 from typing import NamedTuple
 
 from forge_train.contract.timetable import Action, Overlap, Work, actions_of
@@ -21,7 +23,11 @@ KINDS = {
 """What is drawn → what it means."""
 WIDEST = 4
 """Columns of the shortest action at most."""
-LEFT, TOP, ROW, GAP, WIDE = 58, 8, 22, 5, 960
+LEFT, TOP, ROW, GAP, BETWEEN, WIDE, DIGIT = 58, 8, 22, 5, 14, 960, 7
+"""Pixels of the picture; BETWEEN is what separates its lines, DIGIT as wide as a character of a number."""
+INNER = WIDE - LEFT - 8
+LINES = 24
+"""The most lines of a picture."""
 _STYLE = """
 svg{background:#fff}text{fill:#445;font:11px system-ui,sans-serif}.lane{fill:#eef0f3}.on{fill:#fff;font-size:10px}
 .F{fill:#3b78c9}.B{fill:#2f9a5d}.I{fill:#39a9a0}.W{fill:#c9902b}.O{fill:#8a5bc4}.later{opacity:.72}
@@ -102,34 +108,57 @@ def _cell(span: Span | None, width: int, first: int, fill: tuple[str, str], *, n
 
 
 def svg(timeline: Timeline, title: str) -> str:
-    """A picture: a lane for each rank, an action's number is its micro-batch's."""
-    count = len(timeline.ranks)
-    height = TOP + count * (ROW + GAP) + 26
-    scale = (WIDE - LEFT - 8) / timeline.duration
+    """A picture: a lane for each rank, an action's number is its micro-batch's. A long step goes on below, in lines
+    like those of a text, so that numbers have room."""
+    count, lines = len(timeline.ranks), _lines(timeline)
+    block = count * (ROW + GAP)
+    end = TOP + lines * block + (lines - 1) * BETWEEN
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {height}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {end + 26}" role="img" '
         f'aria-label="{escape(title)}"><style>{_STYLE}</style><title>{escape(title)}</title>'
     )
-    parts = [head]
-    for rank, row in enumerate(timeline.ranks):
-        y = TOP + rank * (ROW + GAP)
-        first = timeline.timetable.parts_of(rank)[0]
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 15}" text-anchor="end">rank {rank}</text>')
-        parts.append(f'<rect class="lane" x="{LEFT}" y="{y}" width="{WIDE - LEFT - 8}" height="{ROW}"/>')
-        parts += [_box(span, LEFT + span.start * scale, y, (span.end - span.start) * scale, first) for span in row]
-    parts.append(_legend(timeline, TOP + count * (ROW + GAP) + 8))
+    parts, length = [head], timeline.duration / lines
+    for line in range(lines):
+        for rank, row in enumerate(timeline.ranks):
+            y = TOP + line * (block + BETWEEN) + rank * (ROW + GAP)
+            first = timeline.timetable.parts_of(rank)[0]
+            parts.append(f'<text x="{LEFT - 8}" y="{y + 15}" text-anchor="end">rank {rank}</text>')
+            parts.append(f'<rect class="lane" x="{LEFT}" y="{y}" width="{INNER}" height="{ROW}"/>')
+            parts += _boxes(row, line * length, length, y, first)
+    parts.append(_legend(timeline, end + 8))
     return "".join([*parts, "</svg>\n"])
+
+
+def _lines(timeline: Timeline) -> int:
+    """How many lines have room for the number of the usual short action: half of all actions take as long or longer."""
+    spans = [span for row in timeline.ranks for span in row if span.end > span.start]
+    number = len(str(timeline.timetable.micro_batches - 1)) + 1  # of the last one, and a space or a dot
+    needs = [(number * len(actions_of(span.slot)) - 1) / (span.end - span.start) for span in spans]
+    return min(max(ceil(DIGIT * median_high(needs) * timeline.duration / INNER), 1), LINES) if needs else 1
+
+
+def _boxes(row: tuple[Span, ...], begin: float, length: float, y: int, first: int) -> Iterator[str]:
+    """What lies in one line, which begins at a time and has a length; an action across its end goes on in the next."""
+    scale = INNER / length
+    for span in row:
+        start, end = max(span.start - begin, 0.0), min(span.end - begin, length)
+        if end > start or 0 <= span.start - begin == span.end - begin < length:
+            yield _box(span, LEFT + start * scale, y, (end - start) * scale, first)
+
+
+def _numbers(span: Span) -> str:
+    return "·".join(str(one.micro_batch) for one in actions_of(span.slot))
 
 
 def _box(span: Span, x: float, y: int, width: float, first: int) -> str:
     kind = kind_of(span.slot)
-    numbers = "·".join(str(one.micro_batch) for one in actions_of(span.slot))
+    numbers = _numbers(span)
     later = " later" if actions_of(span.slot)[0].part != first else ""
     box = (
         f'<rect class="{"O" if kind == OVERLAPPED else kind}{later}" x="{x:.1f}" y="{y}" '
         f'width="{max(width - 0.6, 0.4):.1f}" height="{ROW}"><title>{escape(str(span.slot))}</title></rect>'
     )
-    if width < 7 * len(numbers):
+    if width < DIGIT * len(numbers):
         return box
     return box + f'<text class="on" x="{x + width / 2:.1f}" y="{y + 15}" text-anchor="middle">{numbers}</text>'
 

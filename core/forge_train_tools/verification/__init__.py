@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -54,19 +55,21 @@ class Reference:
         return cls(request, steps, recording, exact)
 
 
-def launched(nproc: int, arguments: dict[str, Any]) -> None:
-    """Start processes of their own.
+def launched(nproc: int, arguments: dict[str, Any], layout: Layout | None = None) -> None:
+    """Start processes of their own; a failure tells where in the layout they lie.
 
     Raises:
         ForgeError: with the message of the rank that failed first; the folder stays, for the logs.
     """
     folder = Path(arguments["folder"])
-    task = WorkerCommand(WORKER, arguments, folder=folder / "launch", logs=folder / "log", quiet=True)
+    task = WorkerCommand(
+        WORKER, arguments, folder=folder / "launch", logs=folder / "log", quiet=True, layout=layout or Layout()
+    )
     launch(task, nproc).check()
 
 
 def verify(
-    request: Request, nproc: int, *, steps: int = 5, start: Start = launched, reference: Reference | None = None
+    request: Request, nproc: int, *, steps: int = 5, start: Start | None = None, reference: Reference | None = None
 ) -> Verdict:
     """Take the same steps on one process and on `nproc`, from the same weights and data, and compare them.
 
@@ -74,7 +77,7 @@ def verify(
         request: the configuration.
         nproc: the layout's number of processes.
         steps: how many to take.
-        start: how the processes are had; others than `launched` may have them running already.
+        start: how the processes are had, if not by `launched`: they may be running already.
         reference: what one process gives, if that is known; by default it is taken here.
 
     Raises:
@@ -89,6 +92,7 @@ def verify(
         request = dataclasses.replace(request, set=(*request.set, f"train.micro_batch={train.micro_batch}"))
     request = dataclasses.replace(request, set=(*request.set, LOGGED))
     folder = Path(tempfile.mkdtemp(prefix="forge-verify-"))
+    start = start or partial(launched, layout=Layout.of(layout.config.parallel, nproc))
     start(nproc, {"request": dataclasses.asdict(request), "steps": steps, "folder": str(folder)})
     try:
         found = Recording.read(folder, layout, nproc)

@@ -129,7 +129,7 @@ def _judged(
     own_norm = LUCK * relative(wide.first.norms, one.first.norms)[0] if wide else 0.0
     differ = errors(one.gradients, layout.gradients)
     gradients = _narrow_gradients(one, layout, wide) if wide else _gradients(differ)
-    peers, peers_at = peers_apart(layout.ranks)
+    peers, peers_at = peers_apart(layout)
     data, data_at = data_apart(one.first, layout.ranks)
     start = other_starts(one, layout)
     apart = pieces_apart([rank.weights for rank in layout.ranks])

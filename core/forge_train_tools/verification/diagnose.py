@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from forge_train.ground.layout import named
 from forge_train.ground.present import few
 
 from .diagnose_later import of_evaluation, of_side_effects, of_updates
@@ -116,7 +117,8 @@ def of_vetoes(layout: Recording, followed: Followed) -> Iterator[str]:
         ranks = [rank for rank in layout.ranks if step in rank.vetoes]
         if not math.isfinite(layout.first.norms[int(step) - 1]) or (step in ours and len(ranks) == len(layout.ranks)):
             continue
-        sides = ["one process"] * (step in ours) + [f"rank {rank.rank} of the layout" for rank in ranks]
+        sides = ["one process"] * (step in ours)
+        sides += [f"{named([rank.rank], layout.layout)} of the layout" for rank in ranks]
         reason = ranks[0].vetoes[step] if ranks else ours[step]
         yield (
             f"A plugin vetoes step {step} in on_gradients on {few(sides)} alone ({reason!r}): there the weights stay "
@@ -137,10 +139,9 @@ def of_no_update(layout: Recording) -> str:
 def _start(where: str, one: Recording, layout: Recording) -> str:
     ranks = {rank for apart in other_starts(one, layout).values() for rank in apart}
     if 0 < len(ranks) < len(layout.ranks):
-        said = f"rank{'s' * (len(ranks) > 1)} {few([str(rank) for rank in sorted(ranks)])}"
         return (
-            f"The initial weights differ on {said} only ({where}): a plugin changes them there before the first step, "
-            "in on_start perhaps. What it does must not depend on the rank."
+            f"The initial weights differ on {named(ranks, layout.layout)} only ({where}): a plugin changes them there "
+            "before the first step, in on_start perhaps. What it does must not depend on the rank."
         )
     return (
         f"The initial weights differ ({where}): a parameter must be declared by `initial(name)` of the module that "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from forge_train.ground.layout import named
 from forge_train.ground.present import few
 
 from .follow import Followed
@@ -26,7 +27,7 @@ def of_updates(verdict: Verdict, layout: Recording, followed: Followed) -> Itera
     if not wrong:
         return
     states, weights = ([one for one in wrong if (one.part == WEIGHT) is own] for own in (False, True))
-    where = _ranks(wrong)
+    where = _ranks(wrong, layout)
     for key, (one, other) in list(followed.settings.items())[:3]:
         yield f"The optimizer's setting {key} is {one} on one process and {other} on the layout{where}."
     if lost := [one for one in states if math.isnan(one.ratio) and math.isinf(one.error)]:
@@ -37,13 +38,12 @@ def of_updates(verdict: Verdict, layout: Recording, followed: Followed) -> Itera
         yield _weights(weights, followed, layout, where)
 
 
-def _ranks(wrong: Sequence[Moved]) -> str:
+def _ranks(wrong: Sequence[Moved], layout: Recording) -> str:
     """Where it is wrong on some ranks only."""
     ranks = {rank for one in wrong for rank in one.ranks}
     if not ranks or any(not one.ranks for one in wrong):
         return ""
-    said = few([str(rank) for rank in sorted(ranks)])
-    return f", in what rank {said} holds" if len(ranks) == 1 else f", in what ranks {said} hold"
+    return f", in what {named(ranks, layout.layout)} hold{'s' * (len(ranks) == 1)}"
 
 
 def _states(wrong: Sequence[Moved], followed: Followed, layout: Recording, where: str) -> str:

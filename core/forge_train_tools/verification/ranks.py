@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from forge_train.ground.layout import named
 from forge_train.ground.present import few
 
 from .numbers import finite
@@ -33,14 +34,15 @@ def up_to(until: int | None) -> str:
     return "relative" if until is None else f"relative, up to step {until}"
 
 
-def peers_apart(ranks: Sequence[Record]) -> tuple[int, str]:
+def peers_apart(layout: Recording) -> tuple[int, str]:
     """Ranks that saw other batches than a rank with the same data-parallel rank."""
     leaders: dict[int, Record] = {}
     apart = []
-    for rank in ranks:
+    for rank in layout.ranks:
         leader = leaders.setdefault(rank.data_rank, rank)
         if leader.batches != rank.batches:
-            apart.append(f"rank {rank.rank} and rank {leader.rank} (data-parallel rank {rank.data_rank})")
+            one, other = (named([of.rank], layout.layout) for of in (rank, leader))
+            apart.append(f"{one} and {other} (data-parallel rank {rank.data_rank})")
     return len(apart), few(apart)
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_train import ForgeError, Ge, Gt, Job, Plugin, StepResult, Volatile, hookimpl, section
+from forge_train.contract.protocols import Span, SpanName
+
+if TYPE_CHECKING:
+    from ._health import Share
 
 log = logging.getLogger("forge_train")
 
@@ -15,7 +20,8 @@ class Health(Plugin):
     """Checks every rank at the start of a run and at intervals: known answers, speed, disk, clocks, devices.
 
     Each rank computes a matrix product and an all-reduce with known answers. If a rank gets one of them wrong, the run
-    ends with an error that names it, before it can spoil a checkpoint. A slow rank, a nearly full disk, clocks that
+    ends with an error that names it, before it can spoil a checkpoint. A slow rank, a rank that the others wait for
+    during steps (by the time that each spends in collectives), a nearly full disk, clocks that
     differ, and problems that NVML reports for a CUDA device (uncorrected memory errors, throttling; with `nvidia-ml-py`
     installed) are warnings. `forge doctor --nproc N` runs the same checks without a run.
     """
@@ -29,27 +35,59 @@ class Health(Plugin):
         """Steps between checks; 0 checks only at the start."""
         slow: Annotated[float, Gt(1), Volatile()] = 1.5
         """A rank is slow if it takes this many times the median of all ranks for the same product."""
+        waited: Annotated[float, Gt(0), Volatile()] = 0.2
+        """The others wait for a rank if it works in a larger part of the step than they do, by more than this. On CUDA
+        devices, only what delays the host counts, such as a slow loader."""
 
     config: Config
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._job: Job | None = None
+        self._share: Share | None = None
 
     @hookimpl
     def on_start(self, job: Job) -> None:
         self._job = job
         self._check(job, 0)
+        if job.dist.world > 1 and self.config.every:
+            from ._health import Share
+
+            self._share = Share()
+
+    @hookimpl
+    def around(self, span: SpanName) -> Span | None:
+        def shared() -> AbstractContextManager[None]:
+            return self._share.step() if self._share else nullcontext()
+
+        return shared if span == "step" else None
 
     @hookimpl
     def on_step(self, step: StepResult) -> None:
         if self._job and self.config.every and step.step % self.config.every == 0:
             self._check(self._job, step.step)
 
+    @hookimpl
+    def on_finish(self) -> None:
+        self._stop()
+
+    @hookimpl
+    def on_error(self) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._share:
+            self._share.stop()
+
     def _check(self, job: Job, step: int) -> None:
         from forge_train_tools.health import look
 
         found = look(job.dist, Path(job.run.dir), self.config.slow)
+        if self._share:
+            from ._health import compare
+
+            shares = job.dist.gather_objects(self._share.take())
+            found += compare(shares, job.dist.layout, self.config.waited)
         if broken := [one.text for one in found if one.status == "fail"]:
             raise ForgeError(f"health: {'; '.join(broken)}. Leave this machine out, and go on from a checkpoint.")
         for one in found if job.dist.main else ():

@@ -14,8 +14,8 @@ from forge_train.nn import full_tensor
 
 from .channel import Channel
 from .program import Operation, last_of_each, program
-from .rules import RULES
-from .schedules import timetable
+from .rules import RULES, advice
+from .schedules import CountError, timetable
 from .step import Step
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ class Pipeline:
             try:
                 found[name] = timetable(config, self._ranks, micro_batches)
             except ConfigError as error:
-                found[name] = str(error)
+                share = micro_batches * self.job.config.train.micro_batch
+                way_out = advice(config, self._ranks, share, micro_batches) if isinstance(error, CountError) else ""
+                found[name] = f"{str(error).rstrip('.')}{way_out and ': '}{way_out}."
         return found
 
     def train(self, batches: Sequence[Batch], scale: Tensor | float) -> Tensor:

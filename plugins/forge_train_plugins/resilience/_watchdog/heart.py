@@ -16,8 +16,8 @@ from forge_train.ground.ending import end_process
 from forge_train.ground.failure import Failure
 from forge_train.ground.files import write_json
 from forge_train.ground.world import FORGE_LAUNCHED
+from forge_train_tools.stacks import Place, dump, dump_collectives, place
 
-from .stacks import Place, dump, dump_collectives, place
 from .verdict import Heartbeat, message
 
 log = logging.getLogger("forge_train")
@@ -100,15 +100,21 @@ class Heart:
                 stalled = late > self._limit
                 self._beat(late, stalled=stalled)
                 if self._job.dist.main and not stalled:
-                    self._show_alive(self._phase)
+                    self._show_alive(self._part)
                 if stalled and self._confirmed(seen):
                     return
         except OSError as error:
             log.warning("The watchdog has stopped: %s", error)
 
     @property
+    def _part(self) -> str:
+        """What the run does. What other plugins put around a span is part of it, and may lie outside of the marks."""
+        span = next(iter(self._job.hooks.inside[-1:]), None)
+        return self._phase if span is None or (span == "step" and self._phase != "between steps") else span
+
+    @property
     def _limit(self) -> float:
-        return self._seconds if self._settled and self._phase not in ("evaluate", "save") else self._slow
+        return self._seconds if self._settled and self._part not in ("evaluate", "save") else self._slow
 
     def _show_alive(self, phase: str) -> None:
         write_json(self._alive, {"step": self._step, "phase": phase, "time": time.time()})
@@ -121,7 +127,7 @@ class Heart:
             beat=self._beats,
             marks=self._marks,
             step=self._step + 1,
-            phase=self._phase,
+            phase=self._part,
             seconds=late,
             stalled=stalled,
             at=where.at,
@@ -138,7 +144,7 @@ class Heart:
         last = dump_collectives(self._stalled / f"rank-{rank}-collectives.json")
         beats, silent = self._hear(late, last)
         if self._marks != marks or self._over.is_set():
-            log.warning("Step %d went on after %.0f s in %s.", self._step + 1, late, self._phase)
+            log.warning("Step %d went on after %.0f s in %s.", self._step + 1, late, self._part)
             return False
         speaks = min((other for other, beat in beats.items() if beat.stalled and other not in silent), default=rank)
         if speaks == rank:

@@ -1,0 +1,108 @@
+"""`forge launch`."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from . import screen
+from .lazy import LazyGroup
+from .options import PRESET, RUN_DIR, hugging_face, run_dir_option, run_options
+
+if TYPE_CHECKING:
+    from forge_train.config.layers import Request
+
+COMMANDS = {"slurm": (".launch:slurm", "Write a batch script for Slurm that requeues its job, and submit it.")}
+DEADLINE = "signals"
+"""The plugin that saves before the time limit."""
+
+
+@click.group(cls=LazyGroup, table=COMMANDS, short_help="Train on a cluster.")
+def launch() -> None:
+    """Train on a cluster."""
+
+
+def _options(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    """Options of sbatch, by name."""
+    pairs = (value.partition("=") for value in values)
+    return {name.strip().removeprefix("--"): value.strip() for name, _, value in pairs}
+
+
+@click.command(short_help="Write a batch script for Slurm that requeues its job, and submit it.")
+@run_options(default="")
+@run_dir_option
+@click.option("--name", metavar="NAME", help="The run is DIR/NAME; without it, the name of CONFIG.")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, metavar="K", help="Nodes.")
+@click.option("--nproc", type=click.IntRange(min=1), required=True, metavar="N", help="Processes, and GPUs, of a node.")
+@click.option("--time", required=True, metavar="LIMIT", help="The limit of one job, as [days-]hours:minutes:seconds.")
+@click.option("--sbatch", "options", multiple=True, metavar="NAME=VALUE", callback=_options,
+              help="Another option of sbatch, like partition=gpu; may be repeated.")  # fmt: skip
+@click.option("--output", "-o", metavar="FILE", help="Write the script there; NAME.sbatch without it.")
+@click.option("--submit", is_flag=True, help="Submit the script with sbatch.")
+def slurm(
+    request: Request,
+    run_dir: str,
+    name: str | None,
+    nodes: int,
+    nproc: int,
+    time: str,
+    options: dict[str, str],
+    output: str | None,
+    submit: bool,
+) -> None:
+    """Check CONFIG as `forge train` would, and write a batch script that trains it on K nodes with N processes each.
+    The run saves before the limit and the job queues itself again, until the run is done. Write the script on a file
+    system that all nodes see.
+
+    \b
+    forge launch slurm my.toml --nodes 4 --nproc 8 --time 24:00:00 --sbatch partition=gpu --submit
+    """
+    from forge_train.registry.setup import resolve
+    from forge_train_tools.launching import slurm as cluster
+
+    request = dataclasses.replace(request, config=request.config or PRESET)
+    if DEADLINE not in request.without:
+        request = dataclasses.replace(request, plugins=tuple(dict.fromkeys((*request.plugins, DEADLINE))))
+    named = () if name is None else (f"run.name={name}",)
+    wanted = hugging_face(dataclasses.replace(request, set=(*request.set, *named)), run_dir)
+    config = resolve(wanted, world=nodes * nproc).config
+    name = config.run.name or config.source
+    job = cluster.SlurmJob(
+        name=name,
+        nodes=nodes,
+        tasks=nproc,
+        time=time,
+        folder=Path.cwd(),
+        command=(sys.executable, "-m", "forge_train_cli", "train", *_arguments(request, run_dir, name)),
+        gpus=config.run.device != "cpu",
+        options=options,
+    )
+    file = Path(output or f"{name}.sbatch")
+    screen.check_own(file, lambda begins: cluster.MARK.encode() in begins, "script written by forge")
+    screen.write(file, job.script())
+    click.echo(f"Wrote {file}.")
+    if submit:
+        click.echo(f"Submitted as job {cluster.submit(file)}.")
+    else:
+        click.echo(f"Submit it with: sbatch {shlex.quote(str(file))}")
+
+
+def _arguments(request: Request, run_dir: str, name: str) -> Iterator[str]:
+    """What `forge train` is given for a request; values of FORGE_SET go with it, wherever the job is submitted."""
+    from forge_train.config.layers import assignments
+
+    yield request.config
+    for option, names in (("--plugins", request.plugins), ("--without", request.without)):
+        if names:
+            yield from (option, ",".join(names))
+    for value in (*assignments(request.environment), *request.set):
+        yield from ("--set", value)
+    if run_dir != RUN_DIR:
+        yield from ("--run-dir", run_dir)
+    yield from ("--name", name)
