@@ -10,6 +10,7 @@ import pytest
 
 import toys
 from forge_cli import environment, forge, forge_process, one_message
+from forge_train.engine import train
 from forge_train.ground.records import read
 
 pytestmark = [pytest.mark.dist]
@@ -57,9 +58,27 @@ def test_a_layout_that_fits_no_fewer_says_so(tmp_path: Path) -> None:
     assert fixed.code == 2
     assert fixed.err.splitlines()[0] == (
         "Warning: --min-nproc 1: every restart takes all 2 processes, because the run fits no fewer: "
-        "parallel.dp_shard: pp × dp_replicate × dp_shard × cp × tp = 1 × 1 × 2 × 1 × 1 = 2, but there is 1 process."
+        "--set parallel.dp_shard=2: parallel.dp_shard: pp × dp_replicate × dp_shard × cp × tp = 1 × 1 × 2 × 1 × 1 = 2, "
+        "but there is 1 process."
     )
     assert "start again" not in fixed.err
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("restarts", "name", "warned"), [("2", "", True), ("2", "named", False), ("0", "", False)])
+def test_a_run_that_a_restart_would_not_continue(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    restarts: str,
+    name: str,
+    warned: bool,
+) -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, value in {**torchrun, "TORCHELASTIC_MAX_RESTARTS": restarts}.items():
+        monkeypatch.setenv(key, value)
+    train(toys.setup(folder=tmp_path, config={"train.steps": 1, "run.name": name}), run_dir=tmp_path / "runs")
+    assert ("A restart by torchrun begins a new run" in caplog.text) is warned
 
 
 def test_what_min_nproc_may_be(tmp_path: Path) -> None:
