@@ -21,7 +21,7 @@ from forge_train.ground.layout import Layout
 from forge_train.registry.setup import Setup, resolve
 from forge_train.storage.run import is_kept, is_run
 from forge_train.storage.start import Start, claim, unclaim
-from forge_train_tools.launching.launch import Ended, WorkerCommand, WorkerResult, launch
+from forge_train_tools.launching.launch import Ended, Restart, WorkerCommand, WorkerResult, launch
 
 from .closing import next_commands
 from .failures import show_progress, show_warnings
@@ -50,17 +50,19 @@ def train_several(
     notable: Sequence[str],
     nproc: int,
     max_restarts: int,
+    min_nproc: int | None,
     quiet: bool,
 ) -> Launched:
-    """Train on N local processes, rank 0 alone on the screen.
+    """Train on N local processes, rank 0 alone on the screen; after failures also on fewer, but at least `min_nproc`.
 
     Raises:
         ConfigError: for what is wrong before any of them is started.
     """
+    smaller = smaller_layouts(request, nproc, min_nproc) if min_nproc else {}
     start, lock = claim(setup.config, run_dir, resume, tuple(notable))
     arguments = {"request": dataclasses.asdict(request), "start": _as_json(start), "quiet": quiet}
     logs, layout = start.dir / "log", Layout.of(setup.config.parallel, nproc)
-    task = WorkerCommand(f"{__name__}:worker", arguments, folder=logs / "launch", logs=logs, layout=layout)
+    task = WorkerCommand(f"{__name__}:worker", arguments, logs / "launch", logs, layout=layout, smaller=smaller)
     metrics = start.dir / "metrics.jsonl"
 
     def last_step() -> int:
@@ -68,12 +70,12 @@ def train_several(
 
     began = time.time()
 
-    def on_restart(why: str, first: WorkerResult) -> None:
+    def on_restart(restart: Restart) -> None:
         nonlocal began
-        _record(Run(start.dir, lock.file), first, last_step(), began)
+        _record(Run(start.dir, lock.file), restart.first, last_step(), began, restart)
         began = time.time()
         _restore_screen()
-        click.echo(f"{click.style('Warning:', fg='yellow')} {why}", err=True)
+        _warn(restart.why)
 
     try:
         ended = launch(task, nproc, max_restarts=max_restarts, last_step=last_step, on_restart=on_restart)
@@ -92,12 +94,38 @@ def train_several(
     return Launched(start.dir, ended)
 
 
-def _record(run: Run, first: WorkerResult, step: int, since: float) -> None:
-    """Write how the rank failed that failed first, unless the run was refused before it began."""
+def smaller_layouts(request: Request, nproc: int, least: int) -> dict[int, Layout]:
+    """Fewer processes with which the run may go on, and their layouts; a warning says so if there are none.
+
+    Raises:
+        ConfigError: if `least` is not below `nproc`.
+    """
+    if least >= nproc:
+        raise ConfigError(f"--min-nproc {least}: must be below the number of processes, which is {nproc}.")
+    found, why = {}, ""
+    for world in range(nproc - 1, least - 1, -1):
+        try:
+            found[world] = Layout.of(resolve(request, world=world).config.parallel, world)
+        except ConfigError as error:
+            why = why or str(error)
+    if not found:
+        _warn(f"--min-nproc {least}: every restart takes all {nproc} processes, because the run fits no fewer: {why}")
+    return found
+
+
+def _warn(text: str) -> None:
+    click.echo(f"{click.style('Warning:', fg='yellow')} {text}", err=True)
+
+
+def _record(run: Run, first: WorkerResult, step: int, since: float, restart: Restart | None = None) -> None:
+    """Write how the rank failed that failed first, and whether all start again, unless the run was refused before it
+    began."""
     if not is_run(run.dir) or (first.code == ConfigError.code and not is_kept(run.dir)):
         return
     try:
         run.fail_first(first.as_failure(), first.code, step, since=since)
+        if restart is not None:
+            run.event("restarted", step, reason=restart.why, attempt=restart.attempt, world=restart.world)
     except OSError as error:  # a full disk: what went wrong first is what is told
         log.warning("%s: can't record how the run ended: %s", run.dir, error.strerror or error)
 

@@ -55,6 +55,12 @@ if TYPE_CHECKING:
     metavar="K",
     help="How often a failure starts all processes again, from the newest checkpoint.",
 )
+@click.option(
+    "--min-nproc",
+    type=click.IntRange(min=1),
+    metavar="M",
+    help="With --max-restarts: go on with fewer processes, but at least M, where the same ones fail twice in a row.",
+)
 @click.option("--export", is_flag=True, help="Write the trained model to RUN/export in Hugging Face layout.")
 @click.option("--quiet", "-q", is_flag=True, help="No dashboard, only warnings and errors.")
 @click.option("--json", "as_json", is_flag=True, help="Like --quiet, with one JSON object at the end.")
@@ -65,6 +71,7 @@ def train(
     resume: str,
     nproc: int | Literal["auto"],
     max_restarts: int,
+    min_nproc: int | None,
     export: bool,
     quiet: bool,
     as_json: bool,
@@ -89,10 +96,8 @@ def train(
     try:
         from forge_train.ground.world import world_size
         from forge_train.registry.setup import resolve
-        from forge_train_tools.launching.launch import check_alone
 
-        if isinstance(nproc, int) or max_restarts:
-            check_alone(f"--nproc {nproc}" if isinstance(nproc, int) else f"--max-restarts {max_restarts}")
+        _check_launch(nproc, max_restarts, min_nproc)
         request = hugging_face(request, run_dir)
         count = nproc if isinstance(nproc, int) else how_many(request)
         try:
@@ -118,6 +123,7 @@ def train(
                 notable=_notable(request),
                 nproc=count,
                 max_restarts=max_restarts,
+                min_nproc=min_nproc,
                 quiet=quiet or as_json,
             )
             code = _told(launched, quiet=quiet, as_json=as_json)
@@ -137,6 +143,16 @@ def train(
     if export and _first_process():
         export_trained(finished.run, quiet=quiet or as_json)
     return finished.code
+
+
+def _check_launch(nproc: int | Literal["auto"], max_restarts: int, min_nproc: int | None) -> None:
+    """Whether this process may start others as it is told."""
+    from forge_train_tools.launching.launch import check_alone
+
+    if isinstance(nproc, int) or max_restarts:
+        check_alone(f"--nproc {nproc}" if isinstance(nproc, int) else f"--max-restarts {max_restarts}")
+    if min_nproc is not None and not max_restarts:
+        raise ConfigError(f"--min-nproc {min_nproc} says what a restart may do; add --max-restarts.")
 
 
 def _with_name(request: Request, name: str | None) -> Request:

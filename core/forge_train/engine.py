@@ -67,6 +67,8 @@ def train(
         dist = stack.enter_context(joined(setup))
         if start is None:
             start = dist.on_main(lambda: _claimed(stack, claim(config, run_dir, resume, notable)))
+            if dist.main and dist.place.max_restarts and start.new and not (config.run.name and resume == "auto"):
+                log.warning("A restart by torchrun begins a new run: only one with a --name goes on.")
         elif dist.place.attempt:
             start = start.again(saved=checkpoint.newest(start.dir / "checkpoints", dist) is not None)
         run = Run(start.dir, start.lock)

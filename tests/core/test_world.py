@@ -38,6 +38,7 @@ def test_nobody_started_this_process() -> None:
 def test_torchrun() -> None:
     assert World.here(TORCHRUN) == World(3, 4, 1, 2, 2, "torchrun", "node0", 29500)
     assert World.here({**TORCHRUN, "FORGE_LAUNCHED": "17"}).launcher == "forge"
+    assert World.here({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}).max_restarts == 3
 
 
 def test_slurm() -> None:
@@ -175,14 +176,17 @@ def test_ranks_are_named_by_where_they_lie_in_the_mesh() -> None:
     ]  # fmt: skip
     assert Layout(pp=3).coordinates(2) == {"pp": 2}
     assert Layout(dp_shard=3).coordinates(2) == {}, "the rank's number says as much"
-    command = WorkerCommand("module:name", {}, Path(), Path(), layout=layout)
+    smaller = {4: Layout(pp=2, tp=2)}
+    command = WorkerCommand("module:name", {}, Path(), Path(), layout=layout, smaller=smaller)
     killed = WorkerResult(6, 1, "killed", "was killed by SIGKILL.")
     lost = [WorkerResult(rank, 1, "lost", "Connection closed by peer") for rank in (5, 7)]
-    ended = Ended(command.placed([killed, *lost]))
+    ended = Ended(command.placed([killed, *lost], 8))
     assert ended.complaint() == (
         "Rank 6 (stage 1, dp_shard 1, tp 0) was killed by SIGKILL.\nRanks 5, 7 (stage 1, tp 1) ended because of it."
     )
     assert ended.first.as_failure().message == "Rank 6 (stage 1, dp_shard 1, tp 0) was killed by SIGKILL."
+    (third,) = command.placed([WorkerResult(3, 1, "killed", "was killed by SIGKILL.")], 4)
+    assert third.who == "Rank 3 (stage 1, tp 1)", "an attempt with fewer processes has a layout of its own"
 
 
 def test_errors_that_only_follow_from_another_rank() -> None:

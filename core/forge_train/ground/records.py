@@ -59,6 +59,7 @@ EVENTS = {
         EventSchema("evaluation", {"loss": _NUMBER, "tokens": int, "metrics": dict}),
         EventSchema("anomaly", {"kind": str, "reason": str}),
         EventSchema("interrupted", {"reason": str}),
+        EventSchema("restarted", {"reason": str, "attempt": int, "world": int}),
         EventSchema(
             "run_finished",
             {"outcome": str, "loss": (int, float, type(None)), "reason": str, "error": (dict, type(None))},

@@ -39,6 +39,8 @@ class World:
     address: str = ""
     """Where the processes meet; empty where there is one."""
     port: int = 0
+    max_restarts: int = 0
+    """How often torchrun starts them again if they fail."""
 
     @classmethod
     def here(cls, environment: Mapping[str, str] | None = None) -> World:
@@ -125,6 +127,7 @@ def _torchrun(given: _Environment) -> World:
         local_rank=local_rank,
         local_size=given.integer("LOCAL_WORLD_SIZE", local_rank + 1),
         attempt=given.integer("TORCHELASTIC_RESTART_COUNT", 0),
+        max_restarts=given.integer("TORCHELASTIC_MAX_RESTARTS", 0),
         launcher="forge" if FORGE_LAUNCHED in given else "torchrun",
         address=given.text("MASTER_ADDR"),
         port=given.integer("MASTER_PORT", 0),

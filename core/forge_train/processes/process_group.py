@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import sys
+import time
+import uuid
 from datetime import timedelta
 from typing import Any
 
@@ -29,8 +32,8 @@ def join(place: World, device: torch.device, timeout: timedelta) -> None:
         store = dist.TCPStore(
             place.address, place.port, place.size, is_master=serves, timeout=timeout, wait_for_workers=False
         )
-        # A prefix of its own for each attempt: after a restart gloo finds the addresses of the dead otherwise.
-        own = dist.PrefixStore(f"attempt-{place.attempt}", store)
+        # In a store that outlives them, gloo would find the addresses of the dead after a restart.
+        own = dist.PrefixStore(_agree(place, store, timeout, at), store) if agent_has_store else store
         _await_all(place, own, timeout, at)
         dist.init_process_group(backend, store=own, rank=place.rank, world_size=place.size, timeout=timeout)
     except RuntimeError as error:
@@ -53,11 +56,40 @@ def _await_all(place: World, store: dist.Store, timeout: timedelta, at: str) -> 
         store.wait([f"here-{rank}" for rank in range(place.size)], timeout)
     except RuntimeError as error:
         missing = [rank for rank in range(place.size) if not store.check([f"here-{rank}"])]
-        ranks = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
-        raise CommunicationError(
-            f"After {timeout.total_seconds():g} s {ranks} not joined the other {place.size - len(missing)} of "
-            f"{place.size} processes at {at}. Look whether they were started, and at their logs."
-        ) from error
+        raise _absent(missing, place, timeout, at) from error
+
+
+def _absent(missing: list[int], place: World, timeout: timedelta, at: str) -> CommunicationError:
+    ranks = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
+    return CommunicationError(
+        f"After {timeout.total_seconds():g} s {ranks} not joined the other {place.size - len(missing)} of "
+        f"{place.size} processes at {at}. Look whether they were started, and at their logs."
+    )
+
+
+def _agree(place: World, store: dist.Store, timeout: timedelta, at: str) -> str:
+    """A prefix that the processes of this start share, and no other ones.
+
+    Agents of torchrun count their restarts each for itself, so one that joined later has another count, and the store
+    stays when their number changes. So every process draws a name, rank 0 proposes all of them until each process has
+    found its own there, and the processes of an earlier start find no name of theirs.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    ranks = range(place.size)
+    awaited = names = [f"name-{rank}" for rank in ranks]
+    store.set(names[place.rank], mine)
+    while time.monotonic() < deadline:
+        if place.rank == 0 and store.check(names):
+            store.set("proposal", ",".join(store.get(name).decode() for name in names))
+        proposal = store.get("proposal").decode() if store.check(["proposal"]) else ""
+        if mine in proposal.split(","):
+            prefix = hashlib.sha256(proposal.encode()).hexdigest()
+            awaited = [f"{prefix}-{rank}" for rank in ranks]
+            store.set(awaited[place.rank], "")
+            if store.check(awaited):
+                return prefix
+        time.sleep(0.05)
+    raise _absent([rank for rank in ranks if not store.check([awaited[rank]])], place, timeout, at)
 
 
 def leave() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 from typing import Any
 
-from forge_train_tools.launching.agent import by_cause
+from forge_train_tools.launching.causes import by_cause
 from forge_train_tools.launching.launch import Ended, WorkerResult
 from forge_train_tools.verification import Reference, Verdict, verify
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -24,9 +23,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from forge_train.ground.present import few
 from forge_train.ground.world import FORGE_LAUNCHED
 
-from .launch import Ended, WorkerCommand, WorkerResult, awaited, left
+from .causes import as_words, by_cause, frames, top
+from .launch import Ended, Restart, WorkerCommand, WorkerResult, awaited, left
+from .places import Places
 
 HERE = "127.0.0.1"
 GRACE = 0.3
@@ -54,7 +56,7 @@ def run_agent(
     *,
     max_restarts: int,
     last_step: Callable[[], int],
-    on_restart: Callable[[str, WorkerResult], None],
+    on_restart: Callable[[Restart], None],
 ) -> Ended:
     """See `forge_train_tools.launching.launch.launch`."""
     if "LOGLEVEL" not in os.environ:  # torch's own switch
@@ -99,11 +101,12 @@ class _Agent(LocalElasticAgent):
         logs: DefaultLogsSpecs,
         task: WorkerCommand,
         last_step: Callable[[], int],
-        on_restart: Callable[[str, WorkerResult], None],
+        on_restart: Callable[[Restart], None],
     ) -> None:
         super().__init__(spec, logs)
         self.task, self.last_step, self.on_restart = task, last_step, on_restart
-        self.nproc, self.restarts = spec.local_world_size, spec.max_restarts
+        self.restarts = spec.max_restarts
+        self.places = Places(spec.local_world_size, task.smaller)
         self.signal = 0
         """The signal that ended the ranks at once."""
         self._asked = 0
@@ -118,7 +121,8 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._outcomes = []
         self._attempt = self.restarts - int(self._remaining_restarts)
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        with self.places.devices():
+            started: dict[int, Any] = super()._start_workers(worker_group)
         self._handle()  # torch has put handlers of its own
         return started
 
@@ -219,17 +223,32 @@ class _Agent(LocalElasticAgent):
         silent = [rank for rank in self._processes() if rank not in ended and rank not in hung]
         self._kill()
         everybody = [*ended.values(), *hung.values(), *(WorkerResult(rank, 1, "lost") for rank in silent)]
-        self._outcomes = by_cause(self.task.placed(everybody))
+        self._outcomes = by_cause(self._placed(everybody))
         first = self._outcomes[0]
         if self._asked or first.code not in (0, 1):  # told to stop, or nothing that another attempt would change
             self._remaining_restarts = 0
         elif self._remaining_restarts:
-            left_over = f"attempt {self._attempt + 1} of {self.restarts}"
-            self.on_restart(f"{first.who} {_as_words(first)} All ranks start again ({left_over}).", first)
+            self._prepare_restart(first)
+
+    def _prepare_restart(self, first: WorkerResult) -> None:
+        """Choose the places of the next attempt, and tell of it."""
+        own = [one.rank for one in self._outcomes if not one.well and one.kind in ("own", "killed", "hung")]
+        self.places.after(own)
+        world, attempt = len(self.places.used), self._attempt + 1
+        self._worker_group.spec.local_world_size = world
+        who = "All ranks"
+        if lost := self.places.lost:
+            failed = f"Place{'s' * (len(lost) > 1)} {few(lost, 8)} failed twice in a row"
+            who = f"{failed}; {world} of {self.places.count} ranks"
+        why = f"{first.who} {as_words(first)} {who} start again (attempt {attempt} of {self.restarts})."
+        self.on_restart(Restart(why, first, attempt, world))
+
+    def _placed(self, outcomes: Iterable[WorkerResult]) -> list[WorkerResult]:
+        return self.task.placed(outcomes, len(self._processes()))
 
     def _hear(self, seconds: float) -> dict[int, WorkerResult]:
         deadline = time.monotonic() + seconds
-        while len(ended := self._ended_so_far()) < self.nproc and time.monotonic() < deadline:
+        while len(ended := self._ended_so_far()) < len(self._processes()) and time.monotonic() < deadline:
             time.sleep(0.02)
         return ended
 
@@ -244,11 +263,11 @@ class _Agent(LocalElasticAgent):
         for rank, log in logs.items():
             stacks = log.read_bytes()[sizes[rank] :].decode(errors="replace") if log.exists() else ""
             message = (
-                f"hangs {self._when()}; the others waited for it in {waiting or 'vain'}.{_top(stacks)}\n"
+                f"hangs {self._when()}; the others waited for it in {waiting or 'vain'}.{top(stacks)}\n"
                 f"Its stacks are in {log}."
             )
             found[rank] = WorkerResult(rank, 1, "hung", message)
-        in_their_own_code = {r: one for r, one in found.items() if "distributed_c10d" not in _frames(one.message)[:1]}
+        in_their_own_code = {r: one for r, one in found.items() if "distributed_c10d" not in frames(one.message)[:1]}
         return in_their_own_code or found
 
     def _kill(self, *, wait: bool = True) -> None:
@@ -263,35 +282,7 @@ class _Agent(LocalElasticAgent):
 
     def ended(self) -> Ended:
         """How they ended the last time."""
-        outcomes = self._outcomes or by_cause(self.task.placed(self._ended_so_far().values()))
+        outcomes = self._outcomes or by_cause(self._placed(self._ended_so_far().values()))
         if self._asked and any(one.kind == "killed" for one in outcomes) and not self.signal:
             self.signal = self._asked  # it came before they could save
         return Ended(outcomes, self.signal)
-
-
-def by_cause(outcomes: Iterable[WorkerResult]) -> list[WorkerResult]:
-    """The one that began it first: who was killed or hung, before who says so itself, before who only lost another."""
-    order = ("hung", "killed", "own", "timeout", "lost")
-
-    def place(outcome: WorkerResult) -> tuple[bool, bool, int, int]:
-        final = outcome.code not in (0, 1)  # a mistake of the user's explains all that follows from it
-        return (outcome.well, not final, order.index(outcome.kind), outcome.rank)
-
-    return sorted(outcomes, key=place)
-
-
-def _as_words(outcome: WorkerResult) -> str:
-    line = outcome.message.splitlines()[0] if outcome.message else "ended."
-    return line if outcome.kind in ("killed", "hung") else f"failed: {line}"
-
-
-def _frames(stacks: str) -> list[str]:
-    """`file:line, in function` of the main thread, innermost first, from what faulthandler wrote."""
-    main = stacks.rpartition("Current thread ")[2] or stacks.rpartition("Thread ")[2]
-    return [f"{file}:{line}, in {name}" for file, line, name in re.findall(r'File "(.+)", line (\d+) in (\S+)', main)]
-
-
-def _top(stacks: str) -> str:
-    frames = _frames(stacks)
-    own = next((frame for frame in frames if "/torch/" not in frame and "/threading.py" not in frame), "")
-    return f"\n  at {own or frames[0]}" if frames else ""

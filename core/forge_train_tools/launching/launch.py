@@ -83,6 +83,8 @@ class WorkerCommand:
     """Whether rank 0 too writes into its log instead of on the screen."""
     layout: Layout = field(default_factory=Layout)
     """Of the processes, for messages; by default none is known."""
+    smaller: Mapping[int, Layout] = field(default_factory=dict)
+    """Numbers of processes with which it may go on where places are lost (see `Places`), with their layouts."""
 
     def write(self, nproc: int) -> None:
         """Write what the processes are told, and reserve room for what each has to say on a disk that is full then."""
@@ -103,9 +105,24 @@ class WorkerCommand:
     def log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
 
-    def placed(self, outcomes: Iterable[WorkerResult]) -> list[WorkerResult]:
-        """The same with the ranks' coordinates."""
-        return [dataclasses.replace(one, coordinates=self.layout.coordinates(one.rank)) for one in outcomes]
+    def placed(self, outcomes: Iterable[WorkerResult], world: int) -> list[WorkerResult]:
+        """The same with the ranks' coordinates among so many."""
+        layout = self.smaller.get(world, self.layout)
+        return [dataclasses.replace(one, coordinates=layout.coordinates(one.rank)) for one in outcomes]
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The processes are about to be started again."""
+
+    why: str
+    """In a sentence or two."""
+    first: WorkerResult
+    """How the rank failed that failed first."""
+    attempt: int
+    """From 1 on."""
+    world: int
+    """How many processes there will be."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +250,7 @@ def launch(
     *,
     max_restarts: int = 0,
     last_step: Callable[[], int] = lambda: 0,
-    on_restart: Callable[[str, WorkerResult], None] = lambda why, first: None,
+    on_restart: Callable[[Restart], None] = lambda restart: None,
 ) -> Ended:
     """Run a task on local processes, by torchrun's elastic agent in this one.
 
@@ -244,7 +261,7 @@ def launch(
         nproc: how many.
         max_restarts: how often a failure starts all of them again.
         last_step: the step that is known to have been reached, for messages.
-        on_restart: is told why, and how the first rank failed, before they are started again.
+        on_restart: is told before they are started again.
 
     Raises:
         ConfigError: if this process is itself one of several.
