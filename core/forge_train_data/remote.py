@@ -16,6 +16,7 @@ _LARGEST, _SMALLEST = 1 << 24, 1 << 14
 """Bytes that are asked for at once: fewer after each failure, so that a bad line still carries something."""
 _IDENTITY = ("ETag", "etag", "md5", "mtime", "LastModified", "last_modified", "updated", "created")
 
+
 def info(address: str, label: str) -> dict[str, Any]:
     """What the file system says of a file: `size`, and what identifies its content."""
     system, path = filesystem(address, label)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,3 +55,20 @@ def found(folder: Path) -> list[Saved]:
         for path, match in sorted(paths, key=lambda pair: int(pair[1].group(1)), reverse=True)
         if path.is_dir()
     ]
+
+
+def is_kept(step: int, keep_every: int, spared: Set[int]) -> bool:
+    """Whether a checkpoint stays that is none of the newest."""
+    return bool(keep_every and step % keep_every == 0) or step in spared
+
+
+def aside(path: Path) -> Path:
+    """What a checkpoint is called while it is removed."""
+    return path.with_name(f".{path.name}.removed")
+
+
+def remove(saved: Saved) -> None:
+    """Remove a checkpoint, which is never seen half removed."""
+    gone = aside(saved.path)
+    saved.path.replace(gone)
+    shutil.rmtree(gone, ignore_errors=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,19 +50,19 @@ class Sealed:
 
 def inspect(path: Path) -> Sealed | str:
     """What is sealed, or a phrase on what is wrong, as far as sizes show."""
-    sealed = listed(path / MANIFEST, path)
+    sealed = listed(lambda: load_json(path / MANIFEST, most=LARGEST[MANIFEST]), path)
     return sealed if isinstance(sealed, str) else _wrong_file(path, sealed) or _added(path, sealed) or sealed
 
 
-def listed(file: Path, path: Path) -> Sealed | str:
+def listed(read: Callable[[], Any], path: Path) -> Sealed | str:
     """What a manifest lists, or a phrase on what is wrong with it.
 
     Args:
-        file: the manifest.
+        read: gives its JSON, or raises an `OSError` or a `ValueError`.
         path: the checkpoint that it is of.
     """
     try:
-        table = load_json(file, most=LARGEST[MANIFEST])
+        table = read()
         if problem := newer(table.get("format", 1)):
             return problem
         files = {name: _entry(entry) for name, entry in table["files"].items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -85,9 +84,7 @@ def remove(run: Path, retention: Retention) -> Iterator[Saved]:
     lock = take(run)
     try:
         for saved in unwanted(run, retention):
-            gone = saved.path.with_name(f".{saved.path.name}.removed")
-            saved.path.replace(gone)  # a checkpoint is never seen half removed
-            shutil.rmtree(gone, ignore_errors=True)
+            checkpoint.remove(saved)
             Run(run, lock.file).event("checkpoint_pruned", saved.step, path=saved.path.name)
             yield saved
     finally:
