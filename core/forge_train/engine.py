@@ -33,6 +33,7 @@ from .registry.setup import Setup
 from .registry.write import to_toml
 from .storage import checkpoint
 from .storage.copies import bring, stores
+from .storage.fetching import fetched
 from .storage.run import describe_run, is_kept, is_run, set_aside
 from .storage.start import Start, changed_values, claim, unclaim
 
@@ -56,7 +57,7 @@ def train(
     Args:
         setup: a checked configuration and its plugins.
         run_dir: where run folders are made.
-        resume: `auto`, `never`, or the path of a run or a checkpoint.
+        resume: `auto`, `never`, or the path or address of a run or a checkpoint.
         notable: plugins to name in a new run's id.
         start: where the run begins, if the process that started this one has claimed it.
         watcher: who looks at the run from inside.
@@ -68,7 +69,7 @@ def train(
     with ExitStack() as stack:
         dist = stack.enter_context(joined(setup))
         if start is None:
-            start = dist.on_main(lambda: _claimed(stack, claim(config, run_dir, resume, notable)))
+            start = dist.on_main(lambda: _claimed(stack, claim(config, run_dir, fetched(resume, run_dir), notable)))
         elif dist.place.attempt:
             start = start.again(saved=checkpoint.newest(start.dir / "checkpoints", dist) is not None)
         run = Run(start.dir, start.lock)

@@ -227,9 +227,9 @@ class Saver:
             self._tell_pruned(checkpoint.Saved(self._job.run.checkpoints / gone.name, gone.step, gone.bytes))
         if sent.problem:
             log.warning(
-                "Checkpoints could not be copied: %s They are kept in %s, and copied after the next save or when the "
-                "run is continued.",
-                sent.problem if sent.problem.endswith(".") else f"{sent.problem}.",
+                "Checkpoints were not copied: %s. They stay in %s until they are copied: after the next save, or when "
+                "the run is continued.",
+                sent.problem.rstrip("."),
                 self._job.run.checkpoints,
             )
 

@@ -63,7 +63,7 @@ def bring(places: Sequence[Store], folder: Path, *, after: int = -1, before: int
         except ConfigError as error:
             if after < 0:
                 raise
-            log.warning("%s It goes on from the newest checkpoint here, of step %s.", error, after)
+            log.warning("%s. The run goes on from the newest checkpoint in its folder, of step %s.", error, after)
     for stored, store in sorted(best, key=lambda pair: pair[0].step, reverse=True):
         log.info("Fetching %s.", store.at(stored.name))
         try:
@@ -163,7 +163,7 @@ class Sender:
         except Exception as error:  # nothing that happens to a copy ends a run
             if undone is not None:
                 self._undone_from = undone
-            sent.problem, sent.steps = describe(error), set()
+            sent.problem, sent.steps = str(error) if isinstance(error, ForgeError) else describe(error), set()
         finally:
             self._sending = None
         return sent

@@ -33,7 +33,7 @@ class RemoteFolder:
 
     def at(self, name: str) -> str:
         """The address of a file or folder."""
-        return f"{self.address}/{name}"
+        return f"{self.address}/{name}" if name else self.address
 
     def entries(self, folder: str = "") -> list[tuple[str, int | None]]:
         """Names in a folder, with the bytes of files and None for folders; empty where there is no such folder."""

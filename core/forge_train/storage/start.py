@@ -114,12 +114,12 @@ def begin(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = 
     named = folder / config.run.name
     if resume == "never":
         return Start(_unused(named, config), new=True)
-    if named.exists() and not is_run(named) and not _unfinished(named):
+    if named.exists() and not is_run(named) and not is_unfinished(named):
         raise ConfigError(f"{named}: exists and is not a run; choose another --name or --run-dir.")
     return Start(named, continues=is_run(named), new=not named.exists())
 
 
-def _unfinished(path: Path) -> bool:
+def is_unfinished(path: Path) -> bool:
     """Whether a folder holds nothing but what is written before it is a run, by a process that was killed just then."""
     known = ("log", "checkpoints", "config.toml", model_files.FOLDER)
     parts = (".partial", ".lock.")

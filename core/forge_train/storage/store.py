@@ -130,8 +130,12 @@ class Store:
             and self.text(stored, MANIFEST) == (checkpoint / MANIFEST).read_bytes()
         )
 
-    def put(self, checkpoint: Path) -> None:
+    def put(self, checkpoint: Path, name: str = "") -> None:
         """Copy a whole checkpoint here; another one of its name goes before.
+
+        Args:
+            checkpoint: in a folder of this machine.
+            name: what it is to be called here, if it is another name.
 
         Raises:
             ForgeError: if the store refuses. What was sent stays invisible.
@@ -139,13 +143,14 @@ class Store:
         sealed = inspect(checkpoint)
         if isinstance(sealed, str):
             raise ForgeError(f"{checkpoint}: not a whole checkpoint: {sealed}.")
-        if self._folder.entries(checkpoint.name):
-            self.remove(checkpoint.name)
+        target = name or checkpoint.name
+        if self._folder.entries(target):
+            self.remove(target)
         names = [*sealed.files, *sealed.editable]
-        _all(names, lambda name: self._folder.put(checkpoint / name, f"{checkpoint.name}/{name}"))
-        self._compare(checkpoint, names)
-        self._folder.put(checkpoint / MANIFEST, f"{checkpoint.name}/{MANIFEST}")
-        self._compare(checkpoint, [*names, MANIFEST])
+        _all(names, lambda name: self._folder.put(checkpoint / name, f"{target}/{name}"))
+        self._compare(checkpoint, target, names)
+        self._folder.put(checkpoint / MANIFEST, f"{target}/{MANIFEST}")
+        self._compare(checkpoint, target, [*names, MANIFEST])
 
     def fetch(self, stored: Stored, target: Path) -> Path:
         """Copy a checkpoint from here into a folder that appears whole or not at all; every file is verified.
@@ -205,14 +210,19 @@ class Store:
         for name, size in self._folder.entries():
             if size is None and NAME.match(name) and MANIFEST not in dict(self._folder.files(name)):
                 self.remove(name)
+        for stored in self.unwanted(keep, keep_every, spared):
+            self.remove(stored.name)
+            yield stored
+
+    def unwanted(self, keep: int, keep_every: int, spared: Set[int]) -> list[Stored]:
+        """The checkpoints that `prune` removes."""
         found = self.found()
         kept = list(islice((stored for stored in found if not self.check(stored)), keep))
         if len(kept) < keep:
-            return
-        for stored in found:
-            if stored.step < kept[-1].step and not is_kept(stored.step, keep_every, spared):
-                self.remove(stored.name)
-                yield stored
+            return []
+        return [
+            stored for stored in found if stored.step < kept[-1].step and not is_kept(stored.step, keep_every, spared)
+        ]
 
     def _sealed(self, stored: Stored) -> Sealed | str:
         """What a manifest lists, or what is wrong as far as sizes show."""
@@ -228,12 +238,12 @@ class Store:
                 return problem
         return sealed
 
-    def _compare(self, checkpoint: Path, names: list[str]) -> None:
+    def _compare(self, checkpoint: Path, target: str, names: list[str]) -> None:
         """Whether files have arrived."""
-        there = dict(self._folder.files(checkpoint.name))
+        there = dict(self._folder.files(target))
         for name in names:
             if there.get(name) != (size := (checkpoint / name).stat().st_size):
-                raise ForgeError(f"{self.at(checkpoint.name)}/{name} has {there.get(name, 0):,} bytes, not {size:,}")
+                raise ForgeError(f"{self.at(target)}/{name} has {there.get(name, 0):,} bytes, not {size:,}.")
 
     def _unusable(self, stored: Stored, problem: str) -> ConfigError:
         if problem.startswith(NEWER):
