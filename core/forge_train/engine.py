@@ -195,7 +195,7 @@ def _found(config: Config, run: Run, start: Start, dist: DistributedContext) -> 
         return checkpoint.resolve(start.checkpoint, dist)
     saved = checkpoint.newest(run.checkpoints, dist) if start.continues else None
     path, after = (saved.path, saved.step) if saved else (None, -1)
-    return dist.on_main(lambda: bring(stores(config, run.id), run.checkpoints, after=after)) or path
+    return dist.on_main(lambda: bring(stores(config, run.dir), run.checkpoints, after=after)) or path
 
 
 def _finished_before(job: Job, start: Start) -> Finished | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from ..processes.distributed import DistributedContext
 from ..storage import checkpoint, model_files, retreat
 from ..storage.background import Background
 from ..storage.copies import Sender, Sent, best_of, bring, stores
+from ..storage.seal import ALONE
 from ..storage.writing import Copies, commit, prune, stage_in
 from .occasions import Occasions
 
@@ -59,14 +60,16 @@ class Saver:
         self._plan: Any = None
         self._flight: _Flight | None = None
         self._began = 0.0
-        self._places = stores(job.config, job.run.id) if job.dist.main else []
+        self._spared: set[int] = set()
+        self._places = stores(job.config, job.run.dir) if job.dist.main else []
         self._sender = Sender(job.run.checkpoints, self._places, self._config.keep, self._config.keep_every)
 
     def start(self, step: int) -> None:
         """The run begins after a step: what an earlier attempt could not copy elsewhere is tried again."""
         self._occasions.start(best_of(self._places) if self._config.folder else ())
         if self._places:
-            self._sender.send(self._occasions.spared(step))
+            self._spared = self._occasions.spared(step)
+            self._sender.send(self._spared)
 
     def bring(self, before: int) -> None:
         """Have the newest checkpoint of a step before this one in the run's folder; all processes call this."""
@@ -125,8 +128,8 @@ class Saver:
             before=self._plan,
         )
         self._plan = staged.shards.plan
-        spared = self._occasions.spared(step) | self._sender.sending if job.dist.main else set()
-        dropped = self._sender.everywhere if self._config.folder else set()
+        self._spared = self._occasions.spared(step) if job.dist.main else set()
+        spared, elsewhere = self._spared | self._sender.sending, self._sender.everywhere
 
         def write(by: DistributedContext) -> checkpoint.Saved:
             names = ("config.toml", "plugins.json", model_files.FOLDER)
@@ -134,10 +137,7 @@ class Saver:
             return commit(staged, by, beside=beside, latest=job.run.checkpoints / "latest")
 
         def old(by: DistributedContext) -> Iterator[checkpoint.Saved]:
-            yield from prune(job.run.checkpoints, self._config.keep, self._config.keep_every, by, spared=spared)
-            for saved in checkpoint.found(job.run.checkpoints) if by.main else ():
-                if saved.step < step and saved.step in dropped:
-                    checkpoint.remove(saved)
+            return self._remove_old(step, by, spared, elsewhere)
 
         def write_behind(by: DistributedContext) -> _Written:
             saved = write(by)
@@ -194,12 +194,34 @@ class Saver:
     def close(self) -> None:
         """Wait for what is being written and copied, and let go of what that needed."""
         self.settle()
+        if self._sender.busy:
+            log.info("Waiting until the checkpoints are copied to %s.", " and ".join(s.address for s in self._places))
         try:
             for sent in self._sender.wait():
                 self._tell_sent(sent)
+            if self._places and (saved := checkpoint.newest(self._job.run.checkpoints)):
+                for gone in self._remove_old(saved.step, ALONE, self._spared, self._sender.everywhere):
+                    self._tell_gone(gone)
         except Exception as error:
             log.warning("It could not be recorded which checkpoints were copied: %s", describe(error))
         self._stack.close()
+
+    def _remove_old(
+        self, step: int, by: DistributedContext, spared: Set[int], elsewhere: Set[int]
+    ) -> Iterator[checkpoint.Saved]:
+        """Remove the checkpoints that are not kept once that of a step is whole, and those kept in `checkpoint.folder`.
+
+        Args:
+            step: of the newest checkpoint.
+            by: who reads and removes.
+            spared: steps that stay.
+            elsewhere: steps that were copied.
+        """
+        folder, config = self._job.run.checkpoints, self._config
+        yield from prune(folder, config.keep, config.keep_every, by, spared=spared)
+        for saved in checkpoint.found(folder) if config.folder and by.main else ():
+            if saved.step < step and saved.step in elsewhere:
+                checkpoint.remove(saved)
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
@@ -208,7 +230,7 @@ class Saver:
             self._event_saved(saved, seconds, blocked)
         self._job.hooks.on_checkpoint(CheckpointEvent("saved", saved.step, saved.path))
         if self._places:
-            self._sender.send(self._occasions.spared(saved.step))
+            self._sender.send(self._spared)
 
     def _event_saved(self, saved: checkpoint.Saved, seconds: float, blocked: float) -> None:
         fields = {"path": saved.path.name, "seconds": seconds, "blocked": blocked, "bytes": saved.bytes}

@@ -26,21 +26,30 @@ from .store import Store, Stored
 log = logging.getLogger("forge_train")
 
 
-def stores(config: Config, run: str) -> list[Store]:
+def stores(config: Config, run: Path) -> list[Store]:
     """Where a run's checkpoints go: its `checkpoint.folder`, then its `checkpoint.mirror`.
 
     Args:
         config: the run's.
-        run: its name.
+        run: its folder.
+
+    Raises:
+        ConfigError: for what is no other place, or is reached in a way that nobody knows.
     """
-    keys = {f"checkpoint.{key}": getattr(config.checkpoint, key) for key in ("folder", "mirror")}
+    taken: dict[Path | str, str] = {(run / "checkpoints").resolve(): "the run's own folder"}
     made: list[Store] = []
-    for key, address in keys.items():
-        if address:
-            try:
-                made.append(Store.of_run(address, run))
-            except ConfigError as error:
-                raise ConfigError(f"{key}: {error}") from error
+    for key in ("folder", "mirror"):
+        if not (address := getattr(config.checkpoint, key)):
+            continue
+        try:
+            store = Store.of_run(address, run.name)
+        except ConfigError as error:
+            raise ConfigError(f"checkpoint.{key}: {error}") from error
+        place = store.local.resolve() if store.local else store.address
+        if place in taken:
+            raise ConfigError(f"checkpoint.{key}: {address} is {taken[place]} already; name another place.")
+        taken[place] = "checkpoint.folder"
+        made.append(store)
     return made
 
 
@@ -98,6 +107,11 @@ class Sender:
         self._undone_from: int | None = None
         self._sending: int | None = None
         self._there: dict[str, set[int]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a round is under way."""
+        return self._task is not None and not self._task.ended()
 
     @property
     def sending(self) -> set[int]:

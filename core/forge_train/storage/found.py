@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 from collections.abc import Iterator, Set
@@ -49,12 +50,13 @@ def whole(folder: Path, dist: DistributedContext, *, warn: bool = False) -> Iter
 
 def found(folder: Path) -> list[Saved]:
     """Checkpoints of a run, newest first, whole or damaged; what was never finished has another name."""
-    paths = [(path, match) for path in folder.glob("step-*") if (match := NAME.match(path.name))]
-    return [
-        Saved(path, int(match.group(1)), sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
-        for path, match in sorted(paths, key=lambda pair: int(pair[1].group(1)), reverse=True)
-        if path.is_dir()
-    ]
+    steps = [(int(match.group(1)), path) for path in folder.glob("step-*") if (match := NAME.match(path.name))]
+    saved: list[Saved] = []
+    for step, path in sorted(steps, reverse=True):
+        with contextlib.suppress(FileNotFoundError):  # another thread removes it
+            if path.is_dir():
+                saved.append(Saved(path, step, sum(file.stat().st_size for file in path.rglob("*") if file.is_file())))
+    return saved
 
 
 def is_kept(step: int, keep_every: int, spared: Set[int]) -> bool:

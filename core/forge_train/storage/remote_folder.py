@@ -29,7 +29,8 @@ class RemoteFolder:
 
         self.address = address.rstrip("/")
         self._system, self._root = filesystem(self.address, self.address)
-        self._local = isinstance(self._system, LocalFileSystem)
+        self.local = Path(self._root) if isinstance(self._system, LocalFileSystem) else None
+        """The folder itself, if it is on this machine."""
 
     def at(self, name: str) -> str:
         """The address of a file or folder."""
@@ -77,7 +78,7 @@ class RemoteFolder:
     def put(self, source: Path, name: str) -> None:
         """Copy a file to here. On this machine it is flushed before it gets its name."""
         path = self._path(name)
-        send = partial(_copy, source, Path(path)) if self._local else partial(self._system.put_file, str(source), path)
+        send = partial(_copy, source, Path(path)) if self.local else partial(self._system.put_file, str(source), path)
         patiently(self.at(name), send, "can't be written")
 
     def remove(self, name: str, *, recursive: bool = False) -> None:

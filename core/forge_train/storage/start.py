@@ -135,7 +135,7 @@ def _kept(run: Path) -> str:
 def _unused(path: Path, config: Config) -> Path:
     """A run's folder that is not there yet, with a name that no checkpoints elsewhere have."""
     number, candidate = 2, path
-    while candidate.exists() or any(store.found() for store in stores(config, candidate.name)):
+    while candidate.exists() or any(store.found() for store in stores(config, candidate)):
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
     return candidate
 

@@ -54,7 +54,7 @@ class Store:
             ConfigError: fsspec does not know the scheme, or its package is not installed.
         """
         self._folder = RemoteFolder(address)
-        self.address = self._folder.address
+        self.address, self.local = self._folder.address, self._folder.local
 
     @classmethod
     def of_run(cls, address: str, run: str) -> Store:
