@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 
 from bucket import bucket, keys
 from forge_cli import environment
+from forge_train import ConfigError
 from forge_train.storage import checkpoint
 from forge_train.storage.checkpoint import load, save
 from forge_train.storage.copies import Sender, Sent, bring
@@ -203,3 +205,30 @@ def test_killed_at_any_call(tmp_path: Path, place: Path) -> None:
             assert {key.split("/")[2] for key in keys(far)} == {"step-00000002", "step-00000003"}
     assert len(seen) > 40
     assert [list(one) for one in dict.fromkeys(map(tuple, seen))] == [[2, 1], [3, 2, 1], [3, 2]]
+
+
+def test_what_is_fetched_is_whole_or_not_there_whichever_call_fails(tmp_path: Path, place: Path) -> None:
+    with bucket(tmp_path / "bucket"):
+        one_round(place)
+    came: list[bool] = []
+    for at in range(1, 100):
+        calls: list[str] = []
+
+        def call(what: str, calls: list[str] = calls, at: int = at) -> None:
+            calls.append(what)
+            if len(calls) >= at:
+                raise ConnectionError(what)
+
+        with bucket(tmp_path / "bucket", call):
+            target = tmp_path / f"fetched-{at}"
+            path = None
+            with contextlib.suppress(ConfigError):
+                path = bring([Store(ADDRESS)], target)
+        came.append(path is not None)
+        assert path is None or value(path) == 2
+        left = [one.name for one in target.iterdir()] if target.exists() else []
+        assert left == ([] if path is None else ["step-00000002"])
+        if len(calls) < at:
+            break
+    assert came == [False] * (len(came) - 1) + [True]
+    assert len(came) > 10
