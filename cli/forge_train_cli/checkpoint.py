@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,8 +14,12 @@ from forge_train.ground.strict_json import dumps
 from forge_train.storage.run import is_run
 
 from . import screen
-from .keeping import diff, move, prune
+from .addresses import FETCHED, PLACE
+from .keeping import copy, diff, move, prune
 from .options import json_option, plugin_options
+
+if TYPE_CHECKING:
+    from forge_train_tools.offline.examine import Examined
 
 PATH = click.Path(path_type=Path)
 
@@ -23,36 +28,20 @@ PATH = click.Path(path_type=Path)
 def checkpoint() -> None:
     """Look at checkpoints; exchange weights with Hugging Face.
 
-    PATH is a checkpoint, or a run, which stands for its newest whole one.
+    PATH is a checkpoint, or a run, which stands for its newest whole one; or the address of either, as s3://b/runs/first.
     """
 
 
-for command in (diff, move, prune):
+for command in (copy, diff, move, prune):
     checkpoint.add_command(command)
 
 
 @checkpoint.command("list", short_help="The checkpoints of a run.")
-@click.argument("run", type=PATH)
+@click.argument("run", type=PLACE)
 @json_option
-def list_checkpoints(run: Path, as_json: bool) -> None:
+def list_checkpoints(run: Path | str, as_json: bool) -> None:
     """The checkpoints of a run, and whether they are whole. Sizes are compared; `verify` reads every file."""
-    from forge_train.storage import checkpoint as store
-    from forge_train.storage import seal
-
-    if not is_run(run):
-        raise ConfigError(f"{run} is not a run.")
-    newest = _latest(run)
-    rows: list[dict[str, Any]] = [
-        {
-            "name": saved.path.name,
-            "path": str(saved.path),
-            "step": saved.step,
-            "bytes": saved.bytes,
-            "problem": seal.check(saved.path),
-            "latest": saved.path.name == newest,
-        }
-        for saved in store.found(run / "checkpoints")
-    ]
+    rows = _rows_there(run) if isinstance(run, str) else _rows_here(run)
     if as_json:
         click.echo(dumps(rows, indent=1))
     elif not rows:
@@ -68,8 +57,47 @@ def list_checkpoints(run: Path, as_json: bool) -> None:
         )
 
 
+def _rows_here(run: Path) -> list[dict[str, Any]]:
+    from forge_train.storage import checkpoint as store
+    from forge_train.storage import seal
+
+    if not is_run(run):
+        raise ConfigError(f"{run} is not a run.")
+    newest = _latest(run)
+    return [
+        {
+            "name": saved.path.name,
+            "path": str(saved.path),
+            "step": saved.step,
+            "bytes": saved.bytes,
+            "problem": seal.check(saved.path),
+            "latest": saved.path.name == newest,
+        }
+        for saved in store.found(run / "checkpoints")
+    ]
+
+
+def _rows_there(address: str) -> list[dict[str, Any]]:
+    from forge_train.storage.fetching import locate
+
+    place = locate(address)
+    checked = [(stored, place.store.check(stored)) for stored in place.all()]
+    newest = next((stored.name for stored, problem in checked if not problem), None)
+    return [
+        {
+            "name": stored.name,
+            "path": place.store.at(stored.name),
+            "step": stored.step,
+            "bytes": stored.bytes,
+            "problem": problem,
+            "latest": stored.name == newest,
+        }
+        for stored, problem in checked
+    ]
+
+
 @checkpoint.command(short_help="What a checkpoint holds.")
-@click.argument("path", type=PATH)
+@click.argument("path", type=FETCHED)
 @json_option
 def inspect(path: Path, as_json: bool) -> None:
     """What a checkpoint holds: its progress, plugins and tensors. --json has the configuration too."""
@@ -121,35 +149,55 @@ def inspect(path: Path, as_json: bool) -> None:
 
 
 @checkpoint.command(short_help="Read every file, and compare it with what was saved.")
-@click.argument("path", type=PATH)
+@click.argument("path", type=PLACE)
 @json_option
-def verify(path: Path, as_json: bool) -> int:
+def verify(path: Path | str, as_json: bool) -> int:
     """Read every file of a checkpoint, or of all checkpoints of a run, and compare sizes and sha256 sums.
 
-    Then see whether its state, its index and its tensors are what a checkpoint holds. The exit code is 1 if one is
-    damaged.
+    Then see whether its state, its index and its tensors are what a checkpoint holds. What lies at an address is
+    fetched to a temporary folder, one checkpoint after the other. The exit code is 1 if one is damaged.
     """
+    examined = _examined_there(path) if isinstance(path, str) else _examined_here(path)
+    if not examined:
+        raise ConfigError(f"{path}: this run has no checkpoint yet.")
+    if as_json:
+        rows = [{"path": at, "problem": one.problem, "edited": list(one.edited)} for at, one in examined]
+        click.echo(dumps(rows, indent=1))
+    else:
+        for at, one in examined:
+            edited = f" ({', '.join(one.edited)} was edited since it was saved, as it may be)" if one.edited else ""
+            click.echo(f"{at}: {click.style(one.problem, fg='red') if one.problem else 'whole'}{edited}")
+    return 1 if any(one.problem for _, one in examined) else 0
+
+
+def _examined_here(path: Path) -> list[tuple[str, Examined]]:
     from forge_train.storage import checkpoint as store
     from forge_train.storage.manifest import MANIFEST
     from forge_train_tools.offline.examine import examine
 
     if is_run(path):
         paths = [saved.path for saved in store.found(path / "checkpoints")]
-        if not paths:
-            raise ConfigError(f"{path}: this run has no checkpoint yet.")
     elif (path / MANIFEST).is_file() or (path / "state.json").is_file():
         paths = [path]
     else:
         paths = [store.resolve(path)]
-    examined = [examine(one) for one in paths]
-    if as_json:
-        rows = [{"path": str(one.path), "problem": one.problem, "edited": list(one.edited)} for one in examined]
-        click.echo(dumps(rows, indent=1))
-    else:
-        for one in examined:
-            edited = f" ({', '.join(one.edited)} was edited since it was saved, as it may be)" if one.edited else ""
-            click.echo(f"{one.path}: {click.style(one.problem, fg='red') if one.problem else 'whole'}{edited}")
-    return 1 if any(one.problem for one in examined) else 0
+    return [(str(one), examine(one)) for one in paths]
+
+
+def _examined_there(address: str) -> list[tuple[str, Examined]]:
+    from forge_train.storage.fetching import locate
+    from forge_train_tools.offline.examine import Examined, examine
+
+    place, examined = locate(address), []
+    for stored in place.all():
+        with tempfile.TemporaryDirectory(prefix="forge-") as folder:
+            if not (problem := place.store.check(stored)):
+                path = Path(folder) / stored.name
+                path.mkdir()
+                place.store.copy_into(path, stored)
+            found = Examined(Path(folder), problem) if problem else examine(path)
+        examined.append((place.store.at(stored.name), found))
+    return examined
 
 
 @checkpoint.command("import", short_help="Make a checkpoint of a model in Hugging Face layout.")
@@ -171,7 +219,7 @@ def import_(hf_dir: Path, path: Path, plugins: tuple[str, ...], without: tuple[s
 
 
 @checkpoint.command(short_help="Write a model in Hugging Face layout.")
-@click.argument("path", type=PATH)
+@click.argument("path", type=FETCHED)
 @click.argument("hf_dir", type=PATH)
 @click.option(
     "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="To store as."

@@ -1,4 +1,4 @@
-"""`forge checkpoint prune`, `move` and `diff`."""
+"""`forge checkpoint prune`, `copy`, `move` and `diff`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from forge_train.ground.strict_json import dumps
 from forge_train.storage.run import is_run
 
 from . import screen
+from .addresses import FETCHED, PLACE
 from .options import json_option
 
 if TYPE_CHECKING:
@@ -25,30 +26,34 @@ SHOWN = 20
 
 
 @click.command(short_help="Remove the checkpoints that a run does not keep.")
-@click.argument("run", type=PATH)
+@click.argument("run", type=PLACE)
 @click.option("--keep", type=click.IntRange(min=1), help="Newest to keep, instead of the run's checkpoint.keep.")
 @click.option("--keep-every", type=click.IntRange(min=0), help="Keep multiples of this step; 0 keeps no others.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @json_option
-def prune(run: Path, keep: int | None, keep_every: int | None, dry_run: bool, as_json: bool) -> None:
+def prune(run: Path | str, keep: int | None, keep_every: int | None, dry_run: bool, as_json: bool) -> None:
     """Remove the checkpoints that RUN's configuration would not keep; the newest whole ones always stay.
 
     \b
     forge checkpoint prune runs/first --dry-run
     forge checkpoint prune runs/first --keep 1 --keep-every 1000
     """
-    from forge_train_tools.offline.retention import remove, retention_of, unwanted
+    from forge_train_tools.offline import retention
 
-    if not is_run(run):
-        raise ConfigError(f"{run} is not a run.")
-    retention = retention_of(run, keep=keep, keep_every=keep_every)
-    gone = unwanted(run, retention) if dry_run else list(remove(run, retention))
+    if isinstance(run, str):
+        gone = retention.prune_there(run, keep=keep, keep_every=keep_every, dry_run=dry_run)
+    else:
+        if not is_run(run):
+            raise ConfigError(f"{run} is not a run.")
+        wanted = retention.retention_of(run, keep=keep, keep_every=keep_every)
+        found = retention.unwanted(run, wanted) if dry_run else retention.remove(run, wanted)
+        gone = [(str(one.path), one.step, one.bytes) for one in found]
     if as_json:
-        rows = [{"path": str(one.path), "step": one.step, "bytes": one.bytes} for one in gone]
+        rows = [dict(zip(("path", "step", "bytes"), one, strict=True)) for one in gone]
         click.echo(dumps({"dry_run": dry_run, "removed": rows}, indent=1))
         return
-    for one in gone:
-        click.echo(f"{one.path} ({gib(one.bytes)}) {'would be' if dry_run else 'is'} removed")
+    for path, _, size in gone:
+        click.echo(f"{path} ({gib(size)}) {'would be' if dry_run else 'is'} removed")
     if not gone:
         click.echo(f"{run}: there is nothing to remove.")
 
@@ -69,9 +74,24 @@ def move(path: Path, new: Path, as_json: bool) -> None:
     click.echo(dumps({"path": str(new)}) if as_json else f"{new}: whole")
 
 
+@click.command(short_help="Copy a checkpoint, also to or from an address.")
+@click.argument("path", type=PLACE)
+@click.argument("new", type=PLACE)
+@json_option
+def copy(path: Path | str, new: Path | str, as_json: bool) -> None:
+    """Copy the checkpoint PATH to NEW, which is not there yet. Either may be an address, as s3://bucket/best.
+
+    It appears whole or not at all. A copy on this machine is verified.
+    """
+    from forge_train_tools.offline.relocate import copy as copy_to
+
+    copy_to(str(path), str(new))
+    click.echo(dumps({"path": str(new)}) if as_json else f"{new}: whole")
+
+
 @click.command(short_help="Which tensors differ between two checkpoints, and by how much.")
-@click.argument("first", type=PATH)
-@click.argument("second", type=PATH)
+@click.argument("first", type=FETCHED)
+@click.argument("second", type=FETCHED)
 @click.option("--weights", is_flag=True, help="Compare the model alone, without optimizer and other state.")
 @json_option
 def diff(first: Path, second: Path, weights: bool, as_json: bool) -> int:

@@ -24,6 +24,7 @@ from forge_train.ground.strict_json import dumps
 from forge_train.registry.discovery import plugin_name
 from forge_train.storage.run import is_checkpoint, is_run
 
+from .addresses import fetch
 from .closing import next_commands
 from .devices import how_many
 from .exporting import check_exportable, export_trained
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     default="auto",
     show_default=True,
     metavar="auto|never|PATH",
-    help="PATH of a run continues it; PATH of a checkpoint starts a new run there; never starts over.",
+    help="PATH or address of a run continues it; that of a checkpoint starts a new run there; never starts over.",
 )
 @processes_option
 @click.option(
@@ -87,9 +88,6 @@ def train(
     forge train --nproc 2                        on two processes of this machine
     """
     request = _with_name(request, name)
-    if not request.config and (own := _configuration_of(resume)):
-        request = dataclasses.replace(request, config=own, foreign=resume)
-    request = dataclasses.replace(request, config=request.config or PRESET)
     setup: Setup | None = None
     if not (quiet or as_json) and sys.stdout.isatty():
         click.echo(click.style("starting …", dim=True) + "\r", nl=False)  # whatever comes next is written over it
@@ -98,7 +96,8 @@ def train(
         from forge_train.registry.setup import resolve
 
         _check_launch(nproc, max_restarts, min_nproc)
-        request = hugging_face(request, run_dir)
+        resume = fetch(resume, Path(run_dir))
+        request = hugging_face(_with_configuration(request, resume), run_dir)
         count = nproc if isinstance(nproc, int) else how_many(request)
         try:
             setup = resolve(request, world=count if count > 1 else world_size())
@@ -163,10 +162,14 @@ def _with_name(request: Request, name: str | None) -> Request:
     return dataclasses.replace(request, set=(*request.set, f"run.name={name}"))
 
 
-def _configuration_of(resume: str) -> str:
-    """The configuration inside the run or checkpoint that `--resume` names, if it does."""
+def _with_configuration(request: Request, resume: str) -> Request:
+    """Where none is named: the configuration inside the run or checkpoint that `--resume` names, or the preset."""
+    if request.config:
+        return request
     path = Path(resume)
-    return str(path / "config.toml") if is_run(path) or is_checkpoint(path) else ""
+    if is_run(path) or is_checkpoint(path):
+        return dataclasses.replace(request, config=str(path / "config.toml"), foreign=resume)
+    return dataclasses.replace(request, config=PRESET)
 
 
 def _notable(request: Request) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from .composition.compose import Composition
+from .config import Config
 from .config.layers import DEFAULT
 from .contract.control import signals
 from .contract.events import Finished
@@ -31,6 +32,8 @@ from .processes.distributed import DistributedContext
 from .registry.setup import Setup
 from .registry.write import to_toml
 from .storage import checkpoint
+from .storage.copies import bring, stores
+from .storage.fetching import fetched
 from .storage.run import describe_run, is_kept, is_run, set_aside
 from .storage.start import Start, changed_values, claim, unclaim
 
@@ -54,7 +57,7 @@ def train(
     Args:
         setup: a checked configuration and its plugins.
         run_dir: where run folders are made.
-        resume: `auto`, `never`, or the path of a run or a checkpoint.
+        resume: `auto`, `never`, or the path or address of a run or a checkpoint.
         notable: plugins to name in a new run's id.
         start: where the run begins, if the process that started this one has claimed it.
         watcher: who looks at the run from inside.
@@ -66,14 +69,14 @@ def train(
     with ExitStack() as stack:
         dist = stack.enter_context(joined(setup))
         if start is None:
-            start = dist.on_main(lambda: _claimed(stack, claim(config, run_dir, resume, notable)))
+            start = dist.on_main(lambda: _claimed(stack, claim(config, run_dir, fetched(resume, run_dir), notable)))
             if dist.main and dist.place.max_restarts and start.new and not (config.run.name and resume == "auto"):
                 log.warning("A restart by torchrun begins a new run: only one with a --name goes on.")
         elif dist.place.attempt:
             start = start.again(saved=checkpoint.newest(start.dir / "checkpoints", dist) is not None)
         run = Run(start.dir, start.lock)
         job = Job.of(config, hooks, run, dist)
-        found = _found(run, start, dist)
+        found = _found(config, run, start, dist)
         _check_shared(job, start, found)
         if found is not None:  # before anything is written: a refused run stays as it is
             compare(job, found)
@@ -188,12 +191,13 @@ def _record_failure(job: Job, training: Training | None, error: BaseException) -
             told("Nor could it be recorded how the run ended: %s", describe(another))
 
 
-def _found(run: Run, start: Start, dist: DistributedContext) -> Path | None:
-    """The checkpoint that the run goes on from, of which every file was verified."""
+def _found(config: Config, run: Run, start: Start, dist: DistributedContext) -> Path | None:
+    """The checkpoint that the run goes on from, of which every file was verified; one elsewhere, if it is newer."""
     if start.checkpoint is not None:
         return checkpoint.resolve(start.checkpoint, dist)
     saved = checkpoint.newest(run.checkpoints, dist) if start.continues else None
-    return saved.path if saved else None
+    path, after = (saved.path, saved.step) if saved else (None, -1)
+    return dist.on_main(lambda: bring(stores(config, run.dir), run.checkpoints, after=after)) or path
 
 
 def _finished_before(job: Job, start: Start) -> Finished | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from forge_train import ConfigError
+from forge_train.ground.remote import is_remote
 
 PACKED = ("gz", "zst")
 """Suffixes of files that are unpacked while they are read."""
@@ -141,7 +142,3 @@ class File:
         except OSError as error:
             raise ConfigError(f"{self.label} can't be read: {error.strerror}") from error
         return stream
-
-
-def is_remote(address: str) -> bool:
-    return "://" in address and not address.startswith("file://")

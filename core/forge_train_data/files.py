@@ -14,8 +14,9 @@ from typing import Any
 
 from forge_train import ConfigError
 from forge_train.ground.present import few
+from forge_train.ground.remote import filesystem, is_remote, patiently
 
-from .file import PACKED, File, is_remote
+from .file import PACKED, File
 from .formats import kinds
 
 __all__ = ["NEVER", "PACKED", "File", "find", "walk"]
@@ -96,8 +97,6 @@ class _Entry:
         return self._pattern(one for one in sorted(glob.glob(str(path), recursive=True)) if not Path(one).is_dir())
 
     def _remote(self) -> list[File]:
-        from .remote import filesystem, patiently
-
         system, path = filesystem(self._entry, self._label)
         signs = "*[" if self._entry.startswith("http") else "*?["
         if any(sign in path for sign in signs):

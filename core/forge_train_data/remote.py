@@ -4,75 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import io
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError
-from forge_train.ground.errors import describe
+from forge_train.ground.remote import filesystem, patiently
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-_TRIES = 6
-"""Failures in a row, without a byte in between, after which reading is given up."""
-_PAUSE = 0.2
-"""Seconds before the second try; each further pause is twice as long."""
 _LARGEST, _SMALLEST = 1 << 24, 1 << 14
 """Bytes that are asked for at once: fewer after each failure, so that a bad line still carries something."""
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, ValueError, TypeError)
-"""Errors that another try does not mend."""
 _IDENTITY = ("ETag", "etag", "md5", "mtime", "LastModified", "last_modified", "updated", "created")
-
-T = TypeVar("T")
-
-
-def filesystem(address: str, label: str) -> tuple[Any, str]:
-    """The fsspec file system of an address, and the path in it.
-
-    Args:
-        label: the address as errors give it.
-
-    Raises:
-        ConfigError: fsspec does not know the scheme, or its package is not installed.
-    """
-    import fsspec
-
-    try:
-        system, path = fsspec.core.url_to_fs(address)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{label} can't be read: {error}") from error
-    return system, path
-
-
-def patiently(label: str, action: Callable[[], T]) -> T:
-    """What `action` gives, tried again after errors of the connection.
-
-    Raises:
-        ConfigError: there is no such file, or it failed too often.
-    """
-    for failures in range(1, _TRIES + 1):
-        try:
-            return action()
-        except ConfigError:
-            raise
-        except Exception as error:  # every file system has exceptions of its own
-            cause = error.__cause__
-            if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and _of_connection(cause):
-                error = cause  # fsspec's http says that there is no file whenever it can't connect
-            status = getattr(error, "status", 0)
-            if isinstance(error, FileNotFoundError) or status == 404:
-                raise ConfigError(f"{label}: no such file or folder") from error
-            final = isinstance(error, _FINAL) or (400 <= status < 500 and status != 429)
-            if final or failures == _TRIES:
-                times = "" if final else f" ({failures} tries)"
-                raise ConfigError(f"{label} can't be read: {describe(error)}{times}") from error
-        time.sleep(_PAUSE * 2 ** (failures - 1))
-    raise AssertionError
-
-
-def _of_connection(error: Exception) -> bool:
-    return type(error).__module__.startswith("aiohttp.") or isinstance(error, TimeoutError)
 
 
 def info(address: str, label: str) -> dict[str, Any]:

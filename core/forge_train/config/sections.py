@@ -150,6 +150,12 @@ class CheckpointSection:
     """Number of newest checkpoints to keep."""
     keep_every: Annotated[int, Ge(0), Volatile()] = 0
     """Also keep every checkpoint whose step is a multiple of this; 0 keeps no others."""
+    folder: Annotated[str, Volatile()] = ""
+    """Keep checkpoints in this folder or at this fsspec address (`s3://bucket/runs`), under the run's name. Each is
+    written in the run's folder first, and stays there until the next is whole and this one has been copied."""
+    mirror: Annotated[str, Volatile()] = ""
+    """Copy each whole checkpoint to this folder or fsspec address too, under the run's name, while training continues;
+    the same checkpoints are kept there. If the copy fails, a warning says so and the run goes on."""
     only: Annotated[tuple[str, ...], Volatile()] = ()
     """Patterns of parameters to save, which must include all trained parameters; at resume, `train.init_from` supplies
     the others. If empty, all are saved."""

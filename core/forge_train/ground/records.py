@@ -55,6 +55,7 @@ EVENTS = {
         EventSchema("initialised", {"checkpoint": str, "missing": list, "unexpected": list}),
         EventSchema("resumed", {"checkpoint": str, "changes": list}),
         EventSchema("checkpoint_saved", {"path": str, "seconds": _NUMBER, "blocked": _NUMBER, "bytes": int}, version=2),
+        EventSchema("checkpoint_copied", {"path": str, "seconds": _NUMBER, "bytes": int}),
         EventSchema("checkpoint_pruned", {"path": str}),
         EventSchema("evaluation", {"loss": _NUMBER, "tokens": int, "metrics": dict}),
         EventSchema("anomaly", {"kind": str, "reason": str}),

@@ -45,7 +45,16 @@ def load_json(file: Path, *, most: int, links: bool = False) -> Any:
     """
     if (size := regular_size(file, links=links)) > most:
         raise ValueError(f"it has {size:,} bytes, and at most {most:,} are read")
-    value = loads(file.read_text(encoding="utf-8"))
+    return parse_json(file.read_text(encoding="utf-8"))
+
+
+def parse_json(text: str) -> Any:
+    """What a text holds that may come from anybody.
+
+    Raises:
+        ValueError: if it is no JSON, or nested deeper than `DEEPEST`.
+    """
+    value = loads(text)
     level, depth = [value], 0
     while level:
         depth += 1

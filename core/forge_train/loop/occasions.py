@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..contract.job import Job
@@ -30,15 +30,20 @@ class Occasions:
         self._measured: tuple[int, float] | None = None
         self._better = False
 
-    def start(self) -> None:
-        """Look what the run has kept already."""
+    def start(self, elsewhere: Iterable[tuple[int, Any]] = ()) -> None:
+        """Look what the run has kept already.
+
+        Args:
+            elsewhere: what checkpoints that lie elsewhere say of `checkpoint.best`, by step.
+        """
         self._last_time = time.monotonic()
         if not self._config.best or not self._job.dist.main:
             return
-        for saved in checkpoint.found(self._job.run.checkpoints):
-            best = None if checkpoint.check(saved.path) else checkpoint.read_state(saved.path).get("best")
+        whole = (saved for saved in checkpoint.found(self._job.run.checkpoints) if not checkpoint.check(saved.path))
+        here = ((saved.step, checkpoint.read_state(saved.path).get("best")) for saved in whole)
+        for step, best in (*here, *elsewhere):
             if best and best["metric"] == self._config.best:
-                self._scores[saved.step] = best["value"]
+                self._scores[step] = best["value"]
 
     def due(self, step: int) -> bool:
         """Whether the configuration has a checkpoint saved at a step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,10 @@ from ..contract.job import Job
 from ..ground.errors import describe
 from ..ground.failure import during
 from ..processes.distributed import DistributedContext
-from ..storage import checkpoint, model_files
+from ..storage import checkpoint, model_files, retreat
 from ..storage.background import Background
+from ..storage.copies import Sender, Sent, best_of, bring, stores
+from ..storage.seal import ALONE
 from ..storage.writing import Copies, commit, prune, stage_in
 from .occasions import Occasions
 
@@ -58,6 +60,28 @@ class Saver:
         self._plan: Any = None
         self._flight: _Flight | None = None
         self._began = 0.0
+        self._spared: set[int] = set()
+        self._places = stores(job.config, job.run.dir) if job.dist.main else []
+        self._sender = Sender(job.run.checkpoints, self._places, self._config.keep, self._config.keep_every)
+
+    def start(self, step: int) -> None:
+        """The run begins after a step: what an earlier attempt could not copy elsewhere is tried again."""
+        self._occasions.start(best_of(self._places) if self._config.folder else ())
+        if self._places:
+            self._spared = self._occasions.spared(step)
+            self._sender.send(self._spared)
+
+    def bring(self, before: int) -> None:
+        """Have the newest checkpoint of a step before this one in the run's folder; all processes call this."""
+        folder = self._job.run.checkpoints
+        saved = retreat.newest_before(folder, before, self._job.dist)
+        after = saved.step if saved else -1
+        self._job.dist.on_main(lambda: bring(self._places, folder, after=after, before=before))
+
+    def undo(self, step: int) -> None:
+        """The checkpoints of a step and of later ones must not be resumed; the run's folder has none any more."""
+        if self._places:
+            self._sender.undo(step)
 
     @during("save")
     def make_way(self, step: int) -> None:
@@ -104,7 +128,8 @@ class Saver:
             before=self._plan,
         )
         self._plan = staged.shards.plan
-        spared = self._occasions.spared(step) if job.dist.main else set()
+        self._spared = self._occasions.spared(step) if job.dist.main else set()
+        spared, elsewhere = self._spared | self._sender.sending, self._sender.everywhere
 
         def write(by: DistributedContext) -> checkpoint.Saved:
             names = ("config.toml", "plugins.json", model_files.FOLDER)
@@ -112,7 +137,7 @@ class Saver:
             return commit(staged, by, beside=beside, latest=job.run.checkpoints / "latest")
 
         def old(by: DistributedContext) -> Iterator[checkpoint.Saved]:
-            return prune(job.run.checkpoints, self._config.keep, self._config.keep_every, by, spared=spared)
+            return self._remove_old(step, by, spared, elsewhere)
 
         def write_behind(by: DistributedContext) -> _Written:
             saved = write(by)
@@ -125,8 +150,8 @@ class Saver:
         saved = write(job.dist)
         seconds = time.perf_counter() - began
         self._tell_saved(saved, seconds, seconds)
-        for gone in old(job.dist):
-            self._tell_pruned(gone)
+        for gone in list(old(job.dist)):
+            self._tell_gone(gone)
 
     @during("save")
     def look(self) -> None:
@@ -137,6 +162,8 @@ class Saver:
         """
         if self._flight is not None and self._flight.task.ended():
             self.wait()
+        for sent in self._sender.look():
+            self._tell_sent(sent)
 
     @during("save")
     def wait(self) -> None:
@@ -148,7 +175,7 @@ class Saver:
             written = flight.task.result()
             self._tell_saved(written.saved, written.seconds, flight.blocked)
             for gone in written.pruned:
-                self._tell_pruned(gone)
+                self._tell_gone(gone)
 
     def settle(self) -> None:
         """The run has failed: wait for what is being written, and say what became of it. Raises nothing."""
@@ -165,9 +192,36 @@ class Saver:
                 log.warning("The checkpoint of step %s was not written: %s", flight.step, describe(error))
 
     def close(self) -> None:
-        """Wait for what is being written, and let go of what that needed."""
+        """Wait for what is being written and copied, and let go of what that needed."""
         self.settle()
+        if self._sender.busy:
+            log.info("Waiting until the checkpoints are copied to %s.", " and ".join(s.address for s in self._places))
+        try:
+            for sent in self._sender.wait():
+                self._tell_sent(sent)
+            if self._places and (saved := checkpoint.newest(self._job.run.checkpoints)):
+                for gone in self._remove_old(saved.step, ALONE, self._spared, self._sender.everywhere):
+                    self._tell_gone(gone)
+        except Exception as error:
+            log.warning("It could not be recorded which checkpoints were copied: %s", describe(error))
         self._stack.close()
+
+    def _remove_old(
+        self, step: int, by: DistributedContext, spared: Set[int], elsewhere: Set[int]
+    ) -> Iterator[checkpoint.Saved]:
+        """Remove the checkpoints that are not kept once that of a step is whole, and those kept in `checkpoint.folder`.
+
+        Args:
+            step: of the newest checkpoint.
+            by: who reads and removes.
+            spared: steps that stay.
+            elsewhere: steps that were copied.
+        """
+        folder, config = self._job.run.checkpoints, self._config
+        yield from prune(folder, config.keep, config.keep_every, by, spared=spared)
+        for saved in checkpoint.found(folder) if config.folder and by.main else ():
+            if saved.step < step and saved.step in elsewhere:
+                checkpoint.remove(saved)
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
@@ -175,10 +229,31 @@ class Saver:
         if self._job.dist.main:
             self._event_saved(saved, seconds, blocked)
         self._job.hooks.on_checkpoint(CheckpointEvent("saved", saved.step, saved.path))
+        if self._places:
+            self._sender.send(self._spared)
 
     def _event_saved(self, saved: checkpoint.Saved, seconds: float, blocked: float) -> None:
         fields = {"path": saved.path.name, "seconds": seconds, "blocked": blocked, "bytes": saved.bytes}
         self._job.run.event("checkpoint_saved", saved.step, **fields)
+
+    def _tell_gone(self, gone: checkpoint.Saved) -> None:
+        if not self._config.folder:  # where it is kept
+            self._tell_pruned(gone)
+
+    def _tell_sent(self, sent: Sent) -> None:
+        """What became of copies elsewhere."""
+        for saved, seconds in sent.copied:
+            path = sent.store.at(saved.path.name)
+            self._job.run.event("checkpoint_copied", saved.step, path=path, seconds=seconds, bytes=saved.bytes)
+        for gone in sent.pruned if self._config.folder and sent.store is self._places[0] else ():
+            self._tell_pruned(checkpoint.Saved(self._job.run.checkpoints / gone.name, gone.step, gone.bytes))
+        if sent.problem:
+            log.warning(
+                "Checkpoints were not copied: %s. They stay in %s until they are copied: after the next save, or when "
+                "the run is continued.",
+                sent.problem.rstrip("."),
+                self._job.run.checkpoints,
+            )
 
     def _tell_pruned(self, gone: checkpoint.Saved) -> None:
         self._occasions.removed(gone.step)

@@ -55,7 +55,7 @@ class Training:
             missing, unexpected = list(fit.missing), list(fit.unexpected)
             self._event("initialised", checkpoint=self._base.path, missing=missing, unexpected=unexpected)
         check_kept(self.model, self.job, self._base)
-        self.occasions.start()
+        self.saver.start(self.progress.step)
         hooks = self.job.hooks
         active = [name for name in hooks.enabled if name not in hooks.unused]
         self._event("run_started", run=self.job.run.id, plugins=active, world=self.job.dist.world)
@@ -175,6 +175,8 @@ class Training:
     def _roll_back(self, asked: RollBack) -> None:
         self.saver.wait()
         folder, dist = self.job.run.checkpoints, self.job.dist
+        if asked.before and self.job.config.checkpoint.folder:
+            self.saver.bring(asked.before)
         found = retreat.newest_before(folder, asked.before, dist) if asked.before else checkpoint.newest(folder, dist)
         if found is None:
             before = f" of a step before {asked.before}" if asked.before else " yet"
@@ -182,6 +184,8 @@ class Training:
         self._event("anomaly", kind="roll_back", reason=asked.reason)
         for gone in retreat.remove_from(folder, asked.before, found) if asked.before and dist.main else ():
             self._event("checkpoint_pruned", path=gone.path.name)
+        if asked.before:
+            self.saver.undo(asked.before)
         known = list(self.progress.left_out)
         self._load(found.path)
         at = int(self.stepper.loader.state_dict()["sequences"])

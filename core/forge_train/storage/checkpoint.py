@@ -13,6 +13,7 @@ from ..processes.distributed import DistributedContext
 from .found import Saved as Saved  # noqa: PLC0414  # what this module offers too
 from .found import found as found  # noqa: PLC0414
 from .found import newest as newest  # noqa: PLC0414
+from .found import remove as remove  # noqa: PLC0414
 from .manifest import MANIFEST, NEEDED
 from .reading import load as load  # noqa: PLC0414
 from .reading import read_state as read_state  # noqa: PLC0414

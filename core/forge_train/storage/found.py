@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,9 +50,27 @@ def whole(folder: Path, dist: DistributedContext, *, warn: bool = False) -> Iter
 
 def found(folder: Path) -> list[Saved]:
     """Checkpoints of a run, newest first, whole or damaged; what was never finished has another name."""
-    paths = [(path, match) for path in folder.glob("step-*") if (match := NAME.match(path.name))]
-    return [
-        Saved(path, int(match.group(1)), sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
-        for path, match in sorted(paths, key=lambda pair: int(pair[1].group(1)), reverse=True)
-        if path.is_dir()
-    ]
+    steps = [(int(match.group(1)), path) for path in folder.glob("step-*") if (match := NAME.match(path.name))]
+    saved: list[Saved] = []
+    for step, path in sorted(steps, reverse=True):
+        with contextlib.suppress(FileNotFoundError):  # another thread removes it
+            if path.is_dir():
+                saved.append(Saved(path, step, sum(file.stat().st_size for file in path.rglob("*") if file.is_file())))
+    return saved
+
+
+def is_kept(step: int, keep_every: int, spared: Set[int]) -> bool:
+    """Whether a checkpoint stays that is none of the newest."""
+    return bool(keep_every and step % keep_every == 0) or step in spared
+
+
+def aside(path: Path) -> Path:
+    """What a checkpoint is called while it is removed."""
+    return path.with_name(f".{path.name}.removed")
+
+
+def remove(saved: Saved) -> None:
+    """Remove a checkpoint, which is never seen half removed."""
+    gone = aside(saved.path)
+    saved.path.replace(gone)
+    shutil.rmtree(gone, ignore_errors=True)

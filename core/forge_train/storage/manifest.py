@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,22 @@ class Sealed:
 
 def inspect(path: Path) -> Sealed | str:
     """What is sealed, or a phrase on what is wrong, as far as sizes show."""
+    sealed = listed(lambda: load_json(path / MANIFEST, most=LARGEST[MANIFEST]), path)
+    return sealed if isinstance(sealed, str) else _wrong_file(path, sealed) or _added(path, sealed) or sealed
+
+
+def listed(read: Callable[[], Any], path: Path) -> Sealed | str:
+    """What a manifest lists, or a phrase on what is wrong with it.
+
+    Args:
+        read: gives its JSON, or raises an `OSError` or a `ValueError`.
+        path: the checkpoint that it is of.
+    """
     try:
-        table = load_json(path / MANIFEST, most=LARGEST[MANIFEST])
+        table = read()
         if problem := newer(table.get("format", 1)):
             return problem
-        listed = {name: _entry(entry) for name, entry in table["files"].items()}
+        files = {name: _entry(entry) for name, entry in table["files"].items()}
         editable, step = list(table.get("editable", ())), table.get("step")
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
@@ -64,13 +75,12 @@ def inspect(path: Path) -> Sealed | str:
         return f"{MANIFEST} can't be read: {_first_line(error)}"
     except (KeyError, TypeError, AttributeError):
         return f"{MANIFEST} can't be read: it is no list of files"
-    if problem := _wrong_step(path, step) or _lacking(listed) or _odd_name(path, [*listed, *editable]):
+    if problem := _wrong_step(path, step) or _lacking(files) or _odd_name(path, [*files, *editable]):
         return problem
-    sealed = Sealed(
-        {name: entry for name, entry in listed.items() if name != EDITABLE},
-        {name: listed.get(name) for name in listed.keys() & {EDITABLE} | set(editable)},
+    return Sealed(
+        {name: entry for name, entry in files.items() if name != EDITABLE},
+        {name: files.get(name) for name in files.keys() & {EDITABLE} | set(editable)},
     )
-    return _wrong_file(path, sealed) or _added(path, sealed) or sealed
 
 
 def newer(found: object) -> str:
@@ -137,10 +147,17 @@ def _wrong_file(path: Path, sealed: Sealed) -> str:
         except OSError as error:
             return f"{name} can't be read: {error.strerror or error}"
     for name, size in sizes.items():
-        if name in sealed.files and size != sealed.files[name].bytes:
-            return f"{name} has {size} bytes, not {sealed.files[name].bytes}"
-        if size > (most := LARGEST.get(name, size if name.endswith(SHARDS) else LARGEST[INDEX])):
-            return f"{name} has {size:,} bytes, and at most {most:,} are read"
+        if problem := wrong_size(name, size, sealed):
+            return problem
+    return ""
+
+
+def wrong_size(name: str, size: int, sealed: Sealed) -> str:
+    """A phrase, if a file that is listed has another size, or may not be so large."""
+    if name in sealed.files and size != sealed.files[name].bytes:
+        return f"{name} has {size} bytes, not {sealed.files[name].bytes}"
+    if size > (most := LARGEST.get(name, size if name.endswith(SHARDS) else LARGEST[INDEX])):
+        return f"{name} has {size:,} bytes, and at most {most:,} are read"
     return ""
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..ground.files import write_json, write_whole
 from ..ground.untrusted import load_json
 from ..processes.distributed import DistributedContext
-from .checkpoint import Saved, found
+from .found import Saved, found, remove
 from .seal import verify
 
 LEFT_OUT = "left_out.json"
@@ -37,9 +36,7 @@ def remove_from(folder: Path, step: int, newest: Saved) -> Iterator[Saved]:
     if later:
         write_whole(folder / "latest", f"{newest.path.name}\n")
     for saved in later:
-        gone = saved.path.with_name(f".{saved.path.name}.removed")
-        saved.path.replace(gone)  # a checkpoint is never seen half removed
-        shutil.rmtree(gone, ignore_errors=True)
+        remove(saved)
         yield saved
 
 

@@ -18,6 +18,7 @@ from ..contract.run import writing
 from ..ground.errors import ConfigError
 from ..ground.lock import Lock, take
 from . import model_files
+from .copies import stores
 from .run import is_checkpoint, is_run
 
 log = logging.getLogger("forge_train")
@@ -107,18 +108,18 @@ def begin(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = 
             if not path.exists() and is_run(run := path.parent.parent):
                 raise ConfigError(f"--resume {resume}: there is no such checkpoint; {_kept(run)}.")
             raise ConfigError(f"--resume {resume}: expected auto, never, or the path of a run or a checkpoint.")
-        return Start(_unused(folder / (config.run.name or run_id(config, notable))), checkpoint=path, new=True)
+        return Start(_unused(folder / (config.run.name or run_id(config, notable)), config), checkpoint=path, new=True)
     if not config.run.name:
-        return Start(_unused(folder / run_id(config, notable)), new=True)
+        return Start(_unused(folder / run_id(config, notable), config), new=True)
     named = folder / config.run.name
     if resume == "never":
-        return Start(_unused(named), new=True)
-    if named.exists() and not is_run(named) and not _unfinished(named):
+        return Start(_unused(named, config), new=True)
+    if named.exists() and not is_run(named) and not is_unfinished(named):
         raise ConfigError(f"{named}: exists and is not a run; choose another --name or --run-dir.")
     return Start(named, continues=is_run(named), new=not named.exists())
 
 
-def _unfinished(path: Path) -> bool:
+def is_unfinished(path: Path) -> bool:
     """Whether a folder holds nothing but what is written before it is a run, by a process that was killed just then."""
     known = ("log", "checkpoints", "config.toml", model_files.FOLDER)
     parts = (".partial", ".lock.")
@@ -131,9 +132,10 @@ def _kept(run: Path) -> str:
     return f"the run has {', '.join(names)}" if names else "the run has none"
 
 
-def _unused(path: Path) -> Path:
+def _unused(path: Path, config: Config) -> Path:
+    """A run's folder that is not there yet, with a name that no checkpoints elsewhere have."""
     number, candidate = 2, path
-    while candidate.exists():
+    while candidate.exists() or any(store.found() for store in stores(config, candidate)):
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
     return candidate
 

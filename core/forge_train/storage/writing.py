@@ -21,7 +21,7 @@ from ..ground.errors import ForgeError
 from ..ground.files import remove_remains, write_json, write_whole
 from ..ground.present import gib
 from ..processes.distributed import DistributedContext
-from .found import Saved, found, whole
+from .found import Saved, aside, found, is_kept, remove, whole
 from .manifest import FORMAT
 from .reading import read_state
 from .seal import ALONE, moved, seal, sync, verify
@@ -193,7 +193,7 @@ def _describe(part: Path, state: Mapping[str, Any], beside: list[Path]) -> None:
 
 def _commit(part: Path, target: Path, latest: Path | None) -> None:
     """Give a finished folder its name; one that is there already (a damaged one, say) goes only then."""
-    gone = _aside(target)
+    gone = aside(target)
     if target.exists():
         target.replace(gone)
     part.replace(target)
@@ -202,10 +202,6 @@ def _commit(part: Path, target: Path, latest: Path | None) -> None:
     shutil.rmtree(gone, ignore_errors=True)
     if latest is not None:
         write_whole(latest, f"{target.name}\n")
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.removed")
 
 
 def _refused(target: Path, error: OSError) -> ForgeError:
@@ -228,9 +224,6 @@ def prune(
     if len(kept) < keep or not dist.main:
         return
     for saved in found(folder):
-        if saved.step >= kept[-1].step or (keep_every and saved.step % keep_every == 0) or saved.step in spared:
-            continue
-        gone = _aside(saved.path)
-        saved.path.replace(gone)  # a checkpoint is never seen half removed
-        shutil.rmtree(gone, ignore_errors=True)
-        yield saved
+        if saved.step < kept[-1].step and not is_kept(saved.step, keep_every, spared):
+            remove(saved)
+            yield saved

@@ -1,17 +1,23 @@
-"""Moving a checkpoint, also to another file system: verified before, copied, verified again, and only then removed."""
+"""Moving and copying a checkpoint, also to another file system or an address. What is moved is verified, copied,
+verified again, and only then removed."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from forge_train.ground.errors import ConfigError, ForgeError
 from forge_train.ground.files import write_whole
 from forge_train.ground.lock import Lock, take
+from forge_train.ground.remote import is_remote
 from forge_train.storage import checkpoint, manifest, seal
+from forge_train.storage.fetching import locate
+from forge_train.storage.remote_folder import RemoteFolder
 from forge_train.storage.run import is_checkpoint, is_run
+from forge_train.storage.store import Store
 
 
 def move(path: Path, new: Path) -> None:
@@ -47,6 +53,34 @@ def move(path: Path, new: Path) -> None:
     finally:
         if lock is not None:
             lock.release()
+
+
+def copy(path: str, new: str) -> None:
+    """Copy a checkpoint, or a run's newest whole one.
+
+    Args:
+        path: a path or an address.
+        new: what the copy is to be called; it is not there yet.
+
+    Raises:
+        ConfigError: if that can't be.
+        ForgeError: if the disk or the store refuses.
+    """
+    place = locate(path)
+    stored, there = place.one(), new.rstrip("/")
+    if dict(RemoteFolder(there).entries()) or (not is_remote(new) and os.path.lexists(new)):
+        raise ConfigError(f"{new} exists; name a new folder.")
+    parent, _, name = there.rpartition("/")
+    if (named := manifest.NAME.match(name)) and stored.step not in (-1, int(named[1])):
+        raise ConfigError(f"{new} is the name of another step: this checkpoint is of step {stored.step}.")
+    if not is_remote(new):
+        place.store.fetch(stored, Path(new))
+        return
+    with tempfile.TemporaryDirectory(prefix="forge-") as folder:
+        here = (
+            place.store.fetch(stored, Path(folder) / stored.name) if is_remote(path) else checkpoint.resolve(Path(path))
+        )
+        Store(parent).put(here, name)
 
 
 def _lock(run: Path, path: Path) -> Lock | None:

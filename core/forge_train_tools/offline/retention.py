@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,6 +15,10 @@ from forge_train.ground.errors import ConfigError
 from forge_train.ground.lock import take
 from forge_train.storage import checkpoint, seal
 from forge_train.storage.checkpoint import Saved
+from forge_train.storage.copies import best_of
+from forge_train.storage.fetching import locate
+from forge_train.storage.found import is_kept
+from forge_train.storage.manifest import EDITABLE
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,11 @@ class Retention:
     best: str = ""
     best_is: str = "lowest"
     keep_best: int = 1
+
+    @property
+    def early_steps(self) -> set[int]:
+        """The powers of two up to `early`."""
+        return {2**power for power in range(self.early.bit_length())}
 
 
 def retention_of(run: Path, *, keep: int | None = None, keep_every: int | None = None) -> Retention:
@@ -67,12 +76,11 @@ def unwanted(run: Path, retention: Retention) -> list[Saved]:
         raise ConfigError(f"{run}: no checkpoint is whole, so none is removed.")
     if len(kept) < retention.keep:
         return []
-    spared = {2**power for power in range(retention.early.bit_length())} | _best(found, retention)
-    every = retention.keep_every
+    sound = (saved for saved in found if not seal.check(saved.path))
+    best = ((saved.step, checkpoint.read_state(saved.path).get("best")) for saved in sound)
+    spared = retention.early_steps | best_steps(best, retention)
     return [
-        saved
-        for saved in found
-        if saved.step < kept[-1].step and not (every and saved.step % every == 0) and saved.step not in spared
+        saved for saved in found if saved.step < kept[-1].step and not is_kept(saved.step, retention.keep_every, spared)
     ]
 
 
@@ -85,20 +93,45 @@ def remove(run: Path, retention: Retention) -> Iterator[Saved]:
     lock = take(run)
     try:
         for saved in unwanted(run, retention):
-            gone = saved.path.with_name(f".{saved.path.name}.removed")
-            saved.path.replace(gone)  # a checkpoint is never seen half removed
-            shutil.rmtree(gone, ignore_errors=True)
+            checkpoint.remove(saved)
             Run(run, lock.file).event("checkpoint_pruned", saved.step, path=saved.path.name)
             yield saved
     finally:
         lock.release()
 
 
-def _best(found: list[Saved], retention: Retention) -> set[int]:
-    """The steps of the best checkpoints, by what these say of themselves."""
+def prune_there(
+    address: str, *, keep: int | None = None, keep_every: int | None = None, dry_run: bool = False
+) -> list[tuple[str, int, int]]:
+    """The same for a run at an address, as the configuration in its newest whole checkpoint says.
+
+    Returns:
+        Address, step and bytes of what is removed, or would be.
+
+    Raises:
+        ConfigError: if it is no run, or none of its checkpoints is whole.
+    """
+    place = locate(address)
+    if place.checkpoint:
+        raise ConfigError(f"{address} is not a run.")
+    store = place.store
+    with tempfile.TemporaryDirectory(prefix="forge-") as folder:
+        (Path(folder) / EDITABLE).write_bytes(store.text(place.one(), EDITABLE))
+        retention = retention_of(Path(folder), keep=keep, keep_every=keep_every)
+    spared = retention.early_steps | best_steps(best_of([store]) if retention.best else (), retention)
+    change = store.unwanted if dry_run else store.prune
+    return [(store.at(one.name), one.step, one.bytes) for one in change(retention.keep, retention.keep_every, spared)]
+
+
+def best_steps(said: Iterable[tuple[int, Any]], retention: Retention) -> set[int]:
+    """The steps of the best checkpoints.
+
+    Args:
+        said: what each checkpoint says of `checkpoint.best`, by step.
+        retention: what is kept.
+    """
     scores: dict[int, float] = {}
-    for saved in found if retention.best else ():
-        said = {} if seal.check(saved.path) else checkpoint.read_state(saved.path).get("best") or {}
-        if said.get("metric") == retention.best and isinstance(said.get("value"), (int, float)):
-            scores[saved.step] = said["value"] if retention.best_is == "lowest" else -said["value"]
+    for step, best in said if retention.best else ():
+        if isinstance(best, dict) and best.get("metric") == retention.best and isinstance(best["value"], (int, float)):
+            scores[step] = best["value"] if retention.best_is == "lowest" else -best["value"]
     return set(sorted(scores, key=lambda step: (scores[step], step))[: retention.keep_best])

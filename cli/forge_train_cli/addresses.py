@@ -1,0 +1,59 @@
+"""Arguments that may be addresses: `s3://bucket/runs/first`."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from forge_train.ground.errors import ConfigError
+from forge_train.ground.remote import is_remote
+from forge_train.ground.world import World
+from forge_train.storage.run import is_checkpoint, is_run
+
+LONGEST = 3600.0
+"""Seconds that the other processes wait for the first one to fetch a checkpoint."""
+
+
+def fetch(resume: str, folder: Path) -> str:
+    """What `--resume` names, fetched by the first process, if it is an address; the others wait for it."""
+    if not is_remote(resume):
+        return resume
+    from forge_train.storage.fetching import fetched, target_of
+
+    if World.here().rank == 0:
+        return fetched(resume, folder)
+    target = target_of(resume, folder)
+    deadline = time.monotonic() + LONGEST
+    while not (is_run(target) or is_checkpoint(target)):
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{target}: the first process has not fetched it from {resume} in {LONGEST:g} s.")
+        time.sleep(0.5)
+    return str(target)
+
+
+class _Place(click.Path):
+    """A path; an address stays a text."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if isinstance(value, str) and is_remote(value) else Path(value)
+
+
+class _Fetched(click.Path):
+    """A path; a checkpoint at an address is fetched to a temporary folder, which lasts as long as the command."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str) or not is_remote(value) or ctx is None:
+            return Path(value)
+        from forge_train.storage.fetching import locate
+
+        place = locate(value)
+        stored = place.one()
+        folder = Path(ctx.with_resource(tempfile.TemporaryDirectory(prefix="forge-")))
+        return place.store.fetch(stored, folder / stored.name)
+
+
+PLACE, FETCHED = _Place(), _Fetched()

@@ -1,0 +1,123 @@
+"""What `--resume` names by an address, fetched; and what an address means."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..contract.run import writing
+from ..ground.errors import ConfigError
+from ..ground.lock import take
+from ..ground.remote import is_remote
+from . import model_files
+from .copies import bring
+from .found import newest
+from .manifest import MANIFEST, NAME
+from .remote_folder import RemoteFolder
+from .run import is_checkpoint, is_run
+from .seal import check
+from .start import is_unfinished
+from .store import Store, Stored
+
+
+@dataclass(frozen=True)
+class Place:
+    """What lies at an address: one checkpoint, or those of a run."""
+
+    store: Store
+    checkpoint: Stored | None = None
+    """The one that is named."""
+    run: str = ""
+    """The name of the run, if it is one."""
+
+    def all(self) -> list[Stored]:
+        """The checkpoints with a manifest, newest first."""
+        return [self.checkpoint] if self.checkpoint else self.store.found()
+
+    def one(self) -> Stored:
+        """The checkpoint that is named, or the newest whole one.
+
+        Raises:
+            ConfigError: if there is none.
+        """
+        if (stored := self.checkpoint or next(self.store.newest(), None)) is None:
+            raise ConfigError(f"{self.store.address}: this run has no whole checkpoint.")
+        return stored
+
+
+def locate(address: str) -> Place:
+    """What an address means, or the path of a folder.
+
+    Raises:
+        ConfigError: if there is neither a checkpoint nor a run, or it can't be read.
+    """
+    address = address.rstrip("/")
+    parent, _, name = address.rpartition("/")
+    names = dict(RemoteFolder(address).entries())
+    if MANIFEST in names:
+        store = Store(parent or ".")
+        return Place(store, store.one(name))
+    if "checkpoints" in names:
+        return Place(Store(f"{address}/checkpoints"), run=name)
+    if any(NAME.match(one) for one in names):
+        return Place(Store(address), run=parent.rpartition("/")[2] if name == "checkpoints" else name)
+    raise ConfigError(f"{address}: there is no such run or checkpoint.")
+
+
+def fetched(resume: str, folder: Path) -> str:
+    """What `--resume` says, with a path in place of an address: the run or checkpoint is fetched to there.
+
+    Args:
+        resume: a path stays as it is.
+        folder: where run folders are made. A run becomes one of them, or brings it up to date; a checkpoint is put
+            aside there.
+
+    Raises:
+        ConfigError: if there is no such thing, it is damaged, or another process has the run.
+    """
+    if not is_remote(resume):
+        return resume
+    place, target = locate(resume), target_of(resume, folder)
+    if place.run:
+        return str(_run(place, target))
+    if not is_checkpoint(target) or check(target, contents=True):
+        place.store.fetch(place.one(), target)
+    return str(target)
+
+
+def target_of(address: str, folder: Path) -> Path:
+    """Where `fetched` puts what lies at an address.
+
+    Raises:
+        ConfigError: if there is neither a checkpoint nor a run, or it can't be read.
+    """
+    place = locate(address)
+    if place.run:
+        return folder / place.run
+    digest = hashlib.sha256(place.store.address.encode()).hexdigest()[:8]
+    return folder / ".fetched" / digest / place.one().name
+
+
+def _run(place: Place, target: Path) -> Path:
+    """A run's folder here, with its newest checkpoint and what makes it a run."""
+    if target.exists() and not is_run(target) and not is_unfinished(target):
+        raise ConfigError(f"{target}: exists and is not a run; choose another --run-dir.")
+    with writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+        lock = take(target)
+        try:
+            saved = newest(target / "checkpoints")
+            path, after = (saved.path, saved.step) if saved else (None, -1)
+            path = bring([place.store], target / "checkpoints", after=after) or path
+            if path is None:
+                raise ConfigError(f"{place.store.address}: this run has no whole checkpoint.")
+            if not is_run(target):
+                if (tokenizer := path / model_files.FOLDER).is_dir():
+                    shutil.copytree(tokenizer, target / model_files.FOLDER, dirs_exist_ok=True)
+                for name in ("config.toml", "plugins.json"):  # both make it a run
+                    shutil.copyfile(path / name, target / name)
+        finally:
+            lock.release()
+    return target
