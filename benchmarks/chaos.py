@@ -29,20 +29,19 @@ from chaos_trials import EVERY, KINDS, STEPS, Ground, Verdict, choose  # noqa: E
 TRIALS = 100
 
 
-def run(count: int, first: int = 0) -> list[Verdict]:
-    """Do the trials of so many seeds, one after the other."""
-    verdicts = []
+def run(seeds: range, done: list[Verdict]) -> None:
+    """Do the trials of seeds, one after the other; Ctrl-C ends it after those that are done."""
     with tempfile.TemporaryDirectory() as folder:
         ground = Ground(Path(folder))
-        for seed in range(first, first + count):
+        for seed in seeds:
             trial = choose(seed)
             print(f"{seed:3} {trial.kind}: {trial.words} … ", end="", flush=True)
-            verdicts.append(one := ground.run(trial))
+            one = ground.run(trial)
             how = "FAIL: " + "; ".join(one.wrong) if one.wrong else "ok"
             print(f"{how}; exit codes {one.codes}, resumed at {one.resumed}, {one.seconds:.0f} s", flush=True)
             if one.wrong:
                 print("".join(f"    | {line}\n" for said in one.said for line in said.splitlines()), flush=True)
-    return verdicts
+            done.append(one)
 
 
 def page(verdicts: Sequence[Verdict]) -> str:
@@ -81,8 +80,13 @@ def page(verdicts: Sequence[Verdict]) -> str:
 
 def main() -> int:
     """Run what the command line says."""
-    count, first = [*map(int, sys.argv[1:]), TRIALS, 0][:2] if len(sys.argv) != 2 else (int(sys.argv[1]), 0)
-    verdicts = run(count, first)
+    given = [int(one) for one in sys.argv[1:]]
+    count, first = (given + [TRIALS, 0][len(given) :])[:2]
+    verdicts: list[Verdict] = []
+    try:
+        run(range(first, first + count), verdicts)
+    except KeyboardInterrupt:
+        print(f"\nstopped after {len(verdicts)} trials")
     text = page(verdicts)
     print(text)
     if not first:

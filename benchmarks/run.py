@@ -10,6 +10,7 @@
     python benchmarks/run.py observing       # metrics and trackers: benchmarks/results/observing.md
     python benchmarks/run.py data            # token shards: benchmarks/results/data.md
     python benchmarks/run.py planning        # plans of large models: benchmarks/results/planning.md
+    python benchmarks/run.py chaos           # 100 misfortunes on two ranks: benchmarks/results/chaos.md
 
 Each ratio is of two things measured alternately in one go, by the CPU time of one thread, and the best of each counts:
 other work on the machine adds time and never takes any away.
@@ -349,6 +350,14 @@ def planning() -> list[Row]:
     return rows
 
 
+def chaos() -> list[Row]:
+    """Runs that meet misfortunes; the page has a line for each kind."""
+    code = subprocess.run([sys.executable, str(HERE / "chaos.py")], check=False).returncode
+    return [
+        Row("100 misfortunes on two ranks, survived or refused", "pass" if code == 0 else "FAIL", "pass", code == 0)
+    ]
+
+
 def trials() -> list[Row]:
     environment = {**os.environ, "FORGE_TRIALS": "20", "FORGE_EXAMPLES": "3000"}
     rows = []
@@ -366,10 +375,10 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     part.__name__: part
     for part in (
         *(startup, first, loop, loss, text, quickstart, trials),
-        *(parallel, experts, low_precision, optimizers, attention, observing, data, planning),
+        *(parallel, experts, low_precision, optimizers, attention, observing, data, planning, chaos),
     )
 }
-APART = {"parallel", "experts", "low_precision", "optimizers", "attention", "observing", "data", "planning"}
+APART = {"parallel", "experts", "low_precision", "optimizers", "attention", "observing", "data", "planning", "chaos"}
 """Those that have a table of their own."""
 
 
