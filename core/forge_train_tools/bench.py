@@ -36,7 +36,10 @@ TURN = 5
 """Steps that a loop takes before the other one's turn."""
 WARM_UP = 2
 """Turns of each that are not counted."""
-FRESH = ("train.init_from=", "train.init_missing=[]", "train.init_unexpected=[]", "checkpoint.only=[]")
+FRESH = (
+    *("train.init_from=", "train.init_missing=[]", "train.init_unexpected=[]"),
+    *("checkpoint.only=[]", "checkpoint.folder=", "checkpoint.mirror="),
+)
 
 
 @dataclass
