@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import nn
@@ -100,16 +101,11 @@ def disagreeing() -> str:
 
 def layouts_in_turn(folder: str) -> list[list[float]]:
     """The losses of one layout after the other, each in a process group of its own."""
-    given = {name: os.environ.get(name) for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")}
     experts = {"moe.experts": 8, "parallel.ep": 2, "train.micro_batch": 1, "checkpoint.every": 0}
     layouts = [(("moe", "ep", "tp"), {**experts, "parallel.tp": 2}), (("moe", "ep", "fsdp2"), experts)]
     losses = []
     joined.leave()
-    try:
+    with patch.dict(os.environ, TORCHELASTIC_USE_AGENT_STORE="True"):
         for number, (plugins, config) in enumerate([*layouts, layouts[0]]):
-            os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=f"{1000 + number}")
             losses.append(run_forge(plugins, config, steps=2, folder=Path(folder), name=f"in-turn-{number}").losses)
-    finally:
-        for name, value in given.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     return losses
