@@ -100,7 +100,7 @@ def test_a_run_keeps_the_picture_of_its_step(ranks: Pool, tmp_path: Path) -> Non
     title, *boxes = (one.text for one in tree.iter("{http://www.w3.org/2000/svg}title"))
     assert title == "zbv on 2 ranks, 12 micro-batches"
     table = schedules.timetable("ZBVZeroBubble", 2, 12)
-    assert sorted(map(str, boxes)) == sorted(str(slot) for row in table.ranks for slot in row if slot)
+    assert set(map(str, boxes)) == {str(slot) for row in table.ranks for slot in row if slot}, "some in two lines"
 
 
 @pytest.mark.accept("axes", "bad")
