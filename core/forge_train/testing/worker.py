@@ -124,7 +124,7 @@ def _run(request: dict[str, Any], store: Store, rank: int) -> Any:
         keep = request["keep"]
         return value
     finally:
-        if not keep:
+        if not keep or joined.crowded():
             joined.leave()
 
 
