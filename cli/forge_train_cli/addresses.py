@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from forge_train.ground.errors import ConfigError
-from forge_train.ground.remote import is_remote
+from forge_train.ground.remote import is_remote, plain
 from forge_train.ground.world import World
 from forge_train.storage.run import is_checkpoint, is_run
 
@@ -21,7 +21,7 @@ LONGEST = 3600.0
 def fetch(resume: str, folder: Path) -> str:
     """What `--resume` names, fetched by the first process, if it is an address; the others wait for it."""
     if not is_remote(resume):
-        return resume
+        return plain(resume)
     from forge_train.storage.fetching import fetched, target_of
 
     if World.here().rank == 0:
@@ -39,7 +39,7 @@ class _Place(click.Path):
     """A path; an address stays a text."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if isinstance(value, str) and is_remote(value) else Path(value)
+        return value if isinstance(value, str) and is_remote(value) else Path(plain(str(value)))
 
 
 class _Fetched(click.Path):
@@ -47,7 +47,7 @@ class _Fetched(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str) or not is_remote(value) or ctx is None:
-            return Path(value)
+            return Path(plain(str(value)))
         from forge_train.storage.fetching import locate
 
         place = locate(value)

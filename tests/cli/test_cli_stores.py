@@ -132,6 +132,22 @@ def test_addresses_that_lead_nowhere(folder: Path) -> None:
     assert message == "runs/first: exists and is not a run; choose another --run-dir."
 
 
+def test_an_address_of_this_machine_is_a_path(folder: Path) -> None:
+    assert resumed(folder, "--resume", RUN).code == 0
+    run = folder / "runs" / "first"
+    newest = f"{run}/checkpoints/step-00000006"
+    assert [row["path"] for row in forge("checkpoint", "list", f"file://{run}", "--json").json][0] == newest
+    assert forge("checkpoint", "verify", f"file://{newest}").out == f"{newest}: whole\n"
+    assert forge("checkpoint", "inspect", f"file://{run}", "--json").json["step"] == 6
+    assert forge("checkpoint", "diff", f"file://{run}", newest).code == 0
+    assert forge("checkpoint", "prune", f"file://{run}", "--keep", 1).code == 0
+    assert forge("checkpoint", "copy", "runs/first", f"file://{folder}/copied").out == f"{folder}/copied: whole\n"
+    assert check(folder / "copied", contents=True) == ""
+    assert not (folder / "file:").exists()
+    ended = forge("train", "--resume", f"file://{run}", "--json", "-s", "train.steps=7")
+    assert (ended.json["run"], ended.json["step"]) == (str(run), 7)
+
+
 def test_hostile_names_in_a_manifest_at_an_address_are_refused(folder: Path) -> None:
     manifest = next(f for f in (folder / "bucket").iterdir() if f.name.endswith("step-00000004%2Fmanifest.json"))
     manifest.write_text(manifest.read_text().replace('"plugins.json"', '"../../plugins.json"'))

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..contract.run import writing
 from ..ground.errors import ConfigError
 from ..ground.lock import take
-from ..ground.remote import is_remote
+from ..ground.remote import is_remote, plain
 from . import model_files
 from .copies import bring
 from .found import newest
@@ -78,7 +78,7 @@ def fetched(resume: str, folder: Path) -> str:
         ConfigError: if there is no such thing, it is damaged, or another process has the run.
     """
     if not is_remote(resume):
-        return resume
+        return plain(resume)
     place, target = locate(resume), target_of(resume, folder)
     if place.run:
         return str(_run(place, target))
