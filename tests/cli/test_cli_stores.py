@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -146,6 +147,20 @@ def test_an_address_of_this_machine_is_a_path(folder: Path) -> None:
     assert not (folder / "file:").exists()
     ended = forge("train", "--resume", f"file://{run}", "--json", "-s", "train.steps=7")
     assert (ended.json["run"], ended.json["step"]) == (str(run), 7)
+
+
+def test_the_folder_of_a_copied_run_is_as_an_address(folder: Path) -> None:
+    nas = folder / "nas" / "first"
+    for key in keys(folder / "bucket"):
+        (file := folder / "nas" / key.partition("/")[2]).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / "bucket" / quote(key, safe=""), file)
+    four, two = f"{nas}/checkpoints/step-00000004", f"{nas}/checkpoints/step-00000002"
+    assert [row["path"] for row in forge("checkpoint", "list", nas, "--json").json] == [four, two]
+    assert forge("checkpoint", "verify", "nas/first").out.splitlines() == [f"{four}: whole", f"{two}: whole"]
+    assert forge("checkpoint", "inspect", nas, "--json").json["step"] == 4
+    assert "is removed" in forge("checkpoint", "prune", nas, "--keep", 1).out
+    assert resumed(folder, "--resume", "nas/first").json["run"] == "runs/first"
+    assert [saved.step for saved in found(folder / "runs" / "first" / "checkpoints")] == [6, 4]
 
 
 def test_hostile_names_in_a_manifest_at_an_address_are_refused(folder: Path) -> None:
