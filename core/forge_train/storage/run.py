@@ -83,7 +83,7 @@ def is_run(path: Path) -> bool:
 
 def is_kept(path: Path) -> bool:
     """Whether a run has a checkpoint or metrics. It then stays, whatever mistake ended it."""
-    return (path / "metrics.jsonl").is_file() or any((path / "checkpoints").glob("step-*"))
+    return is_run(path) and ((path / "metrics.jsonl").is_file() or any((path / "checkpoints").glob("step-*")))
 
 
 def is_checkpoint(path: Path) -> bool:

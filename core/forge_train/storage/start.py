@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -78,7 +79,9 @@ def claim(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = 
 
 
 def unclaim(start: Start, lock: Lock) -> None:
-    """Let go of a run's folder; one that was made for nothing goes too."""
+    """Let go of a run's folder; one that was made for nothing goes too, with what was fetched to it."""
+    if start.new and start.dir.is_dir() and is_unfinished(start.dir):
+        shutil.rmtree(start.dir / "checkpoints", ignore_errors=True)
     lock.release()
     if start.new and start.dir.is_dir() and not any(start.dir.iterdir()):
         start.dir.rmdir()
