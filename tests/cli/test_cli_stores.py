@@ -137,7 +137,7 @@ def test_an_address_of_this_machine_is_a_path(folder: Path) -> None:
     assert resumed(folder, "--resume", RUN).code == 0
     run = folder / "runs" / "first"
     newest = f"{run}/checkpoints/step-00000006"
-    assert [row["path"] for row in forge("checkpoint", "list", f"file://{run}", "--json").json][0] == newest
+    assert forge("checkpoint", "list", f"file://{run}", "--json").json[0]["path"] == newest
     assert forge("checkpoint", "verify", f"file://{newest}").out == f"{newest}: whole\n"
     assert forge("checkpoint", "inspect", f"file://{run}", "--json").json["step"] == 6
     assert forge("checkpoint", "diff", f"file://{run}", newest).code == 0
