@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from forge_train.ground.errors import ConfigError
-from forge_train.ground.remote import is_remote
+from forge_train.ground.remote import is_remote, plain
 from forge_train.ground.world import World
-from forge_train.storage.run import is_checkpoint, is_run
+from forge_train.storage.run import address_of, is_checkpoint, is_run
 
 LONGEST = 3600.0
 """Seconds that the other processes wait for the first one to fetch a checkpoint."""
@@ -20,13 +20,13 @@ LONGEST = 3600.0
 
 def fetch(resume: str, folder: Path) -> str:
     """What `--resume` names, fetched by the first process, if it is an address; the others wait for it."""
-    if not is_remote(resume):
-        return resume
+    if not (address := address_of(resume)):
+        return plain(resume)
     from forge_train.storage.fetching import fetched, target_of
 
     if World.here().rank == 0:
-        return fetched(resume, folder)
-    target = target_of(resume, folder)
+        return fetched(address, folder)
+    target = target_of(address, folder)
     deadline = time.monotonic() + LONGEST
     while not (is_run(target) or is_checkpoint(target)):
         if time.monotonic() > deadline:
@@ -36,10 +36,10 @@ def fetch(resume: str, folder: Path) -> str:
 
 
 class _Place(click.Path):
-    """A path; an address stays a text."""
+    """A path; an address is a text, and so is the folder of a run that was copied."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if isinstance(value, str) and is_remote(value) else Path(value)
+        return address_of(str(value)) or Path(plain(str(value)))
 
 
 class _Fetched(click.Path):
@@ -47,7 +47,7 @@ class _Fetched(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str) or not is_remote(value) or ctx is None:
-            return Path(value)
+            return Path(plain(str(value)))
         from forge_train.storage.fetching import locate
 
         place = locate(value)

@@ -196,6 +196,8 @@ def _found(config: Config, run: Run, start: Start, dist: DistributedContext) -> 
     if start.checkpoint is not None:
         return checkpoint.resolve(start.checkpoint, dist)
     saved = checkpoint.newest(run.checkpoints, dist) if start.continues else None
+    if not (config.run.name or start.continues):  # nobody else has the name of such a run
+        return None
     path, after = (saved.path, saved.step) if saved else (None, -1)
     return dist.on_main(lambda: bring(stores(config, run.dir), run.checkpoints, after=after)) or path
 

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -130,6 +131,36 @@ def test_addresses_that_lead_nowhere(folder: Path) -> None:
     (folder / "runs" / "first" / "notes.txt").touch()
     message = one_message(forge("train", "--resume", RUN), 2)
     assert message == "runs/first: exists and is not a run; choose another --run-dir."
+
+
+def test_an_address_of_this_machine_is_a_path(folder: Path) -> None:
+    assert resumed(folder, "--resume", RUN).code == 0
+    run = folder / "runs" / "first"
+    newest = f"{run}/checkpoints/step-00000006"
+    assert forge("checkpoint", "list", f"file://{run}", "--json").json[0]["path"] == newest
+    assert forge("checkpoint", "verify", f"file://{newest}").out == f"{newest}: whole\n"
+    assert forge("checkpoint", "inspect", f"file://{run}", "--json").json["step"] == 6
+    assert forge("checkpoint", "diff", f"file://{run}", newest).code == 0
+    assert forge("checkpoint", "prune", f"file://{run}", "--keep", 1).code == 0
+    assert forge("checkpoint", "copy", "runs/first", f"file://{folder}/copied").out == f"{folder}/copied: whole\n"
+    assert check(folder / "copied", contents=True) == ""
+    assert not (folder / "file:").exists()
+    ended = forge("train", "--resume", f"file://{run}", "--json", "-s", "train.steps=7")
+    assert (ended.json["run"], ended.json["step"]) == (str(run), 7)
+
+
+def test_the_folder_of_a_copied_run_is_as_an_address(folder: Path) -> None:
+    nas = folder / "nas" / "first"
+    for key in keys(folder / "bucket"):
+        (file := folder / "nas" / key.partition("/")[2]).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / "bucket" / quote(key, safe=""), file)
+    four, two = f"{nas}/checkpoints/step-00000004", f"{nas}/checkpoints/step-00000002"
+    assert [row["path"] for row in forge("checkpoint", "list", nas, "--json").json] == [four, two]
+    assert forge("checkpoint", "verify", "nas/first").out.splitlines() == [f"{four}: whole", f"{two}: whole"]
+    assert forge("checkpoint", "inspect", nas, "--json").json["step"] == 4
+    assert "is removed" in forge("checkpoint", "prune", nas, "--keep", 1).out
+    assert resumed(folder, "--resume", "nas/first").json["run"] == "runs/first"
+    assert [saved.step for saved in found(folder / "runs" / "first" / "checkpoints")] == [6, 4]
 
 
 def test_hostile_names_in_a_manifest_at_an_address_are_refused(folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import toys
 from bucket import bucket, keys
-from forge_train import ConfigError, Plugin, hookimpl
+from forge_train import ConfigError, ForgeError, Plugin, hookimpl
 from forge_train.storage.checkpoint import check, found
 from forge_train.storage.store import Store
 from saving import ASYNC, stepping
@@ -78,7 +78,7 @@ def test_a_mirror_that_fails_ends_nothing_and_is_filled_later(tmp_path: Path, ca
         run = toys.run(tmp_path, name="a", steps=3, config=MIRROR)
         assert run.finished.outcome == "done"
     assert "Checkpoints were not copied: bucket://b/a/checkpoints/step-0000000" in caplog.text
-    assert "the network is gone (6 tries). They stay in " in caplog.text
+    assert "the network is gone (6 tries). Those that checkpoint.keep selects stay in " in caplog.text
     with bucket(tmp_path / "bucket"):
         assert (there(), here(run.run)) == ([], [3, 2])
         toys.run(tmp_path, name="a", steps=4, config={**MIRROR, "checkpoint.every": 9})
@@ -176,12 +176,33 @@ def test_a_store_that_can_t_be_read_is_told_before_a_run_begins(tmp_path: Path) 
 
     with (
         bucket(tmp_path / "bucket", down),
-        pytest.raises(ConfigError, match=r"^bucket://b/a.* no such key"),
+        pytest.raises(ForgeError, match=r"^checkpoint\.mirror: bucket://b/a.* no such key\. The run may") as told,
     ):
         toys.run(tmp_path, name="a", steps=1, config=MIRROR)
+    assert (told.value.code, told.value.type, told.value.where.key) == (1, "checkpoint", "checkpoint.mirror")
     with pytest.raises(ConfigError, match=r"^checkpoint\.mirror: nowhere://b/a/checkpoints can't be read: Protocol"):
         toys.run(tmp_path, name="a", steps=1, config={"checkpoint.mirror": "nowhere://b"})
     assert not (tmp_path / "a").exists()
+
+
+def test_a_new_run_without_a_name_begins_although_its_store_is_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def down(what: str) -> None:
+        raise ConnectionError("the network is gone")
+
+    with bucket(tmp_path / "bucket", down):
+        run = toys.run(tmp_path, steps=1, config={**FOLDER, "checkpoint.best": "loss"})
+    assert (run.finished.outcome, here(run.run)) == ("done", [1])
+    assert "checkpoint.folder: bucket://b/" in caplog.text
+    assert "the network is gone (6 tries). The run begins without it." in caplog.text
+
+
+def test_nothing_is_left_of_a_run_whose_name_another_has_in_the_store(tmp_path: Path, far: Path) -> None:
+    toys.run(tmp_path / "one", name="a", steps=1, config=MIRROR)
+    with pytest.raises(ConfigError, match="differs from the one that saved"):
+        toys.run(tmp_path / "two", name="a", steps=2, config={**MIRROR, "run.seed": 5})
+    assert not (tmp_path / "two" / "a").exists()
 
 
 def test_a_store_is_another_place(tmp_path: Path, far: Path) -> None:

@@ -152,7 +152,8 @@ class CheckpointSection:
     """Also keep every checkpoint whose step is a multiple of this; 0 keeps no others."""
     folder: Annotated[str, Volatile()] = ""
     """Keep checkpoints in this folder or at this fsspec address (`s3://bucket/runs`), under the run's name. Each is
-    written in the run's folder first, and stays there until the next is whole and this one has been copied."""
+    written in the run's folder first, and stays there until the next is whole and this one has been copied, or is no
+    longer selected by `keep` and the like."""
     mirror: Annotated[str, Volatile()] = ""
     """Copy each whole checkpoint to this folder or fsspec address too, under the run's name, while training continues;
     the same checkpoints are kept there. If the copy fails, a warning says so and the run goes on."""

@@ -22,6 +22,11 @@ def is_remote(address: str) -> bool:
     return "://" in address and not address.startswith("file://")
 
 
+def plain(place: str) -> str:
+    """A path as it is, also where it is written as `file:///x`."""
+    return place.removeprefix("file://")
+
+
 def filesystem(address: str, label: str) -> tuple[Any, str]:
     """The fsspec file system of an address, and the path in it.
 

@@ -66,7 +66,7 @@ class Saver:
 
     def start(self, step: int) -> None:
         """The run begins after a step: what an earlier attempt could not copy elsewhere is tried again."""
-        self._occasions.start(best_of(self._places) if self._config.folder else ())
+        self._occasions.start(best_of(self._places) if self._config.folder and step else ())
         if self._places:
             self._spared = self._occasions.spared(step)
             self._sender.send(self._spared)
@@ -249,8 +249,8 @@ class Saver:
             self._tell_pruned(checkpoint.Saved(self._job.run.checkpoints / gone.name, gone.step, gone.bytes))
         if sent.problem:
             log.warning(
-                "Checkpoints were not copied: %s. They stay in %s until they are copied: after the next save, or when "
-                "the run is continued.",
+                "Checkpoints were not copied: %s. Those that checkpoint.keep selects stay in %s until they are copied: "
+                "after the next save, or when the run is continued.",
                 sent.problem.rstrip("."),
                 self._job.run.checkpoints,
             )

@@ -26,6 +26,19 @@ from .store import Store, Stored
 log = logging.getLogger("forge_train")
 
 
+class AwayError(ForgeError):
+    """A store that a run depends on can't be read."""
+
+    type = "checkpoint"
+
+    @classmethod
+    def of(cls, store: Store, error: ConfigError) -> AwayError:
+        told = (
+            f"{store.key}: {str(error).rstrip('.')}. The run may have checkpoints there. Try again once it can be read"
+        )
+        return cls(f"{told}; a new run without --name does not depend on it.", key=store.key)
+
+
 def stores(config: Config, run: Path) -> list[Store]:
     """Where a run's checkpoints go: its `checkpoint.folder`, then its `checkpoint.mirror`.
 
@@ -42,7 +55,7 @@ def stores(config: Config, run: Path) -> list[Store]:
         if not (address := getattr(config.checkpoint, key)):
             continue
         try:
-            store = Store.of_run(address, run.name)
+            store = Store.of_run(address, run.name, f"checkpoint.{key}")
         except ConfigError as error:
             raise ConfigError(f"checkpoint.{key}: {error}") from error
         place = store.local.resolve() if store.local else store.address
@@ -63,7 +76,8 @@ def bring(places: Sequence[Store], folder: Path, *, after: int = -1, before: int
         before: the step that it must come before.
 
     Raises:
-        ConfigError: if there is none in the folder, and a store can't be read.
+        AwayError: if there is none in the folder, and a store of the configuration can't be read.
+        ConfigError: for one of a newer format, or if another store can't be read.
     """
     best: list[tuple[Stored, Store]] = []
     for store in places:
@@ -71,7 +85,9 @@ def bring(places: Sequence[Store], folder: Path, *, after: int = -1, before: int
             best += [(stored, store) for stored in store.newest(after=after, before=before)]
         except ConfigError as error:
             if after < 0:
-                raise
+                if not store.key or error.__cause__ is None:  # of a newer format
+                    raise
+                raise AwayError.of(store, error) from error
             log.warning("%s. The run goes on from the newest checkpoint in its folder, of step %s.", error, after)
     for stored, store in sorted(best, key=lambda pair: pair[0].step, reverse=True):
         log.info("Fetching %s.", store.at(stored.name))

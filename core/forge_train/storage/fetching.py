@@ -10,13 +10,13 @@ from pathlib import Path
 from ..contract.run import writing
 from ..ground.errors import ConfigError
 from ..ground.lock import take
-from ..ground.remote import is_remote
+from ..ground.remote import plain
 from . import model_files
 from .copies import bring
 from .found import newest
 from .manifest import MANIFEST, NAME
 from .remote_folder import RemoteFolder
-from .run import is_checkpoint, is_run
+from .run import address_of, is_checkpoint, is_run
 from .seal import check
 from .start import is_unfinished
 from .store import Store, Stored
@@ -70,16 +70,16 @@ def fetched(resume: str, folder: Path) -> str:
     """What `--resume` says, with a path in place of an address: the run or checkpoint is fetched to there.
 
     Args:
-        resume: a path stays as it is.
+        resume: a path stays as it is, unless it is the folder of a copied run, which is fetched too.
         folder: where run folders are made. A run becomes one of them, or brings it up to date; a checkpoint is put
             aside there.
 
     Raises:
         ConfigError: if there is no such thing, it is damaged, or another process has the run.
     """
-    if not is_remote(resume):
-        return resume
-    place, target = locate(resume), target_of(resume, folder)
+    if not (address := address_of(resume)):
+        return plain(resume)
+    place, target = locate(address), target_of(address, folder)
     if place.run:
         return str(_run(place, target))
     if not is_checkpoint(target) or check(target, contents=True):

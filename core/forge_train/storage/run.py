@@ -16,6 +16,7 @@ from ..config import Config
 from ..contract.run import Run, writing
 from ..ground.errors import ConfigError, describe
 from ..ground.files import remove_remains, write_json, write_whole
+from ..ground.remote import is_remote, plain
 from ..ground.untrusted import load_json
 from ..ground.world import World
 from ..registry.write import to_toml
@@ -82,12 +83,24 @@ def is_run(path: Path) -> bool:
 
 def is_kept(path: Path) -> bool:
     """Whether a run has a checkpoint or metrics. It then stays, whatever mistake ended it."""
-    return (path / "metrics.jsonl").is_file() or any((path / "checkpoints").glob("step-*"))
+    return is_run(path) and ((path / "metrics.jsonl").is_file() or any((path / "checkpoints").glob("step-*")))
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a path is a checkpoint, whole or not."""
     return _is_file(path / "state.json")
+
+
+def address_of(place: str) -> str:
+    """The address that a text means, empty for a path. A copied run, as in `checkpoint.mirror`, counts as one."""
+    if is_remote(place):
+        return place
+    path = Path(plain(place)).absolute()
+    try:
+        copied = not is_run(path) and not is_checkpoint(path) and any(path.glob("checkpoints/step-*/manifest.json"))
+    except OSError:  # a name that is too long
+        return ""
+    return str(path) if copied else ""
 
 
 def _is_file(path: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ from ..contract.run import writing
 from ..ground.errors import ConfigError
 from ..ground.lock import Lock, take
 from . import model_files
-from .copies import stores
+from .copies import AwayError, stores
 from .run import is_checkpoint, is_run
 
 log = logging.getLogger("forge_train")
@@ -78,7 +79,9 @@ def claim(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = 
 
 
 def unclaim(start: Start, lock: Lock) -> None:
-    """Let go of a run's folder; one that was made for nothing goes too."""
+    """Let go of a run's folder; one that was made for nothing goes too, with what was fetched to it."""
+    if start.new and start.dir.is_dir() and is_unfinished(start.dir):
+        shutil.rmtree(start.dir / "checkpoints", ignore_errors=True)
     lock.release()
     if start.new and start.dir.is_dir() and not any(start.dir.iterdir()):
         start.dir.rmdir()
@@ -135,9 +138,26 @@ def _kept(run: Path) -> str:
 def _unused(path: Path, config: Config) -> Path:
     """A run's folder that is not there yet, with a name that no checkpoints elsewhere have."""
     number, candidate = 2, path
-    while candidate.exists() or any(store.found() for store in stores(config, candidate)):
+    while candidate.exists() or _taken(config, candidate):
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
     return candidate
+
+
+def _taken(config: Config, run: Path) -> bool:
+    """Whether checkpoints elsewhere have a run's name. The name that a run gets by itself is nobody else's.
+
+    Raises:
+        AwayError: if that can't be told of a name that was chosen.
+    """
+    for store in stores(config, run):
+        try:
+            if store.found():
+                return True
+        except ConfigError as error:
+            if config.run.name:
+                raise AwayError.of(store, error) from error
+            log.warning("%s: %s. The run begins without it.", store.key, str(error).rstrip("."))
+    return False
 
 
 def changed_values(file: Path, text: str) -> list[str]:

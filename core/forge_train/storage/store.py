@@ -47,19 +47,23 @@ class Stored:
 class Store:
     """A folder of checkpoints, anywhere."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: str = "") -> None:
         """Nothing is read or written yet.
+
+        Args:
+            address: of the folder.
+            key: of the configuration that names it.
 
         Raises:
             ConfigError: fsspec does not know the scheme, or its package is not installed.
         """
         self._folder = RemoteFolder(address)
-        self.address, self.local = self._folder.address, self._folder.local
+        self.address, self.local, self.key = self._folder.address, self._folder.local, key
 
     @classmethod
-    def of_run(cls, address: str, run: str) -> Store:
+    def of_run(cls, address: str, run: str, key: str = "") -> Store:
         """Where the checkpoints of a run lie under an address."""
-        return cls(f"{address.rstrip('/')}/{run}/checkpoints")
+        return cls(f"{address.rstrip('/')}/{run}/checkpoints", key)
 
     def at(self, name: str) -> str:
         """The address of a checkpoint."""
