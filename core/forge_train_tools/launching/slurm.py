@@ -53,8 +53,8 @@ class SlurmJob:
             )
         if 0 < (seconds := _seconds(self.time)) < SHORTEST:  # 0 is no limit
             raise ConfigError(
-                f"--time {self.time}: is {seconds} s. Jobs are told to stop {NOTICE} s before the limit, so that such a "
-                f"short one would be queued again and again without training; ask for at least {SHORTEST} s."
+                f"--time {self.time}: is {seconds} s. Jobs are told to stop {NOTICE} s before the limit, so that "
+                f"such a short one would be queued again and again without training; ask for at least {SHORTEST} s."
             )
         for name, value in self.options.items():
             if own := _OWN.get(name):
