@@ -34,7 +34,7 @@ def test_four_ranks_two_and_four_again(tmp_path: Path) -> None:
     warnings = [line for line in ended.err.splitlines() if "start again" in line]
     assert [re.split(r"rank-\d\.log\. ", line)[1] for line in warnings] == [
         "All ranks start again (attempt 1 of 3).",
-        "Place 3 failed twice in a row; 2 of 4 ranks start again (attempt 2 of 3).",
+        "Place 3 failed twice in a row; 2 of 4 ranks will start again (attempt 2 of 3).",
         "All ranks start again (attempt 3 of 3).",
     ]
     assert warnings[1].startswith("Warning: Rank 3 was killed by SIGKILL")

@@ -252,7 +252,7 @@ class _Agent(LocalElasticAgent):
         who = "All ranks"
         if lost := self.places.lost:
             failed = f"Place{'s' * (len(lost) > 1)} {few(lost, 8)} failed twice in a row"
-            who = f"{failed}; {world} of {self.places.count} ranks"
+            who = f"{failed}; {world} of {self.places.count} ranks will"
         why = f"{first.who} {as_words(first)} {who} start again (attempt {attempt} of {self.restarts})."
         self.on_restart(Restart(why, first, attempt, world))
 
@@ -288,9 +288,7 @@ class _Agent(LocalElasticAgent):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes().values() if wait else ():
-            with contextlib.suppress(
-                subprocess.TimeoutExpired
-            ):  # the kernel holds it: torch's agent gives up on it too
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel holds it: torch's agent gives up too
                 process.wait(10)
 
     def ended(self) -> Ended:
