@@ -30,6 +30,8 @@ def launch() -> None:
 
 def _options(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
     """Options of sbatch, by name."""
+    if empty := [value for value in values if value.rstrip().endswith("=")]:
+        raise click.BadParameter(f"{empty[0]}: a value is missing.", param_hint="--sbatch")
     pairs = (value.partition("=") for value in values)
     return {name.strip().removeprefix("--"): value.strip() for name, _, value in pairs}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from forge_command import Forge
+from forge_train import ConfigError
 from forge_train_tools.launching import slurm
 
 pytestmark = pytest.mark.accept("resilience", "slurm")
@@ -78,6 +80,11 @@ def test_gpus(forge: Forge, folder: Path) -> None:
         (("--time", "soon"), "--time 'soon': expected Slurm's minutes, [days-]hours:minutes:seconds or days-hours."),
         (("--sbatch", "partition gpu"), "--sbatch partition gpu='': expected an option of sbatch, like partition=gpu."),
         (("--sbatch", "nodes=3"), "--sbatch nodes: say it with --nodes."),
+        (("--sbatch", "partition="), "partition=: a value is missing."),
+        (("--sbatch", "J=other"), "--sbatch J: expected the long name of the option, like partition=gpu."),
+        (("--sbatch", "signal=TERM@60"), "--sbatch signal: the script relies on its own --signal=USR1@300."),
+        (("--sbatch", "no-requeue"), "--sbatch no-requeue: the script relies on its own --requeue."),
+        (("--time", "00:02:00"), "--time 00:02:00: is 120 s. Jobs are told to stop 300 s before the limit"),
         (("-s", "parallel.tp=3"), "= 3, but there are 2 processes."),
         (("-s", "train.global_batch=3"), "train.global_batch: 3 is not a multiple of"),
         (("--output", "tiny.toml"), "tiny.toml: is there already, and is no script written by forge"),
@@ -92,6 +99,16 @@ def test_what_is_refused(
     assert says in forge("launch", "slurm", "tiny.toml", *ASKED, *BATCH, *more, fails=2).err
     assert (folder / "tiny.toml").read_text(encoding="utf-8") == before
     assert (folder / "tiny.sbatch").exists() is (more == ("--submit",))
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("9", 540), ("9:59", 599), ("0:09:59", 599), ("0-0", None), ("0-00:10", None), ("1-0", None), ("10", None)],
+)
+def test_how_short_a_limit_may_be(tmp_path: Path, time: str, seconds: int | None) -> None:
+    said = f"is {seconds} s. .* at least 600 s"
+    with pytest.raises(ConfigError, match=said) if seconds else contextlib.nullcontext():
+        slurm.SlurmJob("a", 1, 1, time, tmp_path, ("true",))
 
 
 def test_submitting(forge: Forge, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

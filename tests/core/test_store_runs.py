@@ -69,6 +69,14 @@ def test_a_folder_that_is_behind_is_brought_up_to_the_store(tmp_path: Path, far:
     assert events(toys.run(tmp_path, name="a", steps=5, config=config), "resumed") == [4]
 
 
+def test_where_a_checkpoint_was_removed(tmp_path: Path, far: Path) -> None:
+    config = {**FOLDER, "checkpoint.keep": 1}
+    toys.run(tmp_path, name="a", steps=1, config=config)
+    run = toys.run(tmp_path, name="a", steps=2, config=config)
+    gone = [event["path"] for event in run.events if event["event"] == "checkpoint_pruned"]
+    assert gone == ["bucket://b/a/checkpoints/step-00000001"]
+
+
 def test_a_mirror_that_fails_ends_nothing_and_is_filled_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def down(what: str) -> None:
         if what.startswith("put"):

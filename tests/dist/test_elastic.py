@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import toys
 from forge_cli import environment, forge, forge_process, one_message
 from forge_train.engine import train
 from forge_train.ground.records import read
+from forge_train_tools.launching.launch import Ended, Restart, WorkerCommand, launch
 
 pytestmark = [pytest.mark.dist]
 STEPS = 10
@@ -31,7 +34,7 @@ def test_four_ranks_two_and_four_again(tmp_path: Path) -> None:
     warnings = [line for line in ended.err.splitlines() if "start again" in line]
     assert [re.split(r"rank-\d\.log\. ", line)[1] for line in warnings] == [
         "All ranks start again (attempt 1 of 3).",
-        "Place 3 failed twice in a row; 2 of 4 ranks start again (attempt 2 of 3).",
+        "Place 3 failed twice in a row; 2 of 4 ranks will start again (attempt 2 of 3).",
         "All ranks start again (attempt 3 of 3).",
     ]
     assert warnings[1].startswith("Warning: Rank 3 was killed by SIGKILL")
@@ -89,3 +92,32 @@ def test_what_min_nproc_may_be(tmp_path: Path) -> None:
     told = one_message(forge("train", file, "--min-nproc", 2, "--max-restarts", 1, *more), 2)
     assert told == "--min-nproc 2: must be below the number of processes, which is 2."
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("nproc", "code"), [(1, 75), (2, 0)])
+def test_a_rank_that_is_killed_once_it_has_said_how_it_ended(tmp_path: Path, nproc: int, code: int) -> None:
+    """It is no reason to start again."""
+    attempts, told, ended = _launched(tmp_path, nproc, code)
+    assert (attempts, told, ended.code, ended.signal) == (nproc, [], code, 0)
+
+
+def test_no_attempt_begins_after_a_signal(tmp_path: Path) -> None:
+    """Also if it came when no rank was there to hear it."""
+    attempts, told, ended = _launched(tmp_path, 1, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert (attempts, len(told), ended.code) == (1, 1, 128 + signal.SIGTERM)
+
+
+def _launched(
+    folder: Path, nproc: int, code: int, on_restart: Callable[[], object] = lambda: None
+) -> tuple[int, list[str], Ended]:
+    """Processes that were started, restarts that were told, and the end."""
+    told: list[str] = []
+
+    def tell(restart: Restart) -> None:
+        told.append(restart.why)
+        on_restart()
+
+    notes = folder / "attempts"
+    task = WorkerCommand("dying:dies_closing", {"attempts": str(notes), "code": code}, folder / "launch", folder)
+    ended = launch(task, nproc, max_restarts=2, on_restart=tell)
+    return notes.read_text(encoding="utf-8").count("again"), told, ended

@@ -246,7 +246,8 @@ class Saver:
             path = sent.store.at(saved.path.name)
             self._job.run.event("checkpoint_copied", saved.step, path=path, seconds=seconds, bytes=saved.bytes)
         for gone in sent.pruned if self._config.folder and sent.store is self._places[0] else ():
-            self._tell_pruned(checkpoint.Saved(self._job.run.checkpoints / gone.name, gone.step, gone.bytes))
+            saved = checkpoint.Saved(self._job.run.checkpoints / gone.name, gone.step, gone.bytes)
+            self._tell_pruned(saved, sent.store.at(gone.name))
         if sent.problem:
             log.warning(
                 "Checkpoints were not copied: %s. Those that checkpoint.keep selects stay in %s until they are copied: "
@@ -255,8 +256,8 @@ class Saver:
                 self._job.run.checkpoints,
             )
 
-    def _tell_pruned(self, gone: checkpoint.Saved) -> None:
+    def _tell_pruned(self, gone: checkpoint.Saved, path: str = "") -> None:
         self._occasions.removed(gone.step)
         if self._job.dist.main:
-            self._job.run.event("checkpoint_pruned", gone.step, path=gone.path.name)
+            self._job.run.event("checkpoint_pruned", gone.step, path=path or gone.path.name)
         self._job.hooks.on_checkpoint(CheckpointEvent("pruned", gone.step, gone.path))

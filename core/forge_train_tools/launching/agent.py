@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -119,15 +119,28 @@ class _Agent(LocalElasticAgent):
     # -- what torch calls -------------------------------------------------------------------------
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._check_not_asked()
         self._outcomes = []
         self._attempt = self.restarts - int(self._remaining_restarts)
         with self.places.devices():
             started: dict[int, Any] = super()._start_workers(worker_group)
         self._handle()  # torch has put handlers of its own
+        self._check_not_asked()
         return started
 
+    def _check_not_asked(self) -> None:
+        """Start nothing for a signal that came while there was no rank to pass it on to."""
+        if self._asked:
+            raise SignalException("asked to stop between attempts", signal.Signals(self._asked))
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if not self._outcomes and any(not outcome.well for outcome in self._ended_so_far().values()):
+        if not self._outcomes:
+            if all(outcome.well for outcome in self._ended_so_far().values()):
+                # torch would take a process that was killed after it had left how it ended, or one that failed since
+                # the line above, for a reason to start all again.
+                running = any(process.poll() is None for process in self._processes().values())
+                state = WorkerState.HEALTHY if running else WorkerState.SUCCEEDED
+                return RunResult(state, return_values={worker.global_rank: None for worker in worker_group.workers})
             self._judge()
         found: RunResult = super()._monitor_workers(worker_group)
         return found
@@ -239,7 +252,7 @@ class _Agent(LocalElasticAgent):
         who = "All ranks"
         if lost := self.places.lost:
             failed = f"Place{'s' * (len(lost) > 1)} {few(lost, 8)} failed twice in a row"
-            who = f"{failed}; {world} of {self.places.count} ranks"
+            who = f"{failed}; {world} of {self.places.count} ranks will"
         why = f"{first.who} {as_words(first)} {who} start again (attempt {attempt} of {self.restarts})."
         self.on_restart(Restart(why, first, attempt, world))
 
@@ -275,9 +288,7 @@ class _Agent(LocalElasticAgent):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes().values() if wait else ():
-            with contextlib.suppress(
-                subprocess.TimeoutExpired
-            ):  # the kernel holds it: torch's agent gives up on it too
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel holds it: torch's agent gives up too
                 process.wait(10)
 
     def ended(self) -> Ended:

@@ -15,12 +15,16 @@ MARK = "# Written by forge launch slurm."
 """By this line of its head a script is known as one that may be written anew."""
 NOTICE = 300
 """Seconds before the time limit at which Slurm sends SIGUSR1, in case nothing has stopped the run earlier."""
+SHORTEST = 2 * NOTICE
+"""Seconds of a time limit that leave a job time to start and to train, and not only to stop."""
 GRACE = 300
 """Seconds that tasks have to end once the first one has."""
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}")
 _OWN = {"nodes": "--nodes", "ntasks-per-node": "--nproc", "ntasks": "--nodes and --nproc", "time": "--time"}
 """Options of sbatch that the layout, or the limit, was checked for."""
-_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+_RELIED_ON = {"signal": f"signal=USR1@{NOTICE}", "requeue": "requeue", "no-requeue": "requeue"}
+"""Options without which the job would not be queued again."""
+_OPTION = re.compile(r"[a-z][a-z0-9-]+")
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,20 @@ class SlurmJob:
             raise ConfigError(
                 f"--time {self.time!r}: expected Slurm's minutes, [days-]hours:minutes:seconds or days-hours."
             )
+        if 0 < (seconds := _seconds(self.time)) < SHORTEST:  # 0 is no limit
+            raise ConfigError(
+                f"--time {self.time}: is {seconds} s. Jobs are told to stop {NOTICE} s before the limit, so that "
+                f"such a short one would be queued again and again without training; ask for at least {SHORTEST} s."
+            )
         for name, value in self.options.items():
             if own := _OWN.get(name):
                 raise ConfigError(f"--sbatch {name}: say it with {own}.")
+            if relied_on := _RELIED_ON.get(name):
+                raise ConfigError(
+                    f"--sbatch {name}: the script relies on its own --{relied_on}. Leave this out, or edit the script."
+                )
+            if len(name) == 1:
+                raise ConfigError(f"--sbatch {name}: expected the long name of the option, like partition=gpu.")
             if not _OPTION.fullmatch(name) or not value.isprintable():
                 raise ConfigError(f"--sbatch {name}={value!r}: expected an option of sbatch, like partition=gpu.")
 
@@ -119,6 +134,17 @@ def submit(script: Path) -> str:
     if done.returncode:
         raise ForgeError(f"sbatch refuses {script}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout.strip().partition(";")[0]
+
+
+def _seconds(time: str) -> int:
+    """A time limit as `sbatch --time` takes it."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:  # minutes, minutes:seconds or hours:minutes:seconds
+        hours, minutes, seconds = {1: (0, *parts, 0), 2: (0, *parts), 3: tuple(parts)}[len(parts)]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _quoted(value: str) -> str:
