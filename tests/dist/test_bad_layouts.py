@@ -35,7 +35,7 @@ def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ("nproc", "sets", "says"),
     [
         (4, ["parallel.tp=2", "parallel.dp_shard=1"], f"{AXES} = 1 × 1 × 1 × 1 × 2 = 2, but there are 4 processes."),
-        (2, ["parallel.tp=4"], f"{AXES} = 1 × 1 × 1 × 1 × 4 = 4, but there are 2 processes."),
+        (2, ["parallel.tp=4"], f"parallel.tp: {AXES} = 1 × 1 × 1 × 1 × 4 = 4, but there are 2 processes."),
         (4, ["parallel.dp_shard=0"], "parallel.dp_shard: must be at least 1, or -1 for what is left over; it is 0."),
         (3, ["parallel.tp=2"], "= 1 × 1 × 1 × 2 = 2 does not divide the 3 processes."),
         (6, ["parallel.dp_replicate=2", "parallel.tp=2"], "= 1 × 2 × 1 × 2 = 4 does not divide the 6 processes."),

@@ -64,7 +64,8 @@ class Layout:
         if layout.world != world:
             there = "is 1 process" if world == 1 else f"are {world} processes"
             axes, product = _product(layout.domain("dense"))
-            raise LayoutError("dp_shard", f"{axes} = {product}, but there {there}.")
+            cause = "dp_shard" if "dp_shard" in dense else max(dense, key=lambda axis: dense[axis])
+            raise LayoutError(cause, f"{axes} = {product}, but there {there}.")
         if layout.etp not in (1, layout.tp):
             raise LayoutError("etp", f"must be 1 or tp ({layout.tp}); it is {layout.etp}.")
         tiled = layout.dp_shard * layout.cp * layout.tp // layout.etp
