@@ -207,7 +207,7 @@ def test_a_run_that_ends_well_has_no_error(tmp_path: Path) -> None:
         (["-s", "train.clip_norm=x"], "train.clip_norm"),
         (["-s", "adamw.lr=-1"], "adamw.lr"),
         (["-s", "train.global_batch=3"], "train.global_batch"),
-        (["-s", "parallel.tp=3"], "parallel.dp_shard"),
+        (["-s", "parallel.tp=3"], "parallel.tp"),
         (["--name", ".x"], "run.name"),
     ],
 )
