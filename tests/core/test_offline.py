@@ -70,7 +70,8 @@ def test_the_data_takes_what_other_axes_leave_of_several_processes(run: Path) ->
     assert Layout.of(setup.config.parallel, 2) == Layout(dp_shard=2)
     with pytest.raises(ConfigError) as error:
         setup_of(path, saved, world=2, wanted=Wanted(("pp",), ("parallel.pp=4",)))
-    assert "can't be opened on 2 processes:\nthe processes of this command: parallel.pp: " in str(error.value)
+    assert "can't be opened on 2 processes:\n" in str(error.value)
+    assert "parallel.pp=4: parallel.pp: pp × " in str(error.value)
     assert str(error.value).endswith("= 4, but there are 2 processes.")
 
 
