@@ -177,7 +177,7 @@ def test_processes_are_named_with_their_places_in_the_layout(tmp_path: Path, mon
     said: list[str] = []
 
     def launch(task: WorkerCommand, nproc: int) -> Ended:
-        ended = Ended(task.placed([WorkerResult(rank, 1, "killed", "was killed.") for rank in (2, 3)]))
+        ended = Ended(task.placed([WorkerResult(rank, 1, "killed", "was killed.") for rank in (2, 3)], nproc))
         said.append(ended.complaint())
         return ended
 
