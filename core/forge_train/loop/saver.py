@@ -202,7 +202,7 @@ class Saver:
             if self._places and (saved := checkpoint.newest(self._job.run.checkpoints)):
                 for gone in self._remove_old(saved.step, ALONE, self._spared, self._sender.everywhere):
                     self._tell_gone(gone)
-        except Exception as error:
+        except Exception as error:  # the run itself has ended as it did, and its checkpoints are whole
             log.warning("It could not be recorded which checkpoints were copied: %s", describe(error))
         self._stack.close()
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 MOST = 4
 """Layouts whose meshes a group keeps. The threads of gloo's groups wake up a hundred times a second each, idle or not:
-those of thirty layouts on eight ranks took a third of two cores."""
+with 200 of them on each of 24 ranks, two cores made 100,000 context switches a second."""
 
 _number: int | None = None
 
