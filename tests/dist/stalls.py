@@ -104,9 +104,16 @@ def train(folder: str, where: str, patch: Any = setattr) -> dict[str, Any]:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     said: list[tuple[int, str]] = []
 
+    def stalled() -> bool:
+        """Between its flag and its stop, a process may still give a heartbeat."""
+        if not flags.is_up("stalled") or where != "stopped":
+            return flags.is_up("stalled")
+        stat = Path("/proc", (flags.folder / "stalled").read_text(), "stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+
     def clock() -> float:
         """Rank 0 is late once it waits for the one that has stalled, and the others are then."""
-        if rank == 0 and flags.is_up("stalled") and (world == 1 or place().awaits):
+        if rank == 0 and stalled() and (world == 1 or place().awaits):
             flags.up("late")
         return LATE if flags.is_up("late") else 0.0
 
@@ -125,13 +132,13 @@ def train(folder: str, where: str, patch: Any = setattr) -> dict[str, Any]:
     if world > 1:
         plugins, without = [*plugins, "layouts:Replicas"], [*without, "fsdp2"]
     run = toys.run(Path(folder), Stalls, *plugins, steps=5, config=config, name="run", without=without)
-    stalled = run.run / "log" / "stalled"
+    dumps = run.run / "log" / "stalled"
     return {
         "said": said,
         "steps": run.finished.step,
-        "stacks": sorted(file.name for file in stalled.iterdir()) if rank == 0 else [],
-        "mine": (stalled / f"rank-{rank}.txt").read_text() if (stalled / f"rank-{rank}.txt").exists() else "",
-        "folder": str(stalled),
+        "stacks": sorted(file.name for file in dumps.iterdir()) if rank == 0 else [],
+        "mine": (dumps / f"rank-{rank}.txt").read_text() if (dumps / f"rank-{rank}.txt").exists() else "",
+        "folder": str(dumps),
         "losses": run.losses if rank == 0 else [],
     }
 

@@ -67,6 +67,7 @@ class Heart:
             for old in folder.glob(f"rank-{rank}[.-]*"):  # of an earlier attempt
                 old.unlink(missing_ok=True)
         self._step = step
+        self._beat(0.0, stalled=False)  # a process that stops at once is known, too
         self._thread.start()
 
     def mark(self, phase: str, step: int | None = None) -> None:
