@@ -301,7 +301,7 @@ def test_groups_are_what_depends_on_each_other() -> None:
     ]
 
 
-# -- what is refused, before anything is read -------------------------------------------------------------------------
+# -- what is refused, before anything is read ----------------------------------------------------------------------
 
 F32 = torch.float32
 FLAT, SQUARE = ((4,), F32), ((4, 4), F32)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from forge_train.config.layers import Request
 from forge_train.ground.errors import ConfigError
-
-from .hf_files import CONFIG
+from forge_train.storage.hf_folder import CONFIG
 
 FOLDER = "imported"
 """Where the checkpoints lie, beside the runs."""

@@ -1,0 +1,122 @@
+"""Whether the tensors of a folder in Hugging Face layout are those of a model, by its state map, and the way back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forge_train.contract.protocols import HFModel
+from forge_train.ground.errors import ConfigError, PluginError
+from forge_train.state_map import Plan, Step
+from forge_train.storage.hf_folder import CONFIG, DTYPES, Folder, indented
+
+Shape = tuple[int, ...]
+Described = Mapping[str, tuple[Shape, torch.dtype]]
+
+
+def plan(folder: Folder, layout: HFModel, weights: Mapping[str, Tensor], tied: Iterable[Collection[str]] = ()) -> Plan:
+    """How to make a model's weights of a folder's tensors, if it holds exactly those. Only copies are read.
+
+    Args:
+        folder: which was opened.
+        layout: how `import_hf` describes its model.
+        weights: of the model, on any device; those of one rank or stage are not enough.
+        tied: names of one parameter each, whose tensor the folder may hold once more.
+
+    Raises:
+        ConfigError: naming every difference.
+        PluginError: if the layout does not name the model's parameters.
+    """
+    leftovers = [name for name in folder.tensors if any(re.fullmatch(one, name) for one in layout.leftovers)]
+    stored = {name: one for name, one in folder.described().items() if name not in leftovers}
+    step = layout.map.trace(stored)
+    made = Plan(step.given)
+    sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
+    expected = _expected(layout, weights)
+    wrong = _missing(folder, expected) if expected is not None else _not_given(step, weights)
+    wrong += [_odd(folder, name) for name in folder.tensors if name not in stored and name not in leftovers]
+    for name, view in made.targets.items():
+        if view.dtype not in DTYPES.values():
+            wrong += [_odd(folder, one) for one in sources[name] if folder.tensors[one].dtype not in DTYPES]
+    copied = [source for group in tied for name in group for source in sources.get(name, ())]
+    used = {source for some in sources.values() for source in some}
+    unexpected = used - expected.keys() if expected is not None else set[str]()
+    for name in sorted({*step.left, *unexpected}):
+        wrong += _is_a_copy(folder, name, copied)
+    if wrong or (wrong := step.wrong):
+        raise ConfigError(f"{folder.path}: the tensors are not those of the model in {CONFIG}:" + indented(wrong))
+    return made
+
+
+def _expected(layout: HFModel, weights: Mapping[str, Tensor]) -> dict[str, Shape] | None:
+    """The tensors that a folder of this model has; None if the map has no way back, so that it can't be told."""
+    try:
+        back = layout.map.inverse()
+    except ConfigError:
+        return None
+    step = back.trace({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()})
+    if lines := [*(f"{name}: not named" for name in sorted(step.left)), *step.wrong]:
+        raise PluginError("import_hf describes another model than is built here:" + indented(lines))
+    return {name: view.shape for name, view in step.given.items()}
+
+
+def _missing(folder: Folder, expected: Mapping[str, Shape]) -> list[str]:
+    wrong: list[str] = []
+    for name, shape in expected.items():
+        entry = folder.tensors.get(name)
+        if entry is None:
+            wrong.append(f"{name}: missing ({_words(shape)})")
+        elif entry.shape != shape:
+            wrong.append(f"{name}: {_words(entry.shape)} in {entry.file.name}, {_words(shape)} by {CONFIG}")
+    return wrong
+
+
+def _not_given(step: Step, weights: Mapping[str, Tensor]) -> list[str]:
+    """As `_missing`, by forge's names."""
+    wrong = list(step.wrong)
+    for name, tensor in weights.items():
+        view, shape = step.given.get(name), tuple(tensor.shape)
+        if view is None:
+            wrong.append(f"{name}: no tensor gives it ({_words(shape)})")
+        elif view.shape != shape:
+            wrong.append(f"{name}: {_words(view.shape)} in the files, {_words(shape)} by {CONFIG}")
+    return wrong + [f"{name}: given, and not in the model" for name in step.given if name not in weights]
+
+
+def _odd(folder: Folder, name: str) -> str:
+    return f"{name}: stored as {folder.tensors[name].dtype}; weights are expected as {', '.join(DTYPES)}"
+
+
+def _is_a_copy(folder: Folder, name: str, copied: Iterable[str]) -> list[str]:
+    """A tensor that no parameter takes: fine if it is the copy of a tied one."""
+    others = [other for other in copied if other in folder.tensors]
+    if any(torch.equal(folder.read(name), folder.read(other)) for other in others):
+        return []
+    return [f"{name}: no parameter takes it" + (f", and it is no copy of {', '.join(others)}" if others else "")]
+
+
+def _words(shape: Shape) -> str:
+    return " × ".join(map(str, shape)) or "a single number"
+
+
+def plan_export(source: Path, layout: HFModel, stored: Described) -> Plan:
+    """How to make a folder's tensors of a checkpoint's.
+
+    Args:
+        source: the run or checkpoint, for errors.
+        layout: how `export_hf` describes its model.
+        stored: shape and dtype of each parameter and buffer.
+
+    Raises:
+        ConfigError: naming those that have no place there.
+    """
+    step = layout.map.inverse().trace(stored)
+    if step.left:
+        raise ConfigError(f"{source}: there is no place in Hugging Face layout for" + indented(sorted(step.left)))
+    if step.wrong:
+        raise ConfigError(f"{source}: its tensors are not those that export_hf describes:" + indented(step.wrong))
+    return Plan(step.given)
