@@ -108,6 +108,11 @@ class Folder:
         return self._opened[file].get_slice(name)[tuple(slice(*bounds) for bounds in box)]  # type: ignore[no-any-return]
 
 
+def is_hugging_face(path: Path) -> bool:
+    """Whether a path is a folder in Hugging Face layout, and no checkpoint."""
+    return (path / CONFIG).is_file() and not any((path / name).exists() for name in ("config.toml", "manifest.json"))
+
+
 def fill(weights: Mapping[str, Tensor], plan: Plan, folder: Folder) -> None:
     """Read weights in place, of any placement: each rank reads the ranges that its own shards are made of.
 

@@ -26,13 +26,12 @@ from forge_train.registry.discovery import discover
 from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
 from forge_train.state_map import Box
-from forge_train.storage import checkpoint, evaluated, model_files
+from forge_train.storage import checkpoint, evaluated, hf_fit, model_files
 from forge_train.storage.evaluated import MODEL
 from forge_train.storage.hf_folder import CONFIG, Folder, table
 from forge_train.storage.model_files import TOKENIZER
 from forge_train.storage.run import plugin_list
 
-from . import fitting
 from .hf_files import SHARD_BYTES, comments_in, write_tensors
 from .opening import compose_meta, lone_job, setup_of
 
@@ -78,13 +77,13 @@ def import_checkpoint(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists; name a new folder.")
     folder = Folder.open(source)
-    folder.check_sizes()
     layout, setup = _understand(folder, target, plugins, without)
     job = lone_job(setup, source, "cpu")
     takes_file = model_files.option(setup.hooks) is not None
     model = compose_meta(job, text=False)
     weights = model.state_dict()
-    plan = fitting.plan(folder, layout, weights, tied_groups(*model.parts))
+    wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+    plan = hf_fit.plan(folder, layout, wanted, tied=tied_groups(*model.parts))
     notes = _tokenizer_notes(folder, job) if takes_file else ()
     state = {
         "model": weights,
@@ -115,8 +114,32 @@ def _understand(
     folder: Folder, target: Path, plugins: tuple[str, ...], without: tuple[str, ...]
 ) -> tuple[HFModel, Setup]:
     """How the model is built and named, and the configuration that trains it."""
+    request, layout = _brought(folder, Request(config=PRESET, plugins=plugins, without=without))
+    setup = resolve(request, data=False)
+    started = dataclasses.replace(setup.config.train, init_from=str(target.absolute()))  # which asks for a text
+    return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
+
+
+def starting_from(source: Path, request: Request) -> Request:
+    """A request whose model, weights and tokenizer are those of a folder in Hugging Face layout; no tensor is read.
+
+    Args:
+        source: the folder.
+        request: what else the run is to be.
+
+    Raises:
+        ConfigError: for a folder or an architecture that can't be imported.
+    """
+    brought, _ = _brought(Folder.open(source), dataclasses.replace(request, config=request.config or PRESET))
+    train = {**brought.sections["train"], "init_from": str(source.absolute())}
+    return dataclasses.replace(brought, sections={**brought.sections, "train": train})
+
+
+def _brought(folder: Folder, request: Request) -> tuple[Request, HFModel]:
+    """A request with the sections that a folder's model and tokenizer have, and how that model is named."""
     file = folder.path / CONFIG
-    request = Request(config=PRESET, plugins=plugins, without=without, sections_from=str(file))
+    folder.check_sizes()
+    request = dataclasses.replace(request, sections_from=str(file))
     bare = resolve(request, training=False)
     hooks, sequence = bare.hooks, bare.config.train.sequence
     try:
@@ -132,9 +155,7 @@ def _understand(
     sections: dict[str, Mapping[str, Any]] = {**layout.sections, "train": train}
     if (folder.path / TOKENIZER).is_file() and (place := model_files.option(hooks)):
         sections[place[0]] = {**sections.get(place[0], {}), place[1]: str(folder.path.absolute())}
-    setup = resolve(dataclasses.replace(request, sections=sections), data=False)
-    started = dataclasses.replace(setup.config.train, init_from=str(target.absolute()))  # which asks for a text
-    return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
+    return dataclasses.replace(request, sections=sections), layout
 
 
 def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
@@ -204,7 +225,7 @@ def export_checkpoint(
     where = places(source, job.dist, setup.config.train.init_from)
     shapes = {at: checkpoint.shapes(at) for at in set(where.values())}
     stored = {name: shapes[where[name]][f"{MODEL}{name}"] for name in model.state_dict()}
-    plan = fitting.plan_export(source, layout, stored)
+    plan = hf_fit.plan_export(source, layout, stored)
 
     @lru_cache(maxsize=1)  # the targets of a group come one after the other, and experts are cut from one tensor
     def whole(name: str) -> Tensor:

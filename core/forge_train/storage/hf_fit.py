@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from forge_train.contract.protocols import HFModel
-from forge_train.ground.errors import ConfigError, PluginError
-from forge_train.state_map import Plan, Step
-from forge_train.storage.hf_folder import CONFIG, DTYPES, Folder, indented
+from ..contract.protocols import HFModel
+from ..ground.errors import ConfigError, PluginError
+from ..state_map import Plan, Step
+from .hf_folder import CONFIG, DTYPES, Folder, indented
 
 Shape = tuple[int, ...]
 Described = Mapping[str, tuple[Shape, torch.dtype]]
+Choose = Callable[[Iterable[str]], Iterable[str]]
 
 
-def plan(folder: Folder, layout: HFModel, weights: Mapping[str, Tensor], tied: Iterable[Collection[str]] = ()) -> Plan:
+def plan(
+    folder: Folder,
+    layout: HFModel,
+    wanted: Described,
+    *,
+    tied: Iterable[Collection[str]] = (),
+    missing: Choose = lambda _: (),
+    unexpected: Choose = lambda _: (),
+) -> Plan:
     """How to make a model's weights of a folder's tensors, if it holds exactly those. Only copies are read.
 
     Args:
         folder: which was opened.
         layout: how `import_hf` describes its model.
-        weights: of the model, on any device; those of one rank or stage are not enough.
+        wanted: shape and dtype of every weight of the model, those of other ranks and stages too.
         tied: names of one parameter each, whose tensor the folder may hold once more.
+        missing: of weights that the layout does not name, gives those that may keep their initial values.
+        unexpected: of tensors that the layout does not use, gives those that may be there.
 
     Raises:
         ConfigError: naming every difference.
@@ -36,30 +46,31 @@ def plan(folder: Folder, layout: HFModel, weights: Mapping[str, Tensor], tied: I
     step = layout.map.trace(stored)
     made = Plan(step.given)
     sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
-    expected = _expected(layout, weights)
-    wrong = _missing(folder, expected) if expected is not None else _not_given(step, weights)
+    expected = _expected(layout, wanted, missing)
+    wrong = _missing(folder, expected) if expected is not None else _not_given(step, wanted)
     wrong += [_odd(folder, name) for name in folder.tensors if name not in stored and name not in leftovers]
     for name, view in made.targets.items():
         if view.dtype not in DTYPES.values():
             wrong += [_odd(folder, one) for one in sources[name] if folder.tensors[one].dtype not in DTYPES]
     copied = [source for group in tied for name in group for source in sources.get(name, ())]
     used = {source for some in sources.values() for source in some}
-    unexpected = used - expected.keys() if expected is not None else set[str]()
-    for name in sorted({*step.left, *unexpected}):
+    extra = {*step.left, *(used - expected.keys() if expected is not None else ())}
+    for name in sorted(extra.difference(unexpected(sorted(extra)))):
         wrong += _is_a_copy(folder, name, copied)
     if wrong or (wrong := step.wrong):
         raise ConfigError(f"{folder.path}: the tensors are not those of the model in {CONFIG}:" + indented(wrong))
-    return made
+    return Plan({name: view for name, view in made.targets.items() if name in wanted})
 
 
-def _expected(layout: HFModel, weights: Mapping[str, Tensor]) -> dict[str, Shape] | None:
+def _expected(layout: HFModel, wanted: Described, missing: Choose) -> dict[str, Shape] | None:
     """The tensors that a folder of this model has; None if the map has no way back, so that it can't be told."""
     try:
         back = layout.map.inverse()
     except ConfigError:
         return None
-    step = back.trace({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()})
-    if lines := [*(f"{name}: not named" for name in sorted(step.left)), *step.wrong]:
+    step = back.trace(wanted)
+    left = sorted(set(step.left).difference(missing(sorted(step.left))))
+    if lines := [*(f"{name}: not named" for name in left), *step.wrong]:
         raise PluginError("import_hf describes another model than is built here:" + indented(lines))
     return {name: view.shape for name, view in step.given.items()}
 
@@ -75,16 +86,16 @@ def _missing(folder: Folder, expected: Mapping[str, Shape]) -> list[str]:
     return wrong
 
 
-def _not_given(step: Step, weights: Mapping[str, Tensor]) -> list[str]:
+def _not_given(step: Step, wanted: Described) -> list[str]:
     """As `_missing`, by forge's names."""
     wrong = list(step.wrong)
-    for name, tensor in weights.items():
-        view, shape = step.given.get(name), tuple(tensor.shape)
+    for name, (shape, _) in wanted.items():
+        view = step.given.get(name)
         if view is None:
             wrong.append(f"{name}: no tensor gives it ({_words(shape)})")
         elif view.shape != shape:
             wrong.append(f"{name}: {_words(view.shape)} in the files, {_words(shape)} by {CONFIG}")
-    return wrong + [f"{name}: given, and not in the model" for name in step.given if name not in weights]
+    return wrong + [f"{name}: given, and not in the model" for name in step.given if name not in wanted]
 
 
 def _odd(folder: Folder, name: str) -> str:
