@@ -28,7 +28,18 @@ MAY_IMPORT = {
     CLI: {KERNEL, TOOLS, DATA, TESTING},
     CONTRIB: {KERNEL, TOOLS, DATA},
 }
-ROOMS = ("ground", "config", "processes", "contract", "registry", "composition", "storage", "loop", "engine")
+ROOMS = (
+    "ground",
+    "state_map",
+    "config",
+    "processes",
+    "contract",
+    "registry",
+    "composition",
+    "storage",
+    "loop",
+    "engine",
+)
 """The rooms of the kernel. Each imports only those before it."""
 BESIDE = {"metrics": ("ground", "contract"), "nn": ("ground", "contract")}
 """What stands beside the rooms, and what it may import of them."""

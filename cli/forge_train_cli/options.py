@@ -83,9 +83,10 @@ def hugging_face(request: Request, run_dir: str) -> Request:
     """The request; one for a folder in Hugging Face layout becomes one for the checkpoint that it is imported as."""
     if not Path(request.config).is_dir():
         return request
-    from forge_train_tools.offline.imported import imported, is_hugging_face
+    from forge_train.storage.hf_folder import is_hugging_face
+    from forge_train_tools.offline.imported import imported
 
-    if not is_hugging_face(request.config):
+    if not is_hugging_face(Path(request.config)):
         return request
     return imported(request, Path(run_dir), lambda text: click.echo(text, err=True))
 

@@ -17,9 +17,9 @@ from forge_cli import Ended
 from forge_command import Forge
 from forge_train.ground.lock import take
 from forge_train.storage import checkpoint
+from forge_train.storage.hf_folder import Folder
 from forge_train.storage.seal import ALONE, check
 from forge_train_tools.offline import differences
-from forge_train_tools.offline.hf_files import Folder
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", "commands")]
 

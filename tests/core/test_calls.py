@@ -46,6 +46,7 @@ from forge_train.contract.hooks import Hooks
 from forge_train.contract.hookspecs import KINDS, OBSERVERS, OPTIONAL
 from forge_train.contract.protocols import Layer
 from forge_train.contract.reference import PluginRef
+from forge_train.state_map import Rename
 
 pytestmark = pytest.mark.unit
 
@@ -537,7 +538,7 @@ def test_questions_collect_or_have_one_answer() -> None:
     def plugin(name: str, answer: Any) -> Plugin:
         return make(type(name, (Plugin,), {"export_hf": hookimpl(lambda self, job: answer)}))
 
-    model = HFModel({})
+    model = HFModel(Rename({}))
     assert hooks(plugin("A", None), plugin("B", model)).export_hf() is model
     assert hooks(plugin("A", None)).export_hf() is None
     with pytest.raises(ConfigError, match="Plugins 'a' and 'b' both answer export_hf"):

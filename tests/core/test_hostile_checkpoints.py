@@ -20,11 +20,11 @@ import torch
 
 from forge_train import ConfigError, PluginError
 from forge_train.storage import checkpoint, dcp, metadata
+from forge_train.storage.hf_folder import Folder
 from forge_train.storage.seal import ALONE, check
 from forge_train.storage.shards import check_shards
 from forge_train_data.manifest import read_manifest
 from forge_train_tools.offline.examine import examine
-from forge_train_tools.offline.hf_files import Folder
 from tiny_models import reseal
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", 7)]

@@ -18,6 +18,7 @@ from forge_train import ConfigError, HFModel, Plugin, PluginError, hookimpl
 from forge_train.config import Request
 from forge_train.engine import train
 from forge_train.registry.setup import resolve
+from forge_train.state_map import Rename
 from forge_train.storage.checkpoint import check, shapes
 from forge_train_cli.app import run as forge
 from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
@@ -281,12 +282,14 @@ class Exchange(Plugin):
     def import_hf(self, config: Any) -> HFModel | None:
         if config["architectures"] != ["ToyForCausalLM"]:
             return None
-        return HFModel(self.names(config["depth"]), sections={"toy_model": {"layers": config["depth"]}})
+        return HFModel(
+            Rename(self.names(config["depth"])).inverse(), sections={"toy_model": {"layers": config["depth"]}}
+        )
 
     @hookimpl
     def export_hf(self, job: Any) -> HFModel:
         layers = job.config.sections["toy_model"].layers
-        return HFModel(self.names(layers), {"architectures": ["ToyForCausalLM"], "depth": layers})
+        return HFModel(Rename(self.names(layers)).inverse(), {"architectures": ["ToyForCausalLM"], "depth": layers})
 
     def names(self, layers: int) -> dict[str, str]:
         inner = [f"layers.{n}.{name}.weight" for n in range(layers) for name in ("norm", "up", "down")]
@@ -322,7 +325,7 @@ def test_a_plugin_that_names_other_parameters_is_told(tmp_path: Path, monkeypatc
     monkeypatch.setattr(
         Exchange, "names", lambda self, layers: {"embedding.weight": "toy.embedding.weight", "ghost": "g"}
     )
-    with pytest.raises(PluginError, match=r"head.weight: not named[\s\S]*ghost: not in the model"):
+    with pytest.raises(PluginError, match=r"head.weight: not named[\s\S]*ghost: missing"):
         import_checkpoint(tmp_path / "hf", tmp_path / "start", plugins=TOYS)
     with pytest.raises(ConfigError, match=r"no place in Hugging Face layout for\s+head.weight"):
         export_checkpoint(run, tmp_path / "out")

@@ -155,7 +155,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "around": [(torch.no_grad(), "a context manager; return the function that makes it"), ("x", "found 'x'")],
     "import_hf": [
         ({"names": {}}, "expected an HFModel or None, found a dict"),
-        (HFModel([]), "whose `names` is not a"),
+        (HFModel([]), "whose `map` is not a StateMap: found a list"),
     ],  # type: ignore[arg-type]
     "export_hf": [({"names": {}}, "found a dict")],
     "check_config": [

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import fakes
 from forge_train import ConfigError, HFModel
@@ -73,6 +74,12 @@ def imported(config: dict[str, Any]) -> tuple[HFModel, Any]:
     return found, plugin.build_model(fakes.job(**found.sections["swiglu"]))
 
 
+def mapped(found: HFModel, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors under transformers' names → those under forge's."""
+    plan = found.map.plan({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
+    return dict(plan.stream(lambda name, box: tensors[name][tuple(slice(*bounds) for bounds in box)]))
+
+
 def saved_config(model: nn.Module) -> dict[str, Any]:
     """As `save_pretrained` writes it."""
     config: dict[str, Any] = model.config.to_diff_dict()  # type: ignore[operator,union-attr]
@@ -85,11 +92,11 @@ def saved_config(model: nn.Module) -> dict[str, Any]:
 def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
     reference = theirs(case)
     found, model = imported(saved_config(reference))
-    state, parameters = reference.state_dict(), dict(model.named_parameters())
-    assert parameters.keys() == found.names.keys()
+    parameters, values = dict(model.named_parameters()), mapped(found, dict(reference.named_parameters()))
+    assert parameters.keys() == values.keys()
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(state[found.names[name]])
+            parameter.copy_(values[name])
 
     tokens = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(1))
     expected = reference(tokens).logits
@@ -98,9 +105,9 @@ def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
 
     for output in (expected, logits):
         F.cross_entropy(output[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    gradients = {name: p.grad for name, p in reference.named_parameters()}
+    gradients = mapped(found, {name: p.grad for name, p in reference.named_parameters()})
     for name, parameter in parameters.items():
-        torch.testing.assert_close(parameter.grad, gradients[found.names[name]], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-5)
 
 
 FAMILIES = [
@@ -128,10 +135,10 @@ def test_a_family_in_anothers_clothes_is_the_same_or_refused_by_key(family: str)
         theirs = made(**{key: value for key, value in config.items() if key not in ("architectures", "model_type")})
         theirs._attn_implementation = "eager"
         reference = fakes.initialised(getattr(transformers, f"{family}ForCausalLM")(theirs).eval())
-        state, tokens = reference.state_dict(), torch.arange(40)[None]
+        values, tokens = mapped(found, dict(reference.named_parameters())), torch.arange(40)[None]
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.copy_(state[found.names[name]])
+                parameter.copy_(values[name])
         assert (model.head(model(tokens)) - reference(tokens).logits).abs().max() <= 1e-5, kind
         equal.append(kind)
     assert family.lower() in equal
@@ -189,7 +196,7 @@ def test_transformers_reads_what_is_exported(case: str) -> None:
     values = dict(found.sections["decoder"])
     plugin = fakes.make(Decoder, **(values | {"rope": Rope(**values["rope"])}))
     exported = plugin.export_hf(fakes.job(**found.sections["swiglu"]))
-    assert exported.names == found.names
+    assert exported.map == found.map
 
     json.dumps(exported.config)
     config = transformers.AutoConfig.for_model(**exported.config)

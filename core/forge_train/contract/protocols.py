@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
+from ..state_map import StateMap
 from .attention import Attention
 from .batch import Batch
 from .metric import Metric
@@ -286,13 +287,13 @@ class HFModel:
     """How a model stands in Hugging Face layout (`import_hf`, `export_hf`).
 
     Args:
+        map: from the tensors of Hugging Face layout to forge's parameters, a tied one given once. Export inverts it.
         config: the `config.json`, for export.
         sections: plugin name → its configuration, for import.
-        names: parameter name in forge → tensor name in Hugging Face layout. A tied parameter is named once.
         leftovers: patterns of tensors that files may hold beside these, and that follow from the configuration.
     """
 
-    names: Mapping[str, str]
+    map: StateMap
     config: Mapping[str, Any] = field(default_factory=dict)
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     leftovers: tuple[str, ...] = ()

@@ -14,12 +14,13 @@ from ..storage import checkpoint, retreat
 from .aggregate import split
 from .evaluation import Evaluations
 from .forward import close
+from .initial import load_initial
 from .meter import Meter
 from .occasions import Occasions
 from .resume import capture, optimizer_to_save, restore
 from .saver import Saver
 from .step import Progress, Stepper
-from .weights import Base, base_of, check_kept, load_extra, load_initial
+from .weights import Base, base_of, check_kept, load_extra
 
 
 class Training:
@@ -51,9 +52,9 @@ class Training:
                     "raise train.steps."
                 )
         elif taken := load_initial(self.model, self.job):
-            self._base, fit = taken
-            missing, unexpected = list(fit.missing), list(fit.unexpected)
-            self._event("initialised", checkpoint=self._base.path, missing=missing, unexpected=unexpected)
+            self._base = taken.base
+            missing, unexpected = list(taken.missing), list(taken.unexpected)
+            self._event("initialised", checkpoint=taken.path, missing=missing, unexpected=unexpected)
         check_kept(self.model, self.job, self._base)
         self.saver.start(self.progress.step)
         hooks = self.job.hooks

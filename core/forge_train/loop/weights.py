@@ -3,7 +3,6 @@ which holds a part of them (`checkpoint.only`)."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -23,8 +22,6 @@ from ..processes.distributed import DistributedContext
 from ..storage import checkpoint, evaluated
 from ..storage.evaluated import MODEL
 from ..storage.seal import weights_digest
-
-log = logging.getLogger("forge_train")
 
 
 @dataclass(frozen=True)
@@ -52,24 +49,6 @@ class Fit:
     """Of all stages: keep the values they start with."""
     unexpected: tuple[str, ...] = ()
     """Of all stages: in the checkpoint, and not in the model."""
-
-
-@during("load")
-def load_initial(model: Model, job: Job) -> tuple[Base, Fit] | None:
-    """Take the weights that `train.init_from` names, if it names any.
-
-    Raises:
-        ConfigError: if there are none there, or of another model.
-    """
-    train = job.config.train
-    if not train.init_from:
-        return None
-    path = checkpoint.resolve(Path(train.init_from), job.dist)
-    fit = load_weights(model, job, path, missing=train.init_missing, unexpected=train.init_unexpected)
-    for what, names in (("keep their initial values", fit.missing), ("were left out", fit.unexpected)):
-        if names and job.dist.main:
-            log.info("train.init_from: %d tensors %s: %s", len(names), what, ", ".join(names))
-    return Base.of(path), fit
 
 
 def load_weights(

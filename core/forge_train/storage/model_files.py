@@ -115,5 +115,5 @@ def _path(config: Config, hooks: Hooks) -> Path | None:
 
 def _without_tokenizer(beside: Path) -> dict[str, Path]:
     """The files of a model that came without a tokenizer; one that is there was not asked for."""
-    found = files(beside / FOLDER)
+    found = files(beside / FOLDER) or files(beside)  # the latter of a folder in Hugging Face layout
     return {} if TOKENIZER in found else found

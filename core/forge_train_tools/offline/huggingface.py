@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,21 @@ from forge_train.composition.initialise import tied_groups
 from forge_train.config.layers import Request, preset
 from forge_train.contract.hooks import Hooks
 from forge_train.contract.job import Job
-from forge_train.contract.model import Model
 from forge_train.contract.protocols import HFModel
-from forge_train.ground.errors import ConfigError, ForgeError, PluginError, describe
+from forge_train.ground.errors import ConfigError, ForgeError, describe
 from forge_train.ground.files import write_json
 from forge_train.loop.weights import places
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
-from forge_train.storage import checkpoint, evaluated, model_files
+from forge_train.state_map import Box
+from forge_train.storage import checkpoint, evaluated, hf_fit, model_files
 from forge_train.storage.evaluated import MODEL
+from forge_train.storage.hf_folder import CONFIG, Folder, table
 from forge_train.storage.model_files import TOKENIZER
 from forge_train.storage.run import plugin_list
 
-from .hf_files import CONFIG, DTYPES, SHARD_BYTES, Folder, comments_in, indented, table, write_tensors
+from .hf_files import SHARD_BYTES, comments_in, write_tensors
 from .opening import compose_meta, lone_job, setup_of
 
 EDITABLE = "config.toml"
@@ -76,14 +77,14 @@ def import_checkpoint(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists; name a new folder.")
     folder = Folder.open(source)
-    folder.check_sizes()
     layout, setup = _understand(folder, target, plugins, without)
     job = lone_job(setup, source, "cpu")
     takes_file = model_files.option(setup.hooks) is not None
     model = compose_meta(job, text=False)
-    _compare(folder, layout, model)
-    notes = _tokenizer_notes(folder, job) if takes_file else ()
     weights = model.state_dict()
+    wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+    plan = hf_fit.plan(folder, layout, wanted, tied=tied_groups(*model.parts))
+    notes = _tokenizer_notes(folder, job) if takes_file else ()
     state = {
         "model": weights,
         "progress": {"step": 0, "tokens": 0},
@@ -94,7 +95,7 @@ def import_checkpoint(
 
     def contents(name: str) -> Tensor:
         own = name.removeprefix("model.")
-        return folder.read(layout.names[own]).to(weights[own].dtype)
+        return plan.read(own, folder.read).to(weights[own].dtype).contiguous()
 
     with tempfile.TemporaryDirectory() as scratch:
         beside = _describe(Path(scratch), folder, target, setup)
@@ -113,8 +114,32 @@ def _understand(
     folder: Folder, target: Path, plugins: tuple[str, ...], without: tuple[str, ...]
 ) -> tuple[HFModel, Setup]:
     """How the model is built and named, and the configuration that trains it."""
+    request, layout = _brought(folder, Request(config=PRESET, plugins=plugins, without=without))
+    setup = resolve(request, data=False)
+    started = dataclasses.replace(setup.config.train, init_from=str(target.absolute()))  # which asks for a text
+    return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
+
+
+def starting_from(source: Path, request: Request) -> Request:
+    """A request whose model, weights and tokenizer are those of a folder in Hugging Face layout; no tensor is read.
+
+    Args:
+        source: the folder.
+        request: what else the run is to be.
+
+    Raises:
+        ConfigError: for a folder or an architecture that can't be imported.
+    """
+    brought, _ = _brought(Folder.open(source), dataclasses.replace(request, config=request.config or PRESET))
+    train = {**brought.sections["train"], "init_from": str(source.absolute())}
+    return dataclasses.replace(brought, sections={**brought.sections, "train": train})
+
+
+def _brought(folder: Folder, request: Request) -> tuple[Request, HFModel]:
+    """A request with the sections that a folder's model and tokenizer have, and how that model is named."""
     file = folder.path / CONFIG
-    request = Request(config=PRESET, plugins=plugins, without=without, sections_from=str(file))
+    folder.check_sizes()
+    request = dataclasses.replace(request, sections_from=str(file))
     bare = resolve(request, training=False)
     hooks, sequence = bare.hooks, bare.config.train.sequence
     try:
@@ -130,9 +155,7 @@ def _understand(
     sections: dict[str, Mapping[str, Any]] = {**layout.sections, "train": train}
     if (folder.path / TOKENIZER).is_file() and (place := model_files.option(hooks)):
         sections[place[0]] = {**sections.get(place[0], {}), place[1]: str(folder.path.absolute())}
-    setup = resolve(dataclasses.replace(request, sections=sections), data=False)
-    started = dataclasses.replace(setup.config.train, init_from=str(target.absolute()))  # which asks for a text
-    return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
+    return dataclasses.replace(request, sections=sections), layout
 
 
 def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
@@ -143,47 +166,6 @@ def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
     others = [one.name for one in discover() if set(one.architectures) & set(named) and one.name not in hooks.enabled]
     text = f"no enabled plugin knows the architecture {named!r} (asked: {asked}). Known: {', '.join(known) or 'none'}."
     return f"{text} Enable {' or '.join(others)} with --plugins." if others else text
-
-
-def _compare(folder: Folder, layout: HFModel, model: Model) -> None:
-    """Whether the folder holds exactly the model's tensors.
-
-    Raises:
-        ConfigError: naming every difference.
-        PluginError: if the layout does not name the model's parameters.
-    """
-    weights = model.state_dict()
-    if layout.names.keys() != weights.keys():
-        lines = [f"{name}: not named" for name in sorted(weights.keys() - layout.names.keys())]
-        lines += [f"{name}: not in the model" for name in sorted(layout.names.keys() - weights.keys())]
-        raise PluginError("import_hf describes another model than is built here:" + indented(lines))
-    wrong: list[str] = []
-    for own, name in layout.names.items():
-        entry, shape = folder.tensors.get(name), tuple(weights[own].shape)
-        if entry is None:
-            wrong.append(f"{name}: missing ({_words(shape)})")
-        elif entry.shape != shape:
-            wrong.append(f"{name}: {_words(entry.shape)} in {entry.file.name}, {_words(shape)} by {CONFIG}")
-        elif entry.dtype not in DTYPES:
-            wrong.append(f"{name}: stored as {entry.dtype}; weights are expected as {', '.join(DTYPES)}")
-    for name in sorted(folder.tensors.keys() - set(layout.names.values())):
-        if not any(re.fullmatch(pattern, name) for pattern in layout.leftovers):
-            wrong += _is_a_copy(folder, name, layout, model)
-    if wrong:
-        raise ConfigError(f"{folder.path}: the tensors are not those of the model in {CONFIG}:" + indented(wrong))
-
-
-def _is_a_copy(folder: Folder, name: str, layout: HFModel, model: Model) -> list[str]:
-    """A tensor that no parameter takes: fine if it is the copy of a tied one."""
-    tied = [layout.names[one] for group in tied_groups(*model.parts) for one in group if one in layout.names]
-    others = [other for other in tied if other in folder.tensors]
-    if any(torch.equal(folder.read(name), folder.read(other)) for other in others):
-        return []
-    return [f"{name}: no parameter takes it" + (f", and it is no copy of {', '.join(others)}" if others else "")]
-
-
-def _words(shape: tuple[int, ...]) -> str:
-    return " × ".join(map(str, shape)) or "a single number"
 
 
 def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list[Path]:
@@ -240,12 +222,18 @@ def export_checkpoint(
     layout = job.hooks.export_hf()
     if layout is None:
         raise ConfigError(f"{source}: no plugin of it can write its model in Hugging Face layout (export_hf).")
-    own = {layout.names.get(name, ""): f"{MODEL}{name}" for name in model.state_dict()}
-    if homeless := sorted(name for name in model.state_dict() if name not in layout.names):
-        raise ConfigError(f"{source}: there is no place in Hugging Face layout for" + indented(homeless))
-    where = {f"{MODEL}{name}": at for name, at in places(source, job.dist, setup.config.train.init_from).items()}
+    where = places(source, job.dist, setup.config.train.init_from)
     shapes = {at: checkpoint.shapes(at) for at in set(where.values())}
-    stored = {key: shapes[where[key]][key] for key in own.values()}
+    stored = {name: shapes[where[name]][f"{MODEL}{name}"] for name in model.state_dict()}
+    plan = hf_fit.plan_export(source, layout, stored)
+
+    @lru_cache(maxsize=1)  # the targets of a group come one after the other, and experts are cut from one tensor
+    def whole(name: str) -> Tensor:
+        return evaluated.read_one(where[name], name, *stored[name])
+
+    def fetch(name: str, box: Box) -> Tensor:
+        return whole(name)[tuple(slice(*bounds) for bounds in box)]
+
     part = target.with_name(f".{target.name}.partial")
     shutil.rmtree(part, ignore_errors=True)
     try:
@@ -254,9 +242,9 @@ def export_checkpoint(
         write_json(part / CONFIG, described)
         files = write_tensors(
             part,
-            {name: stored[key][0] for name, key in own.items()},
+            {name: plan.targets[name].shape for group in plan.groups for name in group.targets},
             dtype,
-            lambda name: evaluated.read_one(where[own[name]], own[name].removeprefix(MODEL), *stored[own[name]]),
+            lambda name: plan.read(name, fetch),
             shard_bytes=shard_bytes,
         )
         for name, file in beside.items():

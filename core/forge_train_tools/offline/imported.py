@@ -11,15 +11,8 @@ from pathlib import Path
 from forge_train.config.layers import Request
 from forge_train.ground.errors import ConfigError
 
-from .hf_files import CONFIG
-
 FOLDER = "imported"
 """Where the checkpoints lie, beside the runs."""
-
-
-def is_hugging_face(path: str) -> bool:
-    """Whether a path is a folder in Hugging Face layout."""
-    return bool(path) and (Path(path) / CONFIG).is_file() and not (Path(path) / "config.toml").exists()
 
 
 def imported(request: Request, run_dir: Path, told: Callable[[str], None]) -> Request:

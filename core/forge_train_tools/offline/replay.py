@@ -21,9 +21,10 @@ from forge_train.ground.layout import Device, Layout
 from forge_train.ground.tensors import local
 from forge_train.loop.assembly import assemble, prepare_process
 from forge_train.loop.forward import close
+from forge_train.loop.initial import load_initial
 from forge_train.loop.resume import restore
 from forge_train.loop.step import Progress, Stepper
-from forge_train.loop.weights import load_extra, load_initial
+from forge_train.loop.weights import load_extra
 from forge_train.processes.distributed import DistributedContext, choose_device
 from forge_train.registry.setup import Setup, resolve
 from forge_train.storage import checkpoint

@@ -25,9 +25,10 @@ from forge_train.ground.tensors import full_tensor, local
 from forge_train.loop.aggregate import split as values_of
 from forge_train.loop.assembly import assemble
 from forge_train.loop.evaluation import Evaluations
+from forge_train.loop.initial import load_initial
 from forge_train.loop.resume import capture
 from forge_train.loop.step import Progress, Stepper, Watcher
-from forge_train.loop.weights import load_extra, load_initial
+from forge_train.loop.weights import load_extra
 from forge_train.storage import checkpoint
 from forge_train.storage.state import optimizer_state
 from forge_train.storage.tree import split

@@ -17,6 +17,7 @@ from ...contract.protocols import HFModel
 from ...contract.transform import Phase, Transform
 from ...ground.axes import CONFIGURED
 from ...ground.present import few
+from ...state_map import View
 from ..bench import TOKENS, Bench, Trials, close, hidden_states
 from ..conformance import DoubtError, SkippedError, require
 
@@ -110,9 +111,16 @@ def exports(bench: Bench) -> str:
     if answer is None:
         raise SkippedError("it does not export this model")
     require(isinstance(answer, HFModel), f"expected an HFModel, found {type(answer).__name__}")
-    names, model = set(answer.names), _names(bench.model())
-    require(names == model, f"names {sorted(names ^ model)[:3]} are not those of the model's parameters")
-    return f"{len(names)} tensors"
+    return f"{len(_exported(answer, bench.model()))} tensors"
+
+
+def _exported(answer: HFModel, model: Model) -> dict[str, View]:
+    """What the model's parameters become, by the inverse of the map."""
+    parameters = {name: (tuple(one.shape), one.dtype) for name, one in model.named_parameters()}
+    step = answer.map.inverse().trace(parameters)
+    require(not step.left, f"the map has no place for {', '.join(step.left[:3])}")
+    require(not step.wrong, "the map does not fit the model's parameters: " + "; ".join(step.wrong[:3]))
+    return step.given
 
 
 def imports_its_export(bench: Bench) -> None:
@@ -123,7 +131,10 @@ def imports_its_export(bench: Bench) -> None:
         raise SkippedError("it does not export this model")
     back = bench.answer("import_hf", config=dict(exported.config))
     require(isinstance(back, HFModel), "import_hf does not know the config.json that export_hf wrote")
-    require(dict(back.names) == dict(exported.names), "import_hf names other tensors than export_hf")
+    files = {name: (view.shape, view.dtype) for name, view in _exported(exported, bench.model()).items()}
+    step = back.map.trace(files)
+    fits = not step.wrong and not step.left and step.given.keys() == _names(bench.model())
+    require(fits, "the map of import_hf does not take what that of export_hf gives")
     mistakes: list[str] = []
     for name, section in back.sections.items():
         if enabled := bench.setup.hooks.enabled.get(name):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from forge_train import ConfigError, HFModel
+from forge_train.state_map import Rename
 
 from .huggingface import ACTIVATIONS, BLOCK, LLAMA, QWEN3, names
 
@@ -73,7 +74,7 @@ def read(config: Mapping[str, Any]) -> HFModel | None:
     activation = reader.one_of("hidden_act", ACTIVATIONS, "silu")
     reader.refuse_the_rest()
     return HFModel(
-        names=names(_parameters(decoder)),
+        map=Rename(names(_parameters(decoder))).inverse(),
         leftovers=LEFTOVERS,
         sections={"decoder": decoder, "swiglu": {"activation": activation}},
     )

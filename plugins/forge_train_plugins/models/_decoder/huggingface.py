@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError, HFModel
 from forge_train.ground.present import few
+from forge_train.state_map import Rename
 
 from . import rules
 
@@ -95,7 +96,7 @@ def write(config: Decoder.Config, vocabulary: int, model: nn.Module) -> HFModel:
     }
     if not config.qk_norm:
         described["mlp_bias"] = config.bias
-    return HFModel(names=layout, config=described)
+    return HFModel(map=Rename(layout).inverse(), config=described)
 
 
 def _hidden_act(model: nn.Module) -> str:

@@ -1,0 +1,94 @@
+"""The weights that a run starts from: those of a checkpoint, or of a folder in Hugging Face layout."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..composition.initialise import tied_groups
+from ..contract.job import Job
+from ..contract.model import Model
+from ..ground.errors import ConfigError
+from ..ground.failure import during
+from ..storage import checkpoint, hf_fit
+from ..storage.hf_folder import CONFIG, Folder, fill, is_hugging_face
+from .weights import Base, Patterns, load_weights
+
+log = logging.getLogger("forge_train")
+
+
+@dataclass(frozen=True)
+class Initial:
+    """Where initial weights came from, and how they fit the model."""
+
+    path: str
+    base: Base | None
+    """None for a folder in Hugging Face layout, which can't lie beneath a checkpoint."""
+    missing: tuple[str, ...]
+    """They keep the values they start with."""
+    unexpected: tuple[str, ...]
+
+
+@during("load")
+def load_initial(model: Model, job: Job) -> Initial | None:
+    """Take the weights that `train.init_from` names, if it names any.
+
+    Raises:
+        ConfigError: if there are none there, or of another model.
+    """
+    train = job.config.train
+    if not train.init_from:
+        return None
+    if is_hugging_face(Path(train.init_from)):
+        taken = _from_hugging_face(model, job, Path(train.init_from).absolute())
+    else:
+        path = checkpoint.resolve(Path(train.init_from), job.dist)
+        fit = load_weights(model, job, path, missing=train.init_missing, unexpected=train.init_unexpected)
+        taken = Initial(str(path.absolute()), Base.of(path), fit.missing, fit.unexpected)
+    for what, names in (("keep their initial values", taken.missing), ("were left out", taken.unexpected)):
+        if names and job.dist.main:
+            log.info("train.init_from: %d tensors %s: %s", len(names), what, ", ".join(names))
+    return taken
+
+
+def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
+    """Each rank reads only what its shards are made of."""
+    if job.config.checkpoint.only:
+        raise ConfigError(
+            f"checkpoint.only needs a checkpoint that holds the other weights, and {path} is in Hugging Face layout. "
+            f"Make a checkpoint of it first: forge checkpoint import {path} NEW"
+        )
+    folder = Folder.open(path)
+    layout = job.hooks.import_hf(folder.config)
+    if layout is None:
+        raise ConfigError(f"{path / CONFIG}: no enabled plugin knows this model (import_hf).")
+    weights = model.alone().state_dict()
+    stages = job.dist.gather_stages({name: (tuple(one.shape), one.dtype) for name, one in weights.items()})
+    ties = job.dist.gather_stages(tied_groups(*model.parts))
+    may_lack = Patterns("train.init_missing", job.config.train.init_missing)
+    may_exceed = Patterns("train.init_unexpected", job.config.train.init_unexpected)
+    missing, unexpected = list[str](), list[str]()
+    plan = hf_fit.plan(
+        folder,
+        layout,
+        {name: one for stage in stages for name, one in stage.items()},
+        tied=[group for stage in ties for group in stage],
+        missing=_noting(may_lack, missing),
+        unexpected=_noting(may_exceed, unexpected),
+    )
+    may_lack.check(f"{path} lacks")
+    may_exceed.check(f"{path} holds beside the model")
+    fill(weights, plan, folder)
+    return Initial(str(path), None, tuple(missing), tuple(unexpected))
+
+
+def _noting(patterns: Patterns, into: list[str]) -> Callable[[Iterable[str]], list[str]]:
+    """A choice of names, which are noted."""
+
+    def choose(names: Iterable[str]) -> list[str]:
+        into.extend(taken := patterns.take(names))
+        return taken
+
+    return choose

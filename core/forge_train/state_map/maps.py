@@ -1,0 +1,199 @@
+"""What a state map is, how maps are composed, and the plan that comes of one and the tensors at hand."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..ground.errors import ConfigError
+from ..ground.present import few
+from .views import Box, Fetch, Shape, Stored, View, read, reads, whole
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass
+class Step:
+    """What a map does with the tensors at hand: which it takes, which it gives, and what is wrong with them."""
+
+    tensors: Mapping[str, View]
+    taken: set[str] = field(default_factory=set)
+    given: dict[str, View] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    def take(self, *names: str) -> list[View]:
+        """Tensors that what is given is made of, which nothing else may take. None if one of them can't be had."""
+        for name in names:
+            if name not in self.tensors:
+                beside = next((f", and {other} is there" for other in names if other in self.tensors), "")
+                self.wrong.append(f"{name}: missing{beside}")
+            elif name in self.taken:
+                self.wrong.append(f"{name}: taken twice")
+        self.taken.update(name for name in names if name in self.tensors)
+        return [self.tensors[name] for name in names] if all(name in self.tensors for name in names) else []
+
+    def give(self, name: str, view: View) -> None:
+        if name in self.given:
+            self.wrong.append(f"{name}: given twice")
+        self.given[name] = view
+
+    @property
+    def left(self) -> list[str]:
+        """The tensors that nothing takes."""
+        return [name for name in self.tensors if name not in self.taken]
+
+
+class StateMap(ABC):
+    """Tensors by name → other tensors by name.
+
+    `one >> other` maps with one after the other, `one | other` side by side.
+    """
+
+    @abstractmethod
+    def apply(self, step: Step) -> None:
+        """Take tensors of a step, and give others. What is wrong is noted in it."""
+
+    @abstractmethod
+    def inverse(self) -> StateMap:
+        """The way back.
+
+        Raises:
+            ConfigError: for a map that loses numbers.
+        """
+
+    def trace(self, tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> Step:
+        """What the map does with tensors of these shapes and dtypes. None of them is read."""
+        step = Step({name: Stored(shape, dtype, name) for name, (shape, dtype) in tensors.items()})
+        self.apply(step)
+        return step
+
+    def plan(self, tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> Plan:
+        """How to make what the map gives of tensors with these shapes and dtypes. None of them is read.
+
+        Raises:
+            ConfigError: naming tensors that are missing, left over, of a wrong shape, or in each other's way.
+        """
+        step = self.trace(tensors)
+        wrong = [*step.wrong, *(f"{name}: nothing takes it" for name in step.left)]
+        if wrong:
+            raise ConfigError("The tensors don't fit the state map:\n  " + few(wrong, 8, "\n  "))
+        return Plan(step.given)
+
+    def __rshift__(self, then: StateMap) -> StateMap:
+        return Chain((*_steps(self), *_steps(then)))
+
+    def __or__(self, beside: StateMap) -> StateMap:
+        return Together((*_rules(self), *_rules(beside)))
+
+
+@dataclass(frozen=True)
+class Chain(StateMap):
+    """Maps one after the other. Each takes what is there then; what it does not take stays for the next."""
+
+    steps: tuple[StateMap, ...]
+
+    def apply(self, step: Step) -> None:
+        at_hand, untouched = dict(step.tensors), set(step.tensors)
+        for one in self.steps:
+            inner = Step(at_hand)
+            one.apply(inner)
+            stays = {name: at_hand[name] for name in inner.left}
+            step.wrong += inner.wrong
+            step.wrong += [f"{name}: given, and another is there" for name in inner.given if name in stays]
+            at_hand = {**stays, **inner.given}
+            untouched -= inner.taken
+        step.take(*(name for name in step.tensors if name not in untouched))
+        for name, view in at_hand.items():
+            if name not in untouched:
+                step.give(name, view)
+
+    def inverse(self) -> StateMap:
+        return Chain(tuple(one.inverse() for one in reversed(self.steps)))
+
+
+@dataclass(frozen=True)
+class Together(StateMap):
+    """Maps side by side: each takes its own of the same tensors."""
+
+    rules: tuple[StateMap, ...]
+
+    def apply(self, step: Step) -> None:
+        for one in self.rules:
+            one.apply(step)
+
+    def inverse(self) -> StateMap:
+        return Together(tuple(one.inverse() for one in self.rules))
+
+
+def _steps(one: StateMap) -> tuple[StateMap, ...]:
+    return one.steps if isinstance(one, Chain) else (one,)
+
+
+def _rules(one: StateMap) -> tuple[StateMap, ...]:
+    return one.rules if isinstance(one, Together) else (one,)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that depend on each other: these sources give these targets, and nothing else does."""
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a map gives, of tensors that are not read yet."""
+
+    targets: Mapping[str, View]
+
+    def read(self, target: str, fetch: Fetch, box: Box | None = None) -> Tensor:
+        """A target, or a range of it. Only the ranges of sources that it is made of are fetched.
+
+        Args:
+            target: its name.
+            fetch: reads a range of a source; it is asked for no byte twice within one call.
+            box: first index, and the one after the last, for each dimension; without, all of it.
+        """
+        view = self.targets[target]
+        return read(view, whole(view.shape) if box is None else box, fetch)
+
+    def reads(self, target: str, box: Box | None = None) -> list[tuple[str, Box]]:
+        """The ranges of sources that `read` fetches."""
+        view = self.targets[target]
+        return [*reads(view, whole(view.shape) if box is None else box)]
+
+    def stream(self, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
+        """Every target whole, one after the other and group by group, so that no more than one group is in memory."""
+        return ((name, self.read(name, fetch)) for group in self.groups for name in group.targets)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """In the order of the targets."""
+        sources = {name: [*dict.fromkeys(source for source, _ in self.reads(name))] for name in self.targets}
+        leader: dict[str, str] = {}
+
+        def find(source: str) -> str:
+            while (up := leader.setdefault(source, source)) != source:
+                source = up
+            return source
+
+        for some in sources.values():
+            for other in some[1:]:
+                leader[find(other)] = find(some[0])
+        members: dict[str, list[str]] = {}
+        for name, some in sources.items():
+            members.setdefault(find(some[0]) if some else f"\0{name}", []).append(name)
+        return tuple(
+            Group(_unique(source for name in names for source in sources[name]), tuple(names))
+            for names in members.values()
+        )
+
+
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

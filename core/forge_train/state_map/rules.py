@@ -1,0 +1,225 @@
+"""Operations on names: which tensors become which. Names are templates: `layers.{i}.mlp.{kind}` stands for all of that
+form."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from ..ground.errors import ConfigError
+from .maps import StateMap, Step
+from .names import Bindings, same_placeholders, template
+from .views import Joined, Selected, Unsqueezed, View
+
+
+@dataclass(frozen=True)
+class Rename(StateMap):
+    """Other names for the same tensors.
+
+    Args:
+        names: name → new name. A name without placeholders must be there; a template may fit none.
+    """
+
+    names: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        for old, new in self.names.items():
+            same_placeholders("Rename", (old, new))
+
+    def apply(self, step: Step) -> None:
+        for old, new in self.names.items():
+            for name, bindings in template(old).find(step.tensors).items():
+                for view in step.take(name):
+                    step.give(template(new).fill(bindings), view)
+
+    def inverse(self) -> StateMap:
+        if len(set(self.names.values())) < len(self.names):
+            raise ConfigError("Rename gives one name twice, so it has no inverse.")
+        return Rename({new: old for old, new in self.names.items()})
+
+
+@dataclass(frozen=True)
+class Drop(StateMap):
+    """Tensors that are not needed, such as what follows from the configuration. The way back makes none."""
+
+    names: tuple[str, ...]
+
+    def apply(self, step: Step) -> None:
+        for text in self.names:
+            for name in template(text).find(step.tensors):
+                if name in step.tensors:
+                    step.take(name)
+
+    def inverse(self) -> StateMap:
+        return Drop(())
+
+
+@dataclass(frozen=True)
+class Stack(StateMap):
+    """One tensor of many of the same shape, along a new first dimension.
+
+    Args:
+        each: `experts.{e}.up`, whose numbers run from 0.
+        whole: `experts.up`, which has all placeholders but that one.
+    """
+
+    each: str
+    whole: str
+
+    def __post_init__(self) -> None:
+        _over(self.each, self.whole)
+
+    def apply(self, step: Step) -> None:
+        over = _over(self.each, self.whole)
+        stacks: dict[str, dict[str, Bindings]] = defaultdict(dict)
+        for bindings in template(self.each).find(step.tensors).values():
+            stacks[template(self.whole).fill(bindings)][bindings[over]] = bindings
+        for name, found in stacks.items():
+            bindings = next(iter(found.values()))
+            numbers = [str(number) for number in range(len(found))]
+            odd = sorted(found.keys() - {*numbers})
+            step.wrong += [f"{template(self.each).fill(found[one])}: {name} has {len(found)} in all" for one in odd]
+            rows = step.take(*(template(self.each).fill({**bindings, over: one}) for one in numbers))
+            if alike(step, name, rows):
+                step.give(name, Joined.of(((Unsqueezed.of(row, 0), 0, 1) for row in rows), 0))
+
+    def inverse(self) -> StateMap:
+        return Unstack(self.whole, self.each)
+
+
+@dataclass(frozen=True)
+class Unstack(StateMap):
+    """Many tensors of one, along its first dimension, which is gone; see `Stack`."""
+
+    whole: str
+    each: str
+
+    def __post_init__(self) -> None:
+        _over(self.each, self.whole)
+
+    def apply(self, step: Step) -> None:
+        over = _over(self.each, self.whole)
+        for name, bindings in template(self.whole).find(step.tensors).items():
+            for view in step.take(name):
+                if has_dims(step, name, view, 0):
+                    for index in range(view.shape[0]):
+                        each = template(self.each).fill({**bindings, over: str(index)})
+                        step.give(each, Selected.of(view, 0, index))
+
+    def inverse(self) -> StateMap:
+        return Stack(self.each, self.whole)
+
+
+@dataclass(frozen=True)
+class Concat(StateMap):
+    """One tensor of several, along a dimension: a fused projection.
+
+    Args:
+        parts: in the order in which they come.
+        whole: what they make.
+        dim: along which.
+        shares: proportions of the parts' lengths, which the way back needs; without, all are as long.
+        groups: into how many groups the parts are cut; the first group of every part comes first, then the second.
+    """
+
+    parts: tuple[str, ...]
+    whole: str
+    dim: int = 0
+    shares: tuple[int, ...] = ()
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        _check_fused(self.parts, self.whole, self.shares)
+
+    def apply(self, step: Step) -> None:
+        found = [one for part in self.parts for one in template(part).find(step.tensors).values()]
+        for name, bindings in {template(self.whole).fill(one): one for one in found}.items():
+            views = step.take(*(template(part).fill(bindings) for part in self.parts))
+            if alike(step, name, views, but=self.dim):
+                bounds = _bounds(sum(view.shape[self.dim] for view in views), self)
+                if [view.shape[self.dim] for view in views] != [self.groups * (b - a) for a, b in pairwise(bounds)]:
+                    lengths = " and ".join(str(view.shape[self.dim]) for view in views)
+                    step.wrong.append(f"{name}: parts of {lengths} do not stand {_shares(self)} to each other")
+                    continue
+                spans = [(view, b - a) for view, (a, b) in zip(views, pairwise(bounds), strict=True)]
+                pieces = [(view, g * size, (g + 1) * size) for g in range(self.groups) for view, size in spans]
+                step.give(name, Joined.of(pieces, self.dim))
+
+    def inverse(self) -> StateMap:
+        return Split(self.whole, self.parts, self.dim, self.shares, self.groups)
+
+
+@dataclass(frozen=True)
+class Split(StateMap):
+    """Several tensors of a fused one; see `Concat`."""
+
+    whole: str
+    parts: tuple[str, ...]
+    dim: int = 0
+    shares: tuple[int, ...] = ()
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        _check_fused(self.parts, self.whole, self.shares)
+
+    def apply(self, step: Step) -> None:
+        for name, bindings in template(self.whole).find(step.tensors).items():
+            for view in step.take(name):
+                if not has_dims(step, name, view, self.dim):
+                    continue
+                bounds = _bounds(length := view.shape[self.dim], self)
+                if bounds[-1] * self.groups != length:
+                    step.wrong.append(f"{name}: {length} can't be split {_shares(self)} in {self.groups} groups")
+                    continue
+                for part, (a, b) in zip(self.parts, pairwise(bounds), strict=True):
+                    starts = range(0, length, bounds[-1])
+                    pieces = [(view, start + a, start + b) for start in starts]
+                    step.give(template(part).fill(bindings), Joined.of(pieces, self.dim))
+
+    def inverse(self) -> StateMap:
+        return Concat(self.parts, self.whole, self.dim, self.shares, self.groups)
+
+
+def _over(each: str, whole: str) -> str:
+    """The placeholder that is stacked over."""
+    more = template(each).placeholders - template(whole).placeholders
+    if len(more) != 1 or template(whole).placeholders - template(each).placeholders:
+        raise ConfigError(f"{each!r} must have one placeholder more than {whole!r}: the number of what is stacked.")
+    return next(iter(more))
+
+
+def _check_fused(parts: tuple[str, ...], whole: str, shares: tuple[int, ...]) -> None:
+    same_placeholders("Concat and Split", (whole, *parts))
+    if shares and (len(shares) != len(parts) or min(shares) < 1):
+        raise ConfigError(f"{whole!r}: expected {len(parts)} shares of at least 1, found {shares}.")
+
+
+def _bounds(length: int, fused: Concat | Split) -> list[int]:
+    """Where the parts begin and end within the first group."""
+    shares = fused.shares or (1,) * len(fused.parts)
+    unit = length // (sum(shares) * fused.groups)
+    return [unit * share for share in accumulate(shares, initial=0)]
+
+
+def _shares(fused: Concat | Split) -> str:
+    return " : ".join(map(str, fused.shares or (1,) * len(fused.parts)))
+
+
+def alike(step: Step, name: str, views: list[View], but: int | None = None) -> bool:
+    """Whether tensors, if there are any, can become one: same dtype, and same shape but for a dimension."""
+    if but is not None and not all(has_dims(step, name, view, but) for view in views):
+        return False
+    kinds = {(str(one.dtype), *(size for dim, size in enumerate(one.shape) if dim != but)) for one in views}
+    if len(kinds) > 1:
+        words = " and ".join(" × ".join(map(str, kind)) for kind in sorted(kinds))
+        step.wrong.append(f"{name}: its parts differ: {words}")
+    return len(kinds) == 1
+
+
+def has_dims(step: Step, name: str, view: View, *dims: int) -> bool:
+    """Whether a tensor has dimensions, which count from 0."""
+    wrong = [dim for dim in dims if not 0 <= dim < len(view.shape)]
+    step.wrong += [f"{name}: there is no dimension {dim} in {list(view.shape)}" for dim in wrong]
+    return not wrong

@@ -1,0 +1,120 @@
+"""Operations on values: tensors that keep their names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ..ground.errors import ConfigError
+from .maps import StateMap, Step
+from .names import template
+from .rules import has_dims
+from .views import Converted, Filled, Joined, Reordered, Transposed, View
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Transpose(StateMap):
+    """Two dimensions in each other's place; by default those of a matrix."""
+
+    names: tuple[str, ...]
+    dims: tuple[int, int] = (0, 1)
+
+    def apply(self, step: Step) -> None:
+        for name, view in _each(step, self.names, *self.dims):
+            step.give(name, Transposed.of(view, self.dims))
+
+    def inverse(self) -> StateMap:
+        return self
+
+
+@dataclass(frozen=True)
+class Rotary(StateMap):
+    """Another order of the features that rotary embeddings turn.
+
+    Two features of a pair are neighbours (`interleaved`, arXiv:2104.09864), or lie half a head apart (`half`, as in
+    transformers' Llama).
+
+    Args:
+        names: of the projections of queries and keys, `[heads · head_dim, …]`.
+        head_dim: features of a head.
+        to: the order that is given; the other one is taken.
+        turned: how many features of a head are turned, if not all.
+    """
+
+    names: tuple[str, ...]
+    head_dim: int
+    to: Literal["half", "interleaved"] = "half"
+    turned: int = 0
+
+    def __post_init__(self) -> None:
+        if self.turned % 2 or (self.turned or self.head_dim) % 2 or not 0 <= self.turned <= self.head_dim:
+            raise ConfigError(f"Rotary: {self.turned or self.head_dim} of {self.head_dim} features are no pairs.")
+
+    def apply(self, step: Step) -> None:
+        turned, order = self.turned or self.head_dim, [*range(self.head_dim)]
+        half = [*range(0, turned, 2), *range(1, turned, 2)]
+        order[:turned] = half if self.to == "half" else [half.index(feature) for feature in range(turned)]
+        for name, view in _each(step, self.names, 0):
+            if view.shape[0] % self.head_dim:
+                step.wrong.append(f"{name}: {view.shape[0]} features are not heads of {self.head_dim}")
+            step.give(name, Reordered(view.shape, view.dtype, view, 0, tuple(order)))
+
+    def inverse(self) -> StateMap:
+        return Rotary(self.names, self.head_dim, "interleaved" if self.to == "half" else "half", self.turned)
+
+
+@dataclass(frozen=True)
+class Resize(StateMap):
+    """A vocabulary of another size: rows are added at its end, or left out there.
+
+    Args:
+        names: of the embedding and the head.
+        before: rows that there are.
+        after: rows that are given.
+        fill: value of rows that are added.
+    """
+
+    names: tuple[str, ...]
+    before: int
+    after: int
+    fill: float = 0.0
+
+    def apply(self, step: Step) -> None:
+        for name, view in _each(step, self.names, 0):
+            if view.shape[0] != self.before:
+                step.wrong.append(f"{name}: it has {view.shape[0]} rows, and {self.before} were expected")
+            added = self.after - self.before
+            more = Filled((max(added, 0), *view.shape[1:]), view.dtype, self.fill)
+            pieces = [(view, 0, min(self.before, self.after)), (more, 0, more.shape[0])]
+            step.give(name, Joined.of(pieces, 0))
+
+    def inverse(self) -> StateMap:
+        return Resize(self.names, self.after, self.before, self.fill)
+
+
+@dataclass(frozen=True)
+class Cast(StateMap):
+    """Another dtype. The way back is exact only if `after` holds every number of `before`."""
+
+    names: tuple[str, ...]
+    before: torch.dtype
+    after: torch.dtype
+
+    def apply(self, step: Step) -> None:
+        for name, view in _each(step, self.names):
+            if view.dtype != self.before:
+                step.wrong.append(f"{name}: stored as {view.dtype}, and {self.before} was expected")
+            step.give(name, Converted(view.shape, self.after, view))
+
+    def inverse(self) -> StateMap:
+        return Cast(self.names, self.after, self.before)
+
+
+def _each(step: Step, names: tuple[str, ...], *dims: int) -> list[tuple[str, View]]:
+    """The tensors of these names, which are taken and will be given under the same names."""
+    found = [name for text in names for name in template(text).find(step.tensors)]
+    taken = [(name, view) for name in found for view in step.take(name)]
+    return [(name, view) for name, view in taken if has_dims(step, name, view, *dims)]

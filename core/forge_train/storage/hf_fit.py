@@ -1,0 +1,133 @@
+"""Whether the tensors of a folder in Hugging Face layout are those of a model, by its state map, and the way back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from ..contract.protocols import HFModel
+from ..ground.errors import ConfigError, PluginError
+from ..state_map import Plan, Step
+from .hf_folder import CONFIG, DTYPES, Folder, indented
+
+Shape = tuple[int, ...]
+Described = Mapping[str, tuple[Shape, torch.dtype]]
+Choose = Callable[[Iterable[str]], Iterable[str]]
+
+
+def plan(
+    folder: Folder,
+    layout: HFModel,
+    wanted: Described,
+    *,
+    tied: Iterable[Collection[str]] = (),
+    missing: Choose = lambda _: (),
+    unexpected: Choose = lambda _: (),
+) -> Plan:
+    """How to make a model's weights of a folder's tensors, if it holds exactly those. Only copies are read.
+
+    Args:
+        folder: which was opened.
+        layout: how `import_hf` describes its model.
+        wanted: shape and dtype of every weight of the model, those of other ranks and stages too.
+        tied: names of one parameter each, whose tensor the folder may hold once more.
+        missing: of weights that the layout does not name, gives those that may keep their initial values.
+        unexpected: of tensors that the layout does not use, gives those that may be there.
+
+    Raises:
+        ConfigError: naming every difference.
+        PluginError: if the layout does not name the model's parameters.
+    """
+    leftovers = [name for name in folder.tensors if any(re.fullmatch(one, name) for one in layout.leftovers)]
+    stored = {name: one for name, one in folder.described().items() if name not in leftovers}
+    step = layout.map.trace(stored)
+    made = Plan(step.given)
+    sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
+    expected = _expected(layout, wanted, missing)
+    wrong = _missing(folder, expected) if expected is not None else _not_given(step, wanted)
+    wrong += [_odd(folder, name) for name in folder.tensors if name not in stored and name not in leftovers]
+    for name, view in made.targets.items():
+        if view.dtype not in DTYPES.values():
+            wrong += [_odd(folder, one) for one in sources[name] if folder.tensors[one].dtype not in DTYPES]
+    copied = [source for group in tied for name in group for source in sources.get(name, ())]
+    used = {source for some in sources.values() for source in some}
+    extra = {*step.left, *(used - expected.keys() if expected is not None else ())}
+    for name in sorted(extra.difference(unexpected(sorted(extra)))):
+        wrong += _is_a_copy(folder, name, copied)
+    if wrong or (wrong := step.wrong):
+        raise ConfigError(f"{folder.path}: the tensors are not those of the model in {CONFIG}:" + indented(wrong))
+    return Plan({name: view for name, view in made.targets.items() if name in wanted})
+
+
+def _expected(layout: HFModel, wanted: Described, missing: Choose) -> dict[str, Shape] | None:
+    """The tensors that a folder of this model has; None if the map has no way back, so that it can't be told."""
+    try:
+        back = layout.map.inverse()
+    except ConfigError:
+        return None
+    step = back.trace(wanted)
+    left = sorted(set(step.left).difference(missing(sorted(step.left))))
+    if lines := [*(f"{name}: not named" for name in left), *step.wrong]:
+        raise PluginError("import_hf describes another model than is built here:" + indented(lines))
+    return {name: view.shape for name, view in step.given.items()}
+
+
+def _missing(folder: Folder, expected: Mapping[str, Shape]) -> list[str]:
+    wrong: list[str] = []
+    for name, shape in expected.items():
+        entry = folder.tensors.get(name)
+        if entry is None:
+            wrong.append(f"{name}: missing ({_words(shape)})")
+        elif entry.shape != shape:
+            wrong.append(f"{name}: {_words(entry.shape)} in {entry.file.name}, {_words(shape)} by {CONFIG}")
+    return wrong
+
+
+def _not_given(step: Step, wanted: Described) -> list[str]:
+    """As `_missing`, by forge's names."""
+    wrong = list(step.wrong)
+    for name, (shape, _) in wanted.items():
+        view = step.given.get(name)
+        if view is None:
+            wrong.append(f"{name}: no tensor gives it ({_words(shape)})")
+        elif view.shape != shape:
+            wrong.append(f"{name}: {_words(view.shape)} in the files, {_words(shape)} by {CONFIG}")
+    return wrong + [f"{name}: given, and not in the model" for name in step.given if name not in wanted]
+
+
+def _odd(folder: Folder, name: str) -> str:
+    return f"{name}: stored as {folder.tensors[name].dtype}; weights are expected as {', '.join(DTYPES)}"
+
+
+def _is_a_copy(folder: Folder, name: str, copied: Iterable[str]) -> list[str]:
+    """A tensor that no parameter takes: fine if it is the copy of a tied one."""
+    others = [other for other in copied if other in folder.tensors]
+    if any(torch.equal(folder.read(name), folder.read(other)) for other in others):
+        return []
+    return [f"{name}: no parameter takes it" + (f", and it is no copy of {', '.join(others)}" if others else "")]
+
+
+def _words(shape: Shape) -> str:
+    return " × ".join(map(str, shape)) or "a single number"
+
+
+def plan_export(source: Path, layout: HFModel, stored: Described) -> Plan:
+    """How to make a folder's tensors of a checkpoint's.
+
+    Args:
+        source: the run or checkpoint, for errors.
+        layout: how `export_hf` describes its model.
+        stored: shape and dtype of each parameter and buffer.
+
+    Raises:
+        ConfigError: naming those that have no place there.
+    """
+    step = layout.map.inverse().trace(stored)
+    if step.left:
+        raise ConfigError(f"{source}: there is no place in Hugging Face layout for" + indented(sorted(step.left)))
+    if step.wrong:
+        raise ConfigError(f"{source}: its tensors are not those that export_hf describes:" + indented(step.wrong))
+    return Plan(step.given)

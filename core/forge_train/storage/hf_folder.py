@@ -1,0 +1,178 @@
+"""A model's folder in Hugging Face layout, read: `config.json`, and ranges of tensors in safetensors files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..composition.initialise import local_window
+from ..ground.errors import ConfigError, describe
+from ..ground.present import few
+from ..ground.untrusted import load_json, regular_size
+from ..state_map import Box, Plan
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What weights can be stored as."""
+PACKED = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+}
+"""What quantised weights and their scales can be stored as, which a state map makes weights of."""
+_LARGEST = 64 << 20
+"""Bytes of JSON that are read at most."""
+
+COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""Keys of a `config.json`: each layer has a tensor at least."""
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
+)
+"""Keys of a `config.json`: a tensor is as long, if there is one."""
+HARMLESS = 10_000
+"""A size that any machine can take, also where no tensor has it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that was opened for reading; no tensor is in memory."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Entry] = field(default_factory=dict)
+    _opened: dict[Path, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def open(cls, path: Path) -> Folder:
+        """Read what describes the model, and the header of every file.
+
+        Raises:
+            ConfigError: saying what is missing or can't be read.
+        """
+        if not path.is_dir():
+            raise ConfigError(f"{path}: there is no such folder.")
+        if not (path / CONFIG).is_file():
+            raise ConfigError(f"{path}: not a model in Hugging Face layout: there is no {CONFIG}.")
+        config = table(path / CONFIG)
+        if (path / INDEX).is_file():
+            return cls(path, config, _indexed(path))
+        if (path / SINGLE).is_file():
+            return cls(path, config, _header(path / SINGLE))
+        others = sorted(file.name for pattern in ("*.bin", "*.safetensors") for file in path.glob(pattern))
+        hint = f" There is {', '.join(others[:3])}; only safetensors files of these names are read." if others else ""
+        raise ConfigError(f"{path}: there is neither {SINGLE} nor {INDEX}.{hint}")
+
+    def check_sizes(self) -> None:
+        """Whether the model that is described could be in the files.
+
+        Raises:
+            ConfigError: naming a size that can't be; a model of it would be built in memory.
+        """
+        tensors, values = len(self.tensors), sum(math.prod(entry.shape) for entry in self.tensors.values())
+        limits = {**dict.fromkeys(COUNTS, (tensors, "tensors")), **dict.fromkeys(SIZES, (values, "values"))}
+        for key, (most, what) in limits.items():
+            found = self.config.get(key)
+            if isinstance(found, int) and found > max(most, HARMLESS):
+                raise ConfigError(f"{self.path / CONFIG}: {key} is {found:,}, and the files hold {most:,} {what}.")
+
+    def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor, as a state map takes them; without those of dtypes that no weight has."""
+        known = DTYPES | PACKED
+        return {name: (one.shape, known[one.dtype]) for name, one in self.tensors.items() if one.dtype in known}
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A tensor, as it is stored, or a range of it, of which no other byte is read."""
+        file = self.tensors[name].file
+        if file not in self._opened:
+            self._opened[file] = safe_open(file, framework="pt")
+        if box is None or not box:
+            return self._opened[file].get_tensor(name)  # type: ignore[no-any-return]
+        return self._opened[file].get_slice(name)[tuple(slice(*bounds) for bounds in box)]  # type: ignore[no-any-return]
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether a path is a folder in Hugging Face layout, and no checkpoint."""
+    return (path / CONFIG).is_file() and not any((path / name).exists() for name in ("config.toml", "manifest.json"))
+
+
+def fill(weights: Mapping[str, Tensor], plan: Plan, folder: Folder) -> None:
+    """Read weights in place, of any placement: each rank reads the ranges that its own shards are made of.
+
+    Args:
+        weights: by name; each becomes what the plan gives under its name, in its own dtype.
+        plan: of the folder's tensors.
+        folder: where they lie.
+    """
+    with torch.no_grad():
+        for name in (name for group in plan.groups for name in group.targets if name in weights):
+            part, window = local_window(weights[name])
+            part.copy_(plan.read(name, folder.read, tuple(window)))
+
+
+def table(file: Path) -> dict[str, Any]:
+    """A file of JSON.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    try:
+        found = load_json(file, most=_LARGEST, links=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: can't be read: {describe(error)}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: expected a JSON object, found {type(found).__name__}.")
+    return found
+
+
+def _header(file: Path) -> dict[str, Entry]:
+    try:
+        regular_size(file, links=True)
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
+            return {name: Entry(file, tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: not a whole safetensors file: {describe(error)}") from error
+
+
+def _indexed(path: Path) -> dict[str, Entry]:
+    """The tensors of several files; the index must say what is in them."""
+    index = table(path / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise ConfigError(f"{path / INDEX}: there is no weight_map of tensors to files.")
+    found: dict[str, Entry] = {}
+    wrong: list[str] = []
+    for name in sorted(set(index.values())):
+        if Path(name).name != name or not (path / name).is_file():
+            wrong.append(f"{name}: there is no such file")
+            continue
+        inside = _header(path / name)
+        listed = {tensor for tensor, file in index.items() if file == name}
+        wrong += [f"{name}: {tensor} is not in it" for tensor in sorted(listed - inside.keys())]
+        wrong += [f"{name}: {tensor} is in it, but not in the index" for tensor in sorted(inside.keys() - listed)]
+        found |= inside
+    if wrong:
+        raise ConfigError(f"{path / INDEX} does not fit the files:" + indented(wrong))
+    return found
+
+
+def indented(lines: Iterable[str]) -> str:
+    """An indented list, cut short."""
+    return "\n  " + few(lines, 8, "\n  ")
