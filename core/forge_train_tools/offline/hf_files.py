@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +16,13 @@ from forge_train.config.toml import Key
 from forge_train.ground.errors import ConfigError, describe
 from forge_train.ground.present import few
 from forge_train.ground.untrusted import load_json, regular_size
+from forge_train.storage.consolidated import INDEX, SHARD_BYTES, cut, header, size_of, write_index
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG, SINGLE = "config.json", "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What weights can be stored as."""
 _LARGEST = 64 << 20
 """Bytes of JSON that are read at most."""
-SHARD_BYTES = 5_000_000_000
-"""Largest file that is written, if its tensors are not larger."""
 
 
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -167,7 +164,7 @@ def write_tensors(
         read: gives a tensor by its name.
         shard_bytes: the most that is put into a file.
     """
-    shards = _shards({name: _bytes(shape, dtype) for name, shape in shapes.items()}, shard_bytes)
+    shards = cut({name: size_of(shape, dtype) for name, shape in shapes.items()}, shard_bytes)
     files = [
         folder / (SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors")
         for number in range(1, len(shards) + 1)
@@ -175,46 +172,20 @@ def write_tensors(
     for file, names in zip(files, shards, strict=True):
         _write_file(file, {name: shapes[name] for name in names}, dtype, read)
     if len(files) > 1:
-        total = sum(_bytes(shape, dtype) for shape in shapes.values())
-        where = {name: file.name for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        total = sum(size_of(shape, dtype) for shape in shapes.values())
+        write_index(folder, {n: file.name for file, names in zip(files, shards, strict=True) for n in names}, total)
     return files
-
-
-def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    room = limit
-    for name, size in sizes.items():
-        if size > room and shards[-1]:
-            shards.append([])
-            room = limit
-        shards[-1].append(name)
-        room -= size
-    return shards
 
 
 def _write_file(
     file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Callable[[str], Tensor]
 ) -> None:
-    """The format of https://github.com/huggingface/safetensors#format, whose own writer wants all tensors at once."""
-    stored = next(name for name, known in DTYPES.items() if known == dtype)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + _bytes(shape, dtype)
-        header[name] = {"dtype": stored, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    """The library's own writer wants all tensors at once."""
     with file.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
+        out.write(header({name: (shape, dtype) for name, shape in shapes.items()}))
         for name in shapes:
             tensor = read(name).to(dtype).contiguous()
             out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return dtype.itemsize * torch.Size(shape).numel()
 
 
 def comments_in(preset: Path) -> dict[Key, str]:

@@ -27,11 +27,12 @@ from forge_train.registry.discovery import discover
 from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
 from forge_train.storage import checkpoint, evaluated, model_files
+from forge_train.storage.consolidated import SHARD_BYTES
 from forge_train.storage.evaluated import MODEL
 from forge_train.storage.model_files import TOKENIZER
 from forge_train.storage.run import plugin_list
 
-from .hf_files import CONFIG, DTYPES, SHARD_BYTES, Folder, comments_in, indented, table, write_tensors
+from .hf_files import CONFIG, DTYPES, Folder, comments_in, indented, table, write_tensors
 from .opening import compose_meta, lone_job, setup_of
 
 EDITABLE = "config.toml"
