@@ -107,9 +107,7 @@ print(json.dumps(results))
 
 @pytest.mark.e2e
 @pytest.mark.accept("checkpoints", 2)
-@pytest.mark.parametrize(
-    ("where", "form"), [("at_once", "sharded"), ("behind", "sharded"), ("behind", "safetensors"), ("at_once", "both")]
-)
+@pytest.mark.parametrize(("where", "form"), [("at_once", "sharded"), ("behind", "sharded"), ("behind", "both")])
 def test_killed_at_any_operation_inside_save_or_prune(tmp_path: Path, where: str, form: str) -> None:
     command = [sys.executable, "-c", DRIVER, str(tmp_path), where, form]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
