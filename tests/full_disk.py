@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,11 +41,19 @@ def full_for(*endings: str, below: str = "") -> Iterator[None]:
         wanted = below in str(self.parent) and name.endswith(endings)
         return _Full(file) if wanted and mode.strip("bt") != "r" else file
 
+    real_pwrite = os.pwrite
+
+    def pwritten(handle: int, data: Any, offset: int) -> int:
+        file = Path(f"/proc/self/fd/{handle}").readlink()
+        if below in str(file.parent) and file.name.endswith(endings):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_pwrite(handle, data, offset)
+
     def copied(source: Path, target: Path) -> None:
         with opened(Path(target), "wb") as out:
             out.write(Path(source).read_bytes())
 
-    with patch.object(Path, "open", opened), patch("shutil.copyfile", copied):
+    with patch.object(Path, "open", opened), patch("shutil.copyfile", copied), patch("os.pwrite", pwritten):
         yield
 
 
@@ -58,6 +67,7 @@ def refused(
     from forge_train.testing import run_forge
 
     config = {"train.global_batch": 12, "train.micro_batch": 1, "checkpoint.every": 1}
+    config |= {"checkpoint.format": "safetensors"} if "safetensors" in ending else {}
     with full_for(*((ending,) if dist.get_rank() == rank else ()), below=below):
         try:
             run_forge(plugins, config, steps=2, name="run", folder=Path(folder))

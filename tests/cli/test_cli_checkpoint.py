@@ -20,6 +20,7 @@ from forge_train.storage import checkpoint
 from forge_train.storage.hf_folder import Folder
 from forge_train.storage.seal import ALONE, check
 from forge_train_tools.offline import differences
+from full_disk import full_for
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", "commands")]
 
@@ -288,6 +289,18 @@ def test_train_exports_the_model_of_a_run_that_is_done(forge: Forge, folder: Pat
     forge("checkpoint", "export", str(run), str(folder / "again"))
     assert (folder / "again" / "model.safetensors").read_bytes() == (run / "export/model.safetensors").read_bytes()
     assert not list(run.glob(".export*"))
+
+
+def test_an_export_that_fails_is_told_and_the_run_is_done(forge: Forge, folder: Path) -> None:
+    command = ("train", "tiny.toml", "--name", "first", "--export", "-q")
+    run = folder / "runs" / "first"
+    with full_for("model.safetensors", below=".new"):
+        said = forge(*command, fails=1).err
+    assert "export.new: can't be written: No space left on device" in said
+    assert not list(run.glob("*export*"))
+    assert json.loads((run / "outcome.json").read_text())["outcome"] == "done"
+    forge(*command)
+    assert (run / "export" / "model.safetensors").is_file()
 
 
 def test_a_model_that_can_not_be_exported_is_refused_before_it_is_trained(forge: Forge, folder: Path) -> None:

@@ -7,12 +7,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from forge_train.storage import writing
+from forge_train.storage.consolidated import INDEX
 from forge_train.storage.seal import ALONE
 from forge_train.storage.writing import prune, save
 
@@ -75,18 +77,21 @@ def watched(checkpoints: Path) -> Iterator[Disk]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="the names of open files are read from /proc")
-def test_everything_is_flushed_before_it_is_relied_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["sharded", "safetensors", "both"])
+def test_everything_is_flushed_before_it_is_relied_on(tmp_path: Path, form: Any) -> None:
     checkpoints, beside = tmp_path / "checkpoints", tmp_path / "tokenizer"
     beside.mkdir()
     (beside / "vocab.json").write_text("{}", encoding="utf-8")
     checkpoints.mkdir()
     state = {"model": {"a": torch.ones(100), "b": torch.ones(3)}}
-    save(checkpoints, 1, state, ALONE, beside=[beside])
+    save(checkpoints, 1, state, ALONE, beside=[beside], form=form)
     with watched(checkpoints) as disk:
-        save(checkpoints, 2, state, ALONE, beside=[beside])
+        save(checkpoints, 2, state, ALONE, beside=[beside], form=form)
         list(prune(checkpoints, 1, 0))
+    index = [f".{INDEX}.partial → {INDEX}"] if form != "sharded" else []
     assert disk.done == [
         "rm .step-00000002.partial",
+        *index,
         ".state.json.partial → state.json",
         ".manifest.json.partial → manifest.json",
         ".step-00000002.partial → step-00000002",

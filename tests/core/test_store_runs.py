@@ -250,3 +250,13 @@ def test_a_run_with_checkpoints_goes_on_although_its_mirror_can_t_be_read(
 def test_nothing_else_is_left_in_the_store(tmp_path: Path, far: Path) -> None:
     toys.run(tmp_path, name="a", steps=5, config=MIRROR)
     assert {key.rsplit("/", 1)[0] for key in keys(far)} == {f"b/a/checkpoints/step-0000000{step}" for step in (4, 5)}
+
+
+@pytest.mark.parametrize("key", ["folder", "mirror"])
+@pytest.mark.parametrize("address", ["memory://b", "simplecache::memory://b"])
+def test_a_place_that_goes_with_the_process_is_refused(tmp_path: Path, key: str, address: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^checkpoint\.{key}: {address} is in the memory of this process, and would"
+    ):
+        toys.run(tmp_path, config={f"checkpoint.{key}": address})
+    assert not list(tmp_path.glob("*/metrics.jsonl"))

@@ -30,6 +30,8 @@ TESTS = Path(__file__).parent.parent
         (2, "plugins.json", 0, ".partial"),
         (2, "manifest.json", 0, ".partial"),
         (2, "latest", 0, "checkpoints"),
+        (2, ".safetensors", 1, ".partial"),
+        (2, "model.safetensors.index.json", 0, ".partial"),
         (3, ".distcp", 2, ".partial"),
         (4, "state.json", 0, ".partial"),
     ],
@@ -85,8 +87,9 @@ def test_three_processes_on_a_disk_that_fills_up_and_stays_full(tmp_path: Path, 
         assert not [path for path in disk.rglob("*") if "partial" in path.name]
         return ended.stderr
 
-    first = forge("--name", "run", "--nproc", "3")
+    first = forge("--name", "run", "--nproc", "3", "--max-restarts", "2")
     assert "can't save the checkpoint" in first
+    assert "start again" not in first, "another attempt would find no room either"
     saved = found(disk / "runs" / "run" / "checkpoints")
     assert saved
     assert all(check(one.path, contents=True) == "" for one in saved)

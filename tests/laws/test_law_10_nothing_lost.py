@@ -31,12 +31,12 @@ from forge_train.storage.writing import Copies, commit, stage_in
 from forge_train.processes.distributed import DistributedContext
 from forge_train.config.rules import Layout
 
-folder, behind = pathlib.Path(sys.argv[1]), sys.argv[2] == "behind"
+folder, behind, form = pathlib.Path(sys.argv[1]), sys.argv[2] == "behind", sys.argv[3]
 alone = DistributedContext(Layout(), torch.device("cpu"))
 
 def write(place, step):
     state = {"model": {"w": torch.full((4, 3), float(step)), "v": torch.full((2,), float(step))}, "step": step}
-    staged = stage_in(place, step, state, alone, copies=Copies() if behind else None)
+    staged = stage_in(place, step, state, alone, copies=Copies() if behind else None, form=form)
     for tensor in state["model"].values() if behind else ():
         tensor.zero_()
     commit(staged, alone, beside=[], latest=place / "latest")
@@ -62,7 +62,7 @@ def save(place, at):
             return function(*arguments, **more)
         return call
     os.fsync, os.rename, os.unlink, os.rmdir = map(watched, (os.fsync, os.rename, os.unlink, os.rmdir))
-    os.mkdir, os.replace = watched(os.mkdir), watched(os.replace)
+    os.mkdir, os.replace, os.pwrite = map(watched, (os.mkdir, os.replace, os.pwrite))
     opened = watched(pathlib.Path.open)
     def open_watched(path, mode="r", *arguments, **more):
         file = opened(path, mode, *arguments, **more)
@@ -107,9 +107,9 @@ print(json.dumps(results))
 
 @pytest.mark.e2e
 @pytest.mark.accept("checkpoints", 2)
-@pytest.mark.parametrize("where", ["at_once", "behind"])
-def test_killed_at_any_operation_inside_save_or_prune(tmp_path: Path, where: str) -> None:
-    command = [sys.executable, "-c", DRIVER, str(tmp_path), where]
+@pytest.mark.parametrize(("where", "form"), [("at_once", "sharded"), ("behind", "sharded"), ("behind", "both")])
+def test_killed_at_any_operation_inside_save_or_prune(tmp_path: Path, where: str, form: str) -> None:
+    command = [sys.executable, "-c", DRIVER, str(tmp_path), where, form]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert ended.returncode == 0, ended.stderr
     results = json.loads(ended.stdout.splitlines()[-1])

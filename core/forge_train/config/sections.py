@@ -146,6 +146,9 @@ class CheckpointSection:
     """In addition to the newest checkpoints, keep this many of the best by `best`."""
     asynchronous: Annotated[bool, Volatile()] = False
     """Continue training while a copy of the state is written; the copy takes host memory for one more state."""
+    format: Annotated[Literal["sharded", "safetensors", "both"], Volatile()] = "sharded"
+    """Where checkpoints hold the model's weights: in shards, as each rank has them; as full tensors in safetensors
+    files, which other programs read; or in both."""
     keep: Annotated[int, Gt(0), Volatile()] = 2
     """Number of newest checkpoints to keep."""
     keep_every: Annotated[int, Ge(0), Volatile()] = 0

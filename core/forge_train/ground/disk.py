@@ -22,6 +22,9 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 class DiskError(ForgeError):
     """The disk refused what was written to it."""
 
+    full = False
+    """Whether it had no room, and will have none until somebody makes some."""
+
 
 def refused(path: Path, error: OSError, what: str = "can't be written:", more: str = "") -> DiskError:
     """The error that tells of a refusal.
@@ -33,9 +36,12 @@ def refused(path: Path, error: OSError, what: str = "can't be written:", more: s
         more: another sentence.
     """
     text = f"{path}: {what} {error.strerror or error}"
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return DiskError(f"{text}.{more}")
-    return DiskError(f"{text} ({_disk(path)}).{more} Make room there, then go on.")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        found = DiskError(f"{text} ({_disk(path)}).{more} Make room there, then go on.")
+    else:
+        found = DiskError(f"{text}.{more}")
+    found.full = error.errno in FULL
+    return found
 
 
 @contextmanager

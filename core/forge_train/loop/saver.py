@@ -126,6 +126,7 @@ class Saver:
             job.dist,
             copies=self._copies if behind else None,
             before=self._plan,
+            form=self._config.format,
         )
         self._plan = staged.shards.plan
         self._spared = self._occasions.spared(step) if job.dist.main else set()

@@ -58,6 +58,11 @@ def stores(config: Config, run: Path) -> list[Store]:
             store = Store.of_run(address, run.name, f"checkpoint.{key}")
         except ConfigError as error:
             raise ConfigError(f"checkpoint.{key}: {error}") from error
+        if not store.lasts:
+            raise ConfigError(
+                f"checkpoint.{key}: {address} is in the memory of this process, and would be lost with it; "
+                "name a folder or a store that stays."
+            )
         place = store.local.resolve() if store.local else store.address
         if place in taken:
             raise ConfigError(f"checkpoint.{key}: {address} is {taken[place]} already; name another place.")

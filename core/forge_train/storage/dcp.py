@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .metadata import read_index
-from .shards import read_shard
+from .shards import reader
 
 
 def read(path: Path, tensors: Mapping[str, Tensor], *, alone: bool) -> None:
@@ -38,13 +38,12 @@ def read(path: Path, tensors: Mapping[str, Tensor], *, alone: bool) -> None:
             for item in sorted(plan.items, key=lambda item: places[item].offset):
                 files.setdefault(places[item].relative_path, []).append(item)
             for name, items in files.items():
-                with (path / name).open("rb") as file:
+                with reader(path, name) as read_part:
                     for item in items:
-                        here = read_shard(path, file, item.storage_index, places[item])
                         begin = zip(item.storage_offsets, item.lengths, strict=True)
-                        part = here[tuple(slice(offset, offset + length) for offset, length in begin)]
+                        part = tuple(slice(offset, offset + length) for offset, length in begin)
                         target = planner.resolve_tensor(item).detach()
-                        target.copy_(part)
+                        target.copy_(read_part(item.storage_index, places[item], part))
                         planner.commit_tensor(item, target)
             done: Future[None] = Future()
             done.set_result(None)

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from ..ground.errors import PluginError
 from . import checkpoint, dcp
-
-MODEL = "model."
-"""Where the name of a model's tensor begins in a checkpoint."""
+from .tree import MODEL as MODEL  # noqa: PLC0414  # what this module offers too
 
 
 def sums(path: Path) -> dict[str, dict[str, float]]:

@@ -17,8 +17,9 @@ from ..ground.errors import ConfigError, describe
 from ..ground.present import few
 from ..ground.untrusted import load_json, regular_size
 from ..state_map import Box, Plan
+from .consolidated import INDEX
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG, SINGLE = "config.json", "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What weights can be stored as."""
 PACKED = {

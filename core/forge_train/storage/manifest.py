@@ -23,7 +23,7 @@ EDITABLE = "config.toml"
 """What may be edited: a run that continues compares its values with those in `state.json`, which is sealed."""
 LARGEST = {MANIFEST: 64 << 20, STATE: 256 << 20, INDEX: 1 << 30, EDITABLE: 4 << 20}
 """Bytes that are read at most; an index of a million shards takes about 200 MB."""
-SHARDS = ".distcp"
+SHARDS = (".distcp", ".safetensors")
 """How names of files end that may be of any size."""
 _LONGEST_NAME = 1000
 NEWER = "written by a newer forge:"

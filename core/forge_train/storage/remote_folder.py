@@ -26,11 +26,17 @@ class RemoteFolder:
             ConfigError: fsspec does not know the scheme, or its package is not installed.
         """
         from fsspec.implementations.local import LocalFileSystem
+        from fsspec.implementations.memory import MemoryFileSystem
 
         self.address = address.rstrip("/")
         self._system, self._root = filesystem(self.address, self.address)
         self.local = Path(self._root) if isinstance(self._system, LocalFileSystem) else None
         """The folder itself, if it is on this machine."""
+        beneath = self._system
+        while hasattr(beneath, "fs"):  # of a chained address, such as simplecache::memory://x
+            beneath = beneath.fs
+        self.lasts = not isinstance(beneath, MemoryFileSystem)
+        """Whether what is put here is still there after this process."""
 
     def at(self, name: str) -> str:
         """The address of a file or folder."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ..ground.errors import ForgeError
 from ..processes.distributed import DistributedContext
+from .consolidated import Files, Format
 from .shard_files import Writer
 
 log = logging.getLogger("forge_train")
@@ -50,6 +52,8 @@ class Plan:
     mine: SavePlan
     """What it writes of that."""
     index: Metadata | None
+    files: Files | None
+    """Of full tensors, if any are to be written."""
     bytes: int
     """On disk, of all ranks, roughly; known on rank 0."""
 
@@ -86,37 +90,55 @@ class Shards:
         self._copied = True
 
     def write(self, folder: Path, dist: DistributedContext) -> dict[str, str]:
-        """Write the shards' files and their index into a folder that is there.
+        """Write the shards' files, those of full tensors, and the index into a folder that is there.
 
         Returns:
-            On rank 0, the sha256 of what every rank was to write, by name of the file.
+            On rank 0, the sha256 of the shards' files, by name of the file.
 
         Raises:
             OSError: on every rank, if the disk refuses one of them.
         """
         writer = Writer(folder, single_file_per_rank=not self._one_each, copied=self._copied)
         writer.set_up_storage_writer(dist.main)
+        files = self.plan.files
+        if files is not None:
+            dist.on_main(partial(files.create, folder))
         hashes: dict[str, str] = {}
 
         def gathered(everybody: list[_Written]) -> Sequence[None]:
             if failed := next((one.error for one in everybody if one.error), None):
                 raise failed
             assert self.plan.index is not None
-            writer.finish(replace(self.plan.index), [one.results for one in everybody])
+            index, results = replace(self.plan.index), [one.results for one in everybody]
+            if files is not None and files.alone:
+                index, results = files.pointed_to(index), [*results, files.results()]
+            writer.finish(index, results)
             for one in everybody:
                 hashes.update(one.hashes)
             return [None] * len(everybody)
 
-        dist.through_main(self._write_mine(writer, dist), gathered)
+        dist.through_main(self._write_mine(writer, folder, dist), gathered)
         return hashes
 
-    def _write_mine(self, writer: Writer, dist: DistributedContext) -> _Written:
-        """This rank's files. An error is kept: the other ranks must hear of it, or they would wait for ever."""
-        plan = self._planner.finish_plan(self.plan.mine)
-        parts = [plan] if self._one_each else _parts(plan, _threads(plan, dist))
+    def _write_mine(self, writer: Writer, folder: Path, dist: DistributedContext) -> _Written:
+        """This rank's part. An error is kept: the other ranks must hear of it, or they would wait for ever."""
+        plan, files = self._planner.finish_plan(self.plan.mine), self.plan.files
+        threads = 1 if self._one_each else _threads(plan, dist)
+        full = _shares(files.full(plan.items), threads) if files else []
+        parts = _parts(replace(plan, items=files.shards(plan.items)) if files else plan, threads)
+
+        def write_full(items: list[WriteItem]) -> list[Any]:
+            assert files is not None
+            files.write(folder, items, self._planner.resolve_data)
+            return []
+
+        def write_shards(part: SavePlan) -> list[Any]:
+            results: list[Any] = writer.write_data(part, self._planner).wait()
+            return results
+
         try:
-            with ThreadPoolExecutor(len(parts)) as pool:
-                written = list(pool.map(lambda part: writer.write_data(part, self._planner).wait(), parts))
+            with ThreadPoolExecutor(threads) as pool:
+                written = [*pool.map(write_shards, parts), *pool.map(write_full, full)]
             return _Written([result for results in written for result in results], writer.fs.hashes)
         except Exception as error:
             if dist.world == 1:
@@ -140,6 +162,7 @@ def choose(
     *,
     contents: Callable[[str], Tensor] | None = None,
     before: Plan | None = None,
+    form: Format = "sharded",
 ) -> Shards:
     """Decide, by all ranks together, who writes which shard.
 
@@ -148,22 +171,25 @@ def choose(
         dist: who writes.
         contents: gives a tensor by its name, when it is its turn; `tensors` then only describe them.
         before: the plan of an earlier checkpoint: where no rank holds anything else now, it is taken again.
+        form: of the model's weights; that of `before` is the same.
     """
     planner = _Planner(contents)
     planner.set_up_planner(dict(tensors), None, dist.main)
     local = planner.create_local_plan()
     plan = before
     if before is None or not _everywhere(before.local == local, dist):
-        index: list[Metadata] = []
+        indices: list[Metadata] = []
 
-        def together(everybody: list[SavePlan]) -> Sequence[SavePlan]:
+        def together(everybody: list[SavePlan]) -> Sequence[tuple[SavePlan, Files | None]]:
             plans, metadata = planner.create_global_plan(balanced(everybody))
-            index.append(metadata)
+            indices.append(metadata)
+            files = None if form == "sharded" else Files.of(_shapes(metadata), alone=form == "safetensors")
             # torch's writer (2.13) calls its files after this.
-            return Writer(Path()).prepare_global_plan(plans)
+            return [(plan, files) for plan in Writer(Path()).prepare_global_plan(plans)]
 
-        mine = dist.through_main(local, together)
-        plan = Plan(local, mine, index[0] if index else None, _size_on_disk(index[0]) if index else 0)
+        mine, files = dist.through_main(local, together)
+        index = indices[0] if indices else None
+        plan = Plan(local, mine, index, files, _size_on_disk(index, files) if index else 0)
     assert plan is not None
     # torch's writer keeps every tensor of a file until the file is written: contents get one file each.
     return Shards(plan, planner, one_each=contents is not None)
@@ -199,13 +225,24 @@ def _size(item: WriteItem) -> int:
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
-def _size_on_disk(index: Metadata) -> int:
-    tensors = [entry for entry in index.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)]
+def _shapes(index: Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    entries = index.state_dict_metadata.items()
+    return {
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in entries
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _size_on_disk(index: Metadata, files: Files | None) -> int:
+    elsewhere = files.places.keys() if files and files.alone else ()
+    entries = index.state_dict_metadata.items()
+    tensors = [e for name, e in entries if isinstance(e, TensorStorageMetadata) and name not in elsewhere]
 
     def size(tensor: TensorStorageMetadata, chunk: ChunkStorageMetadata) -> int:
         return chunk.sizes.numel() * tensor.properties.dtype.itemsize + HEADER
 
-    return sum(size(tensor, chunk) for tensor in tensors for chunk in tensor.chunks)
+    return sum(size(tensor, chunk) for tensor in tensors for chunk in tensor.chunks) + (files.bytes if files else 0)
 
 
 def _threads(plan: SavePlan, dist: DistributedContext) -> int:
@@ -219,15 +256,20 @@ def _parts(plan: SavePlan, count: int) -> list[SavePlan]:
     (torch 2.13) lose the errors of all but one of them."""
     if count == 1:
         return [plan]
-    parts: list[list[WriteItem]] = [[] for _ in range(count)]
+    parts, prefix = _shares(plan.items, count), plan.storage_data.prefix
+    names = [prefix, *(f"{prefix}{number}_" for number in range(1, len(parts)))]
+    return [replace(plan, items=p, storage_data=_StoragePrefix(n)) for p, n in zip(parts, names, strict=True)]
+
+
+def _shares(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
+    """Items in lists of about the same size, none of which is empty."""
+    shares: list[list[WriteItem]] = [[] for _ in range(count)]
     load = [0] * count
-    for item in sorted(plan.items, key=_size, reverse=True):
-        least = min(range(count), key=lambda part: load[part])
+    for item in sorted(items, key=_size, reverse=True) if count > 1 else items:
+        least = min(range(count), key=lambda share: load[share])
         load[least] += _size(item)
-        parts[least].append(item)
-    prefix = plan.storage_data.prefix
-    names = [prefix, *(f"{prefix}{number}_" for number in range(1, count))]
-    return [replace(plan, items=p, storage_data=_StoragePrefix(n)) for p, n in zip(parts, names, strict=True) if p]
+        shares[least].append(item)
+    return [share for share in shares if share]
 
 
 # -- torch's parts ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ..ground.errors import ConfigError
 from ..ground.files import write_json
 from ..ground.layout import Layout
 from ..processes.distributed import DistributedContext
-from .manifest import FORMAT, MANIFEST, Entry, inspect
+from .manifest import FORMAT, INDEX, MANIFEST, SHARDS, Entry, inspect
 
 ALONE = DistributedContext(Layout(), torch.device("cpu"))
 """This process by itself."""
@@ -96,7 +96,7 @@ def weights_digest(path: Path) -> str:
     sealed = _inspect(path)
     if isinstance(sealed, str):
         raise ConfigError(f"{path}: not a whole checkpoint: {sealed}.")
-    files = sorted((n, e.sha256) for n, e in sealed.items() if n == ".metadata" or n.endswith(".distcp"))
+    files = sorted((n, e.sha256) for n, e in sealed.items() if n == INDEX or n.endswith(SHARDS))
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 

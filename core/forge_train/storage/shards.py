@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..ground.errors import ConfigError
 from . import entries
+from .consolidated import DTYPES, ENDING
 from .metadata import read_index
+from .tree import MODEL
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import MetadataIndex
+
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@contextmanager
+def reader(path: Path, name: str) -> Iterator[Callable[[MetadataIndex, _StorageInfo, tuple[slice, ...]], Tensor]]:
+    """A function that reads a part of a shard, on the CPU.
+
+    Args:
+        path: the checkpoint.
+        name: the file of it that holds the shards; only what is asked for is read from a safetensors file.
+
+    Raises:
+        ConfigError: as `read_shard`, by the function too.
+    """
+    if name.endswith(ENDING):
+        with _opened(path, name) as tensors:
+
+            def read_slice(index: MetadataIndex, place: _StorageInfo, part: tuple[slice, ...]) -> Tensor:
+                found: Tensor = _found(path, tensors, index, place)[part]
+                return found
+
+            yield read_slice
+        return
+    with (path / name).open("rb") as file:
+        yield lambda index, place, part: read_shard(path, file, index, place)[part]
 
 
 def read_shard(path: Path, file: BinaryIO, index: MetadataIndex, place: _StorageInfo) -> Tensor:
@@ -47,12 +78,40 @@ def check_shards(path: Path) -> None:
     for index, place in (read_index(path).storage_data or {}).items():
         files.setdefault(place.relative_path, []).append((index, place))
     for name, shards in files.items():
+        ordered = sorted(shards, key=lambda shard: shard[1].offset)
+        if name.endswith(ENDING):
+            with _opened(path, name) as tensors:
+                for index, place in ordered:
+                    _found(path, tensors, index, place)
+            continue
         with (path / name).open("rb") as file:
-            for index, place in sorted(shards, key=lambda shard: shard[1].offset):
+            for index, place in ordered:
                 try:
                     _compare(path, index, *entries.describe(file, place.offset, place.length))
                 except ValueError as error:
                     raise _refused(path, index, place, error) from error
+
+
+@contextmanager
+def _opened(path: Path, name: str) -> Iterator[Any]:
+    """A safetensors file, whose header alone is read."""
+    try:
+        with safe_open(path / name, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ConfigError(f"{path / name}: not a whole safetensors file: {error}.") from error
+
+
+def _found(path: Path, tensors: Any, index: MetadataIndex, place: _StorageInfo) -> Any:
+    """A tensor in a safetensors file, of which parts may be taken."""
+    try:
+        found = tensors.get_slice(index.fqn.removeprefix(MODEL))
+        if (dtype := _DTYPES.get(found.get_dtype())) is None:
+            raise ValueError(f"its dtype is {found.get_dtype()}")
+        _compare(path, index, tuple(found.get_shape()), dtype)
+    except ValueError as error:
+        raise _refused(path, index, place, error) from error
+    return found
 
 
 def _compare(path: Path, index: MetadataIndex, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -59,6 +59,7 @@ class Store:
         """
         self._folder = RemoteFolder(address)
         self.address, self.local, self.key = self._folder.address, self._folder.local, key
+        self.lasts = self._folder.lasts
 
     @classmethod
     def of_run(cls, address: str, run: str, key: str = "") -> Store:

@@ -11,6 +11,8 @@ from ..ground.errors import PluginError
 from ..ground.untrusted import DEEPEST
 
 TENSOR, TUPLE = "$tensor", "$tuple"
+MODEL = "model."
+"""Where the name of a model's tensor begins in a checkpoint."""
 
 
 def split(tree: Any, name: str, tensors: dict[str, Tensor], level: int = 2) -> Any:

@@ -28,6 +28,7 @@ from .seal import ALONE, moved, seal, sync, verify
 from .tree import merged, split
 
 if TYPE_CHECKING:
+    from .consolidated import Format
     from .save_plan import Plan, Shards
 
 
@@ -49,7 +50,15 @@ class Staged:
     shards: Shards
 
 
-def save(folder: Path, step: int, state: Mapping[str, Any], dist: DistributedContext, *, beside: list[Path]) -> Saved:
+def save(
+    folder: Path,
+    step: int,
+    state: Mapping[str, Any],
+    dist: DistributedContext,
+    *,
+    beside: list[Path],
+    form: Format = "sharded",
+) -> Saved:
     """Write `folder/step-…`, and have `folder/latest` name it.
 
     Args:
@@ -58,11 +67,12 @@ def save(folder: Path, step: int, state: Mapping[str, Any], dist: DistributedCon
         state: tensors and JSON, as `forge_train.storage.state` takes it apart.
         dist: who writes.
         beside: files and folders to put into it (the configuration, the list of plugins, the tokenizer).
+        form: of the model's weights.
 
     Raises:
         ForgeError: if the disk refuses; earlier checkpoints stay as they are.
     """
-    return commit(stage_in(folder, step, state, dist), dist, beside=beside, latest=folder / "latest")
+    return commit(stage_in(folder, step, state, dist, form=form), dist, beside=beside, latest=folder / "latest")
 
 
 def stage_in(
@@ -73,11 +83,12 @@ def stage_in(
     *,
     copies: Copies | None = None,
     before: Plan | None = None,
+    form: Format = "sharded",
 ) -> Staged:
     """Stage `folder/step-…`; what killed processes left in the folder is removed. See `stage`."""
     if dist.main:
         remove_remains(folder)
-    return stage(folder / f"step-{step:08d}", step, state, dist, copies=copies, before=before)
+    return stage(folder / f"step-{step:08d}", step, state, dist, copies=copies, before=before, form=form)
 
 
 def write(
@@ -103,6 +114,7 @@ def stage(
     contents: Callable[[str], Tensor] | None = None,
     copies: Copies | None = None,
     before: Plan | None = None,
+    form: Format = "sharded",
 ) -> Staged:
     """Take a state apart, and decide who writes what.
 
@@ -113,6 +125,7 @@ def stage(
             there is never more than a few of them in memory.
         copies: where to copy the tensors, so that what follows leaves the checkpoint as it is.
         before: the plan of the run's checkpoint before.
+        form: of the model's weights.
 
     Raises:
         ForgeError: on every process, if the disk has no room for it.
@@ -121,7 +134,7 @@ def stage(
 
     tensors: dict[str, Tensor] = {}
     rest = {key: split(value, key, tensors) for key, value in state.items()}
-    shards = choose(tensors, dist, contents=contents, before=before)
+    shards = choose(tensors, dist, contents=contents, before=before, form=form)
     dist.on_main(lambda: _check_room(target, shards.plan.bytes))
     if copies is not None:
         shards.copy(copies.shards)

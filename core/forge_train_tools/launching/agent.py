@@ -238,7 +238,8 @@ class _Agent(LocalElasticAgent):
         everybody = [*ended.values(), *hung.values(), *(WorkerResult(rank, 1, "lost") for rank in silent)]
         self._outcomes = by_cause(self._placed(everybody))
         first = self._outcomes[0]
-        if self._asked or first.code not in (0, 1):  # told to stop, or nothing that another attempt would change
+        full = any(outcome.disk_full for outcome in everybody)
+        if self._asked or first.code not in (0, 1) or full:  # told to stop, or another attempt would change nothing
             self._remaining_restarts = 0
         elif self._remaining_restarts:
             self._prepare_restart(first)

@@ -49,6 +49,8 @@ class WorkerResult:
     """Its `Failure`, if it could say."""
     coordinates: dict[str, int] = field(default_factory=dict)
     """Where it lies in the mesh, if that is known: see `Layout.coordinates`."""
+    disk_full: bool = False
+    """Whether it failed for want of room, which another attempt would not find either."""
 
     @property
     def who(self) -> str:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forge_train.ground.disk import DiskError
 from forge_train.ground.ending import told
 from forge_train.ground.errors import ForgeError, explain
 from forge_train.ground.failure import Failure, kind
@@ -48,8 +49,8 @@ def main() -> None:
         outcome = WorkerResult(world.rank, result.get("code", 0), result=result)
     except Exception as error:
         code = error.code if isinstance(error, ForgeError) else 1
-        failure = Failure.of(error, world.rank).as_json()
-        outcome = WorkerResult(world.rank, code, kind(error), explain(error, log), failure=failure)
+        failure, full = Failure.of(error, world.rank).as_json(), isinstance(error, DiskError) and error.full
+        outcome = WorkerResult(world.rank, code, kind(error), explain(error, log), failure=failure, disk_full=full)
         if not isinstance(error, ForgeError):
             with suppress(OSError):  # a full disk: the outcome is what counts
                 _keep_traceback(error, log, said)

@@ -27,12 +27,13 @@ from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
 from forge_train.state_map import Box
 from forge_train.storage import checkpoint, evaluated, hf_fit, model_files
+from forge_train.storage.consolidated import SHARD_BYTES
 from forge_train.storage.evaluated import MODEL
 from forge_train.storage.hf_folder import CONFIG, Folder, table
 from forge_train.storage.model_files import TOKENIZER
 from forge_train.storage.run import plugin_list
 
-from .hf_files import SHARD_BYTES, comments_in, write_tensors
+from .hf_files import comments_in, write_tensors
 from .opening import compose_meta, lone_job, setup_of
 
 EDITABLE = "config.toml"
