@@ -83,8 +83,10 @@ class Bench:
         """A layer as chains are asked to build."""
         from ..nn import RoPE
 
+        # That of tiny.toml, or as the check was told, for attention that has no groups.
+        kv_heads = getattr(self.setup.config.sections.get("decoder"), "kv_heads", 2) or 4
         return Layer(
-            index=0, num_layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, rope=RoPE(8, length=64)
+            index=0, num_layers=2, dim=32, heads=4, kv_heads=kv_heads, head_dim=8, ffn_dim=48, rope=RoPE(8, length=64)
         )
 
     def transforms(self, layout: Layout) -> list[Transform]:
