@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 class MLA(Plugin):
-    """Attention whose keys and values are made from one small latent per token, as in DeepSeek-V2 and V3
-    (arXiv:2405.04434, §2.1; arXiv:2412.19437, §2.1.1).
+    """Multi-head latent attention: keys and values come from one small latent per token (arXiv:2405.04434, §2.1).
 
     A head's query and key have `decoder.head_dim` features without positions and `rope_dim` rotated ones; the rotated
     features of the key are shared by all heads. Generation keeps the latents and the shared rotated features only, and

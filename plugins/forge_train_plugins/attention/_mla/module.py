@@ -102,7 +102,8 @@ class LatentAttention(nn.Module):
         sizes = self.sizes
         q_BTHD = self._query(x, position_ids)
         latent_BTR, k_rotated_BTP = torch.split(self.kv_a(x), [sizes.kv_rank, sizes.rotated], -1)
-        latent_BTR, k_rotated_BTP = self.kv_norm(latent_BTR), self._rotate(k_rotated_BTP[:, :, None], position_ids)[:, :, 0]
+        latent_BTR = self.kv_norm(latent_BTR)
+        k_rotated_BTP = self._rotate(k_rotated_BTP[:, :, None], position_ids)[:, :, 0]
         if cache is None:
             return self._plain(q_BTHD, latent_BTR, k_rotated_BTP, document_ids)
         earlier = cache.length
@@ -138,7 +139,7 @@ class LatentAttention(nn.Module):
 
     def _rotate(self, x_BTHP: Tensor, position_ids: Tensor | None) -> Tensor:
         if self.interleaved:
-            x_BTHP = x_BTHP.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            x_BTHP = torch.unflatten(x_BTHP, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return x_BTHP if self.rope is None else self.rope(x_BTHP, position_ids)
 
     def _plain(self, q_BTHD: Tensor, latent_BTR: Tensor, k_rotated_BTP: Tensor, document_ids: Tensor | None) -> Tensor:
