@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import compositions
-from forge_train.testing import Pool, Verifier
+from forge_train.testing import Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 3)]
 
