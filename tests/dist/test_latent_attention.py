@@ -9,7 +9,7 @@ import pytest
 
 import compositions
 import forge_cli
-from forge_train.testing import Verifier
+from forge_train.testing import Pool, Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 3)]
 
@@ -43,6 +43,18 @@ def test_agrees_with_one_process(layout: str, verify: Verifier, composition_file
     plugins, settings = LAYOUTS[layout]
     verdict = verify(compositions._request(composition_file, ("mla", *plugins), MODEL | settings), 2, steps=2)
     assert verdict.agree, verdict
+
+
+def test_ranks_with_some_of_the_heads_generate_what_one_process_does(ranks: Pool, tmp_path: Path) -> None:
+    model = {"decoder.kv_heads": 4, **{key: value for key, value in MODEL.items() if key.startswith("mla.")}}
+    model |= {"decoder.std": 0.2, "adamw.lr": 0.01}
+    texts = []
+    for world, plugins, layout in ((1, ("mla",), {}), (2, ("mla", "tp"), {"parallel.tp": 2})):
+        folder = str(tmp_path / str(world))
+        texts += ranks.run("generating_cases:generated", world, folder=folder, plugins=plugins, config=model | layout)
+    assert len(texts) == 3
+    assert len(set(texts)) == 1, texts
+    assert len(set(texts[0])) > 1
 
 
 def test_heads_that_ranks_can_not_share_out_are_refused(composition_file: Path) -> None:

@@ -244,6 +244,7 @@ def test_layers_that_share_positions_share_a_table() -> None:
         ({"kv_heads": 2}, {}, "set decoder.kv_heads = 4"),
         ({"qk_norm": True}, {}, "set decoder.qk_norm = false"),
         ({"rope": nn.Identity()}, {}, "this model has a Identity"),
+        ({"rope": RoPE(6, length=64)}, {}, "must leave that to mla"),
         ({}, {"mscale": 1.0}, "mla.mscale belongs to decoder.rope.scaling = 'yarn'"),
         ({"rope": None}, {"mscale": 1.0}, "mla.mscale belongs to decoder.rope.scaling = 'yarn'"),
     ],

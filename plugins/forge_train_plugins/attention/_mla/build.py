@@ -57,6 +57,11 @@ def build(config: MLA.Config, layer: Layer, job: Job, ropes: Ropes) -> LatentAtt
         )
     if layer.qk_norm:
         raise ConfigError("mla normalises latents, not the queries and keys of each head; set decoder.qk_norm = false.")
+    if getattr(layer.rope, "head_dim", layer.head_dim) != layer.head_dim:
+        raise ConfigError(
+            "mla.rope_dim is the number of rotated features of a head, beside the others; the model rotates some of "
+            "the others too, and must leave that to mla."
+        )
     rope = ropes.like(layer.rope)
     sizes = Sizes(
         q_rank=config.q_rank,
