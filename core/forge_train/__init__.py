@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from .contract.job import Job as Job
     from .contract.metric import Bins as Bins
     from .contract.metric import Metric as Metric
+    from .contract.micro_state import POSITIONS as POSITIONS
+    from .contract.micro_state import SAMPLES as SAMPLES
     from .contract.micro_state import MicroState as MicroState
     from .contract.micro_state import StateKey as StateKey
     from .contract.model import Model as Model
@@ -109,7 +111,7 @@ _HOME = {
     "contract.groups": "ParameterGroup",
     "contract.job": "Job",
     "contract.metric": "Bins Metric",
-    "contract.micro_state": "MicroState StateKey",
+    "contract.micro_state": "MicroState POSITIONS SAMPLES StateKey",
     "contract.model": "Model",
     "contract.plugin": "Plugin hookimpl",
     "contract.protocols": "Evaluator Executor FeedForward HFModel Head HeadSpec Init Layer"

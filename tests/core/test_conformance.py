@@ -54,6 +54,8 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
         prepare(Preparation((str(folder / "text.txt"),), folder / "tokens", held_out=0.2), Progress())
         path = str(folder / "tokens")
         return {"tokens.path": path} if name == "tokens" else {"mixture.sources": [{"path": path}]}
+    if name == "mla":
+        return {"decoder.kv_heads": 4}
     if name == "hf_datasets":
         records = [{"text": f"line {number}\n" * 20} for number in range(400)]
         datasets.Dataset.from_list(records).save_to_disk(folder / "records")

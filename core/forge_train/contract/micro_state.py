@@ -117,6 +117,11 @@ POSITIONS: StateKey[Tensor] = StateKey("forge.positions", Axes(batch=None, seque
 """Where the positions of a micro-batch lie in its whole rows, `[sequence]` int64."""
 
 
+SAMPLES: StateKey[Tensor] = StateKey("forge.samples", ROWS)
+"""The number of each sequence of a micro-batch in the stream of all training data, `[batch]` int64: the same on every
+layout. It is there once somebody has called `job.step_state.number_samples()`."""
+
+
 def check_key(key: object) -> None:
     """Whether the state is asked with a key: the axes that a name alone would lack can't be guessed."""
     if not isinstance(key, StateKey):
@@ -188,7 +193,7 @@ def outside(key: StateKey[Any], where: str) -> str:
 
 
 def missing(key: StateKey[Any], known: Iterable[str]) -> str:
-    names = few(sorted({*known} - {POSITIONS.name})) or "nothing"
+    names = few(sorted({*known} - {POSITIONS.name, SAMPLES.name})) or "nothing"
     return (
         f"The step's state has no {key.name!r} on this rank; there is {names}. What is written in a forward pass or a "
         "loss stays on the ranks of its pipeline stage: ask `KEY in job.step_state` first."

@@ -10,6 +10,7 @@ from ..ground.errors import PluginError
 from .cuts import Axes, Leaf, Replicate, Span, Stack, spec_of
 from .micro_state import (
     POSITIONS,
+    SAMPLES,
     MicroState,
     Scope,
     Sizes,
@@ -46,8 +47,19 @@ class StepState:
         self._states: list[MicroState] = []
         self._rows: list[int] = []
         self._passing: MicroState | None = None
+        self.numbers_samples = False
+        """Whether somebody asked for `SAMPLES`."""
+
+    def __deepcopy__(self, _: object) -> StepState:
+        """A copied module looks at the step that the others look at."""
+        return self
 
     # -- for plugins --
+
+    def number_samples(self) -> None:
+        """Have the kernel write `batch.state[SAMPLES]` from the next step on: for a module with random numbers that
+        are a function of the sample."""
+        self.numbers_samples = True
 
     def __getitem__(self, key: StateKey[T]) -> T:
         """A value for this rank's micro-batches together, without a graph; a context-parallel rank has its slice.
@@ -142,6 +154,13 @@ class StepState:
     def use(self, batches: Sequence[Batch]) -> None:
         """The kernel has cut or moved the batches: from here on, values are theirs."""
         self._states, self._rows = [batch.state for batch in batches], []
+
+    def number(self, batches: Sequence[Batch], first: Sequence[int]) -> None:
+        """The kernel numbers the sequences of each micro-batch, from the number of its first one on."""
+        import torch
+
+        for batch, start in zip(batches, first, strict=True):
+            batch.state[SAMPLES] = torch.arange(start, start + len(batch.inputs))
 
     def passes(self, micro: MicroBatch | Batch | None) -> None:
         """The kernel hears from the executor what passes through the model."""

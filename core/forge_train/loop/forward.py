@@ -56,12 +56,22 @@ class Forward:
 
     def take_batches(self, loader: Loader, count: int, whose: str = "") -> list[Batch]:
         """A loader's next micro-batches, prepared, on the CPU: a step begins."""
+        state, dist = self.job.step_state, self.job.dist
+        before = int(loader.state_dict()["sequences"]) if state.numbers_samples else 0
         try:
             batches = [self._next(loader) for _ in range(count)]
         except StopIteration as error:
             who = whose or self.job.hooks.whose("build_data")
             raise PluginError(f"{who}: the loader ended. A loader never ends.") from error
-        return self._prepare(batches)
+        prepared = self._prepare(batches)
+        if state.numbers_samples:
+            # A preparation may have made several rows of a sequence.
+            rows = [len(batch.inputs) for batch in prepared]
+            each = [len(batch.inputs) for batch in batches]
+            places = range(dist.data_rank, count * dist.data_ranks, dist.data_ranks)
+            first = [before * now // own + at * now for at, own, now in zip(places, each, rows, strict=True)]
+            state.number(prepared, first)
+        return prepared
 
     def _next(self, loader: Loader) -> Batch:
         began = time.perf_counter()

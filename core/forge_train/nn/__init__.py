@@ -17,6 +17,7 @@ from .basic import Embedding, LayerNorm, Linear, RMSNorm
 from .cache import KVCache
 from .chunks import sum_in_chunks
 from .declare import TensorStyle, depth_scaled, flops_per_token
+from .dropout import Dropout
 from .groups import decay_groups, decays, parameter_groups
 from .matrices import fused_rows, hidden_matrices
 from .matrix_optimizer import MatrixOptimizer
@@ -28,6 +29,7 @@ from .update_rule import Kept, UpdateRule
 
 __all__ = [
     "AtRest",
+    "Dropout",
     "Embedding",
     "KVCache",
     "Kept",

@@ -11,7 +11,8 @@ TensorStyle = Literal["vocabulary", "colwise", "rowwise", "sequence", "gather", 
 * `vocabulary`: an embedding, its rows split; what it gives is summed over the ranks, and split along the sequence.
 * `colwise`: a linear whose output features are split; each rank goes on with its own.
 * `rowwise`: a linear whose input features are split; what it gives is summed, and split along the sequence.
-* `sequence`: works on each token alone; its weights are whole, its input is split along the sequence.
+* `sequence`: works on each token alone; its weights are whole, its input is split along the sequence. A module with an
+  attribute `sequence_piece` finds there which piece it is given, and of how many: `(0, 1)` where sequences are whole.
 * `gather`: a block that needs whole sequences: its input, split along the sequence, is gathered.
 * `tokens`: a block whose tokens do not know each other: it works on this rank's share of them, with whole weights.
 * `summed`: a block that needs whole sequences and splits its own weights: its input is gathered, and what it gives is

@@ -87,7 +87,7 @@ def of_chance(layout: Recording) -> str:
         return ""
     return (
         "The model draws random numbers in training, as dropout does, and every rank draws its own: no layout repeats "
-        "one process. Verify it without them (dropout = 0), or make them a function of seed, step and sample."
+        "one process. Verify it without them, or make them a function of the sample, as forge_train.nn.Dropout does."
     )
 
 

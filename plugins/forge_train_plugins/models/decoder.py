@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_train import ConfigError, Ge, Gt, HFModel, Plugin, Problem, hookimpl, section
+from forge_train import ConfigError, Ge, Gt, HFModel, Lt, Plugin, Problem, hookimpl, section
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,6 +73,10 @@ class Decoder(Plugin):
         """Biases in the attention's output and the feed-forward projections."""
         qkv_bias: bool = False
         """Biases in the query, key and value projections."""
+        dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+        """Share of what attention and feed-forward blocks add that is zeroed in training (arXiv:1706.03762, §5.4)."""
+        embedding_dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+        """Share of the embeddings that is zeroed in training."""
         std: Annotated[float, Gt(0)] = 0.02
         """Standard deviation of initial weights."""
         depth_scaled: bool = True

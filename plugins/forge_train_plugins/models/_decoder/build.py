@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from forge_train import ConfigError, Head, HeadSpec, Layer
 from forge_train.nn import (
+    Dropout,
     Embedding,
     LayerNorm,
     LinearScaling,
@@ -51,7 +52,16 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
             std=config.std,
             output_std=depth_scaled(config.std, config.layers) if config.depth_scaled else config.std,
         )
-        return Block(norm(config), job.hooks.attention(layer), norm(config), job.hooks.feed_forward(layer))
+        return Block(
+            norm(config),
+            job.hooks.attention(layer),
+            norm(config),
+            job.hooks.feed_forward(layer),
+            [dropout(config.dropout, f"layers.{index}.{name}") for name in ("attention", "feed_forward")],
+        )
+
+    def dropout(rate: float, name: str) -> Dropout | None:
+        return Dropout(rate, job, f"{name}_dropout") if rate else None
 
     embedding = Embedding(vocabulary, config.dim, std=config.std)
     head = job.hooks.head(HeadSpec(config.dim, vocabulary, config.std))
@@ -67,6 +77,7 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
         head,
         max_sequence=config.max_sequence,
         tied=config.tied,
+        dropout=dropout(config.embedding_dropout, "embedding"),
     )
 
 

@@ -16,21 +16,29 @@ class Block(nn.Module):
     """One layer: a token mixer and a channel mixer, each on the normed residual stream and added to it."""
 
     def __init__(
-        self, attention_norm: nn.Module, attention: Attention, feed_forward_norm: nn.Module, feed_forward: FeedForward
+        self,
+        attention_norm: nn.Module,
+        attention: Attention,
+        feed_forward_norm: nn.Module,
+        feed_forward: FeedForward,
+        dropout: Sequence[nn.Module | None] = (None, None),
     ) -> None:
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
         self.feed_forward_norm = feed_forward_norm
         self.feed_forward = feed_forward
+        self.attention_dropout, self.feed_forward_dropout = dropout
 
     def forward(
         self, x: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None, cache: Any = None
     ) -> Tensor:
-        x = x + self.attention(
+        mixed = self.attention(
             self.attention_norm(x), position_ids=position_ids, document_ids=document_ids, cache=cache
         )
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        x = x + (mixed if self.attention_dropout is None else self.attention_dropout(mixed))
+        mixed = self.feed_forward(self.feed_forward_norm(x))
+        return x + (mixed if self.feed_forward_dropout is None else self.feed_forward_dropout(mixed))
 
 
 class Transformer(nn.Module):
@@ -49,10 +57,12 @@ class Transformer(nn.Module):
         *,
         max_sequence: int,
         tied: bool = False,
+        dropout: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.dim: int = embedding.embedding_dim
         self.embedding: nn.Module | None = embedding
+        self.embedding_dropout = dropout
         self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(layers)})
         self.norm: nn.Module | None = norm
         self.head: Any = head
@@ -81,6 +91,7 @@ class Transformer(nn.Module):
             position_ids = self._next_positions(x, cache)
         if self.embedding is not None:
             x = self.embedding(x)
+            x = x if self.embedding_dropout is None else self.embedding_dropout(x)
         for index, layer in self.layers.items():
             x = layer(x, position_ids, document_ids, cache[index] if cache else None)
         return x if self.norm is None else self.norm(x)
@@ -110,7 +121,8 @@ class Transformer(nn.Module):
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:
         """Modules in the order data takes; a part is a run of neighbouring entries, and an entry is never divided."""
-        first = [("embedding",)] if self.embedding is not None else []
+        dropout = () if self.embedding_dropout is None else ("embedding_dropout",)
+        first = [("embedding", *dropout)] if self.embedding is not None else []
         last = [("norm", "head")] if self.head is not None else []
         return (*first, *((unit,) for unit in self.units), *last)
 
@@ -137,9 +149,12 @@ class Transformer(nn.Module):
         plan: dict[str, TensorStyle] = {}
         if self.embedding is not None:
             plan["embedding"] = "vocabulary"
+            plan |= {} if self.embedding_dropout is None else {"embedding_dropout": "sequence"}
         for unit, layer in zip(self.units, self.layers.values(), strict=True):
             for name in ("attention", "feed_forward"):
                 plan[f"{unit}.{name}_norm"] = "sequence"
+                if getattr(layer, f"{name}_dropout") is not None:
+                    plan[f"{unit}.{name}_dropout"] = "sequence"
                 inner = {"": "gather", **_plan(getattr(layer, name))}
                 plan |= {f"{unit}.{name}.{path}".rstrip("."): style for path, style in inner.items()}
         if self.norm is not None:

@@ -166,6 +166,8 @@ class Styles:
         elif style == "tokens":
             module.register_forward_pre_hook(self._share)
             module.register_forward_hook(self._join)
+        elif style == "sequence" and self._region.sequence_parallel and hasattr(module, "sequence_piece"):
+            module.sequence_piece = (self._region.group.rank, self._region.group.size)
         elif style in SHARDED:
             dim = SHARDED[style]
             split(module, dim, self._region, made, bias=style != "rowwise")

@@ -140,6 +140,7 @@ def _uneven(name: str, kind: str, size: int, ranks: int) -> str:
 
 
 def _head_dim(name: str, size: int, part: nn.Module) -> int:
-    """What must stay together: the features of a head, where the module around says how many these are."""
-    features = getattr(part.get_submodule(name.rpartition(".")[0]), "head_dim", 1)
+    """What must stay together: the features of a head, where the module, or the one around it, says how many."""
+    around = part.get_submodule(name.rpartition(".")[0])
+    features = getattr(part.get_submodule(name), "head_dim", getattr(around, "head_dim", 1))
     return features if isinstance(features, int) and features > 0 and size % features == 0 else 1

@@ -1,0 +1,110 @@
+"""Dropout that is the same on every layout."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..contract.micro_state import POSITIONS, SAMPLES
+from ..ground.errors import PluginError
+
+if TYPE_CHECKING:
+    from ..contract.job import Job
+
+
+class Dropout(nn.Module):
+    """In training, zeroes features at random and divides the others by the rest (Srivastava et al. 2014).
+
+    Whether a feature is zeroed is a function of the run's seed, this module's name, the sample, the position in the
+    sample's row, and the feature. So it does not depend on micro-batches or ranks, a recomputed forward pass repeats
+    it, and a resumed run goes on with it. A sample's number counts all sequences of the run: no step repeats one.
+
+    The input is `[batch, sequence, …]`, with all features on each rank. A model's `tensor_plan()` names the module
+    `sequence` where tensor parallelism splits its input along the sequence.
+
+    Args:
+        rate: share that is zeroed, at least 0 and less than 1.
+        job: whose seed is taken, and who knows which samples pass.
+        name: two modules with one name have the same masks; by custom where the module lies in the model.
+
+    Raises:
+        ValueError: for another rate.
+    """
+
+    salt: Tensor
+
+    def __init__(self, rate: float, job: Job, name: str) -> None:
+        super().__init__()
+        if not 0 <= rate < 1:
+            raise ValueError(f"Dropout takes a rate of at least 0 and less than 1, found {rate}.")
+        self.rate = rate
+        self.sequence_piece = (0, 1)
+        """This rank's piece of each sequence, and of how many; tensor parallelism writes it."""
+        self._step_state = job.step_state
+        self._salt = int.from_bytes(hashlib.blake2b(f"{job.seed} {name}".encode(), digest_size=4).digest(), signed=True)
+        # A tensor, so that compiled code of one layer serves all layers.
+        self.register_buffer("salt", torch.empty((), dtype=torch.int32), persistent=False)
+        self.reset_buffers()
+        self._step_state.number_samples()
+
+    def reset_buffers(self) -> None:
+        """Fill in what tells this module's masks from others'."""
+        self.salt = torch.full_like(self.salt, self._salt)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the same shape.
+
+        Raises:
+            PluginError: in training, where no micro-batch of a step passes, or `x` is not of its size.
+        """
+        if not self.training or not self.rate:
+            return x
+        keep = self._bits(x) >= round(self.rate * 2**32) - 2**31
+        return torch.where(keep, x * (1 / (1 - self.rate)), 0.0)
+
+    def _bits(self, x: Tensor) -> Tensor:
+        """For every feature an int32, each value as likely as the others."""
+        samples, positions = self._place(x)
+        tokens = mixed(mixed(samples.int() ^ self.salt)[:, None] + positions.int())
+        rest = x.shape[2:]
+        features = mixed(torch.arange(rest.numel(), dtype=torch.int32, device=x.device)).view(rest)
+        return mixed(tokens.view(*tokens.shape, *[1] * len(rest)) ^ features)
+
+    def _place(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of samples, and positions in their rows."""
+        micro = self._step_state.micro
+        if micro is None or micro.extent is None or SAMPLES not in micro:
+            raise PluginError(
+                "A Dropout in training does not know which samples pass through it: call it while a step trains the "
+                "model, or put the model into evaluation mode."
+            )
+        length = micro.extent.shape[1]
+        piece, pieces = self.sequence_piece
+        each = -(-length // pieces)
+        if x.shape[:2] != (len(micro[SAMPLES]), each):
+            raise PluginError(
+                f"A Dropout was given {list(x.shape[:2])} sequences and positions of a micro-batch's "
+                f"{[len(micro[SAMPLES]), each]}; where tensor parallelism splits sequences, the model's tensor_plan() "
+                "must name it as 'sequence'."
+            )
+        positions = micro[POSITIONS] if POSITIONS in micro else torch.arange(length, device=x.device)
+        if pieces > 1:  # the last piece may be filled up with positions that nobody looks at
+            positions = F.pad(positions, (0, each * pieces - length))[piece * each : (piece + 1) * each]
+        return micro[SAMPLES], positions
+
+
+def mixed(x: Tensor) -> Tensor:
+    """A permutation of all int32 in which every bit of `x` flips each bit of the result half of the time (“lowbias32”,
+    Wellons 2018, nullprogram.com/blog/2018/07/31)."""
+    x = (x ^ _shifted(x, 16)) * 0x7FEB352D
+    x = (x ^ _shifted(x, 15)) * (0x846CA68B - 2**32)
+    return x ^ _shifted(x, 16)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """To the right, without a sign."""
+    return (x >> bits) & ((1 << (32 - bits)) - 1)

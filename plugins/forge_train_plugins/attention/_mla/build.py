@@ -1,0 +1,89 @@
+"""From the configuration and a layer to the module."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from forge_train import ConfigError, KernelCapabilities, Layer
+from forge_train.nn import RoPE, YarnScaling
+
+from .module import LatentAttention, Sizes
+
+if TYPE_CHECKING:
+    from forge_train import Job
+
+    from ..mla import MLA
+
+
+class Ropes:
+    """The tables for the rotated features: one for all layers that share a table of the model's."""
+
+    def __init__(self, features: int) -> None:
+        self._features = features
+        self._made: WeakKeyDictionary[nn.Module, RoPE] = WeakKeyDictionary()
+
+    def like(self, rope: nn.Module | None) -> RoPE | None:
+        """The model's positions, base and scaling, for so many features; None where a layer has no positions.
+
+        Raises:
+            ConfigError: for a rotary embedding that does not say what it was made from.
+        """
+        if rope is None:
+            return None
+        if type(rope) is not RoPE:
+            raise ConfigError(
+                f"mla makes a table of its own from the model's forge_train.nn.RoPE, and this model has a "
+                f"{type(rope).__name__}."
+            )
+        if rope not in self._made:
+            self._made[rope] = RoPE(self._features, length=rope.length, theta=rope.theta, scaling=rope.scaling)
+        return self._made[rope]
+
+
+def build(config: MLA.Config, layer: Layer, job: Job, ropes: Ropes) -> LatentAttention:
+    """The module of one layer.
+
+    Raises:
+        ConfigError: for what the layer asks for and latent attention has not.
+    """
+    if layer.kv_heads != layer.heads:
+        raise ConfigError(
+            f"mla makes a key and a value for each head from the latent; set decoder.kv_heads = {layer.heads} (or 0), "
+            f"found {layer.kv_heads}."
+        )
+    if layer.qk_norm:
+        raise ConfigError("mla normalises latents, not the queries and keys of each head; set decoder.qk_norm = false.")
+    if getattr(layer.rope, "head_dim", layer.head_dim) != layer.head_dim:
+        raise ConfigError(
+            "mla.rope_dim is the number of rotated features of a head, beside the others; the model rotates some of "
+            "the others too, and must leave that to mla."
+        )
+    rope = ropes.like(layer.rope)
+    sizes = Sizes(
+        q_rank=config.q_rank,
+        kv_rank=config.kv_rank,
+        plain=layer.head_dim,
+        rotated=config.rope_dim,
+        value=config.v_dim or layer.head_dim,
+    )
+    kernel = job.hooks.attention_kernel(KernelCapabilities(head_dims=(sizes.widest,)))
+    scale = sizes.head**-0.5 * temperature(config.mscale, rope)
+    return LatentAttention(layer, sizes, rope, kernel, scale=scale, interleaved=config.interleaved)
+
+
+def temperature(mscale: float, rope: RoPE | None) -> float:
+    """What yarn multiplies the logits by (arXiv:2405.04434, §3.1.4, as released).
+
+    Raises:
+        ConfigError: if there is no yarn.
+    """
+    if not mscale:
+        return 1.0
+    scaling = None if rope is None else rope.scaling
+    if not isinstance(scaling, YarnScaling):
+        raise ConfigError("mla.mscale belongs to decoder.rope.scaling = 'yarn'; set it to 0.")
+    return (0.1 * mscale * math.log(max(scaling.factor, 1.0)) + 1.0) ** 2

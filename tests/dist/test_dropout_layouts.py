@@ -1,0 +1,57 @@
+"""`forge verify` with dropout: its masks are the same on every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import compositions
+from forge_train.testing import Verifier
+
+pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 3)]
+
+MODEL: dict[str, Any] = {
+    "decoder.dropout": 0.2,
+    "decoder.embedding_dropout": 0.1,
+    "train.global_batch": 4,
+    "train.micro_batch": 2,
+}
+ONE = {"train.micro_batch": 1}
+LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "fsdp2": (("fsdp2",), {}),
+    "fsdp2, two micro-batches, ac": (("fsdp2", "ac"), ONE),
+    "ddp": (("ddp",), {}),
+    "tp2": (("tp",), {"parallel.tp": 2}),
+    "tp2, a sequence that does not divide": (("tp",), {"parallel.tp": 2, "train.sequence": 15}),
+    "tp2, not along the sequence, ac": (("tp", "ac"), {"parallel.tp": 2, "tp.sequence_parallel": False}),
+    "pp2, ac": (("pp", "ac"), {"parallel.pp": 2, **ONE}),
+    "cp2": (("cp", "fsdp2"), {"parallel.cp": 2}),
+    "cp2, ac": (("cp", "fsdp2", "ac"), {"parallel.cp": 2, "cp.method": "gather"}),
+    "ep2": (("moe", "ep", "fsdp2"), {"moe.experts": 4, "moe.hidden": 16, "parallel.ep": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_agrees_with_one_process(layout: str, verify: Verifier, composition_file: Path) -> None:
+    plugins, settings = LAYOUTS[layout]
+    request = compositions._request(composition_file, plugins, MODEL | settings)
+    reference = compositions._request(
+        composition_file,
+        tuple(one for one in plugins if one == "moe"),
+        {
+            **MODEL,
+            **{key: value for key, value in settings.items() if key.startswith(("moe.", "train.sequence"))},
+            "train.micro_batch": 4,
+        },
+    )
+    verdict = verify(request, 2, steps=3, reference=reference)
+    assert verdict.agree, verdict
+
+
+def test_agrees_on_tensor_and_context_parallel_ranks_together(verify: Verifier, composition_file: Path) -> None:
+    settings = {"parallel.tp": 2, "parallel.cp": 2}
+    request = compositions._request(composition_file, ("tp", "cp", "fsdp2"), MODEL | settings)
+    verdict = verify(request, 4, steps=2)
+    assert verdict.agree, verdict
