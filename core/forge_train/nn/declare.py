@@ -27,7 +27,7 @@ def depth_scaled(std: float, layers: int) -> float:
     return std / math.sqrt(2 * layers)
 
 
-def flops_per_token(sequence: int, *, weights: int, width: int = 0) -> int:
+def flops_per_token(sequence: int, *, weights: int, width: int = 0, window: int | None = None) -> int:
     """Floating-point operations of a forward and a backward pass per token (PaLM, arXiv:2204.02311, appendix B).
 
     Args:
@@ -35,5 +35,8 @@ def flops_per_token(sequence: int, *, weights: int, width: int = 0) -> int:
         weights: elements of all weight matrices that a token is multiplied by: 2 operations each, three times.
         width: heads × head_dim of causal attention: logits and sum cost 2 operations each per key, three times, and
             half of the sequence is seen on average.
+        window: keys that a query sees at most; all by default.
     """
+    if window is not None and window < sequence:
+        return 6 * weights + 12 * width * window * (2 * sequence - window) // (2 * sequence)
     return 6 * weights + 6 * sequence * width
