@@ -21,6 +21,7 @@ from forge_train.registry.setup import resolve
 from forge_train.storage.checkpoint import check, shapes
 from forge_train_cli.app import run as forge
 from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
+from forge_train_plugins.models.decoder import Decoder
 from forge_train_tools.offline.opening import open_model
 
 transformers = pytest.importorskip("transformers")
@@ -132,9 +133,8 @@ def test_import_train_export_keep_to_transformers(
 
 def named_gradients(reference: Any, part: Any) -> list[tuple[str, Tensor]]:
     """Forge's name and the gradient of every parameter of transformers' model."""
-    from forge_train_plugins.models._decoder.huggingface import names
-
-    layout = names(name for name, _ in part.named_parameters())
+    config = json.loads(reference.config.to_json_string()) | {"architectures": [type(reference).__name__]}
+    layout = Decoder(Decoder.Config()).import_hf(config).names
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     assert set(layout.values()) == gradients.keys()
     return [(own, gradients[name]) for own, name in layout.items()]

@@ -63,11 +63,8 @@ def check(config: Decoder.Config, sequence: int) -> Iterator[Problem]:
         yield Problem("decoder.heads", f"{config.heads} does not divide decoder.dim ({config.dim}); set head_dim.")
     elif head_dim(config) % 2:
         yield Problem("decoder.head_dim", f"rotary positions need an even number, found {head_dim(config)}.")
-    elif rotated_features(config) % 2 or not rotated_features(config):
-        yield Problem(
-            "decoder.rope.fraction",
-            f"rotary positions need an even number of features, found {rotated_features(config)} of {head_dim(config)}.",
-        )
+    elif (features := rotated_features(config)) % 2 or not features:
+        yield Problem("decoder.rope.fraction", f"{features} of {head_dim(config)} features are no even number.")
     if config.heads % kv_heads(config):
         yield Problem("decoder.kv_heads", f"{config.kv_heads} does not divide decoder.heads ({config.heads}).")
     if sequence > config.max_sequence:

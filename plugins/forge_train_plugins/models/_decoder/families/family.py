@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .positions import Rotation, Windows, layer_types, repeating
+from .positions import LLAMAS, Rotation, Windows, layer_types, repeating
 from .reader import NEUTRAL, REQUIRED, Reader
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Family:
     head_dim: int | None = None
     activation: str = "hidden_act"
     act: str = "silu"
-    rotation: Rotation = Rotation()
+    rotation: Rotation = LLAMAS
     windows: Windows | None = None
     block: Mapping[str, str] = field(default_factory=lambda: BLOCK)
     ignored: tuple[str, ...] = ()

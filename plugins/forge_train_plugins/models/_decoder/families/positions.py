@@ -86,6 +86,9 @@ class Rotation:
         return found
 
 
+LLAMAS = Rotation()
+
+
 @dataclass(frozen=True)
 class Windows:
     """How a family's sliding windows are written.

@@ -33,6 +33,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
     "use_mrope": (False,),
+    "attn_logit_softcapping": (None,),
     "use_bidirectional_attention": (False, None),
     "sliding_window": (None,),
     "partial_rotary_factor": (1, None),
