@@ -64,6 +64,7 @@ CASES: dict[str, tuple[str, str, Settings]] = {
     "others, packed, fsdp2": ("fsdp2", "varlen", {**OTHERS, **PACKED}),
     "others, packed, pp2": ("pp2", "sdpa", {**OTHERS, **PACKED}),
     "others, packed, cp2": ("cp2", "sdpa", {**OTHERS, **PACKED}),
+    "width, tp2": ("tp2", "sdpa", {**WIDTH, **ALONE}),
     "width, fsdp2": ("fsdp2", "sdpa", {**WIDTH, **PACKED}),
 }
 

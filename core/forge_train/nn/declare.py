@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-TensorStyle = Literal["vocabulary", "colwise", "rowwise", "sequence", "gather", "tokens", "summed", "heads", "logits"]
+TensorStyle = Literal[
+    "vocabulary", "colwise", "rowwise", "sequence", "gather", "tokens", "summed", "heads", "features", "logits"
+]
 """How tensor parallelism treats a module; a model's `tensor_plan()` maps module names to these.
 
 * `vocabulary`: an embedding, its rows split; what it gives is summed over the ranks, and split along the sequence.
@@ -17,6 +19,7 @@ TensorStyle = Literal["vocabulary", "colwise", "rowwise", "sequence", "gather", 
 * `summed`: a block that needs whole sequences and splits its own weights: its input is gathered, and what it gives is
   summed, and split along the sequence.
 * `heads`: its weights are whole, its input is this rank's heads, so that its gradient is a sum over the ranks.
+* `features`: an RMSNorm over output features that are split, its weights with them; the mean square is over the ranks.
 * `logits`: the head, its output features split.
 """
 

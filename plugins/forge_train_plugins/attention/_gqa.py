@@ -67,15 +67,10 @@ class GroupedQueryAttention(nn.Module):
         return flops_per_token(sequence, weights=self.weights, width=self.width, window=self.window)
 
     def tensor_plan(self) -> dict[str, TensorStyle]:
-        """Raises TypeError for norms over all heads, of which a rank would have some."""
-        if self.norms_width:
-            raise TypeError(
-                "queries and keys are normalised over all heads, and tensor parallelism would give each rank some of "
-                "them; set parallel.tp = 1"
-            )
         plan: dict[str, TensorStyle] = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
         if self.q_norm is not None:
-            plan |= {"q_norm": "heads", "k_norm": "heads"}
+            style: TensorStyle = "features" if self.norms_width else "heads"
+            plan |= {"q_norm": style, "k_norm": style}
         return plan
 
     def _split_heads(self, x: Tensor) -> Tensor:

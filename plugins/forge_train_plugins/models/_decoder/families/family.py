@@ -130,6 +130,8 @@ class Family:
         absent = self.kv_heads is not None and "num_key_value_heads" not in table
         decoder["kv_heads"] = self.kv_heads if absent else config.integer("num_key_value_heads", heads)
         config.skip("num_key_value_heads")
+        if self.head_dim and table.get("head_dim", self.head_dim) is None:
+            config.refuse("head_dim", "expected an integer")
         decoder["head_dim"] = config.integer("head_dim", self.head_dim or decoder["dim"] // max(heads, 1))
         if decoder.get("scale") == decoder["head_dim"] ** -0.5:
             del decoder["scale"]
