@@ -82,7 +82,7 @@ class RoPE(nn.Module):
         else:
             cos, sin = self.cos[position_ids].unsqueeze(-2), self.sin[position_ids].unsqueeze(-2)
         if x.shape[-1] > self.head_dim:
-            turned, rest = x.split((self.head_dim, x.shape[-1] - self.head_dim), dim=-1)
+            turned, rest = torch.split(x, [self.head_dim, x.shape[-1] - self.head_dim], dim=-1)
             return torch.cat((_turn(turned, cos, sin), rest), dim=-1)
         return _turn(x, cos, sin)
 

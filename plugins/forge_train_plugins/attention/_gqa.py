@@ -47,7 +47,7 @@ class GroupedQueryAttention(nn.Module):
     ) -> Tensor:
         """`[batch, sequence, dim]` → the same; `position_ids`, `document_ids`: `[batch, sequence]` int64 or None."""
         q, k, v = self.q(x), self.k(x), self.v(x)
-        if self.norms_width:
+        if self.q_norm is not None and self.k_norm is not None and self.norms_width:
             q, k = self.q_norm(q), self.k_norm(k)
         q_BTHD, k_BTKD, v_BTKD = (self._split_heads(one) for one in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None and not self.norms_width:

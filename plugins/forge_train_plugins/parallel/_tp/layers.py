@@ -155,7 +155,8 @@ class SpreadRMSNorm(nn.RMSNorm):
         squares = SumEverywhere.apply(wide.square().sum(-1, keepdim=True), self.group)  # type: ignore[no-untyped-call]
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         scale = torch.rsqrt(squares / self.normalized_shape[-1] + eps)
-        return (wide * scale * local(self.weight).float()).type_as(x)
+        normed: Tensor = wide * scale * local(self.weight).float()
+        return normed.type_as(x)
 
 
 # -- styles ---------------------------------------------------------------------------------------

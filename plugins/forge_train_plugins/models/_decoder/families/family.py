@@ -51,11 +51,15 @@ class Key:
     theirs: Callable[[Any], Any] = lambda value: value
 
     def read(self, config: Reader, key: str) -> dict[str, Any]:
-        read = {int: config.integer, float: config.number, bool: config.flag}[self.kind]
+        readers: dict[type, Callable[[str, Any], Any]] = {
+            int: config.integer,
+            float: config.number,
+            bool: config.flag,
+        }
         if self.null is not REQUIRED and key in config.table and config.table[key] is None:
             config.skip(key)
             return dict.fromkeys(self.options, self.null)
-        return dict.fromkeys(self.options, self.ours(read(key, self.missing)))
+        return dict.fromkeys(self.options, self.ours(readers[self.kind](key, self.missing)))
 
 
 COMMON = {

@@ -76,7 +76,7 @@ class Rotation:
         rope, scaling = config.rope, _scaling(config.rope)
         own = rope.window_theta or rope.theta
         if self.window_theta is None or self.window_key:
-            found = {"rope_theta": rope.theta, "rope_scaling": scaling}
+            found: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": scaling}
             found |= {self.window_key: own} if self.window_key else {}
         else:
             full = {"rope_theta": rope.theta, **(scaling or {"rope_type": "default"})}
