@@ -162,10 +162,10 @@ def imported_trained_and_exported(
 def named_gradients(reference: Any, part: Any) -> list[tuple[str, Tensor]]:
     """Forge's name and the gradient of every parameter of transformers' model."""
     config = json.loads(reference.config.to_json_string()) | {"architectures": [type(reference).__name__]}
-    layout = Decoder(Decoder.Config()).import_hf(config).names
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    assert set(layout.values()) == gradients.keys()
-    return [(own, gradients[name]) for own, name in layout.items()]
+    layout = Decoder(Decoder.Config()).import_hf(config).map
+    plan = layout.plan({name: (tuple(one.shape), one.dtype) for name, one in gradients.items()})
+    return [*plan.stream(lambda name, box: gradients[name][tuple(slice(*bounds) for bounds in box)])]
 
 
 @pytest.mark.unit
