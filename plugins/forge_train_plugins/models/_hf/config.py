@@ -18,6 +18,7 @@ from forge_train.ground.errors import describe, nearest
 from forge_train_tools.offline.hf_files import CONFIG, table
 
 VOCABULARY = "vocab_size"
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read(path: str, model_type: str, changes: Mapping[str, Any], tokenizer: Tokenizer | None) -> PreTrainedConfig:
@@ -102,9 +103,10 @@ def vocabulary(config: PreTrainedConfig) -> int:
 def _from_scratch(model_type: str, changes: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """A new model has the tokenizer's vocabulary, and none of the special tokens of the published one: an embedding
     does not learn the row of its padding token."""
-    special: dict[str, Any] = {}
-    if hasattr(config_class(model_type)(), "pad_token_id"):
-        special["pad_token_id"] = None
+    if tokenizer is None and VOCABULARY not in changes:
+        raise ConfigError(f"hf.set.{VOCABULARY}: no enabled plugin provides a tokenizer to take it from; set it.")
+    known = vars(config_class(model_type)())
+    start: dict[str, Any] = {key: None for key in SPECIAL if key in known}
     if tokenizer is not None:
-        special[VOCABULARY] = tokenizer.vocabulary
-    return {**special, **changes}
+        start[VOCABULARY] = tokenizer.vocabulary
+    return {**start, **changes}

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from forge_train import HFModel
 
-from .config import model_class, of
+from .config import SPECIAL, model_class, of
 from .model import HEAD
 from .weights import leftovers
 
@@ -42,6 +42,7 @@ def _names(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def _described(config: PreTrainedConfig) -> dict[str, Any]:
-    described: dict[str, Any] = config.to_dict()
+    """Special tokens that the configuration does not say are the tokenizer's."""
+    described: dict[str, Any] = {k: v for k, v in config.to_dict().items() if v is not None or k not in SPECIAL}
     described["architectures"] = [model_class(config).__name__]
     return described

@@ -18,6 +18,8 @@ STYLES: Mapping[str, TensorStyle] = {
     "replicated_with_grad_allreduce": "heads",
 }
 """transformers' style of a module inside a block → Forge's."""
+BLOCKS = ("gather", "tokens")
+"""Styles of blocks."""
 
 
 def translated(part: Any, base: str, units: tuple[str, ...], *, kernel: bool) -> dict[str, TensorStyle]:
@@ -41,35 +43,44 @@ def translated(part: Any, base: str, units: tuple[str, ...], *, kernel: bool) ->
     if not kernel:
         raise TypeError(f"{name} of transformers computes attention itself")
     plan: dict[str, TensorStyle] = {}
-    unknown: set[str] = set()
+    unknown: dict[str, list[str]] = {}
     for path, module in inner.named_modules():
-        pattern = re.sub(r"\d+", "*", path)
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
         style = declared.get(pattern)
         unit = next((one for one in units if f"{base}.{path}".startswith(f"{one}.")), None)
         if style is None or unit is None:
             continue
-        if style not in STYLES or not (isinstance(module, nn.Linear) or style not in ("colwise", "rowwise")):
-            unknown.add(f"{pattern} ({style})")
-            continue
-        block = f"{base}.{path}".removeprefix(f"{unit}.").partition(".")[0]
-        if f"{unit}.{block}" == f"{base}.{path}":
-            unknown.add(f"{pattern} ({style}, outside of a block)")
-        plan[f"{unit}.{block}"] = "gather"
-        plan[f"{base}.{path}"] = STYLES[style]
-    if unknown:
-        raise TypeError(f"{name} of transformers plans {few(sorted(unknown), 4)}, which is not supported")
-    _complete(part, base, units, plan)
+        block = f"{unit}.{f'{base}.{path}'.removeprefix(f'{unit}.').partition('.')[0]}"
+        known = STYLES.get(style)
+        splits = known in ("colwise", "rowwise")
+        if known is None or block == f"{base}.{path}" or (splits and not isinstance(module, nn.Linear)):
+            unknown.setdefault(block, []).append(f"{pattern} ({style})")
+        else:
+            plan |= {block: "gather", f"{base}.{path}": known}
+    for block, entries in unknown.items():
+        if not _works_on_tokens(part.get_submodule(block)):
+            raise TypeError(f"{name} of transformers plans {few(sorted(entries), 4)}, which is not supported")
+        plan = {path: style for path, style in plan.items() if path != block and not path.startswith(f"{block}.")}
+        plan[block] = "tokens"
+    _complete(part, base, plan)
     positional = Specialisation(_positional)
     for path, style in plan.items():
         module = part.get_submodule(path)
-        if style == "gather" and not hasattr(module, "_by_position"):
+        if style in BLOCKS and not hasattr(module, "_by_position"):
             positional(module)
     return plan
 
 
-def _complete(part: Any, base: str, units: tuple[str, ...], plan: dict[str, TensorStyle]) -> None:
+def _works_on_tokens(block: nn.Module) -> bool:
+    """Whether a block computes each token alone, as feed-forward blocks do. Each rank can then have some of the tokens
+    and the block's weights whole, where the class plans something that Forge has no style for."""
+    mixes = any(hasattr(one, "kernel") or isinstance(one, nn.Conv1d) for one in block.modules())
+    return not mixes and any(True for _ in block.children())
+
+
+def _complete(part: Any, base: str, plan: dict[str, TensorStyle]) -> None:
     """Name what lies outside of blocks: norms work on each token alone, the embedding and the head are split."""
-    blocks = [path for path, style in plan.items() if style == "gather"]
+    blocks = [path for path, style in plan.items() if style in BLOCKS]
     for path, module in part.named_modules():
         own = [*module.parameters(recurse=False)]
         if not own or path in plan or any(path.startswith(f"{block}.") for block in blocks):
