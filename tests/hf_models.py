@@ -28,7 +28,6 @@ GROUPED = {**SHAPE, "num_key_value_heads": 2}
 OLD = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "apertus": GROUPED,
     "arcee": GROUPED,
     "bloom": {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "codegen": {**OLD, **DRY, "n_ctx": 64, "rotary_dim": 4, "n_inner": 48},
@@ -56,6 +55,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 PLUGINS, WITHOUT = ("hf", "synthetic"), ("tokenizer", "console", "tensorboard")
 OWN_ATTENTION = frozenset({"bloom", "codegen", "falcon", "gptj", "mamba"})
 """Types whose class computes attention itself, or has none."""
+JOINED = OWN_ATTENTION | {"nemotron", "stablelm"}
+"""Types whose class does not hand documents down to attention."""
 
 
 def sections(kind: str, **more: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -64,16 +65,32 @@ def sections(kind: str, **more: Mapping[str, Any]) -> dict[str, Mapping[str, Any
         "run": {"device": "cpu", "seed": 3},
         "train": {"steps": 3, "global_batch": 4, "sequence": 12},
         "synthetic": {"vocabulary": VOCABULARY, "documents": 6, "isolate": False},
-        "hf": {"type": kind, "set": MODELS[kind]},
+        "hf": {"type": kind, "set": MODELS.get(kind, {})},
     }
     return found | {name: {**found.get(name, {}), **values} for name, values in more.items()}
 
 
-def composed(folder: Path, kind: str, *, allocate: bool = True, **more: Mapping[str, Any]) -> tuple[Job, Model]:
-    """A model in this process."""
-    request = Request(plugins=PLUGINS, without=WITHOUT, sections=sections(kind, **more))
-    job = lone_job(resolve(request), folder, "cpu")
-    return job, compose(job, allocate=allocate).model
+def composed(  # noqa: PLR0913 — one keyword for each way to describe a model
+    path: Path,
+    kind: str,
+    *,
+    plugins: tuple[str, ...] = (),
+    changes: Mapping[str, Any] | None = None,
+    folder: Path | None = None,
+    section: Mapping[str, Any] | None = None,
+    **more: Mapping[str, Any],
+) -> tuple[Job, Model]:
+    """A model in this process: of a type, of a folder, or of a section as it is."""
+    laid = sections(kind, **more)
+    if folder is not None:
+        laid["hf"] = {"weights": str(folder), "set": changes or {}}
+    elif section is not None:
+        laid["hf"] = section
+    elif changes is not None:
+        laid["hf"] = {"type": kind, "set": changes}
+    request = Request(plugins=(*PLUGINS, *plugins), without=WITHOUT, sections=laid)
+    job = lone_job(resolve(request), path, "cpu")
+    return job, compose(job).model
 
 
 def by_hand(model: Model) -> nn.Module:

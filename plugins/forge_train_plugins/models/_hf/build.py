@@ -47,9 +47,9 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
         kernel = not [*job.hooks.enabled[chosen].cls.kernel_capabilities.lacks(asked.needs)]
     reached = asked.documents if asked is not None and kernel else set()
     isolates = all(any(id(one) in reached for one in model.get_submodule(unit).modules()) for unit in units)
-    for plugin, needs in job.hooks.kernel_needs(job.config):
+    for who, needs in job.hooks.kernel_needs(job.config):
         if needs.documents and not isolates:
-            raise ConfigError(f"{no_documents(name)} Plugin {plugin!r} keeps them apart.")
+            raise ConfigError(f"{no_documents(name)} To keep them apart, {who}.")
     if asked is not None and kernel:
         attention.take(model, job.hooks.attention_kernel(), asked)
     drawn = Drawn(type(config).from_dict(config.to_dict()), units)

@@ -103,9 +103,9 @@ def vocabulary(config: PreTrainedConfig) -> int:
 def _from_scratch(model_type: str, changes: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """A new model has the tokenizer's vocabulary, and none of the special tokens of the published one: an embedding
     does not learn the row of its padding token."""
+    known = vars(config_class(model_type)())
     if tokenizer is None and VOCABULARY not in changes:
         raise ConfigError(f"hf.set.{VOCABULARY}: no enabled plugin provides a tokenizer to take it from; set it.")
-    known = vars(config_class(model_type)())
     start: dict[str, Any] = {key: None for key in SPECIAL if key in known}
     if tokenizer is not None:
         start[VOCABULARY] = tokenizer.vocabulary

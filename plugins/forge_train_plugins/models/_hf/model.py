@@ -149,5 +149,5 @@ def no_documents(name: str) -> str:
     """Why documents can't be kept apart."""
     return (
         f"hf: {name} computes attention itself, or mixes tokens otherwise, so that documents of one row can't be kept "
-        "apart; have the data plugin join them (text.isolate = false, say)."
+        "apart; have the data plugin join them (isolate = false)."
     )
