@@ -44,7 +44,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "nemotron": {**GROUPED, "head_dim": 8},
     "opt": {
         **{key: one for key, one in SHAPE.items() if key != "intermediate_size"},
-        **{"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+        "dropout": 0.0,
     },
     "persimmon": SHAPE,
     "phi": SHAPE,
@@ -70,7 +72,7 @@ def sections(kind: str, **more: Mapping[str, Any]) -> dict[str, Mapping[str, Any
     return found | {name: {**found.get(name, {}), **values} for name, values in more.items()}
 
 
-def composed(  # noqa: PLR0913 — one keyword for each way to describe a model
+def composed(
     path: Path,
     kind: str,
     *,
@@ -102,13 +104,17 @@ def by_hand(model: Model) -> nn.Module:
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     own = {name.removeprefix("head."): one for name, one in model.state_dict().items()}
     missing, unexpected = theirs.load_state_dict(own, strict=False)
-    tied = {name for name, _ in theirs.named_parameters(remove_duplicate=False)} - {n for n, _ in theirs.named_parameters()}
+    tied = {name for name, _ in theirs.named_parameters(remove_duplicate=False)} - {
+        n for n, _ in theirs.named_parameters()
+    }
     assert not unexpected
     assert set(missing) <= tied
     return theirs.train()
 
 
-def gradients(theirs: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gradients(
+    theirs: nn.Module, inputs: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logits, and every gradient of the summed cross-entropy by its name."""
     logits = theirs(input_ids=inputs, use_cache=False).logits
     torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum").backward()

@@ -207,6 +207,7 @@ WORDS = {
     "console",
     "constant",
     "eager",
+    "hf",
     "linear",
     "mixture",
     "precision",

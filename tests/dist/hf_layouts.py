@@ -61,4 +61,6 @@ def product() -> Iterator[Foreign]:
             planned = kind in PLANNED or not layout.startswith("tp")
             kernel = kind not in hf_models.OWN_ATTENTION or layout != "cp2"
             if planned and kernel:
-                yield from (Foreign(kind, layout, documents) for documents in (False, True) if isolates or not documents)
+                yield from (
+                    Foreign(kind, layout, documents) for documents in (False, True) if isolates or not documents
+                )

@@ -90,10 +90,10 @@ def test_documents_of_a_row_do_not_see_each_other(tmp_path: Path, kind: str) -> 
 
 @pytest.mark.parametrize("kind", ["falcon", "mamba", "nemotron"])
 def test_a_class_that_can_not_keep_documents_apart_is_refused(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(ConfigError, match=r"can't be kept apart.*plugin 'synthetic' asks for it"):
+    with pytest.raises(ConfigError, match=r"can't keep the documents of a row apart.*Plugin 'synthetic' asks for it"):
         hf_models.composed(tmp_path, kind, synthetic={"isolate": True})
     _, model = hf_models.composed(tmp_path, kind)
-    with pytest.raises(ConfigError, match="can't be kept apart"):
+    with pytest.raises(ConfigError, match="can't keep the documents of a row apart"):
         model.parts[0](tokens(), document_ids=torch.zeros(2, 12, dtype=torch.long))
 
 
@@ -134,7 +134,9 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     theirs: Any = hf_models.by_hand(model)
     theirs.save_pretrained(tmp_path / "folder")
     with pytest.raises(ConfigError) as caught:
-        hf_models.composed(tmp_path, "", folder=tmp_path / "folder", changes={"num_hidden_layers": 3, "attention_bias": True})
+        hf_models.composed(
+            tmp_path, "", folder=tmp_path / "folder", changes={"num_hidden_layers": 3, "attention_bias": True}
+        )
     text = str(caught.value)
     assert "model.layers.0.self_attn.q_proj.bias: missing" in text
     with pytest.raises(ConfigError, match=r"\[48, 32\] in the file, \[50, 32\] here"):

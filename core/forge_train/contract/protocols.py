@@ -31,8 +31,7 @@ class Init:
     Args:
         kind: `normal` (mean 0), `uniform` (mean 0), `ones`, `zeros`, or `given`.
         std: standard deviation of the first two kinds.
-        values: for `given`: the run's seed → the whole tensor on the CPU, of which each rank keeps its part. It is the
-            same on every rank.
+        values: for `given`: the run's seed → the whole tensor on the CPU, the same on every rank.
     """
 
     kind: Literal["normal", "uniform", "ones", "zeros", "given"]

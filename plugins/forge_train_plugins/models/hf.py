@@ -58,7 +58,7 @@ class HF(Plugin):
         return build(self._config(job), job, self.config.weights)
 
     @hookimpl
-    def import_hf(self, config: Mapping[str, Any]) -> HFModel:
+    def import_hf(self, config: Mapping[str, Any]) -> HFModel | None:
         from ._hf.files import imported
 
         return imported(config)

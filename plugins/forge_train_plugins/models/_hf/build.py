@@ -49,7 +49,7 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     isolates = all(any(id(one) in reached for one in model.get_submodule(unit).modules()) for unit in units)
     for who, needs in job.hooks.kernel_needs(job.config):
         if needs.documents and not isolates:
-            raise ConfigError(f"{no_documents(name)} To keep them apart, {who}.")
+            raise ConfigError(f"{no_documents(name)} {who[0].upper()}{who[1:]}.")
     if asked is not None and kernel:
         attention.take(model, job.hooks.attention_kernel(), asked)
     drawn = Drawn(type(config).from_dict(config.to_dict()), units)

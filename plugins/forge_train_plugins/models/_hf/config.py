@@ -59,11 +59,15 @@ def of(model_type: str, stored: Mapping[str, Any], changes: Mapping[str, Any] | 
     known = {**vars(kind()), **kind.attribute_map, **stored}
     for key in changes:
         if key not in known:
-            raise ConfigError(f"hf.set.{key}: the configuration of {model_type!r} has no such key.{nearest(key, known)}")
+            raise ConfigError(
+                f"hf.set.{key}: the configuration of {model_type!r} has no such key.{nearest(key, known)}"
+            )
     try:
         config = kind.from_dict({**stored, **changes})
     except Exception as error:  # whatever a class checks
-        raise ConfigError(f"hf.set: transformers refuses this configuration of {model_type!r}: {describe(error)}") from error
+        raise ConfigError(
+            f"hf.set: transformers refuses this configuration of {model_type!r}: {describe(error)}"
+        ) from error
     if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
         raise ConfigError(
             f"hf: a model of type {model_type!r} looks at later tokens, so that it can't learn to predict them. If its "

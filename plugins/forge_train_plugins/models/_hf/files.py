@@ -12,7 +12,7 @@ from forge_train import HFModel
 
 from .config import SPECIAL, model_class, of
 from .model import HEAD
-from .weights import leftovers
+from .weights import leftovers, stored_names
 
 
 def exported(config: PreTrainedConfig) -> HFModel:
@@ -26,7 +26,7 @@ def imported(stored: Mapping[str, Any]) -> HFModel | None:
     with torch.device("meta"):
         patterns = leftovers(model_class(config)(config))
     default = type(config)().to_dict()
-    changed = {k: v for k, v in config.to_dict().items() if v != default.get(k) and k not in ("model_type",)}
+    changed = {k: v for k, v in config.to_dict().items() if v != default.get(k) and k != "model_type"}
     section = {"type": config.model_type, "set": changed}
     return HFModel(names=_names(config), sections={"hf": section}, leftovers=tuple(f".*{p}.*" for p in patterns))
 
@@ -36,9 +36,7 @@ def _names(config: PreTrainedConfig) -> dict[str, str]:
     with torch.device("meta"):
         model = kind(config)
     inner = f"{kind.base_model_prefix}."
-    stored = {*model.state_dict()}
-    held = [*(n for n, _ in model.named_parameters()), *(n for n, _ in model.named_buffers() if n in stored)]
-    return {name if name.startswith(inner) else f"{HEAD}{name}": name for name in held}
+    return {name if name.startswith(inner) else f"{HEAD}{name}": other for name, other in stored_names(model).items()}
 
 
 def _described(config: PreTrainedConfig) -> dict[str, Any]:

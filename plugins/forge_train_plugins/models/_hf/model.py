@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,6 @@ from forge_train import ConfigError, Init
 from forge_train.nn import TensorStyle, flops_per_token
 
 from . import plan
-from .config import vocabulary
 from .weights import Drawn, Stored
 
 HEAD = "head."
@@ -148,6 +146,6 @@ class CausalLM(nn.Module):
 def no_documents(name: str) -> str:
     """Why documents can't be kept apart."""
     return (
-        f"hf: {name} computes attention itself, or mixes tokens otherwise, so that documents of one row can't be kept "
-        "apart; have the data plugin join them (isolate = false)."
+        f"hf: {name} computes attention itself, or mixes tokens otherwise, so that it can't keep the documents of a "
+        "row apart; have the data plugin join them (isolate = false)."
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from forge_train import ConfigError
 from forge_train_tools.offline.hf_files import Folder, indented
@@ -89,6 +90,23 @@ def leftovers(model: Any) -> tuple[str, ...]:
     return (r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ()))
 
 
+def stored_names(model: Any) -> dict[str, str]:
+    """Parameter or persistent buffer → its name in files, as `save_pretrained` has it. A tensor that files hold in
+    another form, such as experts one by one, keeps the class's name, which `from_pretrained` reads too."""
+    held = model.state_dict()
+    names = [name for name, _ in model.named_parameters()]
+    names += [name for name, _ in model.named_buffers() if name in held]
+    found = {}
+    for name in names:
+        try:
+            saved = revert_weight_conversion(model, {name: held[name]})
+        except Exception:
+            saved = {}
+        same = len(saved) == 1 and all(one.shape == held[name].shape for one in saved.values())
+        found[name] = next(iter(saved)) if same else name
+    return found
+
+
 class Stored:
     """Initial weights from a folder's safetensors files, one tensor at a time."""
 
@@ -98,13 +116,17 @@ class Stored:
             ConfigError: naming the tensors that are missing, of another shape, or of no parameter.
         """
         self._folder = Folder.open(Path(path))
-        tied = [{n for n, p in model.named_parameters(remove_duplicate=False) if p is one} for one in model.parameters()]
+        tied = [
+            {n for n, p in model.named_parameters(remove_duplicate=False) if p is one} for one in model.parameters()
+        ]
         same = {name: names for names in tied for name in names}
+        files = stored_names(model)
         self._names: dict[str, str] = {}
         wrong = []
         for name, parameter in model.named_parameters():
             # Files of the model without its head leave the prefix out.
-            spellings = [one for n in sorted(same[name]) for one in (n, n.removeprefix(f"{base}."))]
+            tried = [files[name], *sorted(same[name])]
+            spellings = [one for n in tried for one in (n, n.removeprefix(f"{base}."))]
             found = next((one for one in spellings if one in self._folder.tensors), None)
             if found is None:
                 wrong.append(f"{name}: missing")
@@ -112,13 +134,15 @@ class Stored:
                 wrong.append(f"{name}: {[*self._folder.tensors[found].shape]} in the file, {[*parameter.shape]} here")
             else:
                 self._names[name] = found
-        known = {one for n in same for one in (n, n.removeprefix(f"{base}."))}
+        known = {one for n in (*same, *files.values()) for one in (n, n.removeprefix(f"{base}."))}
         buffers = {one for n, _ in model.named_buffers() for one in (n, n.removeprefix(f"{base}."))}
         for name in sorted(self._folder.tensors.keys() - known - buffers):
             if not any(re.search(pattern, name) for pattern in leftovers(model)):
                 wrong.append(f"{name}: no parameter takes it")
         if wrong:
-            raise ConfigError(f"hf.weights: the tensors in {path} are not those of {type(model).__name__}:" + indented(wrong))
+            raise ConfigError(
+                f"hf.weights: the tensors in {path} are not those of {type(model).__name__}:" + indented(wrong)
+            )
 
     def parameter(self, name: str, seed: int) -> Tensor:
         """A whole parameter, in the file's dtype."""
