@@ -1,7 +1,7 @@
 """Verifies every composition of the tests' factors against one process, and writes benchmarks/results/verify.md.
 
     python benchmarks/verify_all.py                    # everything
-    python benchmarks/verify_all.py context pipelines  # these sections: layouts, context, pipelines, everything
+    python benchmarks/verify_all.py context pipelines  # these sections, of those in SECTIONS
     python benchmarks/verify_all.py tp4 dp3            # some layouts, without writing
 
 The full product on up to 4 processes. On 8, which share the cores, all pairs of the other factors. Context parallelism
@@ -29,13 +29,15 @@ import torch
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "verify.md"
-sys.path.insert(0, str(HERE.parent / "tests" / "dist"))
+sys.path[:0] = [str(HERE.parent / "tests" / "dist"), str(HERE.parent / "tests")]
 
 from compositions import LAYOUTS, SEED, STEPS, Composition, covering, product, write  # noqa: E402
 from contexts import Context  # noqa: E402
 from contexts import product as contexts  # noqa: E402
 from forge_train.testing import Pool, PoolError, Verifier  # noqa: E402
 from forge_train_tools.verification import Verdict  # noqa: E402
+from hf_layouts import Foreign  # noqa: E402
+from hf_layouts import product as foreign  # noqa: E402
 from pipelines import Everything, Piped  # noqa: E402
 from pipelines import product as pipelines  # noqa: E402
 
@@ -54,7 +56,7 @@ CRASHED = re.compile(r"the process ended with -(6|11)\b")
 COMPARED = ("loss", "grad_norm", "gradients", "later gradients", "updates", "optimizer", "evaluation")
 
 
-Case = Composition | Context | Piped | Everything
+Case = Composition | Context | Piped | Everything | Foreign
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,12 @@ SECTIONS = {
         "other way to share data.",
         "schedule",
         pipelines,
+    ),
+    "transformers": Section(
+        "Models of transformers",
+        "Each row stands for every model type of the tests whose class allows the layout.",
+        "rows",
+        foreign,
     ),
     "everything": Section("Every axis above 1", "One composition on 16 processes.", "schedule", lambda: [Everything()]),
 }

@@ -218,6 +218,7 @@ WORDS = {
     "console",
     "constant",
     "eager",
+    "hf",
     "linear",
     "mixture",
     "precision",

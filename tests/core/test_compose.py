@@ -543,6 +543,25 @@ def test_buffers_are_filled_after_they_were_built_on_the_meta_device(tmp_path: P
     assert model.parts[0].extra.table.tolist() == [0, 1, 2]
     assert model.state_dict()["extra.count"] == 7
     assert "extra.table" not in model.state_dict()
+
+    class Around(toys.Tower):
+        times = 0
+
+        def reset_buffers(self) -> None:
+            self.times += 1
+            self.extra.fill()
+            self.other.fill()
+
+    class Outer(Plugin):
+        @hookimpl
+        def build_model(self, job: Any) -> nn.Module:
+            model = Around(1)
+            model.extra, model.other = Buffered(False), Buffered(False)
+            return model
+
+    with toys.job(Outer, folder=tmp_path, without=["toy_model"]) as job:
+        part: Any = compose(job).model.parts[0]
+    assert (part.times, part.other.table.tolist()) == (1, [0, 1, 2])
     with toys.job(building(False), folder=tmp_path, without=["toy_model"]) as job, pytest.raises(PluginError) as caught:
         compose(job)
     assert "Module 'extra' (Buffered) has buffers but no `reset_buffers()`" in str(caught.value)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forge_train import Init
+from forge_train import Init, PluginError
 from forge_train.composition import initialise
 from forge_train.composition.initialise import ROWS, declared_init, fill, materialise, retie, tied_groups
 
@@ -48,6 +48,13 @@ def test_the_distributions() -> None:
     assert float(uniform.abs().max()) <= 0.5 * 3**0.5
     assert filled((3, 2), init=Init("ones")).eq(1).all()
     assert filled((3, 2), init=Init("zeros")).eq(0).all()
+
+
+def test_given_values_are_a_function_of_the_seed_and_have_the_right_shape() -> None:
+    given = Init("given", values=lambda seed: torch.arange(6.0).view(3, 2) + seed)
+    assert filled((3, 2), init=given, seed=4).tolist() == [[4, 5], [6, 7], [8, 9]]
+    with pytest.raises(PluginError, match=r"'w' is given values of shape \[3, 2\], and has \[2, 3\]"):
+        filled((2, 3), init=given)
 
 
 def test_blocks_of_rows_are_not_each_others_copies() -> None:

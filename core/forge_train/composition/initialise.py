@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,15 +59,26 @@ def allocate(part: nn.Module, device: torch.device) -> None:
     ties = tied_groups(part)
     part.to_empty(device=device)
     retie(part, ties)
+    resets = {}
     for name, module in part.named_modules():
         if next(module.buffers(recurse=False), None) is not None:
-            reset = getattr(module, "reset_buffers", None)
-            if reset is None:
+            path = next((path for path in _outwards(name) if hasattr(part.get_submodule(path), "reset_buffers")), None)
+            if path is None:
                 raise PluginError(
                     f"Module {name!r} ({type(module).__name__}) has buffers but no `reset_buffers()` to fill them "
                     "after it was built on the meta device."
                 )
-            reset()
+            resets[path] = cast(Any, part.get_submodule(path)).reset_buffers
+    for reset in resets.values():
+        reset()
+
+
+def _outwards(path: str) -> Iterator[str]:
+    """A module's path, and those of the modules around it; the last is empty."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
 
 
 def declared_init(part: nn.Module, name: str) -> Init:
@@ -99,6 +111,13 @@ def fill(tensor: Tensor, name: str, init: Init, seed: int) -> None:
         piece.fill_(1.0 if init.kind == "ones" else 0.0)
         return
     if piece.numel() == 0:
+        return
+    if init.kind == "given":
+        assert init.values is not None
+        whole = init.values(seed)
+        if whole.shape != tensor.shape:
+            raise PluginError(f"{name!r} is given values of shape {[*whole.shape]}, and has {[*tensor.shape]}.")
+        piece.copy_(whole[tuple(slice(*bounds) for bounds in window)])
         return
     shape = (1, 1, *tensor.shape)[-max(tensor.dim(), 2) :]
     if tensor.dim() <= 1:

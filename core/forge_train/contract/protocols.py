@@ -30,12 +30,14 @@ class Init:
     """How a parameter starts.
 
     Args:
-        kind: `normal` (mean 0), `uniform` (mean 0), `ones` or `zeros`.
+        kind: `normal` (mean 0), `uniform` (mean 0), `ones`, `zeros`, or `given`.
         std: standard deviation of the first two kinds.
+        values: for `given`: the run's seed → the whole tensor on the CPU, the same on every rank.
     """
 
-    kind: Literal["normal", "uniform", "ones", "zeros"]
+    kind: Literal["normal", "uniform", "ones", "zeros", "given"]
     std: float = 0.02
+    values: Callable[[int], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,131 @@
+"""Attention of a class of `transformers` by a run's kernel, through the library's attention interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from forge_train import AttentionKernel, ConfigError, KernelCapabilities
+
+NAME = "forge"
+"""Of the interface's implementation. It has no function that makes masks, so that classes make none."""
+_PROBE = "forge_probe"
+_PLAIN = ("scaling", "dropout", "sliding_window", "softcap", "s_aux", "document_ids")
+"""Keywords of the interface that a kernel has a counterpart of."""
+_IGNORED = (
+    *("is_causal", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"),
+    *("layer_past", "past_key_values", "past_key_value", "position_embeddings", "return_dict", "layer_idx"),
+    *("output_router_logits", "logits_to_keep", "num_items_in_batch", "layer_head_mask", "head_mask"),
+)
+"""Keywords that change nothing in attention of whole sequences."""
+
+
+@dataclass
+class Asked:
+    """What the attention modules of a model ask of a kernel, found by running the model on the meta device."""
+
+    needs: KernelCapabilities = field(default_factory=KernelCapabilities)
+    heads: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """Module → query heads, key heads, features."""
+    documents: set[int] = field(default_factory=set)
+    """Modules that documents reach."""
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
+) -> tuple[Tensor, None]:
+    """The interface's function: `[batch, heads, sequence, head_dim]` → `[batch, sequence, heads, head_dim]`."""
+    asked = _translated(module, attention_mask, keywords)
+    return module.kernel(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **asked), None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+def probe(model: nn.Module, call: Any) -> Asked | None:
+    """What the attention modules ask for; None for a class that computes attention itself.
+
+    Args:
+        model: whose `config` chooses the implementation, on the meta device.
+        call: runs the model with document ids.
+    """
+    asked, found = Asked(), list[Mapping[str, Any]]()
+
+    def record(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **keywords: Any
+    ) -> tuple[Tensor, None]:
+        found.append(_translated(module, mask, keywords))
+        asked.heads[id(module)] = (query.shape[1], key.shape[1], query.shape[-1])
+        if found[-1].get("document_ids") is not None:
+            asked.documents.add(id(module))
+        return torch.empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1], device=query.device), None
+
+    AttentionInterface.register(_PROBE, record)
+    config: Any = model.config
+    own = config._attn_implementation
+    config._attn_implementation = _PROBE
+    try:
+        call()
+    except ConfigError:
+        raise
+    except Exception:
+        return None
+    finally:
+        config._attn_implementation = own
+    if not found:
+        return None
+    names = set().union(*found)
+    dims = {features for *_, features in asked.heads.values()}
+    asked.needs = KernelCapabilities(
+        windows="window" in names,
+        dropout="dropout" in names,
+        soft_caps="soft_cap" in names,
+        sinks="sinks" in names,
+        head_dims=tuple(sorted(dims)),
+    )
+    return asked
+
+
+def take(model: nn.Module, kernel: AttentionKernel, asked: Asked) -> None:
+    """Have the attention modules call a kernel."""
+    config: Any = model.config
+    config._attn_implementation = NAME
+    for module in model.modules():
+        if id(module) in asked.heads:
+            target: Any = module
+            target.heads, target.kv_heads, features = asked.heads[id(module)]
+            if not hasattr(target, "head_dim"):
+                target.head_dim = features
+            target.kernel = kernel
+
+
+def _translated(module: Any, mask: Tensor | None, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The interface's keywords as a kernel's.
+
+    Raises:
+        ConfigError: for one that no kernel knows.
+    """
+    if mask is not None:
+        raise ConfigError(f"hf: {type(module).__name__} makes an attention mask of its own, which no kernel takes.")
+    strange = [name for name, one in keywords.items() if one is not None and name not in (*_PLAIN, *_IGNORED)]
+    if strange:
+        raise ConfigError(
+            f"hf: {type(module).__name__} asks attention for {', '.join(strange)}, which no kernel knows."
+        )
+    given = keywords.get
+    asked: dict[str, Any] = {}
+    if given("scaling") is not None:
+        asked["scale"] = given("scaling")
+    if given("dropout"):
+        asked["dropout"] = given("dropout")
+    for theirs, ours in (("sliding_window", "window"), ("softcap", "soft_cap"), ("s_aux", "sinks")):
+        if given(theirs) is not None:
+            asked[ours] = given(theirs)
+    if given("document_ids") is not None:
+        asked["document_ids"] = given("document_ids")
+    return asked

@@ -1,0 +1,101 @@
+"""From a configuration to a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from forge_train import ConfigError
+from forge_train.ground.present import few
+
+from . import attention
+from .config import model_class
+from .head import head_of
+from .model import CausalLM, Facts, no_documents
+from .weights import Drawn, Stored
+
+if TYPE_CHECKING:
+    from forge_train import Job
+
+_PROBED = 8
+"""Tokens of the run on the meta device."""
+
+
+def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
+    """The model on the meta device, its attention by the run's kernel where the class allows that.
+
+    Raises:
+        ConfigError: naming what the class lacks.
+    """
+    kind = model_class(config)
+    config._attn_implementation = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
+    model = kind(config)
+    name, base = kind.__name__, kind.base_model_prefix
+    if not isinstance(getattr(model, base, None), nn.Module):
+        raise ConfigError(f"hf: {name} has no module {base!r}, which its base_model_prefix names.")
+    _check_values(model)
+    _check_dropout(model)
+    inner = getattr(model, base)
+    units = _units(model)
+    asked = attention.probe(inner, lambda: _run(inner))
+    width, kernel = 0, False
+    if asked is not None and (chosen := job.hooks.provider("attention_kernel")):
+        width = sum(heads * features for heads, _, features in asked.heads.values())
+        kernel = not [*job.hooks.enabled[chosen].cls.kernel_capabilities.lacks(asked.needs)]
+    reached = asked.documents if asked is not None and kernel else set()
+    isolates = all(any(id(one) in reached for one in model.get_submodule(unit).modules()) for unit in units)
+    for who, needs in job.hooks.kernel_needs(job.config):
+        if needs.documents and not isolates:
+            raise ConfigError(f"{no_documents(name)} {who[0].upper()}{who[1:]}.")
+    if asked is not None and kernel:
+        attention.take(model, job.hooks.attention_kernel(), asked)
+    drawn = Drawn(type(config).from_dict(config.to_dict()), units)
+    made = CausalLM(base, inner, head_of(model, base), drawn, Facts(kernel, isolates, width), units)
+    if weights:
+        made.stored = Stored(weights, model, base)
+    return made
+
+
+def _run(inner: Any) -> None:
+    ids = torch.zeros(1, _PROBED, dtype=torch.int64, device="meta")
+    inner(input_ids=ids, position_ids=torch.empty_like(ids), document_ids=torch.empty_like(ids), use_cache=False)
+
+
+def _units(model: Any) -> tuple[str, ...]:
+    """The outermost modules of the classes that are not to be split."""
+    kinds = model._no_split_modules or ()
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if type(module).__name__ in kinds and not any(path.startswith(f"{above}.") for above in found):
+            found.append(path)
+    return tuple(found)
+
+
+def _check_values(model: nn.Module) -> None:
+    """Raises ConfigError for tensors that are neither parameters nor buffers: their values are lost on meta."""
+    for path, module in model.named_modules():
+        for name, one in vars(module).items():
+            if isinstance(one, torch.Tensor):
+                raise ConfigError(
+                    f"hf: {type(module).__name__} keeps the tensor {f'{path}.{name}'!r} that is no buffer, so that it "
+                    "can't be built on the meta device."
+                )
+
+
+def _check_dropout(model: Any) -> None:
+    """Raises ConfigError where the class would drop activations: its random numbers depend on the layout."""
+    dropping = set()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            dropping.add(float(module.p))
+        dropping |= {float(one) for name, one in vars(module).items() if "drop" in name and isinstance(one, float)}
+    if not any(dropping):
+        return
+    keys = [f"{key} = 0.0" for key, one in model.config.to_dict().items() if "drop" in key and one and one in dropping]
+    raise ConfigError(
+        f"hf: {type(model).__name__} would drop activations by random numbers that differ between layouts; switch it "
+        f"off: hf.set = {{ {few(keys, 8)} }}."
+    )

@@ -1,0 +1,116 @@
+"""The configuration of a model of `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from forge_train import ConfigError, Tokenizer
+from forge_train.ground.errors import describe, nearest
+from forge_train_tools.offline.hf_files import CONFIG, table
+
+VOCABULARY = "vocab_size"
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def read(path: str, model_type: str, changes: Mapping[str, Any], tokenizer: Tokenizer | None) -> PreTrainedConfig:
+    """The configuration of a folder, of a file or of a type, with some keys changed.
+
+    Args:
+        path: a folder, or its `config.json`; empty for a type.
+        model_type: as in `config.json`.
+        changes: keys and their values.
+        tokenizer: whose ids the model is given, if there is one.
+
+    Raises:
+        ConfigError: naming what transformers does not know, or can't be.
+    """
+    stored: dict[str, Any] = {}
+    if path:
+        file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
+        stored = table(file)
+        model_type = str(stored.get("model_type", ""))
+        if not model_type:
+            raise ConfigError(f"{file}: there is no model_type, which says what class of transformers reads it.")
+    config = of(model_type, stored, changes if path else _from_scratch(model_type, changes, tokenizer))
+    if tokenizer is not None and (size := vocabulary(config)) < tokenizer.vocabulary:
+        raise ConfigError(
+            f"hf.set.{VOCABULARY}: expected at least the tokenizer's {tokenizer.vocabulary}, found {size}."
+        )
+    return config
+
+
+def of(model_type: str, stored: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """The configuration of a causal language model.
+
+    Raises:
+        ConfigError: for an unknown type or key, a value that the class refuses, a model that is not causal.
+    """
+    kind = config_class(model_type)
+    changes = changes or {}
+    known = {**vars(kind()), **kind.attribute_map, **stored}
+    for key in changes:
+        if key not in known:
+            raise ConfigError(
+                f"hf.set.{key}: the configuration of {model_type!r} has no such key.{nearest(key, known)}"
+            )
+    try:
+        config = kind.from_dict({**stored, **changes})
+    except Exception as error:  # whatever a class checks
+        raise ConfigError(
+            f"hf.set: transformers refuses this configuration of {model_type!r}: {describe(error)}"
+        ) from error
+    if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
+        raise ConfigError(
+            f"hf: a model of type {model_type!r} looks at later tokens, so that it can't learn to predict them. If its "
+            "class can be a decoder, set hf.set.is_decoder = true."
+        )
+    return config
+
+
+def config_class(model_type: str) -> type[PreTrainedConfig]:
+    """The configuration's class of a type that has a causal language model.
+
+    Raises:
+        ConfigError: with the nearest names.
+    """
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        kind: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
+        return kind
+    known = nearest(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if model_type in CONFIG_MAPPING:
+        raise ConfigError(f"hf: transformers has no causal language model of type {model_type!r}.{known}")
+    raise ConfigError(
+        f"hf: this version of transformers knows no model of type {model_type!r}.{known} Models whose code comes with "
+        "their weights (trust_remote_code) are not run."
+    )
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The class of the causal language model."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def vocabulary(config: PreTrainedConfig) -> int:
+    return int(getattr(config.get_text_config(), VOCABULARY))
+
+
+def _from_scratch(model_type: str, changes: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """A new model has the tokenizer's vocabulary, and none of the special tokens of the published one: an embedding
+    does not learn the row of its padding token."""
+    known = vars(config_class(model_type)())
+    if tokenizer is None and VOCABULARY not in changes:
+        raise ConfigError(f"hf.set.{VOCABULARY}: no enabled plugin provides a tokenizer to take it from; set it.")
+    start: dict[str, Any] = {key: None for key in SPECIAL if key in known}
+    if tokenizer is not None:
+        start[VOCABULARY] = tokenizer.vocabulary
+    return {**start, **changes}

@@ -1,0 +1,49 @@
+"""From and to folders in Hugging Face layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from forge_train import HFModel
+from forge_train.state_map import Rename
+
+from .config import SPECIAL, model_class, of
+from .model import HEAD
+from .weights import leftovers, stored_names
+
+
+def exported(config: PreTrainedConfig) -> HFModel:
+    """The class's own configuration and names."""
+    return HFModel(map=Rename(_names(config)).inverse(), config=_described(config))
+
+
+def imported(stored: Mapping[str, Any]) -> HFModel | None:
+    """The section of a `config.json`; None for a type that transformers has no causal language model of."""
+    config = of(str(stored.get("model_type", "")), stored)
+    with torch.device("meta"):
+        patterns = leftovers(model_class(config)(config))
+    default = type(config)().to_dict()
+    changed = {k: v for k, v in config.to_dict().items() if v != default.get(k) and k != "model_type"}
+    section = {"type": config.model_type, "set": changed}
+    return HFModel(
+        map=Rename(_names(config)).inverse(), sections={"hf": section}, leftovers=tuple(f".*{p}.*" for p in patterns)
+    )
+
+
+def _names(config: PreTrainedConfig) -> dict[str, str]:
+    kind = model_class(config)
+    with torch.device("meta"):
+        model = kind(config)
+    inner = f"{kind.base_model_prefix}."
+    return {name if name.startswith(inner) else f"{HEAD}{name}": other for name, other in stored_names(model).items()}
+
+
+def _described(config: PreTrainedConfig) -> dict[str, Any]:
+    """Special tokens that the configuration does not say are the tokenizer's."""
+    described: dict[str, Any] = {k: v for k, v in config.to_dict().items() if v is not None or k not in SPECIAL}
+    described["architectures"] = [model_class(config).__name__]
+    return described

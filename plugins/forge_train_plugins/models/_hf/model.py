@@ -1,0 +1,151 @@
+"""A causal language model of `transformers` as a part that techniques can work on."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from forge_train import ConfigError, Init
+from forge_train.nn import TensorStyle, flops_per_token
+
+from . import plan
+from .weights import Drawn, Stored
+
+HEAD = "head."
+
+
+def hf_name(name: str) -> str:
+    """The name of a parameter or module in transformers."""
+    return name.removeprefix(HEAD)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a class once it was run on the meta device."""
+
+    kernel: bool
+    """Whether the run's kernel computes attention."""
+    isolates: bool
+    """Whether documents reach attention in every unit."""
+    attention_width: int
+    """Query heads × features, summed over attention modules."""
+
+
+class CausalLM(nn.Module):
+    """The model without its head under its own name, such as `model` or `transformer`, and its head as `head`.
+
+    Names are those of transformers, with `head.` before those of the head.
+    """
+
+    def __init__(
+        self, base: str, inner: Any, head: nn.Module, drawn: Drawn, facts: Facts, units: tuple[str, ...]
+    ) -> None:
+        super().__init__()
+        self.base, self.units, self._facts, self._drawn = base, units, facts, drawn
+        self.stored: Stored | None = None
+        """First weights from files, if there are any."""
+        self.config = inner.config
+        self.add_module(base, inner)
+        self.head = head
+        known = inspect.signature(inspect.unwrap(type(inner).forward)).parameters
+        self._takes = frozenset(known)
+        longest = getattr(self.config, "max_position_embeddings", None)
+        if isinstance(longest, int):
+            self.max_sequence = longest
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """Hidden states `[batch, sequence, dim]`, normed, of token ids `[batch, sequence]`."""
+        asked: dict[str, Any] = {"use_cache": cache is not None}
+        if document_ids is not None:
+            if not self._facts.isolates:
+                raise ConfigError(no_documents(type(self._inner).__name__))
+            asked["document_ids"] = document_ids
+        if position_ids is None and self._facts.kernel and cache is None:
+            # Under sequence parallelism the class would count the tokens of this rank's piece.
+            position_ids = torch.arange(x.shape[1], device=x.device)[None]
+        if position_ids is not None and "position_ids" in self._takes:
+            asked["position_ids"] = position_ids
+        if cache is not None:
+            asked["past_key_values"] = cache
+        hidden: Tensor = self._inner(input_ids=x, **asked)[0]
+        return hidden
+
+    @property
+    def _inner(self) -> Any:
+        return self._modules[self.base]
+
+    # -- what the model declares ------------------------------------------------------------------
+
+    def initial(self, name: str) -> Init:
+        """As the class initialises it, or as it is stored."""
+        source: Drawn | Stored = self.stored or self._drawn
+        return Init("given", values=lambda seed: source.parameter(hf_name(name), seed))
+
+    def reset_buffers(self) -> None:
+        """Fill the tables that the constructor could not compute on the meta device."""
+        for path, module in self.named_modules():
+            if next(module.buffers(recurse=False), None) is not None:
+                for name, values in self._drawn.buffers(hf_name(path)).items():
+                    getattr(module, name).copy_(values)
+        self._drawn.drop()
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """The input embedding and the parameters of the head; tied ones are the embedding."""
+        table = self._inner.get_input_embeddings().weight
+        found = {name: "embedding" for name, one in self.named_parameters() if one is table}
+        return found | {f"{HEAD}{n}": "head" for n, one in self.head.named_parameters() if one is not table}
+
+    def hidden_shape(self, batch: int, sequence: int) -> tuple[int, ...]:
+        """Of what the head is given."""
+        return batch, sequence, self.config.get_text_config().hidden_size
+
+    def tensor_plan(self) -> dict[str, TensorStyle]:
+        """The class's own plan in Forge's styles.
+
+        Raises:
+            TypeError: saying what the class does not declare.
+        """
+        return plan.translated(self, self.base, self.units, kernel=self._facts.kernel)
+
+    def flops_per_token(self, sequence: int) -> int:
+        """Operations per token of a forward and a backward pass: each matrix once, of experts those that a token is
+        given to, and causal attention that goes through the kernel."""
+        table, text = self._inner.get_input_embeddings().weight, self.config.get_text_config()
+        tied = any(one is table for one in self.head.parameters())
+        chosen = getattr(text, "num_experts_per_tok", None)
+        weights = 0.0
+        for one in self.parameters():
+            if one.ndim > 1 and (one is not table or tied):
+                weights += one.numel() * (chosen / one.shape[0] if chosen and one.ndim == 3 else 1)
+        return flops_per_token(sequence, weights=int(weights), width=self._facts.attention_width)
+
+    def new_cache(self, batch: int, length: int) -> Any:
+        """The library's cache.
+
+        Raises:
+            TypeError: for a class that takes none.
+        """
+        if "past_key_values" not in self._takes:
+            raise TypeError(f"{type(self._inner).__name__} takes no past_key_values")
+        return DynamicCache(config=self.config)
+
+
+def no_documents(name: str) -> str:
+    """Why documents can't be kept apart."""
+    return (
+        f"hf: {name} computes attention itself, or mixes tokens otherwise, so that it can't keep the documents of a "
+        "row apart; have the data plugin join them (isolate = false)."
+    )

@@ -1,0 +1,149 @@
+"""How the parameters and buffers of a class of `transformers` start: as the class itself has it, on every layout."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from forge_train import ConfigError
+from forge_train_tools.offline.hf_files import Folder, indented
+
+from .config import model_class
+
+
+class Drawn:
+    """Initial weights by the class's own `_init_weights`, which knows modules and not shards: a unit is made whole on
+    the CPU, initialised with a generator that its name seeds, and dropped once the next one is asked for."""
+
+    def __init__(self, config: PreTrainedConfig, units: tuple[str, ...]) -> None:
+        self._config, self._units = config, units
+        self._model: Any = None
+        self._held: tuple[str, int] | None = None
+
+    def parameter(self, name: str, seed: int) -> Tensor:
+        """A whole parameter by its name in transformers.
+
+        Raises:
+            ConfigError: if the class does not initialise it.
+        """
+        path = next((unit for unit in self._units if name.startswith(f"{unit}.")), name.rpartition(".")[0])
+        if self._held != (path, seed):
+            self.drop()
+            self._make(path, seed, float("nan"))
+            self._held = path, seed
+        found: Tensor = self._model.get_parameter(name).detach()
+        if found.isnan().any():
+            raise ConfigError(
+                f"hf: {type(self._model).__name__} does not initialise {name!r}; start from weights (hf.weights)."
+            )
+        return found
+
+    def buffers(self, path: str) -> dict[str, Tensor]:
+        """The buffers of one module, not of those inside.
+
+        Raises:
+            ConfigError: if the class does not fill them.
+        """
+        self.drop()
+        found = []
+        for start in (0.0, 1.0):
+            self._make(path, 0, start)
+            found.append({n: b.clone() for n, b in self._model.get_submodule(path).named_buffers(recurse=False)})
+        self._held = path, 0
+        for name, one in found[0].items():
+            if not one.equal(found[1][name]):
+                raise ConfigError(
+                    f"hf: {type(self._model).__name__} fills the buffer {f'{path}.{name}'!r} only in its constructor, "
+                    "not in _init_weights, as transformers asks of its classes; it can't be built on the meta device."
+                )
+        return found[0]
+
+    def drop(self) -> None:
+        """Free what was made last."""
+        if self._held is not None:
+            self._model.get_submodule(self._held[0]).to("meta")
+            self._held = None
+
+    def _make(self, path: str, seed: int, start: float) -> None:
+        if self._model is None:
+            with torch.device("meta"):
+                self._model = model_class(self._config)(self._config)
+        module: nn.Module = self._model.get_submodule(path)
+        module.to_empty(device="cpu")
+        digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.fill_(start)
+            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+            module.apply(self._model._init_weights)
+
+
+def leftovers(model: Any) -> tuple[str, ...]:
+    """Patterns of tensors that files of a class may hold, and that follow from its configuration."""
+    return (r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ()))
+
+
+def stored_names(model: Any) -> dict[str, str]:
+    """Parameter or persistent buffer → its name in files, as `save_pretrained` has it. A tensor that files hold in
+    another form, such as experts one by one, keeps the class's name, which `from_pretrained` reads too."""
+    held = model.state_dict()
+    names = [name for name, _ in model.named_parameters()]
+    names += [name for name, _ in model.named_buffers() if name in held]
+    found = {}
+    for name in names:
+        try:
+            saved = revert_weight_conversion(model, {name: held[name]})
+        except Exception:
+            saved = {}
+        same = len(saved) == 1 and all(one.shape == held[name].shape for one in saved.values())
+        found[name] = next(iter(saved)) if same else name
+    return found
+
+
+class Stored:
+    """Initial weights from a folder's safetensors files, one tensor at a time."""
+
+    def __init__(self, path: str, model: nn.Module, base: str) -> None:
+        """
+        Raises:
+            ConfigError: naming the tensors that are missing, of another shape, or of no parameter.
+        """
+        self._folder = Folder.open(Path(path))
+        tied = [
+            {n for n, p in model.named_parameters(remove_duplicate=False) if p is one} for one in model.parameters()
+        ]
+        same = {name: names for names in tied for name in names}
+        files = stored_names(model)
+        self._names: dict[str, str] = {}
+        wrong = []
+        for name, parameter in model.named_parameters():
+            # Files of the model without its head leave the prefix out.
+            tried = [files[name], *sorted(same[name])]
+            spellings = [one for n in tried for one in (n, n.removeprefix(f"{base}."))]
+            found = next((one for one in spellings if one in self._folder.tensors), None)
+            if found is None:
+                wrong.append(f"{name}: missing")
+            elif self._folder.tensors[found].shape != tuple(parameter.shape):
+                wrong.append(f"{name}: {[*self._folder.tensors[found].shape]} in the file, {[*parameter.shape]} here")
+            else:
+                self._names[name] = found
+        known = {one for n in (*same, *files.values()) for one in (n, n.removeprefix(f"{base}."))}
+        buffers = {one for n, _ in model.named_buffers() for one in (n, n.removeprefix(f"{base}."))}
+        for name in sorted(self._folder.tensors.keys() - known - buffers):
+            if not any(re.search(pattern, name) for pattern in leftovers(model)):
+                wrong.append(f"{name}: no parameter takes it")
+        if wrong:
+            raise ConfigError(
+                f"hf.weights: the tensors in {path} are not those of {type(model).__name__}:" + indented(wrong)
+            )
+
+    def parameter(self, name: str, seed: int) -> Tensor:
+        """A whole parameter, in the file's dtype."""
+        return self._folder.read(self._names[name])

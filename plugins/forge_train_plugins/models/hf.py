@@ -1,0 +1,79 @@
+"""Models of the library `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from forge_train import ConfigError, FilePath, HFModel, Plugin, Problem, hookimpl, section
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig
+
+    from forge_train import Job
+
+
+class HF(Plugin):
+    """Any causal language model of `transformers`, built from its configuration by the library's own class.
+
+    What the class declares decides about the layouts: `_no_split_modules` are the units, `base_model_tp_plan` is the
+    plan of tensor parallelism. Attention that goes through the library's attention interface is computed by the run's
+    attention kernel, which keeps documents apart and can be cut by `cp`. Other classes compute attention themselves.
+    """
+
+    api = (1, 0)
+    per_unit = True
+    needs: ClassVar[Mapping[str, str]] = {"transformers": "pip install 'forge-train[hf]'"}
+
+    @section
+    class Config:
+        config: Annotated[str, FilePath()] = ""
+        """A folder in Hugging Face layout, or its `config.json`; empty takes that of `weights`."""
+        type: str = ""
+        """Instead of `config`: a model type of transformers, such as `falcon`, with the defaults of its class."""
+        set: Mapping[str, Any] = field(default_factory=dict)
+        """Keys of `config.json` that differ, such as `{ hidden_size = 64 }`. Without a `vocab_size`, in a model that is
+        made of `type`, it is the tokenizer's."""
+        weights: Annotated[str, FilePath()] = ""
+        """A folder whose safetensors files hold the first weights; empty draws random ones, as the class does."""
+
+    config: Config
+
+    @hookimpl
+    def check_config(self) -> Iterator[Problem]:
+        mine = self.config
+        if mine.config and mine.type:
+            yield Problem("hf.type", "hf.config says the type too; set one of them.")
+        if not (mine.config or mine.type or mine.weights):
+            yield Problem(
+                "hf.config", "is required: a folder with a config.json, or a type of model in hf.type instead."
+            )
+
+    @hookimpl
+    def build_model(self, job: Job) -> nn.Module:
+        from ._hf.build import build
+
+        return build(self._config(job), job, self.config.weights)
+
+    @hookimpl
+    def import_hf(self, config: Mapping[str, Any]) -> HFModel | None:
+        from ._hf.files import imported
+
+        return imported(config)
+
+    @hookimpl
+    def export_hf(self, job: Job) -> HFModel:
+        from ._hf.files import exported
+
+        return exported(self._config(job))
+
+    def _config(self, job: Job) -> PreTrainedConfig:
+        from ._hf.config import read
+
+        tokenizer = job.hooks.tokenizer() if job.hooks.provider("tokenizer") else None
+        mine = self.config
+        if (given := job.hooks.provider("head")) and job.hooks.gives("head") != "token_logits":
+            raise ConfigError(f"hf: the class has a head of its own; leave plugin {given!r} out.")
+        return read(mine.config or ("" if mine.type else mine.weights), mine.type, mine.set, tokenizer)

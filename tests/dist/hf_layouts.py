@@ -1,0 +1,66 @@
+"""Models of transformers on layouts of ranks, for the tests and `make verify-all`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hf_models
+from forge_train.config import Request
+
+LAYOUTS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Mapping[str, Any]]]] = {
+    "dp2": (("fsdp2",), {}),
+    "tp2": (("tp",), {"parallel": {"tp": 2}}),
+    "tp2, whole sequences": (("tp",), {"parallel": {"tp": 2}, "tp": {"sequence_parallel": False}}),
+    "cp2": (("cp",), {"parallel": {"cp": 2}}),
+}
+"""Name → plugins and sections, on two ranks."""
+PLANNED = frozenset(
+    {"arcee", "cohere", "cohere2", "exaone4", "glm", "gpt_neox", "helium", "nemotron", "phi", "starcoder2"}
+)
+"""Types whose class declares a plan of tensor parallelism."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A model type on a layout."""
+
+    kind: str
+    layout: str
+    documents: bool = False
+    world = 2
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.layout}{', documents' if self.documents else ''}"
+
+    @property
+    def row(self) -> tuple[str, str]:
+        return self.layout, "documents" if self.documents else "one text"
+
+    def request(self, file: Path | None = None) -> Request:
+        """What `forge verify` is asked for it."""
+        plugins, more = LAYOUTS[self.layout]
+        return self._request(plugins, more)
+
+    def reference(self, file: Path | None = None) -> Request:
+        """The same on one process."""
+        return self._request((), {})
+
+    def _request(self, plugins: tuple[str, ...], more: Mapping[str, Mapping[str, Any]]) -> Request:
+        sections = hf_models.sections(self.kind, synthetic={"isolate": self.documents}, **more)
+        return Request(plugins=(*hf_models.PLUGINS, *plugins), without=hf_models.WITHOUT, sections=sections)
+
+
+def product() -> Iterator[Foreign]:
+    """Every type on every layout that its class allows."""
+    for kind in hf_models.MODELS:
+        isolates = kind not in hf_models.JOINED
+        for layout in LAYOUTS:
+            planned = kind in PLANNED or not layout.startswith("tp")
+            kernel = kind not in hf_models.OWN_ATTENTION or layout != "cp2"
+            if planned and kernel:
+                yield from (
+                    Foreign(kind, layout, documents) for documents in (False, True) if isolates or not documents
+                )

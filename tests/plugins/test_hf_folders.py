@@ -1,0 +1,68 @@
+"""The plugin `hf` in whole runs: trained, resumed, exported, imported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_models
+from forge_train import ConfigError
+from forge_train.storage import checkpoint
+from forge_train.testing.runs import RunForge
+from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.unit]
+
+
+def small(kind: str) -> dict[str, Any]:
+    """A model of bytes."""
+    return {key: one for key, one in hf_models.MODELS[kind].items() if key != "vocab_size"}
+
+
+def values(kind: str, **more: Any) -> dict[str, Any]:
+    found = {"hf": {"type": kind, "set": small(kind)}, "checkpoint.every": 2, "train.evaluate_every": 2}
+    return {**found, **more}
+
+
+@pytest.mark.accept("families", 2)
+@pytest.mark.parametrize("kind", ["gpt_neox", "bloom"])
+def test_a_run_is_resumed_evaluated_and_exported(run_forge: RunForge, tmp_path: Path, kind: str) -> None:
+    settings = values(kind, **{"text.isolate": kind not in hf_models.JOINED})
+    whole = run_forge(["hf"], settings, steps=4, folder=tmp_path / "whole")
+    run_forge(["hf"], settings, steps=4, name="cut", stop_at=2, folder=tmp_path / "cut")
+    rest = run_forge(["hf"], settings, steps=4, name="cut", folder=tmp_path / "cut")
+    assert rest.numbers[-2:] == whole.numbers[-2:]
+    assert sum(event["event"] == "evaluation" for event in whole.events) == 2
+    export_checkpoint(whole.run, tmp_path / "folder")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder").eval()
+    ids = torch.arange(24).view(2, 12)
+    (part,) = whole.model.parts
+    head: Any = part.get_submodule("head")
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, head(part.eval()(ids)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["cohere2", "gpt_neox"])
+def test_a_folder_is_imported_and_comes_back(tmp_path: Path, kind: str) -> None:
+    config = transformers.AutoConfig.for_model(kind, **hf_models.MODELS[kind])
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    import_checkpoint(tmp_path / "theirs", tmp_path / "here", plugins=("hf",))
+    state = checkpoint.read_state(tmp_path / "here")
+    assert "hf" in {one["name"] for one in state["enabled"]}
+    export_checkpoint(tmp_path / "here", tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == kind
+    ours = dict(back.named_parameters())
+    assert all(one.equal(ours[name]) for name, one in theirs.named_parameters())
+
+
+def test_code_that_comes_with_weights_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}))
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        hf_models.composed(tmp_path, "", section={"config": str(tmp_path)})
