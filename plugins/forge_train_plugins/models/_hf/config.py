@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
 
 from forge_train import ConfigError, Tokenizer
 from forge_train.ground.errors import describe, nearest
-from forge_train_tools.offline.hf_files import CONFIG, table
+from forge_train.storage.hf_folder import CONFIG, table
 
 VOCABULARY = "vocab_size"
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from forge_train import ConfigError
-from forge_train_tools.offline.hf_files import Folder, indented
+from forge_train.storage.hf_folder import Folder, indented
 
 from .config import model_class
 
