@@ -40,6 +40,15 @@ set_option = click.option(
 )
 
 
+_FROM = click.option(
+    "--from",
+    "source",
+    default="",
+    metavar="HF_DIR",
+    help="Start from a Hugging Face folder: its model, weights and tokenizer, read straight from there.",
+)
+
+
 def plugin_options(function: _F) -> _F:
     """--plugins and --without, as `plugins` and `without`."""
     return plugins_option(_WITHOUT(function))
@@ -61,12 +70,14 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
             plugins: tuple[str, ...],
             without: tuple[str, ...],
             assignments: tuple[str, ...],
+            source: str,
             **options: Any,
         ) -> Any:
             from forge_train.config.layers import Request  # listings do without it
 
             request = Request(
-                config=default if config is None else config,
+                config=config or ("" if source else default),
+                model_from=source,
                 plugins=plugins,
                 without=without,
                 set=assignments,
@@ -74,13 +85,18 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
             )
             return function(*args, request=hugging_face(request, RUN_DIR) if default else request, **options)
 
-        return _CONFIG(plugin_options(set_option(command)))  # type: ignore[return-value]  # click gives what it is given
+        return _CONFIG(plugin_options(set_option(_FROM(command))))  # type: ignore[return-value]  # click gives what it is given
 
     return decorate
 
 
 def hugging_face(request: Request, run_dir: str) -> Request:
-    """The request; one for a folder in Hugging Face layout becomes one for the checkpoint that it is imported as."""
+    """The request; one for a folder in Hugging Face layout becomes one for the checkpoint that it is imported as, and
+    one that starts from such a folder has what is in it."""
+    if request.model_from:
+        from forge_train_tools.offline.huggingface import starting_from
+
+        return starting_from(request)
     if not Path(request.config).is_dir():
         return request
     from forge_train.storage.hf_folder import is_hugging_face

@@ -85,6 +85,7 @@ def train(
     forge train -p lion -s train.steps=200       with another optimizer, for 200 steps
     forge train my.toml --name first             a run in runs/first; the same again continues it
     forge train --resume runs/first              the same, by its path
+    forge train --from llama -s text.path=my     a Hugging Face folder's model, on your own text
     forge train --nproc 2                        on two processes of this machine
     """
     request = _with_name(request, name)
@@ -164,7 +165,7 @@ def _with_name(request: Request, name: str | None) -> Request:
 
 def _with_configuration(request: Request, resume: str) -> Request:
     """Where none is named: the configuration inside the run or checkpoint that `--resume` names, or the preset."""
-    if request.config:
+    if request.config or request.model_from:
         return request
     path = Path(resume)
     if is_run(path) or is_checkpoint(path):

@@ -45,3 +45,28 @@ def test_what_is_no_such_folder(forge: Forge, folder: Path) -> None:
     ended = forge("plan", "plain", fails=2)
     assert "plain" in ended.err
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.accept("families", "straight")
+def test_trained_straight_from_the_folder(forge: Forge, folder: Path, model: Path) -> None:
+    sets = ("train.steps=2", "train.global_batch=2", "train.micro_batch=2", "train.evaluate_batches=1")
+    values = [word for one in sets for word in ("-s", one)]
+    done = forge("train", "--from", "hf", *CHATS, *values, "--name", "r", "--quiet", "--export")
+    assert "imported" not in done.err
+    assert sorted(path.name for path in (folder / "runs").iterdir() if not path.name.startswith(".")) == ["r"]
+    run = folder / "runs" / "r"
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [one["checkpoint"] for one in events if one["event"] == "initialised"] == [str(model)]
+    assert (run / "tokenizer" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    assert (run / "export" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    again = forge("train", "--from", "hf", *CHATS, *values, "-s", "train.steps=3", "--name", "r", "--json")
+    assert again.json["step"] == 3, "it went on"
+    assert "no such folder" in forge("train", "--from", "nowhere", *CHATS, fails=2).err
+    assert "knows the architecture" in forge("train", "--from", strange(folder), *CHATS, fails=2).err
+
+
+def strange(folder: Path) -> str:
+    (folder / "strange").mkdir()
+    (folder / "strange" / "config.json").write_text('{"architectures": ["Strange"]}')
+    (folder / "strange" / "model.safetensors").write_bytes((folder / "hf" / "model.safetensors").read_bytes())
+    return "strange"

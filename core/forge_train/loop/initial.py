@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..composition.initialise import tied_groups
 from ..contract.job import Job
 from ..contract.model import Model
+from ..contract.protocols import HFModel
 from ..ground.errors import ConfigError
 from ..ground.failure import during
 from ..storage import checkpoint, hf_fit
@@ -64,6 +66,8 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
     layout = job.hooks.import_hf(folder.config)
     if layout is None:
         raise ConfigError(f"{path / CONFIG}: no enabled plugin knows this model (import_hf).")
+    if job.dist.main:
+        _warn_of_differences(layout, job, path)
     weights = model.alone().state_dict()
     stages = job.dist.gather_stages({name: (tuple(one.shape), one.dtype) for name, one in weights.items()})
     ties = job.dist.gather_stages(tied_groups(*model.parts))
@@ -74,6 +78,7 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
         folder,
         layout,
         {name: one for stage in stages for name, one in stage.items()},
+        whose="this run's configuration",
         tied=[group for stage in ties for group in stage],
         missing=_noting(may_lack, missing),
         unexpected=_noting(may_exceed, unexpected),
@@ -82,6 +87,25 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
     may_exceed.check(f"{path} holds beside the model")
     fill(weights, plan, folder)
     return Initial(str(path), None, tuple(missing), tuple(unexpected))
+
+
+def _warn_of_differences(layout: HFModel, job: Job, path: Path) -> None:
+    """Shapes do not tell of every value that changes what the weights compute."""
+    ours = job.hooks.export_hf()
+    again = job.hooks.import_hf(dict(ours.config)) if ours is not None else None
+    if again is not None:
+        here = dict(_flat(again.sections, ""))
+        for key, there in _flat(layout.sections, ""):
+            if key in here and here[key] != there:
+                log.warning("%s: %s is %s there, and %s in this run", path / CONFIG, key, there, here[key])
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _noting(patterns: Patterns, into: list[str]) -> Callable[[Iterable[str]], list[str]]:

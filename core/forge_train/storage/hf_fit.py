@@ -23,6 +23,7 @@ def plan(
     layout: HFModel,
     wanted: Described,
     *,
+    whose: str = CONFIG,
     tied: Iterable[Collection[str]] = (),
     missing: Choose = lambda _: (),
     unexpected: Choose = lambda _: (),
@@ -33,6 +34,7 @@ def plan(
         folder: which was opened.
         layout: how `import_hf` describes its model.
         wanted: shape and dtype of every weight of the model, those of other ranks and stages too.
+        whose: what describes the model, for messages.
         tied: names of one parameter each, whose tensor the folder may hold once more.
         missing: of weights that the layout does not name, gives those that may keep their initial values.
         unexpected: of tensors that the layout does not use, gives those that may be there.
@@ -47,7 +49,7 @@ def plan(
     made = Plan(step.given)
     sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
     expected = _expected(layout, wanted, missing)
-    wrong = _missing(folder, expected) if expected is not None else _not_given(step, wanted)
+    wrong = _missing(folder, expected, whose) if expected is not None else _not_given(step, wanted, whose)
     wrong += [_odd(folder, name) for name in folder.tensors if name not in stored and name not in leftovers]
     for name, view in made.targets.items():
         if view.dtype not in DTYPES.values():
@@ -58,7 +60,7 @@ def plan(
     for name in sorted(extra.difference(unexpected(sorted(extra)))):
         wrong += _is_a_copy(folder, name, copied)
     if wrong or (wrong := step.wrong):
-        raise ConfigError(f"{folder.path}: the tensors are not those of the model in {CONFIG}:" + indented(wrong))
+        raise ConfigError(f"{folder.path}: the tensors are not those of the model in {whose}:" + indented(wrong))
     return Plan({name: view for name, view in made.targets.items() if name in wanted})
 
 
@@ -75,18 +77,18 @@ def _expected(layout: HFModel, wanted: Described, missing: Choose) -> dict[str, 
     return {name: view.shape for name, view in step.given.items()}
 
 
-def _missing(folder: Folder, expected: Mapping[str, Shape]) -> list[str]:
+def _missing(folder: Folder, expected: Mapping[str, Shape], whose: str) -> list[str]:
     wrong: list[str] = []
     for name, shape in expected.items():
         entry = folder.tensors.get(name)
         if entry is None:
             wrong.append(f"{name}: missing ({_words(shape)})")
         elif entry.shape != shape:
-            wrong.append(f"{name}: {_words(entry.shape)} in {entry.file.name}, {_words(shape)} by {CONFIG}")
+            wrong.append(f"{name}: {_words(entry.shape)} in {entry.file.name}, {_words(shape)} by {whose}")
     return wrong
 
 
-def _not_given(step: Step, wanted: Described) -> list[str]:
+def _not_given(step: Step, wanted: Described, whose: str) -> list[str]:
     """As `_missing`, by forge's names."""
     wrong = list(step.wrong)
     for name, (shape, _) in wanted.items():
@@ -94,7 +96,7 @@ def _not_given(step: Step, wanted: Described) -> list[str]:
         if view is None:
             wrong.append(f"{name}: no tensor gives it ({_words(shape)})")
         elif view.shape != shape:
-            wrong.append(f"{name}: {_words(view.shape)} in the files, {_words(shape)} by {CONFIG}")
+            wrong.append(f"{name}: {_words(view.shape)} in the files, {_words(shape)} by {whose}")
     return wrong + [f"{name}: given, and not in the model" for name in step.given if name not in wanted]
 
 

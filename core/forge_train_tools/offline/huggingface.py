@@ -121,17 +121,18 @@ def _understand(
     return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
 
 
-def starting_from(source: Path, request: Request) -> Request:
-    """A request whose model, weights and tokenizer are those of a folder in Hugging Face layout; no tensor is read.
+def starting_from(request: Request) -> Request:
+    """A request with the model and tokenizer of the folder that it is to start from; no tensor is read.
 
     Args:
-        source: the folder.
-        request: what else the run is to be.
+        request: whose `model_from` is in Hugging Face layout. Without a configuration it has that of fine-tuning.
 
     Raises:
         ConfigError: for a folder or an architecture that can't be imported.
     """
-    brought, _ = _brought(Folder.open(source), dataclasses.replace(request, config=request.config or PRESET))
+    source = Path(request.model_from)
+    asked = dataclasses.replace(request, config=request.config or PRESET, model_from="")
+    brought, _ = _brought(Folder.open(source), asked)
     train = {**brought.sections["train"], "init_from": str(source.absolute())}
     return dataclasses.replace(brought, sections={**brought.sections, "train": train})
 
