@@ -189,8 +189,15 @@ LIES: dict[str, tuple[Any, str]] = {
         "it is 5 × 7 of float32, and 7 × 5 of float32 by",
     ),
     "another dtype": (lambda t: t["layers.0.w"].update(dtype="I32"), "it is 7 × 5 of int32, and 7 × 5 of float32 by"),
-    "a dtype that nobody knows": (lambda t: t["layers.0.w"].update(dtype="U32"), "its dtype is U32"),
-    "a tensor that is gone": (lambda t: t.update(x=t.pop("layers.0.w")), "not a whole safetensors file: "),
+    "a dtype that nobody knows": (
+        lambda t: t["layers.0.w"].update(dtype="U32"),
+        "it is not in this file, or its dtype is unknown",
+    ),
+    "a tensor that is gone": (lambda t: t.update(x=t.pop("layers.0.w")), "it is not in this file, or its dtype"),
+    "another place": (
+        lambda t: t.update({"layers.0.w": t["layers.1.w"], "layers.1.w": t["layers.0.w"]}),
+        "it begins at byte 4,244, and at 4,104 by the index",
+    ),
     "values beyond the end": (lambda t: t["mask"].update(data_offsets=[0, 10**15]), "not a whole safetensors file: "),
 }
 

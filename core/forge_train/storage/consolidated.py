@@ -22,7 +22,7 @@ from ..ground.strict_json import dumps
 from .tree import MODEL
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
 
@@ -172,9 +172,8 @@ class Files:
             try:
                 for item in mine:
                     assert item.tensor_data is not None
-                    for offset, piece in _pieces(
-                        self.places[item.index.fqn], item.tensor_data.chunk, _bytes(values(item))
-                    ):
+                    place, chunk = self.places[item.index.fqn], item.tensor_data.chunk
+                    for offset, piece in pieces(place, chunk.offsets, chunk.sizes, _bytes(values(item))):
                         _write_at(handle, piece, offset)
                 os.fsync(handle)
             finally:
@@ -186,9 +185,18 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _pieces(place: Place, chunk: ChunkStorageMetadata, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """The parts of a shard that lie together in the file, with the byte where each begins."""
-    shape, item, offsets, sizes = place.shape, place.dtype.itemsize, chunk.offsets, chunk.sizes
+def pieces(
+    place: Place, offsets: Sequence[int], sizes: Sequence[int], data: memoryview
+) -> Iterator[tuple[int, memoryview]]:
+    """The parts of a shard that lie together in the file, with the byte where each begins.
+
+    Args:
+        place: of the full tensor.
+        offsets: where in it the shard begins.
+        sizes: of the shard.
+        data: the bytes of the shard, in the order of a contiguous tensor.
+    """
+    shape, item = place.shape, place.dtype.itemsize
     strides = [item * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     inner = len(shape)  # dimensions from here on are whole
     while inner and sizes[inner - 1] == shape[inner - 1]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..ground.errors import ConfigError
+from ..ground.untrusted import parse_json
 from . import entries
-from .consolidated import DTYPES, ENDING
+from .consolidated import DTYPES, ENDING, Place, pieces, size_of
 from .metadata import read_index
 from .tree import MODEL
 
@@ -36,13 +38,8 @@ def reader(path: Path, name: str) -> Iterator[Callable[[MetadataIndex, _StorageI
         ConfigError: as `read_shard`, by the function too.
     """
     if name.endswith(ENDING):
-        with _opened(path, name) as tensors:
-
-            def read_slice(index: MetadataIndex, place: _StorageInfo, part: tuple[slice, ...]) -> Tensor:
-                found: Tensor = _found(path, tensors, index, place)[part]
-                return found
-
-            yield read_slice
+        with _opened(path, name) as (file, tensors):
+            yield lambda index, place, part: _read_slice(file, _found(path, tensors, index, place), part)
         return
     with (path / name).open("rb") as file:
         yield lambda index, place, part: read_shard(path, file, index, place)[part]
@@ -80,7 +77,7 @@ def check_shards(path: Path) -> None:
     for name, shards in files.items():
         ordered = sorted(shards, key=lambda shard: shard[1].offset)
         if name.endswith(ENDING):
-            with _opened(path, name) as tensors:
+            with _opened(path, name) as (_, tensors):
                 for index, place in ordered:
                     _found(path, tensors, index, place)
             continue
@@ -93,25 +90,49 @@ def check_shards(path: Path) -> None:
 
 
 @contextmanager
-def _opened(path: Path, name: str) -> Iterator[Any]:
-    """A safetensors file, whose header alone is read."""
+def _opened(path: Path, name: str) -> Iterator[tuple[BinaryIO, dict[str, Place]]]:
+    """A safetensors file, and the places of its tensors. It is not mapped into memory, where an error of the disk would
+    be a signal that ends the process."""
     try:
-        with safe_open(path / name, framework="pt") as tensors:
-            yield tensors
+        with safe_open(path / name, framework="pt"):
+            pass  # the header is whole, and fits the file
     except SafetensorError as error:
         raise ConfigError(f"{path / name}: not a whole safetensors file: {error}.") from error
+    with (path / name).open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = parse_json(file.read(length).decode())
+        header.pop("__metadata__", None)
+        yield (
+            file,
+            {
+                tensor: Place(name, 8 + length + one["data_offsets"][0], tuple(one["shape"]), _DTYPES[one["dtype"]])
+                for tensor, one in header.items()
+                if one["dtype"] in _DTYPES
+            },
+        )
 
 
-def _found(path: Path, tensors: Any, index: MetadataIndex, place: _StorageInfo) -> Any:
-    """A tensor in a safetensors file, of which parts may be taken."""
+def _found(path: Path, tensors: Mapping[str, Place], index: MetadataIndex, place: _StorageInfo) -> Place:
+    """The place of a tensor in a safetensors file."""
     try:
-        found = tensors.get_slice(index.fqn.removeprefix(MODEL))
-        if (dtype := _DTYPES.get(found.get_dtype())) is None:
-            raise ValueError(f"its dtype is {found.get_dtype()}")
-        _compare(path, index, tuple(found.get_shape()), dtype)
+        if (found := tensors.get(index.fqn.removeprefix(MODEL))) is None:
+            raise ValueError("it is not in this file, or its dtype is unknown")
+        _compare(path, index, found.shape, found.dtype)
+        if found.start != place.offset:
+            raise ValueError(f"it begins at byte {found.start:,}, and at {place.offset:,} by the index")
     except ValueError as error:
         raise _refused(path, index, place, error) from error
     return found
+
+
+def _read_slice(file: BinaryIO, place: Place, part: tuple[slice, ...]) -> Tensor:
+    offsets, sizes = [one.start for one in part], [one.stop - one.start for one in part]
+    values = torch.empty(size_of(sizes, place.dtype), dtype=torch.uint8)
+    for offset, piece in pieces(place, offsets, sizes, memoryview(values.numpy())):  # type: ignore[arg-type]
+        file.seek(offset)
+        if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
+            raise ConfigError(f"{place.file}: ends too early.")
+    return values.view(place.dtype).reshape(sizes)
 
 
 def _compare(path: Path, index: MetadataIndex, shape: tuple[int, ...], dtype: torch.dtype) -> None:
