@@ -43,6 +43,11 @@ if TYPE_CHECKING:
     from .contract.extra import ExtraModel as ExtraModel
     from .contract.groups import ParameterGroup as ParameterGroup
     from .contract.job import Job as Job
+    from .contract.layers import FeedForward as FeedForward
+    from .contract.layers import Head as Head
+    from .contract.layers import HeadSpec as HeadSpec
+    from .contract.layers import Init as Init
+    from .contract.layers import Layer as Layer
     from .contract.metric import Bins as Bins
     from .contract.metric import Metric as Metric
     from .contract.micro_state import POSITIONS as POSITIONS
@@ -54,12 +59,7 @@ if TYPE_CHECKING:
     from .contract.plugin import hookimpl as hookimpl
     from .contract.protocols import Evaluator as Evaluator
     from .contract.protocols import Executor as Executor
-    from .contract.protocols import FeedForward as FeedForward
-    from .contract.protocols import Head as Head
-    from .contract.protocols import HeadSpec as HeadSpec
     from .contract.protocols import HFModel as HFModel
-    from .contract.protocols import Init as Init
-    from .contract.protocols import Layer as Layer
     from .contract.protocols import Loader as Loader
     from .contract.protocols import LossFunction as LossFunction
     from .contract.protocols import LossScale as LossScale

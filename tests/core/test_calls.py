@@ -44,7 +44,7 @@ from forge_train.contract.calls import Calls, EnabledPlugin, implemented
 from forge_train.contract.events import Evaluation, StepResult
 from forge_train.contract.hooks import Hooks
 from forge_train.contract.hookspecs import KINDS, OBSERVERS, OPTIONAL
-from forge_train.contract.protocols import Layer
+from forge_train.contract.layers import Layer
 from forge_train.contract.reference import PluginRef
 from forge_train.state_map import Rename
 

@@ -14,8 +14,8 @@ from torch import nn
 from ..contract.calls import EnabledPlugin, plugin_note, without
 from ..contract.extra import Extra, ExtraModel
 from ..contract.job import Job
+from ..contract.layers import Init
 from ..contract.model import Model
-from ..contract.protocols import Init
 from ..contract.returns import kind_of
 from ..contract.transform import HOOK_TABLES, Applied, Phase, Transform
 from ..ground.errors import ConfigError, ForgeError, PluginError, locate

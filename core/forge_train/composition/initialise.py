@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..contract.protocols import Init
+from ..contract.layers import Init
 from ..ground.errors import PluginError
 from ..ground.tensors import local
 

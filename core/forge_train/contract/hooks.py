@@ -15,17 +15,14 @@ from .extra import ExtraModel
 from .fit import check_fit, gives
 from .guards import Guarded, Prepare, guarded, nesting, preparing
 from .hookspecs import KINDS, OPTIONAL, TAKES
+from .layers import FeedForward, Head, HeadSpec, Layer
 from .losses import with_rows
 from .metric import Metric
 from .plugin import Plugin
 from .protocols import (
     Evaluator,
     Executor,
-    FeedForward,
-    Head,
-    HeadSpec,
     HFModel,
-    Layer,
     Loader,
     LossFunction,
     LossScale,

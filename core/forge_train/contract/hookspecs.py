@@ -26,16 +26,13 @@ from ..ground.errors import Problem
 from .attention import Attention, AttentionKernel, KernelCapabilities
 from .batch import Batch, Preparation
 from .extra import ExtraModel
+from .layers import FeedForward, Head, HeadSpec, Layer
 from .metric import Metric
 from .plugin import PROJECT
 from .protocols import (
     Evaluator,
     Executor,
-    FeedForward,
-    Head,
-    HeadSpec,
     HFModel,
-    Layer,
     Loader,
     LossFunction,
     LossScale,

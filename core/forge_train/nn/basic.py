@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..contract.protocols import Init
+from ..contract.layers import Init
 
 
 class Linear(nn.Linear):

@@ -16,8 +16,9 @@ from ..contract.calls import EnabledPlugin
 from ..contract.control import Control
 from ..contract.hookspecs import GIVES
 from ..contract.job import Job
+from ..contract.layers import Layer
 from ..contract.model import Model
-from ..contract.protocols import Layer, Loader
+from ..contract.protocols import Loader
 from ..contract.run import Run
 from ..contract.transform import Transform
 from ..contract.trees import shard_tree

@@ -1,0 +1,99 @@
+"""What models are built of: how a parameter starts, and what the chains of a layer and the head are told and give.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """How a parameter starts.
+
+    Args:
+        kind: `normal` (mean 0), `uniform` (mean 0), `ones`, `zeros`, or `given`.
+        std: standard deviation of the first two kinds.
+        values: for `given`: the run's seed → the whole tensor on the CPU, the same on every rank.
+    """
+
+    kind: Literal["normal", "uniform", "ones", "zeros", "given"]
+    std: float = 0.02
+    values: Callable[[int], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a chain is told about the layer it builds a module for."""
+
+    index: int
+    num_layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    """Width of a dense feed-forward block."""
+    norm_eps: float = 1e-6
+    bias: bool = False
+    """Whether the projections of a feed-forward block have biases."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    """Whether attention's output projection has one."""
+    qk_norm: bool = False
+    qk_norm_over: Literal["head", "width"] = "head"
+    """Whether queries and keys are normalised head by head, or over the features of all heads together."""
+    unit_offset: bool = False
+    """Whether RMSNorm multiplies by 1 + its weight."""
+    window: int | None = None
+    """Positions that a query sees, its own the last of them; None is all."""
+    soft_cap: float | None = None
+    """Of attention's logits: they become `cap · tanh(logits / cap)`."""
+    scale: float | None = None
+    """Factor on attention's logits; None is 1/√head_dim."""
+    rope: nn.Module | None = None
+    """The rotary embedding shared by layers: `rope(x [batch, sequence, heads, head_dim], position_ids) → x`. None in a
+    layer without positions."""
+    std: float = 0.02
+    """Standard deviation of initial weights."""
+    output_std: float = 0.02
+    """The same for projections that write into the residual stream."""
+
+
+class FeedForward(Protocol):
+    """`feed_forward`: a layer's channel mixer, an `nn.Module`: `[batch, sequence, dim]` → the same."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """What a model tells the plugin that builds its head."""
+
+    dim: int
+    """Features of the hidden states that the head is given."""
+    vocabulary: int
+    """Number of token ids."""
+    std: float = 0.02
+    """Standard deviation of initial weights."""
+    divisor: float = 1.0
+    """What logits are divided by. A head that does so has an attribute `divisor` of this value."""
+    soft_cap: float | None = None
+    """Logits, once divided, become `cap · tanh(logits / cap)` (Gemma 2, arXiv:2408.00118). A head that does so has an
+    attribute `soft_cap` of this value."""
+
+
+class Head(Protocol):
+    """`head`: what turns hidden states into outputs, an `nn.Module`: `[batch, sequence, dim]` → outputs.
+
+    Its plugin's `gives` says what the outputs are. It may declare `tensor_plan()`, module name → style, the empty name
+    for itself; without, tensor parallelism keeps it whole on every rank and hands it whole sequences.
+    """
+
+    def __call__(self, hidden: Tensor) -> Tensor: ...
