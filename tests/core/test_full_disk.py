@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import pickle
 import re
 import resource
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 
 import toys
 from forge_train.engine import train
+from forge_train.ground import disk
 from forge_train.ground.disk import DiskError, LogFile
 from forge_train.storage.checkpoint import check, found
 from forge_train_tools.launching import launch
@@ -109,3 +112,16 @@ def test_a_rank_can_say_how_it_ended_on_a_disk_that_is_full(tmp_path: Path, monk
     outcome = left(task.folder, 0, 1)
     assert outcome is not None
     assert outcome.message == "the disk is full"
+
+
+@pytest.mark.parametrize(("number", "full"), [("ENOSPC", True), ("EDQUOT", True), ("EFBIG", True), ("EROFS", False)])
+def test_a_launcher_knows_that_another_attempt_finds_no_room(tmp_path: Path, number: str, full: bool) -> None:
+    """Also of a rank that has the error from another one."""
+    error = disk.refused(tmp_path, OSError(getattr(errno, number), "no"))
+    assert pickle.loads(pickle.dumps(error)).full is full
+    task = WorkerCommand("module:function", {}, folder=tmp_path / "launch", logs=tmp_path)
+    task.write(1)
+    leave(task.folder, 0, WorkerResult(0, 1, message=str(error), disk_full=error.full))
+    outcome = left(task.folder, 0, 0)
+    assert outcome is not None
+    assert outcome.disk_full is full
