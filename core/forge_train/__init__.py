@@ -114,7 +114,8 @@ _HOME = {
     "contract.micro_state": "MicroState POSITIONS SAMPLES StateKey",
     "contract.model": "Model",
     "contract.plugin": "Plugin hookimpl",
-    "contract.protocols": "Evaluator Executor FeedForward HFModel Head HeadSpec Init Layer"
+    "contract.layers": "FeedForward Head HeadSpec Init Layer",
+    "contract.protocols": "Evaluator Executor HFModel"
     " Loader LossFunction LossScale RolloutLoader Schedule Span SpanName Task TokenDispatch Tokenizer",
     "contract.state_dtypes": "StateDtypes",
     "contract.step_state": "StepState",
