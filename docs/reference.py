@@ -22,11 +22,11 @@ GROUPS = {
 }
 """Heading → names; what no heading names comes under the last one."""
 REST = "Protocols of slots and chains"
-BESIDE = ("forge_train.metrics", "forge_train.nn")
+BESIDE = ("forge_train.metrics", "forge_train.nn", "forge_train.state_map")
 
 
 def api() -> str:
-    """Everything that `forge_train` exports, grouped, then `forge_train.metrics` and `forge_train.nn`."""
+    """Everything that `forge_train` exports, grouped, then the packages beside it."""
     package = importlib.import_module("forge_train")
     grouped = {heading: names.split() for heading, names in GROUPS.items()}
     named = {name for names in grouped.values() for name in names}

@@ -79,8 +79,9 @@ class Stack(StateMap):
         for name, found in stacks.items():
             bindings = next(iter(found.values()))
             numbers = [str(number) for number in range(len(found))]
-            odd = sorted(found.keys() - {*numbers})
-            step.wrong += [f"{template(self.each).fill(found[one])}: {name} has {len(found)} in all" for one in odd]
+            odd = [template(self.each).fill(found[one]) for one in sorted(found.keys() - {*numbers})]
+            step.take(*odd)
+            step.wrong += [f"{one}: {name} has {len(found)} in all, numbered from 0" for one in odd]
             rows = step.take(*(template(self.each).fill({**bindings, over: one}) for one in numbers))
             if alike(step, name, rows):
                 step.give(name, Joined.of(((Unsqueezed.of(row, 0), 0, 1) for row in rows), 0))

@@ -17,6 +17,7 @@ from ..ground.errors import ConfigError, describe
 from ..ground.present import few
 from ..ground.untrusted import load_json, regular_size
 from ..state_map import Box, Plan
+from ..state_map.views import whole
 from .consolidated import INDEX
 
 CONFIG, SINGLE = "config.json", "model.safetensors"
@@ -101,10 +102,10 @@ class Folder:
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A tensor, as it is stored, or a range of it, of which no other byte is read."""
-        file = self.tensors[name].file
+        file, shape = self.tensors[name].file, self.tensors[name].shape
         if file not in self._opened:
             self._opened[file] = safe_open(file, framework="pt")
-        if box is None or not box:
+        if box is None or box == whole(shape):  # mapped, where a slice is copied
             return self._opened[file].get_tensor(name)  # type: ignore[no-any-return]
         return self._opened[file].get_slice(name)[tuple(slice(*bounds) for bounds in box)]  # type: ignore[no-any-return]
 
