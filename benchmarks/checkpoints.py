@@ -1,8 +1,9 @@
 """What a checkpoint costs: the disk, a save that training waits for, and one that is written in the background.
 
-    python benchmarks/checkpoints.py [FOLDER]   # writes benchmarks/results/checkpoints.md
+    python benchmarks/checkpoints.py [FOLDER]  # on the disk of that folder; prints the page
+    python benchmarks/run.py checkpoints       # on that of temporary files; writes benchmarks/results/checkpoints.md
 
-FOLDER lies on the disk that is measured. Each way of saving is measured in a process of its own, so that its peak of
+Each way of saving is measured in a process of its own, so that its peak of
 memory is its own. The least of several measurements counts: other work on the machine adds time and never takes any
 away. CPU seconds, of all threads, say what wall seconds hide on a machine that is busy with something else.
 """
@@ -18,18 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results" / "checkpoints.md"
 MIB = 2**20
 PIECE, PIECES = 36 * MIB, 32
 """Bytes of a tensor, and how many there are: 1.125 GiB."""
 REPEATS = 2
-STEPS, EVERY = 10, 4
+STEPS, EVERY = 125, 40
 MODEL = {
     "decoder.dim": 1024,
     "decoder.layers": 8,
@@ -160,14 +161,57 @@ def measured(part: str, how: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def report(folder: Path) -> str:
+@dataclass(frozen=True)
+class Found:
+    """What was measured."""
+
+    rates: dict[str, Any]
+    copy: dict[str, Any]
+    at_once: dict[str, Any]
+    behind: dict[str, Any]
+    run_once: dict[str, Any]
+    run_behind: dict[str, Any]
+
+    @property
+    def beyond(self) -> dict[str, float]:
+        """What training waits for beside the copy, as a share of a save in the foreground."""
+        return {unit: (self.behind[unit] - self.copy[unit]) / self.at_once[unit] for unit in ("waits", "waits_cpu")}
+
+    @property
+    def rate(self) -> float:
+        """MB/s of a save, as a share of the disk's."""
+        return PIECE * PIECES / 1e6 / self.at_once["whole"] / float(self.rates["write"])
+
+    @property
+    def factor(self) -> float:
+        """A step that saves, without what it waits for, in steps that do not."""
+        return float((self.run_behind["saving"] - self.run_behind["waits"]) / self.run_behind["idle"])
+
+
+def parts(folder: Path) -> Found:
+    """Measure."""
+    return Found(
+        measured("disk", "", folder),
+        *(measured("save", how, folder) for how in ("copy", "at_once", "behind")),
+        *(measured("train", how, folder) for how in ("at_once", "behind")),
+    )
+
+
+def bars(found: Found) -> list[tuple[str, str, str, bool]]:
+    """What was measured, its bar, and whether it is met."""
+    more = found.behind["more"] / (PIECE * PIECES)
+    return [
+        ("training waits beside the copy", f"{found.beyond['waits']:.1%}", "≤ 10%", found.beyond["waits"] <= 0.1),
+        ("memory of a background save, in states", f"{more:.2f}", "≤ 1.1", more <= 1.1),
+        ("a step that saves, without the copy", f"{found.factor:.2f} ×", "≤ 1.10 ×", found.factor <= 1.1),
+        ("a save, of the disk's rate", f"{found.rate:.0%}", "≥ 80%", found.rate >= 0.8),
+    ]
+
+
+def page(found: Found) -> str:
     """The page."""
-    rates = measured("disk", "", folder)
-    copy, at_once, behind = (measured("save", how, folder) for how in ("copy", "at_once", "behind"))
-    run_once, run_behind = (measured("train", how, folder) for how in ("at_once", "behind"))
-    size = PIECE * PIECES
-    beyond = {unit: (behind[unit] - copy[unit]) / at_once[unit] for unit in ("waits", "waits_cpu")}
-    rate = size / 1e6 / at_once["whole"]
+    rates, copy, at_once, behind = found.rates, found.copy, found.at_once, found.behind
+    run_once, run_behind, beyond, size = found.run_once, found.run_behind, found.beyond, PIECE * PIECES
     saves = {"a save that training waits for": at_once, "in the background": behind}
     table = [
         f"| {name} | {one['waits']:.2f} | {one['waits_cpu']:.2f} | {one['whole']:.2f} | {one['whole_cpu']:.2f} "
@@ -182,11 +226,10 @@ def report(folder: Path) -> str:
     ]
     cores, load = os.cpu_count() or 1, os.getloadavg()[2]
     allowed = size / 1e6 / at_once["whole_cpu"] * cores
-    factor = (run_behind["saving"] - run_behind["waits"]) / run_behind["idle"]
     return f"""# Checkpoints
 
-Written by `python benchmarks/checkpoints.py` on {time.strftime("%Y-%m-%d")}, on {cores} cores. In the last 15 minutes,
-{load:.0f} threads wanted them at a time. The least of {REPEATS} measurements counts.
+Written by `python benchmarks/run.py checkpoints` on {time.strftime("%Y-%m-%d")}, on {cores} cores. In the last
+15 minutes, {load:.0f} threads wanted them at a time. The least of {REPEATS} measurements counts.
 
 The disk takes {rates["write"]:.0f} MB/s and gives {rates["read"]:.0f} MB/s (one flushed file of {size / 1e6:.0f} MB).
 One core hashes {rates["hash"]:.0f} MB/s.
@@ -201,7 +244,7 @@ A state of {size / 2**30:.3f} GiB in {PIECES} tensors, on one process, in second
 Beyond the copy, training waits for {beyond["waits"]:.1%} of a save in the foreground, by CPU time
 {beyond["waits_cpu"]:.1%} (bar: 10%). Memory grows by {behind["more"] / size:.2f} of the state (bar: one more copy).
 
-Writing, hashing, flushing, reading back and comparing reach {rate / rates["write"]:.0%} of the rate at which the disk
+Writing, hashing, flushing, reading back and comparing reach {found.rate:.0%} of the rate at which the disk
 takes a plain file (bar: 80%). They take {at_once["whole_cpu"]:.1f} CPU seconds, so all cores together allow
 {allowed:.0f} MB/s.
 
@@ -212,8 +255,8 @@ CPU seconds of the training thread:
 |---|---|---|---|---|---|---|---|
 {chr(10).join(steps)}
 
-In the background, a step that saves takes {factor:.2f} × a step that does not, plus the time it waits (bar: 1.10).
-Hashing and writing share the cores with training here.
+In the background, a step that saves takes {found.factor:.2f} × a step that does not, plus the time it waits (bar:
+1.10). Hashing and writing share the cores with training here.
 """
 
 
@@ -227,9 +270,7 @@ def main() -> None:
         }
         print(json.dumps(found[part]()))
         return
-    text = report(folder)
-    RESULTS.write_text(text, encoding="utf-8")
-    print(text)
+    print(page(parts(folder)))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@
     python benchmarks/run.py observing       # metrics and trackers: benchmarks/results/observing.md
     python benchmarks/run.py data            # token shards: benchmarks/results/data.md
     python benchmarks/run.py planning        # plans of large models: benchmarks/results/planning.md
+    python benchmarks/run.py checkpoints     # what a save costs: benchmarks/results/checkpoints.md
+    python benchmarks/run.py surviving       # a killed rank, and those that watch: benchmarks/results/surviving.md
     python benchmarks/run.py chaos           # 100 misfortunes on two ranks: benchmarks/results/chaos.md
 
 Each ratio is of two things measured alternately in one go, by the CPU time of one thread, and the best of each counts:
@@ -39,6 +41,8 @@ ATTENTION = HERE / "results" / "attention.md"
 OBSERVING = HERE / "results" / "observing.md"
 DATA = HERE / "results" / "data.md"
 PLANNING = HERE / "results" / "planning.md"
+CHECKPOINTS = HERE / "results" / "checkpoints.md"
+SURVIVING = HERE / "results" / "surviving.md"
 FORGE = [sys.executable, "-m", "forge_train_cli"]
 
 
@@ -350,6 +354,34 @@ def planning() -> list[Row]:
     return rows
 
 
+def checkpoints() -> list[Row]:
+    """What a checkpoint costs."""
+    sys.path.insert(0, str(HERE))
+    from checkpoints import bars, page, parts
+
+    found = parts(Path(tempfile.gettempdir()))
+    CHECKPOINTS.write_text(page(found), encoding="utf-8")
+    return [Row(*row) for row in bars(found)]
+
+
+def surviving() -> list[Row]:
+    """How soon a run goes on, and what it costs to watch one."""
+    sys.path.insert(0, str(HERE))
+    from surviving import STEP, WATCHERS, restart, watching
+
+    soon, cost = restart(), watching() / STEP
+    rows = [
+        Row("a rank is killed → next finished step, 2 ranks", f"{soon:.1f} s", "≤ 15 s", soon <= 15),
+        Row(f"{', '.join(WATCHERS)}: of a step of 100 ms", f"{cost:.2%}", "≤ 0.5%", cost <= 0.005),
+    ]
+    note = (
+        "The first is wall time, with those plugins, of the preset quickstart, from the kill to the end of the step "
+        "that follows the checkpoint. The second is CPU time of all threads, on one process."
+    )
+    SURVIVING.write_text(table(rows, "Surviving", "python benchmarks/run.py surviving", note), encoding="utf-8")
+    return rows
+
+
 def chaos() -> list[Row]:
     """Runs that meet misfortunes; the page has a line for each kind."""
     code = subprocess.run([sys.executable, str(HERE / "chaos.py")], check=False).returncode
@@ -375,10 +407,25 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     part.__name__: part
     for part in (
         *(startup, first, loop, loss, text, quickstart, trials),
-        *(parallel, experts, low_precision, optimizers, attention, observing, data, planning, chaos),
+        *(
+            parallel,
+            experts,
+            low_precision,
+            optimizers,
+            attention,
+            observing,
+            data,
+            planning,
+            checkpoints,
+            surviving,
+            chaos,
+        ),
     )
 }
-APART = {"parallel", "experts", "low_precision", "optimizers", "attention", "observing", "data", "planning", "chaos"}
+APART = {
+    *("parallel", "experts", "low_precision", "optimizers", "attention", "observing", "data", "planning"),
+    *("checkpoints", "surviving", "chaos"),
+}
 """Those that have a table of their own."""
 
 

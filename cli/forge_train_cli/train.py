@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     default="auto",
     show_default=True,
     metavar="auto|never|PATH",
-    help="PATH or address of a run continues it; that of a checkpoint starts a new run there; never starts over.",
+    help="auto continues a named run. PATH or address: continue that run, or start a new one from that checkpoint.",
 )
 @processes_option
 @click.option(
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
     type=click.IntRange(min=0),
     default=0,
     metavar="K",
-    help="How often a failure starts all processes again, from the newest checkpoint.",
+    help="After a failure, start all processes again from the newest checkpoint, at most K times.",
 )
 @click.option(
     "--min-nproc",
     type=click.IntRange(min=1),
     metavar="M",
-    help="With --max-restarts: go on with fewer processes, but at least M, where the same ones fail twice in a row.",
+    help="With --max-restarts: once the same processes fail twice in a row, go on without them, with at least M.",
 )
 @click.option("--export", is_flag=True, help="Write the trained model to RUN/export in Hugging Face layout.")
 @click.option("--quiet", "-q", is_flag=True, help="No dashboard, only warnings and errors.")

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ import toys
 from forge_train import DivergedError, ForgeError, Plugin, hookimpl
 from forge_train.ground.disk import DiskError
 from forge_train.storage import save_plan, writing
+from forge_train.storage.background import NICENESS, Background
 from forge_train.storage.checkpoint import check, found, load, save
 from forge_train.storage.save_plan import Shards, balanced
 from forge_train.storage.seal import ALONE
@@ -302,3 +304,15 @@ def test_a_large_state_is_written_by_several_threads_whose_refusals_are_all_hear
         with full_for(name), pytest.raises(DiskError, match="No space left on device"):
             save(tmp_path, 2, state, ALONE, beside=[])
     assert [one.step for one in found(tmp_path)] == [1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, threads have no niceness of their own")
+def test_training_goes_first(tmp_path: Path) -> None:
+    """Where there are fewer cores than threads, writing takes what training leaves."""
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = niceness()
+    assert Background(niceness, ALONE).result() == max(before, NICENESS)
+    assert niceness() == before
