@@ -126,6 +126,17 @@ def test_families_keep_to_transformers(case: str, tmp_path: Path, capsys: pytest
     imported_trained_and_exported(*FAMILIES[case], tmp_path)
 
 
+@pytest.mark.unit
+def test_a_family_that_the_kernel_cannot_compute_is_told_with_the_kernels_that_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random_model("Gemma2", **GEMMA).save_pretrained(tmp_path / "hf")
+    assert forge(["checkpoint", "import", str(tmp_path / "hf"), str(tmp_path / "start")]) == 2
+    told = capsys.readouterr().err
+    assert "without soft caps" in told
+    assert "Installed kernels that have it: auto, eager, flex" in told
+
+
 def imported_trained_and_exported(
     family: str, values: dict[str, Any], saving: dict[str, Any], kernel: str, tmp_path: Path
 ) -> None:

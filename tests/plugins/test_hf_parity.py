@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
     "llama biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama biases in attention": ("Llama", {"attention_bias": True}),
     "llama head_dim": ("Llama", {"head_dim": 16}),
     "llama gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),

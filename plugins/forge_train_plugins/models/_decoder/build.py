@@ -96,6 +96,10 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
     )
 
 
+DEFAULTS = {"window": None, "soft_cap": None, "scale": None, "divisor": 1.0}
+"""What a module without the attribute does."""
+
+
 def _check_obeyed(whose: str, module: object, asked: Layer | HeadSpec, names: Iterable[str]) -> None:
     """Whether a module shows, as an attribute, each option that was asked for: another one would ignore it.
 
@@ -103,9 +107,9 @@ def _check_obeyed(whose: str, module: object, asked: Layer | HeadSpec, names: It
         ConfigError: naming the option.
     """
     for name in names:
-        value, default = getattr(asked, name), type(asked).__dataclass_fields__[name].default
+        value, default = getattr(asked, name), DEFAULTS[name]
         if value != default and getattr(module, name, default) != value:
-            key = {"HeadSpec": "decoder.logit_"}.get(type(asked).__name__, "decoder.") + name
+            key = f"decoder.logit_{name}" if isinstance(asked, HeadSpec) else f"decoder.{name}"
             raise ConfigError(
                 f"{key}: {whose} ({type(module).__name__}) does not know it: it has no attribute {name!r} of this "
                 "value. Leave the option at its default, or take another plugin."

@@ -145,7 +145,7 @@ class Family:
             window, which = self.windows.read(config, decoder["layers"])
         else:
             layer_types(config, which, fixed=True)
-        if window:
+        if any(which):
             decoder |= {"window": window, "window_layers": repeating(which)}
         decoder["rope"] = self.rotation.read(config, decoder["layers"], which)
         activation = config.one_of(self.activation, ACTIVATIONS, self.act)

@@ -113,13 +113,13 @@ class Windows:
             window = None
         elif window is not None:
             window = config.integer("sliding_window", self.missing)
-        default = self.which(config, layers) if window or not self.switch else (False,) * layers
-        default = default if window or self.listed else (False,) * layers
-        which = layer_types(config, default, fixed=not self.listed)
+        some = bool(window) or (self.listed and not self.switch)
+        which = self.which(config, layers) if some else (False,) * layers
+        which = layer_types(config, which, fixed=not self.listed)
         if any(which) and (not window or window < 1):
             config.refuse("sliding_window", f"{SLIDING} needs a number of tokens")
         config.skip("sliding_window")
-        return (window or 0, which) if any(which) else (0, which)
+        return window or 0, which
 
     def write(self, config: Decoder.Config) -> dict[str, Any]:
         which = [window > 0 for window in rules.windows(config)]
