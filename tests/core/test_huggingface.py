@@ -513,15 +513,19 @@ def test_a_damaged_checkpoint_is_not_exported(llama: Path, tmp_path: Path, capsy
 
 
 @pytest.mark.unit
-def test_training_from_a_folder_of_transformers_says_what_to_do_first(
+def test_training_another_model_from_a_folder_of_transformers_says_what_to_do(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = tmp_path / "runs"
     sets = ["-s", f"train.init_from={llama}", "-s", f"text.path={tiny_models.text_file(tmp_path)}"]
     sets += ["-s", "train.evaluate_every=0"]
     assert forge(["train", *sets, "--run-dir", str(runs), "--quiet"]) == 2
-    assert f"forge checkpoint import {llama} NEW" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"{llama}/config.json describes another model than this run's configuration:\n  layers.0." in told
+    assert f"With --from {llama} a run has its model." in told
     assert not any(runs.iterdir())
+    assert forge(["eval", str(llama)]) == 2
+    assert f"forge checkpoint import {llama} NEW" in capsys.readouterr().err
 
 
 # -- the list of a run's checkpoints ---------------------------------------------------------------------------------

@@ -237,6 +237,9 @@ def test_a_range_is_that_range_of_the_whole(case: Callable[..., Case], seed: int
         box = tuple(tuple(sorted((chance.randint(0, size), chance.randint(0, size)))) for size in tensor.shape)
         part = plan.read(name, folder.fetch, box)  # type: ignore[arg-type]
         assert torch.equal(part, tensor[tuple(slice(*bounds) for bounds in box)])
+        into = torch.empty(part.shape, dtype=tensor.dtype)
+        plan.read_into(into, name, folder.fetch, box)  # type: ignore[arg-type]
+        assert torch.equal(into, part)
 
 
 EXACT = [one for one in INVERTIBLE if one is not rotary]

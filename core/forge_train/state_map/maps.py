@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..ground.errors import ConfigError
 from ..ground.present import few
-from .views import Box, Fetch, Shape, Stored, View, read, reads, whole
+from .views import Box, Fetch, Shape, Stored, View, read, reads, whole, write
 
 if TYPE_CHECKING:
     import torch
@@ -162,6 +162,11 @@ class Plan:
         """
         view = self.targets[target]
         return read(view, whole(view.shape) if box is None else box, fetch)
+
+    def read_into(self, out: Tensor, target: str, fetch: Fetch, box: Box | None = None) -> None:
+        """As `read`, into memory of its shape, and in its dtype. What is joined takes no other memory."""
+        view = self.targets[target]
+        write(view, whole(view.shape) if box is None else box, out, fetch)
 
     def reads(self, target: str, box: Box | None = None) -> list[tuple[str, Box]]:
         """The ranges of sources that `read` fetches."""

@@ -53,6 +53,10 @@ class View:
         """A range, from what it needs."""
         raise NotImplementedError
 
+    def places(self, box: Box, out: Tensor) -> list[Tensor]:
+        """Where in the memory of a range what it needs has its place; empty if numbers are computed from it."""
+        return []
+
 
 def read(view: View, box: Box, fetch: Fetch) -> Tensor:
     """A range of a view. It may share memory with what `fetch` gave, and need not be contiguous."""
@@ -63,6 +67,18 @@ def read(view: View, box: Box, fetch: Fetch) -> Tensor:
     if isinstance(view, Stored):
         return fetch(view.name, box)
     return view.make(box, [read(inner, part, fetch) for inner, part in view.needs(box)])
+
+
+def write(view: View, box: Box, out: Tensor, fetch: Fetch) -> None:
+    """Read a range of a view into memory of its shape, of any dtype. What is joined goes to its place without a copy of
+    the whole in between."""
+    if 0 in out.shape:
+        return
+    places = [] if isinstance(view, Stored) else view.places(box, out)
+    for (inner, part), place in zip(view.needs(box) if places else [], places, strict=True):
+        write(inner, part, place, fetch)
+    if not places:
+        out.copy_(read(view, box, fetch))
 
 
 def reads(view: View, box: Box) -> Iterator[tuple[str, Box]]:
@@ -127,6 +143,10 @@ class Joined(View):
 
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
+    def places(self, box: Box, out: Tensor) -> list[Tensor]:
+        lengths = [sizes(part)[self.dim] for _, part in self.needs(box)]
+        return [*out.split(lengths, self.dim)]  # type: ignore[no-untyped-call]
+
 
 @dataclass(frozen=True, eq=False)
 class Unsqueezed(View):
@@ -144,6 +164,9 @@ class Unsqueezed(View):
 
     def make(self, box: Box, parts: list[Tensor]) -> Tensor:
         return parts[0].unsqueeze(self.dim)
+
+    def places(self, box: Box, out: Tensor) -> list[Tensor]:
+        return [out.squeeze(self.dim)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +187,9 @@ class Selected(View):
     def make(self, box: Box, parts: list[Tensor]) -> Tensor:
         return parts[0].squeeze(self.dim)
 
+    def places(self, box: Box, out: Tensor) -> list[Tensor]:
+        return [out.unsqueeze(self.dim)]
+
 
 @dataclass(frozen=True, eq=False)
 class Transposed(View):
@@ -181,6 +207,9 @@ class Transposed(View):
 
     def make(self, box: Box, parts: list[Tensor]) -> Tensor:
         return parts[0].transpose(*self.dims)
+
+    def places(self, box: Box, out: Tensor) -> list[Tensor]:
+        return [out.transpose(*self.dims)]
 
 
 def _swapped(items: tuple[T, ...], one: int, other: int) -> tuple[T, ...]:

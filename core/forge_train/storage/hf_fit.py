@@ -41,14 +41,14 @@ def plan(
 
     Raises:
         ConfigError: naming every difference.
-        PluginError: if the layout does not name the model's parameters.
+        PluginError: if the layout does not name the parameters of the model that was built from it.
     """
     leftovers = [name for name in folder.tensors if any(re.fullmatch(one, name) for one in layout.leftovers)]
     stored = {name: one for name, one in folder.described().items() if name not in leftovers}
     step = layout.map.trace(stored)
     made = Plan(step.given)
     sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
-    expected = _expected(layout, wanted, missing)
+    expected = _expected(folder, layout, wanted, whose, missing)
     wrong = _missing(folder, expected, whose) if expected is not None else _not_given(step, wanted, whose)
     wrong += [_odd(folder, name) for name in folder.tensors if name not in stored and name not in leftovers]
     for name, view in made.targets.items():
@@ -64,7 +64,9 @@ def plan(
     return Plan({name: view for name, view in made.targets.items() if name in wanted})
 
 
-def _expected(layout: HFModel, wanted: Described, missing: Choose) -> dict[str, Shape] | None:
+def _expected(
+    folder: Folder, layout: HFModel, wanted: Described, whose: str, missing: Choose
+) -> dict[str, Shape] | None:
     """The tensors that a folder of this model has; None if the map has no way back, so that it can't be told."""
     try:
         back = layout.map.inverse()
@@ -72,7 +74,11 @@ def _expected(layout: HFModel, wanted: Described, missing: Choose) -> dict[str, 
         return None
     step = back.trace(wanted)
     left = sorted(set(step.left).difference(missing(sorted(step.left))))
-    if lines := [*(f"{name}: not named" for name in left), *step.wrong]:
+    lines = [*(f"{name}: not named" for name in left), *step.wrong]
+    if lines and whose != CONFIG:
+        told = f"{folder.path / CONFIG} describes another model than {whose}:{indented(lines)}"
+        raise ConfigError(f"{told}\nWith --from {folder.path} a run has its model.")
+    if lines:
         raise PluginError("import_hf describes another model than is built here:" + indented(lines))
     return {name: view.shape for name, view in step.given.items()}
 

@@ -126,7 +126,7 @@ def fill(weights: Mapping[str, Tensor], plan: Plan, folder: Folder) -> None:
     with torch.no_grad():
         for name in (name for group in plan.groups for name in group.targets if name in weights):
             part, window = local_window(weights[name])
-            part.copy_(plan.read(name, folder.read, tuple(window)))
+            plan.read_into(part, name, folder.read, tuple(window))
 
 
 def table(file: Path) -> dict[str, Any]:

@@ -96,7 +96,9 @@ def import_checkpoint(
 
     def contents(name: str) -> Tensor:
         own = name.removeprefix("model.")
-        return plan.read(own, folder.read).to(weights[own].dtype).contiguous()
+        tensor = torch.empty(weights[own].shape, dtype=weights[own].dtype)
+        plan.read_into(tensor, own, folder.read)
+        return tensor
 
     with tempfile.TemporaryDirectory() as scratch:
         beside = _describe(Path(scratch), folder, target, setup)
