@@ -1,6 +1,6 @@
 """Plugins and plain scripts that the benchmarks measure; each runs in a process of its own.
 
-python benchmarks/probes.py (plain|forge)-(first|loop|compiled)|plain-loss|chunked-loss
+python benchmarks/probes.py (plain|forge)-(first|loop|compiled|transformers)|plain-loss|chunked-loss
 """
 
 from __future__ import annotations
@@ -26,6 +26,18 @@ SHAPE = (
     "text.isolate=false",
     "cosine.warmup=2",
 )
+TRANSFORMERS = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 2048,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+"""A model of transformers of the same size, of a class without a family in Forge: StableLM."""
 STEPS, WARM_UP = 16, 4
 
 
@@ -68,20 +80,28 @@ def skeleton() -> Any:
         return Transformer(Embedding(2048, 256), blocks, RMSNorm(256), Linear(256, 2048), max_sequence=4096, tied=False)
 
 
-def plain(steps: int, *, compiled: bool = False) -> None:
+def foreign() -> Any:
+    """The model of transformers, as the library builds it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("stablelm", **TRANSFORMERS)).train()
+
+
+def plain(steps: int, *, compiled: bool = False, transformers: bool = False) -> None:
     """A hand-written loop: AdamW, clipping, a look at the loss every ten steps; or the whole model and the loss
-    compiled together, in bf16 by autocast."""
+    compiled together, in bf16 by autocast; or a model of transformers."""
     import torch
     from torch.nn.functional import cross_entropy
 
     torch.manual_seed(0)
-    model = build()
+    model = foreign() if transformers else build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     batches = [torch.randint(0, 256, (4, 513)) for _ in range(4)]
 
     def loss_of(tokens: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16, enabled=compiled):
-            logits = model.head(model(tokens[:, :-1]))
+            inputs = tokens[:, :-1]
+            logits = model(inputs, use_cache=False).logits if transformers else model.head(model(inputs))
         return cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
     once = torch.compile(loss_of) if compiled else loss_of
@@ -99,15 +119,20 @@ def plain(steps: int, *, compiled: bool = False) -> None:
     report(loop=time.process_time() - started)
 
 
-def forge(steps: int, *, first: bool, compiled: bool = False) -> None:
+def forge(steps: int, *, first: bool, compiled: bool = False, transformers: bool = False) -> None:
     """The same through `forge train`, with its loggers on."""
     from forge_train_cli import main
 
     probe = "forge_train_benchmarks:FirstStep" if first else "forge_train_benchmarks:Loop"
     sys.modules["forge_train_benchmarks"] = sys.modules["__main__"]
     with tempfile.TemporaryDirectory() as folder:
-        settings = [part for value in (*SHAPE, f"train.steps={max(steps, 3)}") for part in ("--set", value)]
+        shape = [one for one in SHAPE if not (transformers and one.startswith("decoder."))]
+        if transformers:
+            values = ", ".join(f"{key} = {one}" for key, one in TRANSFORMERS.items() if one is not None)
+            shape += ["hf.type=stablelm", f"hf.set={{ {values} }}"]
+        settings = [part for value in (*shape, f"train.steps={max(steps, 3)}") for part in ("--set", value)]
         options = ["--run-dir", folder, "--plugins", probe]
+        options += ["--plugins", "hf"] if transformers else []
         if compiled:
             options += ["--plugins", "compile", "--set", "train.precision=bf16"]
         (Path(folder) / "bench.toml").write_text("")
@@ -175,6 +200,10 @@ if __name__ == "__main__":
             plain(STEPS, compiled=True)
         case "forge-compiled":
             forge(STEPS, first=False, compiled=True)
+        case "plain-transformers":
+            plain(STEPS, transformers=True)
+        case "forge-transformers":
+            forge(STEPS, first=False, transformers=True)
         case "plain-loss":
             loss(1 << 30)
         case "chunked-loss":

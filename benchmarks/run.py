@@ -128,6 +128,14 @@ def loop() -> list[Row]:
     ]
 
 
+def transformers() -> list[Row]:
+    """A class of transformers by the plugin `hf`, and by hand."""
+    seconds = best(("plain-transformers", "forge-transformers"), "loop", 4)
+    speed = seconds["plain-transformers"] / seconds["forge-transformers"]
+    what = "tokens per CPU-second, a class of transformers by `hf` / in a hand-written loop"
+    return [Row(what, f"{speed:.3f}", "≥ 0.98", speed >= 0.98)]
+
+
 def loss() -> list[Row]:
     extra = best(("plain-loss", "chunked-loss"), "extra", 2)
     share = extra["chunked-loss"] / extra["plain-loss"]
@@ -406,20 +414,9 @@ def trials() -> list[Row]:
 PARTS: dict[str, Callable[[], list[Row]]] = {
     part.__name__: part
     for part in (
-        *(startup, first, loop, loss, text, quickstart, trials),
-        *(
-            parallel,
-            experts,
-            low_precision,
-            optimizers,
-            attention,
-            observing,
-            data,
-            planning,
-            checkpoints,
-            surviving,
-            chaos,
-        ),
+        *(startup, first, loop, transformers, loss, text, quickstart, trials),
+        *(parallel, experts, low_precision, optimizers, attention, observing, data, planning),
+        *(checkpoints, surviving, chaos),
     )
 }
 APART = {

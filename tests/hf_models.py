@@ -42,6 +42,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "helium": {**GROUPED, "head_dim": 8},
     "mamba": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
     "nemotron": {**GROUPED, "head_dim": 8},
+    "olmoe": {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
     "opt": {
         **{key: one for key, one in SHAPE.items() if key != "intermediate_size"},
         "ffn_dim": 48,

@@ -69,6 +69,9 @@ def probe(model: nn.Module, call: Any) -> Asked | None:
     config: Any = model.config
     own = config._attn_implementation
     config._attn_implementation = _PROBE
+    experts = getattr(config, "_experts_implementation", None)
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "batched_mm"  # of the library's own the one that needs no values
     try:
         call()
     except ConfigError:
@@ -77,6 +80,8 @@ def probe(model: nn.Module, call: Any) -> Asked | None:
         return None
     finally:
         config._attn_implementation = own
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = experts
     if not found:
         return None
     names = set().union(*found)

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from forge_train import ConfigError
+from forge_train.ground.errors import describe
 from forge_train.ground.present import few
 
 from . import attention
@@ -32,7 +33,10 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     """
     kind = model_class(config)
     config._attn_implementation = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
-    model = kind(config)
+    try:
+        model = kind(config)
+    except Exception as error:  # whatever a class checks
+        raise ConfigError(f"hf: {kind.__name__} can't be built from its configuration: {describe(error)}") from error
     name, base = kind.__name__, kind.base_model_prefix
     if not isinstance(getattr(model, base, None), nn.Module):
         raise ConfigError(f"hf: {name} has no module {base!r}, which its base_model_prefix names.")
