@@ -20,6 +20,7 @@ from forge_train.engine import train
 from forge_train.registry.setup import resolve
 from forge_train.storage.checkpoint import check, shapes
 from forge_train_cli.app import run as forge
+from forge_train_plugins.models.decoder import Decoder
 from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
 from forge_train_tools.offline.opening import open_model
 
@@ -34,6 +35,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
+    "pad_token_id": None,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -58,11 +60,25 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Family, configuration, how it is saved."""
+WINDOW = {"sliding_window": 8}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 20, **WINDOW}
+MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "mistral": ("Mistral", WINDOW, {}, "sdpa"),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}, {}, "sdpa"),
+    "olmo2": ("Olmo2", {"tie_word_embeddings": True}, {}, "sdpa"),
+    "olmo3": ("Olmo3", {"layer_types": ["sliding_attention", "full_attention"], **WINDOW}, {}, "sdpa"),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}, {}, "sdpa"),
+    "granite": ("Granite", {"logits_scaling": 4.0, **MULTIPLIERS}, {}, "sdpa"),
+    "gemma2, in several files": ("Gemma2", GEMMA, {"max_shard_size": "20KB"}, "flex"),
+    "gemma3": ("Gemma3", {"sliding_window_pattern": 2, **GEMMA}, {}, "eager"),
+}
+"""The same of families with more options, and a kernel that can do what they need."""
 
 
 def random_model(family: str, **values: Any) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SHAPE | values))
+    config = getattr(transformers, f"{'Gemma3Text' if family == 'Gemma3' else family}Config")(**(SHAPE | values))
     config._attn_implementation = "eager"
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
@@ -99,12 +115,24 @@ def llama(tmp_path: Path) -> Path:
 def test_import_train_export_keep_to_transformers(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    family, values, saving = CASES[case]
+    imported_trained_and_exported(*CASES[case], "sdpa", tmp_path)
+
+
+@pytest.mark.e2e
+@pytest.mark.accept("families", 1)
+@pytest.mark.parametrize("case", FAMILIES)
+def test_families_keep_to_transformers(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    imported_trained_and_exported(*FAMILIES[case], tmp_path)
+
+
+def imported_trained_and_exported(
+    family: str, values: dict[str, Any], saving: dict[str, Any], kernel: str, tmp_path: Path
+) -> None:
     reference = random_model(family, **values)
     reference.save_pretrained(tmp_path / "hf", **saving)
     assert (tmp_path / "hf" / "model.safetensors.index.json").is_file() == bool(saving)
     start = tmp_path / "start"
-    assert forge(["checkpoint", "import", str(tmp_path / "hf"), str(start)]) == 0
+    assert forge(["checkpoint", "import", str(tmp_path / "hf"), str(start), "--plugins", kernel]) == 0
 
     part, ours = logits(start, TOKENS)
     theirs = reference(TOKENS).logits
@@ -132,9 +160,8 @@ def test_import_train_export_keep_to_transformers(
 
 def named_gradients(reference: Any, part: Any) -> list[tuple[str, Tensor]]:
     """Forge's name and the gradient of every parameter of transformers' model."""
-    from forge_train_plugins.models._decoder.huggingface import names
-
-    layout = names(name for name, _ in part.named_parameters())
+    config = json.loads(reference.config.to_json_string()) | {"architectures": [type(reference).__name__]}
+    layout = Decoder(Decoder.Config()).import_hf(config).names
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     assert set(layout.values()) == gradients.keys()
     return [(own, gradients[name]) for own, name in layout.items()]
@@ -312,7 +339,7 @@ def test_a_model_of_an_outside_plugin_is_exchanged(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(ConfigError, match=r"knows the architecture \['ToyForCausalLM'\] \(asked: decoder\)") as caught:
         import_checkpoint(tmp_path / "hf", tmp_path / "other")
-    assert "Known: LlamaForCausalLM, Qwen3ForCausalLM" in str(caught.value)
+    assert "Known: Gemma2ForCausalLM, Gemma3ForCausalLM" in str(caught.value)
 
 
 @pytest.mark.unit
@@ -361,7 +388,7 @@ MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda hf: change_config(hf, architectures=["MambaForCausalLM"]),
         (
             "no enabled plugin knows the architecture ['MambaForCausalLM']",
-            "asked: decoder). Known: LlamaForCausalLM, Qwen3",
+            "asked: decoder). Known: Gemma2ForCausalLM, ",
         ),
     ),
     "a value it has no counterpart for": (

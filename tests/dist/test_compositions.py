@@ -55,6 +55,7 @@ RICH = {
     "decoder.qk_norm": True,
     "decoder.bias": True,
     "decoder.qkv_bias": True,
+    "decoder.o_bias": True,
     "decoder.norm": "layer",
     "swiglu.activation": "gelu",
 }

@@ -21,7 +21,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"qk_norm": True, "head_dim": 16},
     "tied": {"tied": True},
-    "biases and LayerNorm": {"bias": True, "qkv_bias": True, "norm": "layer", "activation": "gelu"},
+    "biases and LayerNorm": {"bias": True, "qkv_bias": True, "o_bias": True, "norm": "layer", "activation": "gelu"},
     "yarn": {"rope": Rope(scaling="yarn", factor=4.0, original_sequence=16)},
 }
 

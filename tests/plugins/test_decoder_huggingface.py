@@ -61,8 +61,6 @@ def test_both_forms_of_rope_are_read(key: str, kind: str) -> None:
         ({"pretraining_tp": 2}, "pretraining_tp"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_act": "quick_gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -122,11 +120,13 @@ def export(activation: str = "swiglu", **values: Any) -> Any:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"norm": "layer"}, "decoder.norm"),
-        ({"bias": True}, "decoder.bias"),
-        ({"qkv_bias": True}, "decoder.qkv_bias"),
-        ({"qk_norm": True, "bias": True, "qkv_bias": True}, "decoder.qk_norm"),
-        ({"activation": "relu2"}, "swiglu.activation = relu2"),
+        ({"norm": "layer"}, r"Llama\w+: decoder.norm = 'layer', where it has 'rms'"),
+        ({"o_bias": True}, "decoder.o_bias = True"),
+        ({"qk_norm": True, "bias": True}, r"Qwen3\w+: decoder.bias = True"),
+        ({"qk_norm": True, "window": 8, "rope": Rope(layers=(True, False))}, r"decoder.rope.layers = \(True, False\)"),
+        ({"soft_cap": 5.0}, "decoder.soft_cap = 5.0, where it has 0.0"),
+        ({"activation": "relu2"}, "swiglu.activation = relu2, where it has swiglu"),
+        ({"architecture": "Gemma2ForCausalLM"}, r'decoder.architecture to ""[\s\S]*decoder.norm_at = \'pre\''),
     ],
 )
 def test_what_neither_architecture_knows_is_named(values: dict[str, Any], message: str) -> None:

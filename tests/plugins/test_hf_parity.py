@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import fakes
-from forge_train import ConfigError, HFModel
+from forge_train import ConfigError
 from forge_train.nn import RoPE
+from forge_train_plugins.attention.eager import Eager
 from forge_train_plugins.models._decoder.build import scaling
 from forge_train_plugins.models.decoder import Decoder, Rope
+from hf_models import copied, imported, saved_config, theirs
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,41 +57,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def theirs(case: str) -> Any:
+def reference_of(case: str) -> Any:
     """A random model of transformers, in eager fp32 attention."""
     family, values = CASES[case]
-    config = getattr(transformers, f"{family}Config")(**SHAPE, **values)
-    config._attn_implementation = "eager"
-    return fakes.initialised(getattr(transformers, f"{family}ForCausalLM")(config))
-
-
-def imported(config: dict[str, Any]) -> tuple[HFModel, Any]:
-    """The layout, and forge's model for it."""
-    found = fakes.make(Decoder).import_hf(config)
-    assert found is not None
-    values = dict(found.sections["decoder"])
-    plugin = fakes.make(Decoder, **(values | {"rope": Rope(**values["rope"])}))
-    return found, plugin.build_model(fakes.job(**found.sections["swiglu"]))
-
-
-def saved_config(model: nn.Module) -> dict[str, Any]:
-    """As `save_pretrained` writes it."""
-    config: dict[str, Any] = model.config.to_diff_dict()  # type: ignore[operator,union-attr]
-    return config | {"architectures": [type(model).__name__]}
+    return theirs(transformers, family, **SHAPE, **values)
 
 
 @pytest.mark.unit
 @pytest.mark.accept("core", 5)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
-    reference = theirs(case)
-    found, model = imported(saved_config(reference))
-    state, parameters = reference.state_dict(), dict(model.named_parameters())
-    assert parameters.keys() == found.names.keys()
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(state[found.names[name]])
-
+    reference = reference_of(case)
+    found, model = copied(reference)
+    parameters = dict(model.named_parameters())
     tokens = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(1))
     expected = reference(tokens).logits
     logits = model.head(model(tokens))
@@ -112,10 +91,10 @@ FAMILIES = [
 
 @pytest.mark.unit
 @pytest.mark.accept("trial", 3)
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("family", [name.removesuffix("ForCausalLM") for name in Decoder.architectures])
 def test_a_family_in_anothers_clothes_is_the_same_or_refused_by_key(family: str) -> None:
-    """Configurations of many families that say they are Llama or Qwen3: transformers' model for that, or a key."""
-    made = getattr(transformers, f"{family}Config")
+    """Configurations of many families that say they are another: transformers' model for that, or a key."""
+    made = getattr(transformers, f"{'Gemma3Text' if family == 'Gemma3' else family}Config")
     equal = []
     for kind in FAMILIES:
         config = transformers.AutoConfig.for_model(kind, **SHAPE).to_diff_dict()
@@ -124,17 +103,13 @@ def test_a_family_in_anothers_clothes_is_the_same_or_refused_by_key(family: str)
             key = re.match(r"config\.json: (\w+)[\w.]* = .* can't be imported", refused)
             assert (key and key[1] in config) or "is missing" in refused, refused
             continue
-        found, model = imported(config)
-        theirs = made(**{key: value for key, value in config.items() if key not in ("architectures", "model_type")})
-        theirs._attn_implementation = "eager"
-        reference = fakes.initialised(getattr(transformers, f"{family}ForCausalLM")(theirs).eval())
-        state, tokens = reference.state_dict(), torch.arange(40)[None]
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(state[found.names[name]])
+        values = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
+        reference = theirs(transformers, family, **{**values, "pad_token_id": None})
+        _, model = copied(reference, config, Eager)
+        tokens = torch.arange(40)[None]
         assert (model.head(model(tokens)) - reference(tokens).logits).abs().max() <= 1e-5, kind
         equal.append(kind)
-    assert family.lower() in equal
+    assert made.model_type in equal
 
 
 def refusal(config: dict[str, Any]) -> str:
@@ -184,11 +159,9 @@ def test_rotations_are_those_of_transformers_to_the_bit(kind: str, head_dim: int
 @pytest.mark.unit
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_reads_what_is_exported(case: str) -> None:
-    reference = theirs(case)
-    found = fakes.make(Decoder).import_hf(saved_config(reference))
-    values = dict(found.sections["decoder"])
-    plugin = fakes.make(Decoder, **(values | {"rope": Rope(**values["rope"])}))
-    exported = plugin.export_hf(fakes.job(**found.sections["swiglu"]))
+    reference = reference_of(case)
+    found, plugin, job = imported(saved_config(reference))
+    exported = plugin.export_hf(job)
     assert exported.names == found.names
 
     json.dumps(exported.config)

@@ -29,7 +29,7 @@ def optimizer(plugin: type[Any], part: nn.Module, **values: Any) -> torch.optim.
 @pytest.mark.parametrize("plugin", [AdamW, Lion, ScheduleFree])
 @pytest.mark.parametrize(("tied", "decay_embeddings"), [(False, False), (False, True), (True, False)])
 def test_what_decays(plugin: type[Any], tied: bool, decay_embeddings: bool) -> None:
-    part = fakes.decoder(tied=tied, qk_norm=True, bias=True, qkv_bias=True)
+    part = fakes.decoder(tied=tied, qk_norm=True, bias=True, qkv_bias=True, o_bias=True)
     made = optimizer(plugin, part, weight_decay=0.3, decay_embeddings=decay_embeddings)
     decays = {id(p): group["weight_decay"] for group in made.param_groups for p in group["params"]}
     for name, parameter in part.named_parameters():

@@ -109,7 +109,7 @@ def partial(part: Any, *, sequence_parallel: bool) -> set[str]:
 
 
 def test_gradients_are_partial_where_a_rank_sees_some_tokens_or_some_heads() -> None:
-    part = fakes.decoder(layers=1, qk_norm=True, bias=True)
+    part = fakes.decoder(layers=1, qk_norm=True, bias=True, o_bias=True)
     heads = {"layers.0.attention.q_norm.weight", "layers.0.attention.k_norm.weight"}
     norms = {"norm.weight", "layers.0.attention_norm.weight", "layers.0.feed_forward_norm.weight"}
     sums = {"layers.0.attention.o.bias", "layers.0.feed_forward.down.bias"}

@@ -51,11 +51,24 @@ class Layer:
     """Width of a dense feed-forward block."""
     norm_eps: float = 1e-6
     bias: bool = False
-    """Whether output projections (attention's o, feed-forward) have biases."""
+    """Whether the projections of a feed-forward block have biases."""
     qkv_bias: bool = False
+    o_bias: bool = False
+    """Whether attention's output projection has one."""
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "width"] = "head"
+    """Whether queries and keys are normalised head by head, or over the features of all heads together."""
+    unit_offset: bool = False
+    """Whether RMSNorm multiplies by 1 + its weight."""
+    window: int | None = None
+    """Positions that a query sees, its own the last of them; None is all."""
+    soft_cap: float | None = None
+    """Of attention's logits: they become `cap · tanh(logits / cap)`."""
+    scale: float | None = None
+    """Factor on attention's logits; None is 1/√head_dim."""
     rope: nn.Module | None = None
-    """The rotary embedding shared by all layers: `rope(x [batch, sequence, heads, head_dim], position_ids) → x`."""
+    """The rotary embedding shared by layers: `rope(x [batch, sequence, heads, head_dim], position_ids) → x`. None in a
+    layer without positions."""
     std: float = 0.02
     """Standard deviation of initial weights."""
     output_std: float = 0.02
@@ -157,6 +170,11 @@ class HeadSpec:
     """Number of token ids."""
     std: float = 0.02
     """Standard deviation of initial weights."""
+    divisor: float = 1.0
+    """What logits are divided by. A head that does so has an attribute `divisor` of this value."""
+    soft_cap: float | None = None
+    """Logits, once divided, become `cap · tanh(logits / cap)` (Gemma 2, arXiv:2408.00118). A head that does so has an
+    attribute `soft_cap` of this value."""
 
 
 class Head(Protocol):

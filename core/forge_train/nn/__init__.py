@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from ..ground.tensors import full_tensor
 from .at_rest import AtRest, at_rest
-from .basic import Embedding, LayerNorm, Linear, RMSNorm
+from .basic import Embedding, LayerNorm, Linear, OffsetRMSNorm, RMSNorm
 from .cache import KVCache
 from .chunks import sum_in_chunks
 from .declare import TensorStyle, depth_scaled, flops_per_token
@@ -40,6 +40,7 @@ __all__ = [
     "Llama3Scaling",
     "MatrixOptimizer",
     "NarrowState",
+    "OffsetRMSNorm",
     "PerBatch",
     "RMSNorm",
     "RoPE",

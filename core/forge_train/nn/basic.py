@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ..contract.protocols import Init
 
@@ -45,6 +46,17 @@ class RMSNorm(nn.RMSNorm):
 
     def initial(self, name: str) -> Init:
         return Init("ones")
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm that multiplies by `1 + weight`, all of it in fp32; the weight starts at zero, so that weight decay draws
+    the factor to one (Gemma, arXiv:2403.08295)."""
+
+    def initial(self, name: str) -> Init:
+        return Init("zeros")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
 
 
 class LayerNorm(nn.LayerNorm):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-TensorStyle = Literal["vocabulary", "colwise", "rowwise", "sequence", "gather", "tokens", "summed", "heads", "logits"]
+TensorStyle = Literal[
+    "vocabulary", "colwise", "rowwise", "sequence", "gather", "tokens", "summed", "heads", "features", "logits"
+]
 """How tensor parallelism treats a module; a model's `tensor_plan()` maps module names to these.
 
 * `vocabulary`: an embedding, its rows split; what it gives is summed over the ranks, and split along the sequence.
@@ -18,6 +20,7 @@ TensorStyle = Literal["vocabulary", "colwise", "rowwise", "sequence", "gather", 
 * `summed`: a block that needs whole sequences and splits its own weights: its input is gathered, and what it gives is
   summed, and split along the sequence.
 * `heads`: its weights are whole, its input is this rank's heads, so that its gradient is a sum over the ranks.
+* `features`: an RMSNorm over output features that are split, its weights with them; the mean square is over the ranks.
 * `logits`: the head, its output features split.
 """
 
@@ -28,7 +31,7 @@ def depth_scaled(std: float, layers: int) -> float:
     return std / math.sqrt(2 * layers)
 
 
-def flops_per_token(sequence: int, *, weights: int, width: int = 0) -> int:
+def flops_per_token(sequence: int, *, weights: int, width: int = 0, window: int | None = None) -> int:
     """Floating-point operations of a forward and a backward pass per token (PaLM, arXiv:2204.02311, appendix B).
 
     Args:
@@ -36,5 +39,8 @@ def flops_per_token(sequence: int, *, weights: int, width: int = 0) -> int:
         weights: elements of all weight matrices that a token is multiplied by: 2 operations each, three times.
         width: heads × head_dim of causal attention: logits and sum cost 2 operations each per key, three times, and
             half of the sequence is seen on average.
+        window: keys that a query sees at most; all by default.
     """
+    if window is not None and window < sequence:
+        return 6 * weights + 12 * width * window * (2 * sequence - window) // (2 * sequence)
     return 6 * weights + 6 * sequence * width

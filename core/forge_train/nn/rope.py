@@ -36,7 +36,8 @@ class RoPE(nn.Module):
     training step computes neither.
 
     Args:
-        head_dim: even.
+        head_dim: of the features that are rotated, the first of each head; even. Later ones stay as they are
+            (“partial rotary”).
         length: positions 0…length − 1 can be rotated.
         theta: the base of the frequencies.
         scaling: stretches them.
@@ -80,12 +81,18 @@ class RoPE(nn.Module):
             cos, sin = self.cos[: x.shape[1], None], self.sin[: x.shape[1], None]
         else:
             cos, sin = self.cos[position_ids].unsqueeze(-2), self.sin[position_ids].unsqueeze(-2)
-        first, second = x.float().chunk(2, dim=-1)
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return rotated.to(x.dtype)
+        if x.shape[-1] > self.head_dim:
+            turned, rest = torch.split(x, [self.head_dim, x.shape[-1] - self.head_dim], dim=-1)
+            return torch.cat((_turn(turned, cos, sin), rest), dim=-1)
+        return _turn(x, cos, sin)
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, length={self.length}, theta={self.theta}, scaling={self.scaling}"
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def _powers(theta: float, head_dim: int) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from forge_train import AttentionKernel, Layer
-from forge_train.nn import KVCache, Linear, RMSNorm, TensorStyle, flops_per_token
+from forge_train.nn import KVCache, Linear, OffsetRMSNorm, RMSNorm, TensorStyle, flops_per_token
 
 
 class GroupedQueryAttention(nn.Module):
@@ -21,10 +23,16 @@ class GroupedQueryAttention(nn.Module):
         self.q = Linear(layer.dim, width, bias=layer.qkv_bias, std=layer.std)
         self.k = Linear(layer.dim, kv_width, bias=layer.qkv_bias, std=layer.std)
         self.v = Linear(layer.dim, kv_width, bias=layer.qkv_bias, std=layer.std)
-        self.o = Linear(width, layer.dim, bias=layer.bias, std=layer.output_std)
-        self.q_norm = RMSNorm(layer.head_dim, layer.norm_eps) if layer.qk_norm else None
-        self.k_norm = RMSNorm(layer.head_dim, layer.norm_eps) if layer.qk_norm else None
+        self.o = Linear(width, layer.dim, bias=layer.o_bias, std=layer.output_std)
+        norm = OffsetRMSNorm if layer.unit_offset else RMSNorm
+        self.norms_width = layer.qk_norm and layer.qk_norm_over == "width"
+        sizes = (width, kv_width) if self.norms_width else (layer.head_dim, layer.head_dim)
+        self.q_norm = norm(sizes[0], layer.norm_eps) if layer.qk_norm else None
+        self.k_norm = norm(sizes[1], layer.norm_eps) if layer.qk_norm else None
         self.rope = layer.rope
+        self.window, self.soft_cap, self.scale = layer.window, layer.soft_cap, layer.scale
+        options: dict[str, Any] = {"window": layer.window, "soft_cap": layer.soft_cap, "scale": layer.scale}
+        self._asked = {name: value for name, value in options.items() if value is not None}
         self.kernel = kernel
         self.width = width
         self.weights = 2 * layer.dim * (width + kv_width)
@@ -38,14 +46,17 @@ class GroupedQueryAttention(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         """`[batch, sequence, dim]` → the same; `position_ids`, `document_ids`: `[batch, sequence]` int64 or None."""
-        q_BTHD, k_BTKD, v_BTKD = (self._split_heads(projection(x)) for projection in (self.q, self.k, self.v))
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.q_norm is not None and self.k_norm is not None and self.norms_width:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BTHD, k_BTKD, v_BTKD = (self._split_heads(one) for one in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_width:
             q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
         if self.rope is not None:
             q_BTHD, k_BTKD = self.rope(q_BTHD, position_ids), self.rope(k_BTKD, position_ids)
         if cache is not None:
             k_BTKD, v_BTKD = cache.append(k_BTKD, v_BTKD)
-        asked = {} if document_ids is None else {"document_ids": document_ids}
+        asked = self._asked if document_ids is None else {**self._asked, "document_ids": document_ids}
         mixed: Tensor = self.o(self.kernel(q_BTHD, k_BTKD, v_BTKD, **asked).flatten(2))
         return mixed
 
@@ -53,12 +64,13 @@ class GroupedQueryAttention(nn.Module):
         return KVCache(batch, length)
 
     def flops_per_token(self, sequence: int) -> int:
-        return flops_per_token(sequence, weights=self.weights, width=self.width)
+        return flops_per_token(sequence, weights=self.weights, width=self.width, window=self.window)
 
     def tensor_plan(self) -> dict[str, TensorStyle]:
         plan: dict[str, TensorStyle] = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
         if self.q_norm is not None:
-            plan |= {"q_norm": "heads", "k_norm": "heads"}
+            style: TensorStyle = "features" if self.norms_width else "heads"
+            plan |= {"q_norm": style, "k_norm": style}
         return plan
 
     def _split_heads(self, x: Tensor) -> Tensor:

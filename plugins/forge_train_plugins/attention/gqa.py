@@ -21,4 +21,7 @@ class GQA(Plugin):
     def attention(self, layer: Layer, job: Job) -> Attention:
         from ._gqa import GroupedQueryAttention
 
-        return GroupedQueryAttention(layer, job.hooks.attention_kernel(KernelCapabilities(head_dims=(layer.head_dim,))))
+        needs = KernelCapabilities(
+            windows=layer.window is not None, soft_caps=layer.soft_cap is not None, head_dims=(layer.head_dim,)
+        )
+        return GroupedQueryAttention(layer, job.hooks.attention_kernel(needs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_train import ConfigError, Ge, Gt, HFModel, Lt, Plugin, Problem, hookimpl, section
+from forge_train import ConfigError, Ge, Gt, HFModel, Le, Lt, Plugin, Problem, hookimpl, section
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 class Rope:
     """Rotary position embedding, and how it is stretched to longer sequences."""
 
+    fraction: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Share of each head's features that is rotated; the others know no position."""
+    layers: tuple[bool, ...] = ()
+    """Which layers have positions: the list is repeated from the first layer to the last; empty is all of them."""
+    window_theta: Annotated[float, Ge(0)] = 0.0
+    """Base of the frequencies in layers with a window, which then are not scaled; 0 is one rotation for all layers."""
     theta: Annotated[float, Gt(1)] = 10_000.0
     """Base of the frequencies."""
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
@@ -37,11 +43,22 @@ class Rope:
 
 
 class Decoder(Plugin):
-    """Decoder-only transformer in Llama's and Qwen3's form, with grouped-query attention and rotary positions."""
+    """Decoder-only transformer in the form of Llama, Qwen, Gemma, OLMo and their like, with rotary positions."""
 
     api = (1, 0)
     per_unit = True
-    architectures = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+    architectures = (
+        "LlamaForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "MistralForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+        "SmolLM3ForCausalLM",
+        "GraniteForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+    )
 
     @section
     class Config:
@@ -62,17 +79,42 @@ class Decoder(Plugin):
         max_sequence: Annotated[int, Gt(0)] = 2048
         """Longest sequence in tokens."""
         norm: Literal["rms", "layer"] = "rms"
-        """RMSNorm or LayerNorm, before each block and at the end."""
+        """RMSNorm or LayerNorm."""
+        norm_at: Literal["pre", "post", "both"] = "pre"
+        """Where norms stand: before attention and feed-forward, after them (OLMo 2), or both (Gemma 2). One more is at
+        the end."""
+        unit_offset: bool = False
+        """RMSNorm multiplies by 1 + its weight, which starts at zero (Gemma)."""
         norm_eps: Annotated[float, Gt(0)] = 1e-6
         """Added to the mean square (the variance) in norms."""
         qk_norm: bool = False
-        """Normalise queries and keys per head, as Qwen3 does."""
+        """Normalise queries and keys, by RMSNorm, as Qwen3 does."""
+        qk_norm_over: Literal["head", "width"] = "head"
+        """Normalise each head on its own (Qwen3), or all heads of a token together (OLMo 2)."""
         tied: bool = False
         """Share the weights of embedding and head."""
         bias: bool = False
-        """Biases in the attention's output and the feed-forward projections."""
+        """Biases in the feed-forward projections, and in LayerNorm."""
         qkv_bias: bool = False
         """Biases in the query, key and value projections."""
+        o_bias: bool = False
+        """Biases in attention's output projection."""
+        window: Annotated[int, Ge(0)] = 0
+        """Positions that a query sees in layers with a sliding window, its own the last of them; 0 is all."""
+        window_layers: tuple[bool, ...] = ()
+        """Which layers have the window: the list is repeated from the first layer to the last; empty is all of them."""
+        soft_cap: Annotated[float, Ge(0)] = 0.0
+        """Attention's logits become cap · tanh(logits / cap), as in Gemma 2; 0 is without."""
+        scale: Annotated[float, Ge(0)] = 0.0
+        """Factor on attention's logits; 0 is 1/√head_dim."""
+        logit_soft_cap: Annotated[float, Ge(0)] = 0.0
+        """The same as soft_cap for the logits of the head."""
+        logit_divisor: Annotated[float, Gt(0)] = 1.0
+        """Divides the logits of the head, before any cap (Granite)."""
+        embedding_multiplier: Annotated[float, Gt(0)] = 1.0
+        """Factor on embeddings (Gemma: √dim)."""
+        residual_multiplier: Annotated[float, Gt(0)] = 1.0
+        """Factor on what attention and feed-forward add to the residual stream (Granite)."""
         dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
         """Share of what attention and feed-forward blocks add that is zeroed in training (arXiv:1706.03762, §5.4)."""
         embedding_dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
@@ -81,6 +123,9 @@ class Decoder(Plugin):
         """Standard deviation of initial weights."""
         depth_scaled: bool = True
         """Divide that of projections into the residual stream by √(2 · layers)."""
+        architecture: str = ""
+        """What to export it as in Hugging Face layout, such as MistralForCausalLM; empty is the first that can hold
+        it."""
         rope: Rope = Rope()
         """Rotary positions."""
 
@@ -96,13 +141,16 @@ class Decoder(Plugin):
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         from ._decoder.rules import check
 
+        known = self.architectures
+        if self.config.architecture not in ("", *known):
+            yield Problem("decoder.architecture", f"found {self.config.architecture!r}; known are {', '.join(known)}.")
         yield from check(self.config, config.train.sequence)
 
     @hookimpl
     def import_hf(self, config: Mapping[str, Any]) -> HFModel | None:
-        from ._decoder.hf_config import read
+        from ._decoder.huggingface import read
 
-        return read(config)
+        return read(config, self.config)
 
     @hookimpl
     def export_hf(self, job: Job) -> HFModel:

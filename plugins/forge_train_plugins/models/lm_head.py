@@ -19,4 +19,4 @@ class LanguageModelHead(Plugin):
     def head(self, spec: HeadSpec, job: Job) -> Head:
         from ._lm_head import LMHead
 
-        return LMHead(spec.dim, spec.vocabulary, std=spec.std)
+        return LMHead(spec)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from forge_train import ConfigError, Head, HeadSpec, Layer
@@ -11,6 +13,7 @@ from forge_train.nn import (
     LayerNorm,
     LinearScaling,
     Llama3Scaling,
+    OffsetRMSNorm,
     RMSNorm,
     RoPE,
     Scaling,
@@ -31,11 +34,11 @@ if TYPE_CHECKING:
 
 def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
     """The model, its attention and feed-forward blocks asked for layer by layer from the chains."""
-    rope = RoPE(
-        rules.head_dim(config), length=config.max_sequence, theta=config.rope.theta, scaling=scaling(config.rope)
-    )
+    ropes = _ropes(config)
+    windows, rotated = rules.windows(config), rules.rotated(config)
 
     def block(index: int) -> Block:
+        window = windows[index] or None
         layer = Layer(
             index=index,
             num_layers=config.layers,
@@ -47,24 +50,35 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
             norm_eps=config.norm_eps,
             bias=config.bias,
             qkv_bias=config.qkv_bias,
+            o_bias=config.o_bias,
             qk_norm=config.qk_norm,
-            rope=rope,
+            qk_norm_over=config.qk_norm_over,
+            unit_offset=config.unit_offset,
+            window=window,
+            soft_cap=config.soft_cap or None,
+            scale=config.scale or None,
+            rope=ropes[window is not None] if rotated[index] else None,
             std=config.std,
             output_std=depth_scaled(config.std, config.layers) if config.depth_scaled else config.std,
         )
+        attention = job.hooks.attention(layer)
+        _check_obeyed("the attention", attention, layer, ("window", "soft_cap", "scale"))
         return Block(
-            norm(config),
-            job.hooks.attention(layer),
-            norm(config),
+            attention,
             job.hooks.feed_forward(layer),
-            [dropout(config.dropout, f"layers.{index}.{name}") for name in ("attention", "feed_forward")],
+            partial(norm, config),
+            norm_at=config.norm_at,
+            multiplier=config.residual_multiplier,
+            dropout=[dropout(config.dropout, f"layers.{index}.{name}") for name in ("attention", "feed_forward")],
         )
 
     def dropout(rate: float, name: str) -> Dropout | None:
         return Dropout(rate, job, f"{name}_dropout") if rate else None
 
     embedding = Embedding(vocabulary, config.dim, std=config.std)
-    head = job.hooks.head(HeadSpec(config.dim, vocabulary, config.std))
+    spec = HeadSpec(config.dim, vocabulary, config.std, config.logit_divisor, config.logit_soft_cap or None)
+    head = job.hooks.head(spec)
+    _check_obeyed(f"the head of plugin {job.hooks.provider('head')!r}", head, spec, ("divisor", "soft_cap"))
     if config.tied and not _ties(head, embedding):
         raise ConfigError(
             f"decoder.tied: the head of plugin {job.hooks.provider('head')!r} has no weight of the embedding's shape, "
@@ -77,8 +91,34 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
         head,
         max_sequence=config.max_sequence,
         tied=config.tied,
+        embedding_multiplier=config.embedding_multiplier,
         dropout=dropout(config.embedding_dropout, "embedding"),
     )
+
+
+def _check_obeyed(whose: str, module: object, asked: Layer | HeadSpec, names: Iterable[str]) -> None:
+    """Whether a module shows, as an attribute, each option that was asked for: another one would ignore it.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    for name in names:
+        value, default = getattr(asked, name), type(asked).__dataclass_fields__[name].default
+        if value != default and getattr(module, name, default) != value:
+            key = {"HeadSpec": "decoder.logit_"}.get(type(asked).__name__, "decoder.") + name
+            raise ConfigError(
+                f"{key}: {whose} ({type(module).__name__}) does not know it: it has no attribute {name!r} of this "
+                "value. Leave the option at its default, or take another plugin."
+            )
+
+
+def _ropes(config: Decoder.Config) -> tuple[RoPE, RoPE]:
+    """The rotation of layers without a window, and of those with one."""
+    rope, features = config.rope, rules.rotated_features(config)
+    plain = RoPE(features, length=config.max_sequence, theta=rope.theta, scaling=scaling(rope))
+    if not rope.window_theta:
+        return plain, plain
+    return plain, RoPE(features, length=config.max_sequence, theta=rope.window_theta)
 
 
 def _ties(head: Head, embedding: Embedding) -> bool:
@@ -88,7 +128,7 @@ def _ties(head: Head, embedding: Embedding) -> bool:
 def norm(config: Decoder.Config) -> nn.Module:
     if config.norm == "layer":
         return LayerNorm(config.dim, config.norm_eps, bias=config.bias)
-    return RMSNorm(config.dim, config.norm_eps)
+    return (OffsetRMSNorm if config.unit_offset else RMSNorm)(config.dim, config.norm_eps)
 
 
 def scaling(rope: Rope) -> Scaling | None:

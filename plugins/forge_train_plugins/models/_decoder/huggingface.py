@@ -1,40 +1,147 @@
-"""The decoder in Hugging Face layout: the tensor names of Llama and Qwen3, and the `config.json` that is written."""
+"""The decoder in Hugging Face layout: which family a `config.json` is of, and which one a model can be exported as."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError, HFModel
 from forge_train.ground.present import few
 
 from . import rules
+from .families import FAMILIES
+from .families.family import Family
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..decoder import Decoder, Rope
+    from ..decoder import Decoder
 
-LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
-ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
-"""`hidden_act` → `swiglu.activation`; both architectures gate."""
-BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.o": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "feed_forward_norm": "post_attention_layernorm",
-    "feed_forward.gate": "mlp.gate_proj",
-    "feed_forward.up": "mlp.up_proj",
-    "feed_forward.down": "mlp.down_proj",
-}
-"""Module in a layer → its name in Hugging Face layout."""
+LEFTOVERS = (r"(.*\.)?rotary_emb\.inv_freq",)
+"""Tensors that older versions of transformers stored, and that follow from the configuration."""
+OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
-def names(parameters: Iterable[str]) -> dict[str, str]:
+def read(table: Mapping[str, Any], plain: Decoder.Config) -> HFModel | None:
+    """How the model of a `config.json` is built and named here; None for another architecture.
+
+    Args:
+        table: the `config.json`.
+        plain: any section, to make another one like it.
+
+    Raises:
+        ConfigError: naming the keys whose values have no counterpart.
+    """
+    architectures: Sequence[str] = table.get("architectures") or ()
+    family = next((FAMILIES[one] for one in architectures if one in FAMILIES), None)
+    if family is None:
+        return None
+    section, activation = family.read(table)
+    section["architecture"] = family.architecture
+    return HFModel(
+        names=_names(family, _parameters(_made(section, plain))),
+        leftovers=LEFTOVERS,
+        sections={"decoder": section, "swiglu": {"activation": activation}},
+    )
+
+
+def write(config: Decoder.Config, vocabulary: int, model: nn.Module) -> HFModel:
+    """`config.json` and names for a model, which may lie on the meta device.
+
+    Raises:
+        ConfigError: saying what the family, or each of them, can't express.
+    """
+    parameters = [name for name, _ in model.named_parameters()]
+    activations = {str(module.activation) for module in model.modules() if hasattr(module, "activation")}
+    config = _resolved(replace(config, vocabulary=vocabulary))
+    differing: dict[str, list[str]] = {}
+    for family in FAMILIES.values():
+        if config.architecture in ("", family.architecture):
+            found = family.write(config, min(activations, default=""))
+            if not (wrong := list(_differences(family, found, config, activations))):
+                return HFModel(names=_names(family, parameters), config=found)
+            differing[family.architecture] = wrong
+    _names(FAMILIES[min(differing, key=lambda name: len(differing[name]))], parameters)
+    lines = "\n".join(f"  {name}: {'; '.join(wrong)}" for name, wrong in sorted(differing.items(), key=_fewest))
+    way_out = ' Or set decoder.architecture to "", for any architecture.' if config.architecture else ""
+    raise ConfigError(f"No architecture in Hugging Face layout can hold this model.{way_out} What differs:\n{lines}")
+
+
+def _fewest(item: tuple[str, list[str]]) -> int:
+    return len(item[1])
+
+
+def _differences(
+    family: Family, found: Mapping[str, Any], config: Decoder.Config, activations: set[str]
+) -> Iterator[str]:
+    """What a reader of the `config.json` would build otherwise."""
+    try:
+        section, activation = family.read(found)
+    except ConfigError as error:
+        yield str(error)
+        return
+    read = _flat(asdict(_resolved(_made(section, config))))
+    for name, value in _flat(asdict(config)).items():
+        if name not in NO_NUMBER and value != read[name]:
+            yield f"decoder.{name} = {value!r}, where it has {read[name]!r}"
+    if activations != {activation}:
+        yield f"swiglu.activation = {' and '.join(sorted(activations)) or 'none'}, where it has {activation}"
+
+
+NO_NUMBER = ("architecture", "depth_scaled", "std")
+"""Options that change no number of a trained model."""
+
+
+def _flat(section: Mapping[str, Any]) -> dict[str, Any]:
+    rope = {f"rope.{name}": value for name, value in section["rope"].items()}
+    return {name: value for name, value in section.items() if name != "rope"} | rope
+
+
+def _made(section: Mapping[str, Any], like: Decoder.Config) -> Decoder.Config:
+    return type(like)(**{**section, "rope": type(like.rope)(**section["rope"])})
+
+
+def _resolved(config: Decoder.Config) -> Decoder.Config:
+    """The same, with everything filled in that follows from other options, so that equal models are equal."""
+    rope, windows = config.rope, rules.windows(config)
+    same = not any(windows) or (rope.window_theta == rope.theta and rope.scaling == "none")
+    return replace(
+        config,
+        kv_heads=rules.kv_heads(config),
+        head_dim=rules.head_dim(config),
+        hidden=rules.hidden(config),
+        scale=config.scale or rules.head_dim(config) ** -0.5,
+        window=config.window if any(windows) else 0,
+        window_layers=tuple(window > 0 for window in windows),
+        rope=replace(
+            rope,
+            high=rules.high(rope),
+            layers=rules.rotated(config),
+            window_theta=0.0 if same else rope.window_theta,
+        ),
+    )
+
+
+def _parameters(config: Decoder.Config) -> Iterator[str]:
+    """The names of the parameters of a model with this section, which is not built to find them."""
+    yield "embedding.weight"
+    norms = {"pre": ("_norm",), "post": ("_post_norm",), "both": ("_norm", "_post_norm")}[config.norm_at]
+    modules = {f"{block}{norm}": False for block in ("attention", "feed_forward") for norm in norms}
+    modules |= {f"attention.{one}": config.qkv_bias for one in "qkv"} | {"attention.o": config.o_bias}
+    modules |= {f"attention.{one}_norm": False for one in "qk" if config.qk_norm}
+    modules |= {f"feed_forward.{one}": config.bias for one in ("gate", "up", "down")}
+    for index in range(config.layers):
+        for module, bias in modules.items():
+            yield f"layers.{index}.{module}.weight"
+            if bias:
+                yield f"layers.{index}.{module}.bias"
+    yield "norm.weight"
+    if not config.tied:
+        yield "head.weight"
+
+
+def _names(family: Family, parameters: Iterable[str]) -> dict[str, str]:
     """Parameter name → tensor name.
 
     Raises:
@@ -44,79 +151,13 @@ def names(parameters: Iterable[str]) -> dict[str, str]:
     strange: list[str] = []
     for name in parameters:
         module, _, kind = name.rpartition(".")
-        outer = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}.get(module)
         _, index, inner = [*module.split(".", 2), "", ""][:3]
-        if outer:
-            found[name] = f"{outer}.{kind}"
-        elif inner in BLOCK:
-            found[name] = f"model.layers.{index}.{BLOCK[inner]}.{kind}"
+        if module in OUTER:
+            found[name] = f"{OUTER[module]}.{kind}"
+        elif inner in family.block:
+            found[name] = f"model.layers.{index}.{family.block[inner]}.{kind}"
         else:
             strange.append(name)
     if strange:
-        raise ConfigError(f"{LLAMA} and {QWEN3} have no place for {few(strange)}.")
+        raise ConfigError(f"{family.architecture} has no place for {few(strange)}.")
     return found
-
-
-def write(config: Decoder.Config, vocabulary: int, model: nn.Module) -> HFModel:
-    """`config.json` and names for a model, which may lie on the meta device.
-
-    Raises:
-        ConfigError: saying what neither architecture can express.
-    """
-    if config.norm != "rms":
-        raise ConfigError(f"decoder.norm = {config.norm!r}: {LLAMA} and {QWEN3} know only RMSNorm.")
-    if config.bias != config.qkv_bias:
-        raise ConfigError(
-            f"decoder.bias and decoder.qkv_bias: {LLAMA} has biases in all of attention or in none of it."
-        )
-    if config.qk_norm and config.bias:
-        raise ConfigError(f"decoder.qk_norm with decoder.bias: {QWEN3} has no biases in its MLP.")
-    layout = names(name for name, _ in model.named_parameters())
-    described = {
-        "architectures": [QWEN3 if config.qk_norm else LLAMA],
-        "model_type": "qwen3" if config.qk_norm else "llama",
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": rules.kv_heads(config),
-        "head_dim": rules.head_dim(config),
-        "intermediate_size": rules.hidden(config),
-        "hidden_act": _hidden_act(model),
-        "vocab_size": vocabulary,
-        "max_position_embeddings": config.max_sequence,
-        "rms_norm_eps": config.norm_eps,
-        "initializer_range": config.std,
-        "tie_word_embeddings": config.tied,
-        "attention_bias": config.qkv_bias,
-        "attention_dropout": 0.0,
-        "use_cache": True,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": _rope_scaling(config.rope),
-    }
-    if not config.qk_norm:
-        described["mlp_bias"] = config.bias
-    return HFModel(names=layout, config=described)
-
-
-def _hidden_act(model: nn.Module) -> str:
-    found = {str(m.activation) for m in model.modules() if hasattr(m, "activation")}
-    known = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
-    if len(found) != 1 or not found <= known.keys():
-        raise ConfigError(
-            f"swiglu.activation = {' and '.join(sorted(found))}: {LLAMA} and {QWEN3} know {', '.join(known)}."
-        )
-    return known[found.pop()]
-
-
-def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
-    """The keys as written before transformers 5, which every reader understands."""
-    if rope.scaling == "none":
-        return None
-    scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
-    if rope.scaling == "linear":
-        return scaling
-    scaling["original_max_position_embeddings"] = rope.original_sequence
-    if rope.scaling == "llama3":
-        return scaling | {"low_freq_factor": rope.low, "high_freq_factor": rules.high(rope)}
-    scaling |= {"beta_slow": rope.low, "beta_fast": rules.high(rope), "truncate": rope.truncate}
-    return scaling | ({"attention_factor": rope.temperature} if rope.temperature else {})

@@ -1,9 +1,9 @@
-"""A pre-norm decoder-only transformer that declares what techniques need to know about it."""
+"""A decoder-only transformer that declares what techniques need to know about it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,32 +13,51 @@ from forge_train.nn import TensorStyle, flops_per_token
 
 
 class Block(nn.Module):
-    """One layer: a token mixer and a channel mixer, each on the normed residual stream and added to it."""
+    """One layer: a token mixer and a channel mixer, each on the residual stream and added to it.
+
+    Args:
+        attention: the token mixer.
+        feed_forward: the channel mixer.
+        norm: makes a norm.
+        norm_at: before the mixers, after them, or both.
+        multiplier: of what they add.
+        dropout: after the token mixer, and after the channel mixer.
+    """
 
     def __init__(
         self,
-        attention_norm: nn.Module,
         attention: Attention,
-        feed_forward_norm: nn.Module,
         feed_forward: FeedForward,
+        norm: Callable[[], nn.Module],
+        *,
+        norm_at: Literal["pre", "post", "both"] = "pre",
+        multiplier: float = 1.0,
         dropout: Sequence[nn.Module | None] = (None, None),
     ) -> None:
         super().__init__()
-        self.attention_norm = attention_norm
+        before, after = norm_at != "post", norm_at != "pre"
+        self.attention_norm = norm() if before else None
         self.attention = attention
-        self.feed_forward_norm = feed_forward_norm
+        self.attention_post_norm = norm() if after else None
+        self.feed_forward_norm = norm() if before else None
         self.feed_forward = feed_forward
+        self.feed_forward_post_norm = norm() if after else None
+        self.multiplier = multiplier
         self.attention_dropout, self.feed_forward_dropout = dropout
 
     def forward(
         self, x: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None, cache: Any = None
     ) -> Tensor:
-        mixed = self.attention(
-            self.attention_norm(x), position_ids=position_ids, document_ids=document_ids, cache=cache
-        )
-        x = x + (mixed if self.attention_dropout is None else self.attention_dropout(mixed))
-        mixed = self.feed_forward(self.feed_forward_norm(x))
-        return x + (mixed if self.feed_forward_dropout is None else self.feed_forward_dropout(mixed))
+        h = x if self.attention_norm is None else self.attention_norm(x)
+        h = self.attention(h, position_ids=position_ids, document_ids=document_ids, cache=cache)
+        x = self._added(x, h, self.attention_post_norm, self.attention_dropout)
+        h = x if self.feed_forward_norm is None else self.feed_forward_norm(x)
+        return self._added(x, self.feed_forward(h), self.feed_forward_post_norm, self.feed_forward_dropout)
+
+    def _added(self, x: Tensor, mixed: Tensor, norm: nn.Module | None, dropout: nn.Module | None) -> Tensor:
+        mixed = mixed if norm is None else norm(mixed)
+        mixed = mixed if dropout is None else dropout(mixed)
+        return x + mixed if self.multiplier == 1 else x + mixed * self.multiplier
 
 
 class Transformer(nn.Module):
@@ -57,6 +76,7 @@ class Transformer(nn.Module):
         *,
         max_sequence: int,
         tied: bool = False,
+        embedding_multiplier: float = 1.0,
         dropout: nn.Module | None = None,
     ) -> None:
         super().__init__()
@@ -68,6 +88,7 @@ class Transformer(nn.Module):
         self.head: Any = head
         self.max_sequence = max_sequence
         self.tied = tied
+        self.embedding_multiplier = embedding_multiplier
         if tied:
             self.head.weight = embedding.weight
 
@@ -91,6 +112,7 @@ class Transformer(nn.Module):
             position_ids = self._next_positions(x, cache)
         if self.embedding is not None:
             x = self.embedding(x)
+            x = x if self.embedding_multiplier == 1 else x * self.embedding_multiplier
             x = x if self.embedding_dropout is None else self.embedding_dropout(x)
         for index, layer in self.layers.items():
             x = layer(x, position_ids, document_ids, cache[index] if cache else None)
@@ -152,9 +174,8 @@ class Transformer(nn.Module):
             plan |= {} if self.embedding_dropout is None else {"embedding_dropout": "sequence"}
         for unit, layer in zip(self.units, self.layers.values(), strict=True):
             for name in ("attention", "feed_forward"):
-                plan[f"{unit}.{name}_norm"] = "sequence"
-                if getattr(layer, f"{name}_dropout") is not None:
-                    plan[f"{unit}.{name}_dropout"] = "sequence"
+                own = [f"{name}_{kind}" for kind in ("norm", "post_norm", "dropout")]
+                plan |= {f"{unit}.{one}": "sequence" for one in own if getattr(layer, one) is not None}
                 inner = {"": "gather", **_plan(getattr(layer, name))}
                 plan |= {f"{unit}.{name}.{path}".rstrip("."): style for path, style in inner.items()}
         if self.norm is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
 from forge_train import Problem
@@ -33,6 +34,25 @@ def hidden(config: Decoder.Config) -> int:
     return config.hidden or -(-8 * config.dim // (3 * 64)) * 64
 
 
+def rotated_features(config: Decoder.Config) -> int:
+    """Of each head; as transformers rounds them."""
+    return int(head_dim(config) * config.rope.fraction)
+
+
+def windows(config: Decoder.Config) -> tuple[int, ...]:
+    """Positions that each layer's queries see; 0 is all."""
+    return tuple(config.window if on else 0 for on in _repeated(config.window_layers, config.layers))
+
+
+def rotated(config: Decoder.Config) -> tuple[bool, ...]:
+    """Whether each layer has positions."""
+    return _repeated(config.rope.layers, config.layers)
+
+
+def _repeated(pattern: tuple[bool, ...], layers: int) -> tuple[bool, ...]:
+    return tuple(islice(cycle(pattern or (True,)), layers))
+
+
 def high(rope: Rope) -> float:
     return rope.high or (4.0 if rope.scaling == "llama3" else 32.0)
 
@@ -43,13 +63,36 @@ def check(config: Decoder.Config, sequence: int) -> Iterator[Problem]:
         yield Problem("decoder.heads", f"{config.heads} does not divide decoder.dim ({config.dim}); set head_dim.")
     elif head_dim(config) % 2:
         yield Problem("decoder.head_dim", f"rotary positions need an even number, found {head_dim(config)}.")
+    elif (features := rotated_features(config)) % 2 or not features:
+        yield Problem("decoder.rope.fraction", f"{features} of {head_dim(config)} features are no even number.")
     if config.heads % kv_heads(config):
         yield Problem("decoder.kv_heads", f"{config.kv_heads} does not divide decoder.heads ({config.heads}).")
     if sequence > config.max_sequence:
         yield Problem(
             "train.sequence", f"{sequence} tokens are more than decoder.max_sequence ({config.max_sequence})."
         )
+    if config.unit_offset and config.norm != "rms":
+        yield Problem("decoder.unit_offset", f"has no effect with decoder.norm = {config.norm!r}.")
+    if config.qk_norm_over != "head" and not config.qk_norm:
+        yield Problem("decoder.qk_norm_over", "has no effect without decoder.qk_norm.")
+    if config.window_layers and not config.window:
+        yield Problem("decoder.window_layers", "has no effect without decoder.window.")
+    yield from _check_patterns(config)
     yield from _check_rope(config.rope)
+
+
+def _check_patterns(config: Decoder.Config) -> Iterator[Problem]:
+    for key, pattern in (("window_layers", config.window_layers), ("rope.layers", config.rope.layers)):
+        if len(pattern) > config.layers:
+            yield Problem(f"decoder.{key}", f"has {len(pattern)} entries for {config.layers} layers.")
+        elif pattern and not any(pattern):
+            way = "decoder.window = 0" if key == "window_layers" else "a model of another plugin"
+            yield Problem(f"decoder.{key}", f"names no layer; take {way} instead.")
+    theta = config.rope.window_theta
+    if theta and not any(windows(config)):
+        yield Problem("decoder.rope.window_theta", "has no effect without decoder.window.")
+    elif 0 < theta <= 1:
+        yield Problem("decoder.rope.window_theta", f"must be 0, or greater than 1; found {theta}.")
 
 
 def _check_rope(rope: Rope) -> Iterator[Problem]:

@@ -100,6 +100,19 @@ class Sum(torch.autograd.Function):
         return gradients[0], None
 
 
+class SumEverywhere(torch.autograd.Function):
+    """The sum over the ranks, of which each makes something else, so that its gradient is a sum too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradients[0], ctx.group), None
+
+
 class GatherWhole(torch.autograd.Function):
     """Everybody's pieces of an axis of `size`; what follows is the same on every rank, and so is its gradient."""
 

@@ -29,7 +29,8 @@ def sent(part: nn.Module, entries: Sequence[Entry], wholes: Sequence[Whole], *, 
     summed = sum(
         parameters[whole.name].numel() * parameters[whole.name].element_size() for whole in wholes if whole.partial
     )
-    return (crossings * size * dim + 2 * summed) * (ranks - 1) / ranks
+    norms = sum(4 for entry in entries if entry.style == "features")  # a number for each token, forward and backward
+    return ((crossings * dim + norms) * size + 2 * summed) * (ranks - 1) / ranks
 
 
 def _dim(module: nn.Module, style: str) -> int:

@@ -20,7 +20,7 @@ from forge_train import PluginError, Specialisation
 from forge_train.ground.tensors import local
 from forge_train.nn import TensorStyle
 
-from .collectives import Copy, GatherSequence, GatherWhole, Group, ScatterSequence, Sum, TakeShare
+from .collectives import Copy, GatherSequence, GatherWhole, Group, ScatterSequence, Sum, SumEverywhere, TakeShare
 
 
 @dataclass
@@ -145,6 +145,20 @@ class SplitEmbedding(nn.Embedding):
         return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
+class SpreadRMSNorm(nn.RMSNorm):
+    """`x / √(mean(x²) + eps) · weight` over features of which this rank has some, in fp32."""
+
+    group: Group
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = SumEverywhere.apply(wide.square().sum(-1, keepdim=True), self.group)  # type: ignore[no-untyped-call]
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        scale = torch.rsqrt(squares / self.normalized_shape[-1] + eps)
+        normed: Tensor = wide * scale * local(self.weight).float()
+        return normed.type_as(x)
+
+
 # -- styles ---------------------------------------------------------------------------------------
 
 
@@ -184,6 +198,10 @@ class Styles:
     def _rowwise(self, module: nn.Linear) -> None:
         self._change(module, SummedLinear)
         module.register_forward_hook(self._reduce if module._parameters["bias"] is None else self._reduce_and_bias)
+
+    def _features(self, module: SpreadRMSNorm) -> None:
+        self._change(module, SpreadRMSNorm)
+        module.group = self._region.group
 
     def _logits(self, module: nn.Linear) -> None:
         self._change(module, SplitLinear)
@@ -226,5 +244,5 @@ def _sharing(region: Region) -> tuple[Callable[..., Any], ...]:
     return share, join
 
 
-SHARDED: Mapping[str, int] = {"vocabulary": 0, "colwise": 0, "rowwise": 1, "logits": 0}
+SHARDED: Mapping[str, int] = {"vocabulary": 0, "colwise": 0, "rowwise": 1, "features": 0, "logits": 0}
 """Style → the axis of the weight that is split."""

@@ -19,6 +19,7 @@ SPLITTING: Mapping[TensorStyle, type[nn.Module]] = {
     "vocabulary": nn.Embedding,
     "colwise": nn.Linear,
     "rowwise": nn.Linear,
+    "features": nn.RMSNorm,
     "logits": nn.Linear,
 }
 """Style → the module it knows how to split."""
@@ -113,6 +114,9 @@ def _problem(entry: Entry, part: nn.Module, ranks: int) -> str:
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             return f"{name!r}: max_norm, scale_grad_by_freq and sparse need the whole table; leave them at default."
         return _uneven(name, "rows", module.num_embeddings, ranks)
+    if isinstance(module, nn.RMSNorm):
+        size = module.normalized_shape[-1]
+        return _even(name, "features", size, _head_dim(name, size, part), ranks)
     assert isinstance(module, nn.Linear)
     if style == "logits":
         return _uneven(name, "outputs", module.out_features, ranks)

@@ -1,0 +1,17 @@
+"""Families of models: each a table between a `config.json` and the sections of a configuration."""
+
+from __future__ import annotations
+
+from .family import Family
+from .gemma import GEMMA2, GEMMA3
+from .granite import GRANITE
+from .llama import LLAMA, MISTRAL
+from .olmo import OLMO2, OLMO3
+from .qwen import QWEN2, QWEN3
+from .smollm import SMOLLM3
+
+FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for family in (LLAMA, QWEN3, QWEN2, MISTRAL, OLMO2, OLMO3, SMOLLM3, GRANITE, GEMMA2, GEMMA3)
+}
+"""In the order in which one is looked for to export a model as."""

@@ -1,0 +1,169 @@
+"""A family as a table: what each key of its `config.json` is in `[decoder]`, and how it names tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .positions import LLAMAS, Rotation, Windows, layer_types, repeating
+from .reader import NEUTRAL, REQUIRED, Reader
+
+if TYPE_CHECKING:
+    from ...decoder import Decoder
+
+ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
+"""`hidden_act` → `swiglu.activation`; all families here gate."""
+BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.o": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+"""Module in a layer → its name in Llama's layout."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of `config.json`.
+
+    Args:
+        options: of `[decoder]` that it sets, all to the same value.
+        kind: int, float or bool.
+        missing: its value in a file that leaves it out.
+        null: its value where the file says null; as `missing` by default.
+        ours: the option's value from the key's.
+        theirs: the way back.
+    """
+
+    options: tuple[str, ...]
+    kind: type = int
+    missing: Any = REQUIRED
+    null: Any = REQUIRED
+    ours: Callable[[Any], Any] = lambda value: value
+    theirs: Callable[[Any], Any] = lambda value: value
+
+    def read(self, config: Reader, key: str) -> dict[str, Any]:
+        readers: dict[type, Callable[[str, Any], Any]] = {
+            int: config.integer,
+            float: config.number,
+            bool: config.flag,
+        }
+        if self.null is not REQUIRED and key in config.table and config.table[key] is None:
+            config.skip(key)
+            return dict.fromkeys(self.options, self.null)
+        return dict.fromkeys(self.options, self.ours(readers[self.kind](key, self.missing)))
+
+
+COMMON = {
+    "hidden_size": Key(("dim",)),
+    "num_hidden_layers": Key(("layers",)),
+    "num_attention_heads": Key(("heads",)),
+    "intermediate_size": Key(("hidden",)),
+    "vocab_size": Key(("vocabulary",)),
+    "max_position_embeddings": Key(("max_sequence",)),
+    "rms_norm_eps": Key(("norm_eps",), float, 1e-6),
+    "initializer_range": Key(("std",), float, 0.02, ours=lambda std: std or 0.02),
+    "tie_word_embeddings": Key(("tied",), bool, False),
+}
+"""Keys of every family."""
+ATTENTION_BIAS = {"attention_bias": Key(("qkv_bias", "o_bias"), bool, False)}
+MLP_BIAS = {"mlp_bias": Key(("bias",), bool, False)}
+
+
+def soft_cap(option: str, missing: float | None) -> Key:
+    """A cap that null leaves out."""
+    return Key((option,), float, missing or 0.0, null=0.0, theirs=lambda cap: cap or None)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models of one architecture of transformers.
+
+    Args:
+        architecture: its class there.
+        model_type: its `model_type`.
+        options: of `[decoder]` that all its models have; a function is called with the section read so far.
+        keys: beside `COMMON`, or in the place of one of these.
+        kv_heads: `num_key_value_heads` of a file that leaves it out; as many as heads by default.
+        head_dim: the same for `head_dim`; `hidden_size` / heads by default.
+        activation: the key that names it.
+        act: its value in a file that leaves it out.
+        rotation: how positions are written.
+        windows: how sliding windows are written; a family without has none.
+        block: module in a layer → its name in the family's layout.
+        ignored: keys that transformers does not look at.
+    """
+
+    architecture: str
+    model_type: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, Key] = field(default_factory=dict)
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    activation: str = "hidden_act"
+    act: str = "silu"
+    rotation: Rotation = LLAMAS
+    windows: Windows | None = None
+    block: Mapping[str, str] = field(default_factory=lambda: BLOCK)
+    ignored: tuple[str, ...] = ()
+
+    def read(self, table: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        """The section `[decoder]`, and `swiglu.activation`.
+
+        Raises:
+            ConfigError: naming the keys whose values have no counterpart.
+        """
+        config = Reader(table, neutral=NEUTRAL)
+        config.skip(*self.ignored)
+        if len(config.get("architectures", [self.architecture])) != 1:
+            config.refuse("architectures", "expected one")
+        if config.get("model_type", self.model_type) != self.model_type:
+            config.refuse("model_type", f"{self.architecture} is {self.model_type!r}")
+        decoder: dict[str, Any] = {}
+        for name, key in {**COMMON, **self.keys}.items():
+            decoder |= key.read(config, name)
+        heads = decoder["heads"]
+        absent = self.kv_heads is not None and "num_key_value_heads" not in table
+        decoder["kv_heads"] = self.kv_heads if absent else config.integer("num_key_value_heads", heads)
+        config.skip("num_key_value_heads")
+        if self.head_dim and table.get("head_dim", self.head_dim) is None:
+            config.refuse("head_dim", "expected an integer")
+        decoder["head_dim"] = config.integer("head_dim", self.head_dim or decoder["dim"] // max(heads, 1))
+        if decoder.get("scale") == decoder["head_dim"] ** -0.5:
+            del decoder["scale"]
+        decoder |= {name: one(decoder) if callable(one) else one for name, one in self.options.items()}
+        window, which = 0, (False,) * decoder["layers"]
+        if self.windows is not None:
+            window, which = self.windows.read(config, decoder["layers"])
+        else:
+            layer_types(config, which, fixed=True)
+        if window:
+            decoder |= {"window": window, "window_layers": repeating(which)}
+        decoder["rope"] = self.rotation.read(config, decoder["layers"], which)
+        activation = config.one_of(self.activation, ACTIVATIONS, self.act)
+        config.refuse_the_rest()
+        return decoder, activation
+
+    def write(self, config: Decoder.Config, activation: str) -> dict[str, Any]:
+        """The `config.json` of a model with these options, or of one that is as near as the family has.
+
+        Args:
+            config: with everything that follows from other options filled in.
+            activation: of `[swiglu]`.
+        """
+        acts = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+        found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        for name, key in {**COMMON, **self.keys}.items():
+            found[name] = key.theirs(getattr(config, key.options[0]))
+        found |= {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim}
+        found |= {self.activation: acts.get(activation, self.act), "attention_dropout": 0.0, "use_cache": True}
+        found |= self.rotation.write(config)
+        return found | (self.windows.write(config) if self.windows is not None else {})

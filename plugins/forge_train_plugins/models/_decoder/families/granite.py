@@ -1,0 +1,18 @@
+"""Granite 3: a Llama with four multipliers (arXiv:2203.03466)."""
+
+from __future__ import annotations
+
+from .family import ATTENTION_BIAS, MLP_BIAS, Family, Key
+
+GRANITE = Family(
+    "GraniteForCausalLM",
+    "granite",
+    keys={
+        **ATTENTION_BIAS,
+        **MLP_BIAS,
+        "embedding_multiplier": Key(("embedding_multiplier",), float, 1.0),
+        "residual_multiplier": Key(("residual_multiplier",), float, 1.0),
+        "attention_multiplier": Key(("scale",), float, 1.0),
+        "logits_scaling": Key(("logit_divisor",), float, 1.0),
+    },
+)

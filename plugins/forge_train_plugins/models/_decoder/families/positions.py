@@ -1,0 +1,228 @@
+"""Rotary positions and sliding windows between a `config.json` and `[decoder]`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .. import rules
+from .reader import Reader
+
+if TYPE_CHECKING:
+    from ...decoder import Decoder, Rope
+
+SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+"""`rope_type` → `decoder.rope.scaling`."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a family's positions are written.
+
+    Args:
+        theta: of files that do not name one.
+        window_theta: the same for layers with a window, where these have a rotation of their own, without a scaling.
+        window_key: the key for it beside `rope_theta`.
+        skipping: whether `no_rope_layers` names layers without positions.
+    """
+
+    theta: float = 10_000.0
+    window_theta: float | None = None
+    window_key: str = ""
+    skipping: bool = False
+
+    def read(self, config: Reader, layers: int, windows: tuple[bool, ...]) -> dict[str, Any]:
+        """The section `[decoder.rope]`."""
+        if self.window_theta is None:
+            found = _rotation(_table(config), config, config.number("rope_theta", self.theta))
+        else:
+            found = self._read_two(config, any(windows))
+        return {**found, "layers": repeating(self.with_positions(config, layers))} if self.skipping else found
+
+    def _read_two(self, config: Reader, windows: bool) -> dict[str, Any]:
+        theta, own = config.number("rope_theta", self.theta), float(self.window_theta or 0)
+        if self.window_key:
+            own = config.number(self.window_key, own)
+        given = config.get("rope_parameters", {})
+        if not given:
+            found = _rotation(_table(config), config, theta)
+        elif not isinstance(given, Mapping) or given.keys() - {FULL, SLIDING}:
+            config.refuse("rope_parameters", f"expected a table for each of {FULL} and {SLIDING}")
+        elif config.get("rope_scaling", None):
+            config.refuse("rope_scaling", "rope_parameters is there too; keep one of them")
+        else:
+            of_each = {kind: _nested(config, given, kind) for kind in (FULL, SLIDING)}
+            found = _rotation(of_each[FULL], config, theta)
+            sliding = _rotation(of_each[SLIDING], config, own)
+            own = sliding.pop("theta")
+            if sliding:
+                config.refuse("rope_parameters", "layers with a window are rotated without a scaling here")
+        same = own == found["theta"] and "scaling" not in found
+        return found if same or not windows else {**found, "window_theta": own}
+
+    def with_positions(self, config: Reader, layers: int) -> tuple[bool, ...]:
+        """Whether each layer has positions, by `no_rope_layers`, whose 1 means that it has."""
+        interval = config.integer("no_rope_layer_interval", 4)
+        if interval < 1:
+            config.refuse("no_rope_layer_interval", "expected a number greater than 0")
+        every = tuple((index + 1) % interval != 0 for index in range(layers))
+        return config.flags("no_rope_layers", layers, every)
+
+    def write(self, config: Decoder.Config) -> dict[str, Any]:
+        """The keys as written before transformers 5, which every reader understands, where there are such."""
+        rope, scaling = config.rope, _scaling(config.rope)
+        own = rope.window_theta or rope.theta
+        if self.window_theta is None or self.window_key:
+            found: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": scaling}
+            found |= {self.window_key: own} if self.window_key else {}
+        else:
+            full = {"rope_theta": rope.theta, **(scaling or {"rope_type": "default"})}
+            found = {"rope_parameters": {FULL: full, SLIDING: {"rope_theta": own, "rope_type": "default"}}}
+        if self.skipping:
+            found["no_rope_layers"] = [int(one) for one in rules.rotated(config)]
+        return found
+
+
+LLAMAS = Rotation()
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How a family's sliding windows are written.
+
+    Args:
+        which: the layers that have one, where `layer_types` does not say so.
+        missing: the window of a file that names none.
+        switch: whether `use_sliding_window` must be true for them.
+        listed: whether `layer_types` decides which layers have one.
+    """
+
+    which: Callable[[Reader, int], tuple[bool, ...]]
+    missing: int | None = 4096
+    switch: bool = False
+    listed: bool = True
+
+    def read(self, config: Reader, layers: int) -> tuple[int, tuple[bool, ...]]:
+        """The window, and which layers have it."""
+        window = config.table.get("sliding_window", self.missing)
+        if self.switch and not config.flag("use_sliding_window", False):  # then transformers looks at neither
+            config.skip("sliding_window", "max_window_layers")
+            window = None
+        elif window is not None:
+            window = config.integer("sliding_window", self.missing)
+        default = self.which(config, layers) if window or not self.switch else (False,) * layers
+        default = default if window or self.listed else (False,) * layers
+        which = layer_types(config, default, fixed=not self.listed)
+        if any(which) and (not window or window < 1):
+            config.refuse("sliding_window", f"{SLIDING} needs a number of tokens")
+        config.skip("sliding_window")
+        return (window or 0, which) if any(which) else (0, which)
+
+    def write(self, config: Decoder.Config) -> dict[str, Any]:
+        which = [window > 0 for window in rules.windows(config)]
+        found: dict[str, Any] = {"sliding_window": config.window or None}
+        if self.listed:
+            found["layer_types"] = [SLIDING if one else FULL for one in which]
+        if self.switch:
+            found["use_sliding_window"] = any(which)
+        return found
+
+
+def layer_types(config: Reader, default: tuple[bool, ...], *, fixed: bool) -> tuple[bool, ...]:
+    """Which layers have a window, by `layer_types`.
+
+    Args:
+        config: of the model.
+        default: where there is no such key.
+        fixed: whether that is all it may say.
+    """
+    expected = [SLIDING if one else FULL for one in default]
+    found = config.get("layer_types", expected)
+    if fixed and found != expected:
+        kinds = " and ".join(map(repr, dict.fromkeys(expected)))
+        config.refuse("layer_types", f"expected {len(expected)} times {kinds}")
+    if not isinstance(found, list) or len(found) != len(expected) or not {*found} <= {SLIDING, FULL}:
+        config.refuse("layer_types", f"expected {len(expected)} of {FULL!r} and {SLIDING!r}")
+    return tuple(one == SLIDING for one in found)
+
+
+def repeating(which: tuple[bool, ...]) -> tuple[bool, ...]:
+    """The shortest list that, repeated, gives this one; empty if that is all true."""
+    if all(which):
+        return ()
+    sizes = (size for size in range(1, len(which)) if all(one == which[at % size] for at, one in enumerate(which)))
+    return which[: next(sizes, len(which))]
+
+
+def _rotation(given: Reader, config: Reader, theta: float) -> dict[str, Any]:
+    """One rotation, from transformers 5's `rope_parameters` or from the older keys."""
+    rope: dict[str, Any] = {"theta": given.number("rope_theta", theta)}
+    kind = given.one_of("rope_type" if "rope_type" in given.table else "type", SCALINGS, "default")
+    if given.table.get("type", given.table.get("rope_type")) != given.table.get("rope_type", given.table.get("type")):
+        given.refuse("type", "rope_type says something else")
+    given.skip("type", "rope_type")
+    if kind != "none":
+        rope |= {"scaling": kind, "factor": given.number("factor")}
+    if kind in ("llama3", "yarn"):
+        length = config.integer("max_position_embeddings")
+        rope["original_sequence"] = given.integer("original_max_position_embeddings", length)
+    if kind == "llama3":
+        rope |= {"low": given.number("low_freq_factor"), "high": given.number("high_freq_factor")}
+    if kind == "yarn":
+        rope |= {
+            "low": given.number("beta_slow", 1),
+            "high": given.number("beta_fast", 32),
+            "temperature": _temperature(given, rope["factor"]),
+            "truncate": given.flag("truncate", True),
+        }
+    if given.number("partial_rotary_factor", 1) != 1:
+        given.refuse("partial_rotary_factor", "this family rotates all features")
+    given.refuse_the_rest()
+    return rope
+
+
+def _table(config: Reader) -> Reader:
+    """The one table that says how positions are rotated; empty where there is none."""
+    tables = {key: config.get(key, {}) for key in ("rope_scaling", "rope_parameters")}
+    for key, table in tables.items():
+        if not isinstance(table, Mapping):
+            config.refuse(key, "expected a table")
+    if all(tables.values()):
+        config.refuse("rope_scaling", "rope_parameters is there too; keep one of them")
+    key = "rope_scaling" if tables["rope_scaling"] else "rope_parameters"
+    return Reader(tables[key], f"{key}.")
+
+
+def _nested(config: Reader, given: Mapping[str, Any], kind: str) -> Reader:
+    table = given.get(kind) or {}
+    if not isinstance(table, Mapping):
+        config.refuse("rope_parameters", f"expected a table for {kind}")
+    return Reader(table, f"rope_parameters.{kind}.")
+
+
+def _temperature(given: Reader, factor: float) -> float:
+    """YaRN's factor on cos and sin; DeepSeek's two “mscale” keys give it as a ratio. 0 is the paper's."""
+    over, under = given.number("mscale", 0.0), given.number("mscale_all_dim", 0.0)
+    if given.get("attention_factor", None) is not None:
+        if (found := given.number("attention_factor")) <= 0:
+            given.refuse("attention_factor", "expected a number greater than 0")
+        return found
+    if over and under and factor > 1:
+        return (0.1 * over * math.log(factor) + 1) / (0.1 * under * math.log(factor) + 1)
+    return 0.0
+
+
+def _scaling(rope: Rope) -> dict[str, Any] | None:
+    if rope.scaling == "none":
+        return None
+    scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
+    if rope.scaling == "linear":
+        return scaling
+    scaling["original_max_position_embeddings"] = rope.original_sequence
+    if rope.scaling == "llama3":
+        return scaling | {"low_freq_factor": rope.low, "high_freq_factor": rules.high(rope)}
+    scaling |= {"beta_slow": rope.low, "beta_fast": rules.high(rope), "truncate": rope.truncate}
+    return scaling | ({"attention_factor": rope.temperature} if rope.temperature else {})

@@ -1,0 +1,59 @@
+"""Random tiny models of transformers, and what forge makes of their `config.json`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import nn
+
+import fakes
+from forge_train import HFModel, Plugin
+from forge_train_plugins.attention.sdpa import SDPA
+from forge_train_plugins.models.decoder import Decoder, Rope
+
+
+def theirs(transformers: Any, family: str, **values: Any) -> Any:
+    """A random model, in eager fp32 attention."""
+    config = getattr(transformers, f"{'Gemma3Text' if family == 'Gemma3' else family}Config")(**values)
+    config._attn_implementation = "eager"
+    model = fakes.initialised(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+    if family.startswith("Gemma"):  # whose norms multiply by 1 + weight
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter -= float("norm" in name)
+    return model
+
+
+def saved_config(model: nn.Module) -> dict[str, Any]:
+    """As `save_pretrained` writes it."""
+    config: dict[str, Any] = model.config.to_diff_dict()  # type: ignore[operator,union-attr]
+    config = config | {"architectures": [type(model).__name__]}
+    return json.loads(json.dumps(config))  # type: ignore[no-any-return]
+
+
+def imported(config: dict[str, Any], kernel: type[Plugin] = SDPA) -> tuple[HFModel, Any, Any]:
+    """The layout, the plugin with its section, and the job that it builds and exports models for."""
+    found = fakes.make(Decoder).import_hf(config)
+    assert found is not None
+    values = dict(found.sections["decoder"])
+    plugin = fakes.make(Decoder, **(values | {"rope": Rope(**values["rope"])}))
+    assert not list(plugin.check_config(fakes.run_config()))
+    job = fakes.job(**found.sections["swiglu"])
+    job.hooks.sdpa = fakes.make(kernel)
+    return found, plugin, job
+
+
+def copied(
+    reference: nn.Module, config: dict[str, Any] | None = None, kernel: type[Plugin] = SDPA
+) -> tuple[HFModel, Any]:
+    """The layout by a `config.json`, its own by default, and forge's model with the weights of another one."""
+    found, plugin, job = imported(config or saved_config(reference), kernel)
+    model, state = plugin.build_model(job), reference.state_dict()
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == found.names.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(state[found.names[name]])
+    return found, model
