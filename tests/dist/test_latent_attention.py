@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "tp2": (("tp",), {"parallel.tp": 2}),
     "tp2, whole queries, wide values, biases": (
         ("tp",),
-        {"parallel.tp": 2, "mla.q_rank": 0, "mla.v_dim": 16, "decoder.qkv_bias": True, "decoder.bias": True},
+        {"parallel.tp": 2, "mla.q_rank": 0, "mla.v_dim": 16, "decoder.qkv_bias": True, "decoder.o_bias": True},
     ),
     "tp2, not along the sequence": (("tp",), {"parallel.tp": 2, "tp.sequence_parallel": False}),
     "pp2": (("pp",), {"parallel.pp": 2}),

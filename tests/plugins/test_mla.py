@@ -122,10 +122,11 @@ def ours(reference: Any) -> tuple[Any, dict[str, str]]:
         max_sequence=config.max_position_embeddings,
         norm_eps=config.rms_norm_eps,
         qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
         rope=rope,
     )
     job = fakes.job()
-    job.hooks.attention = lambda layer: mla.attention(layer_of(config, layer), job)
+    job.hooks.attention = lambda layer: mla.attention(layer, job)
     model = decoder.build_model(job)
     names = {name: their_name(name, config.q_lora_rank is None) for name, _ in model.named_parameters()}
     weights = reference.state_dict()
@@ -133,11 +134,6 @@ def ours(reference: Any) -> tuple[Any, dict[str, str]]:
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[names[name]])
     return model, names
-
-
-def layer_of(config: Any, layer: Layer) -> Layer:
-    """With the biases of transformers, which has none in feed-forward blocks."""
-    return replace(layer, bias=config.attention_bias)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -244,6 +240,7 @@ def test_layers_that_share_positions_share_a_table() -> None:
         ({"kv_heads": 2}, {}, "set decoder.kv_heads = 4"),
         ({"qk_norm": True}, {}, "set decoder.qk_norm = false"),
         ({"rope": nn.Identity()}, {}, "this model has a Identity"),
+        ({"unit_offset": True}, {}, "set decoder.unit_offset = false"),
         ({"rope": RoPE(6, length=64)}, {}, "must leave that to mla"),
         ({}, {"mscale": 1.0}, "mla.mscale belongs to decoder.rope.scaling = 'yarn'"),
         ({"rope": None}, {"mscale": 1.0}, "mla.mscale belongs to decoder.rope.scaling = 'yarn'"),

@@ -57,6 +57,8 @@ def build(config: MLA.Config, layer: Layer, job: Job, ropes: Ropes) -> LatentAtt
         )
     if layer.qk_norm:
         raise ConfigError("mla normalises latents, not the queries and keys of each head; set decoder.qk_norm = false.")
+    if layer.unit_offset:
+        raise ConfigError("mla's norms of latents have no unit offset; set decoder.unit_offset = false.")
     if getattr(layer.rope, "head_dim", layer.head_dim) != layer.head_dim:
         raise ConfigError(
             "mla.rope_dim is the number of rotated features of a head, beside the others; the model rotates some of "

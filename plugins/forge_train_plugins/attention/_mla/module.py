@@ -83,7 +83,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = RMSNorm(sizes.kv_rank, 1e-6)
         each = sizes.plain + sizes.value
         self.kv_b = HeadsLinear(sizes.kv_rank, heads * each, each, std=std)
-        self.o = HeadsLinear(heads * sizes.value, dim, sizes.value, bias=layer.bias, std=layer.output_std)
+        self.o = HeadsLinear(heads * sizes.value, dim, sizes.value, bias=layer.o_bias, std=layer.output_std)
         self.weights = sum(one.weight.numel() for one in self.modules() if isinstance(one, nn.Linear))
 
     def forward(

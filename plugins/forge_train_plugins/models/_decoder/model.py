@@ -21,6 +21,7 @@ class Block(nn.Module):
         norm: makes a norm.
         norm_at: before the mixers, after them, or both.
         multiplier: of what they add.
+        dropout: after the token mixer, and after the channel mixer.
     """
 
     def __init__(
