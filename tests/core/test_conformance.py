@@ -54,6 +54,9 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
         prepare(Preparation((str(folder / "text.txt"),), folder / "tokens", held_out=0.2), Progress())
         path = str(folder / "tokens")
         return {"tokens.path": path} if name == "tokens" else {"mixture.sources": [{"path": path}]}
+    if name == "hf":
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return {"hf.type": "gpt_neox", "hf.set": sizes}
     if name == "mla":
         return {"decoder.kv_heads": 4}
     if name == "hf_datasets":
