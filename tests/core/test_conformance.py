@@ -68,9 +68,9 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_forges_own_plugins_conform(name: str, tmp_path: Path, ranks: Pool) -> None:
-    assert_conforms(
-        name, {**CHEAPER.get(name, {}), **needed(name, tmp_path)}, folder=tmp_path, strict=True, ranks=ranks
-    )
+    settings = {**CHEAPER.get(name, {}), **needed(name, tmp_path)}
+    strict = name != "hf"  # whose models have no stages
+    assert_conforms(name, settings, folder=tmp_path, strict=strict, ranks=ranks)
 
 
 # -- the class ----------------------------------------------------------------------------------------------------
