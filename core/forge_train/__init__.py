@@ -54,10 +54,8 @@ if TYPE_CHECKING:
     from .contract.protocols import Executor as Executor
     from .contract.protocols import FeedForward as FeedForward
     from .contract.protocols import Head as Head
-    from .contract.protocols import HeadSpec as HeadSpec
     from .contract.protocols import HFModel as HFModel
     from .contract.protocols import Init as Init
-    from .contract.protocols import Layer as Layer
     from .contract.protocols import Loader as Loader
     from .contract.protocols import LossFunction as LossFunction
     from .contract.protocols import LossScale as LossScale
@@ -68,6 +66,8 @@ if TYPE_CHECKING:
     from .contract.protocols import Task as Task
     from .contract.protocols import TokenDispatch as TokenDispatch
     from .contract.protocols import Tokenizer as Tokenizer
+    from .contract.specs import HeadSpec as HeadSpec
+    from .contract.specs import Layer as Layer
     from .contract.state_dtypes import StateDtypes as StateDtypes
     from .contract.step_state import StepState as StepState
     from .contract.timetable import Action as Action
@@ -112,8 +112,9 @@ _HOME = {
     "contract.micro_state": "MicroState StateKey",
     "contract.model": "Model",
     "contract.plugin": "Plugin hookimpl",
-    "contract.protocols": "Evaluator Executor FeedForward HFModel Head HeadSpec Init Layer"
+    "contract.protocols": "Evaluator Executor FeedForward HFModel Head Init"
     " Loader LossFunction LossScale RolloutLoader Schedule Span SpanName Task TokenDispatch Tokenizer",
+    "contract.specs": "HeadSpec Layer",
     "contract.state_dtypes": "StateDtypes",
     "contract.step_state": "StepState",
     "contract.timetable": "Action Overlap PipelineExecutor Timetable Work",

@@ -44,8 +44,8 @@ from forge_train.contract.calls import Calls, EnabledPlugin, implemented
 from forge_train.contract.events import Evaluation, StepResult
 from forge_train.contract.hooks import Hooks
 from forge_train.contract.hookspecs import KINDS, OBSERVERS, OPTIONAL
-from forge_train.contract.protocols import Layer
 from forge_train.contract.reference import PluginRef
+from forge_train.contract.specs import Layer
 
 pytestmark = pytest.mark.unit
 

@@ -23,9 +23,7 @@ from .protocols import (
     Executor,
     FeedForward,
     Head,
-    HeadSpec,
     HFModel,
-    Layer,
     Loader,
     LossFunction,
     LossScale,
@@ -37,6 +35,7 @@ from .protocols import (
     Tokenizer,
 )
 from .returns import kind_of, results
+from .specs import HeadSpec, Layer
 from .transform import Transform
 
 if TYPE_CHECKING:

@@ -33,9 +33,7 @@ from .protocols import (
     Executor,
     FeedForward,
     Head,
-    HeadSpec,
     HFModel,
-    Layer,
     Loader,
     LossFunction,
     LossScale,
@@ -46,6 +44,7 @@ from .protocols import (
     TokenDispatch,
     Tokenizer,
 )
+from .specs import HeadSpec, Layer
 from .transform import Transform
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from ..contract.control import Control
 from ..contract.hookspecs import GIVES
 from ..contract.job import Job
 from ..contract.model import Model
-from ..contract.protocols import Layer, Loader
+from ..contract.protocols import Loader
 from ..contract.run import Run
+from ..contract.specs import Layer
 from ..contract.transform import Transform
 from ..contract.trees import shard_tree
 from ..ground.layout import Layout

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...composition.initialise import materialise
-from ...contract.protocols import HeadSpec
+from ...contract.specs import HeadSpec
 from ...ground.present import few
 from ..bench import TOKENS, Bench, Trials, close
 from ..conformance import DoubtError, SkippedError, require
