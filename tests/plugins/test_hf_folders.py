@@ -13,6 +13,7 @@ import hf_models
 from forge_train import ConfigError
 from forge_train.storage import checkpoint
 from forge_train.testing.runs import RunForge
+from forge_train_plugins.models._hf.files import imported
 from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -60,6 +61,16 @@ def test_a_folder_is_imported_and_comes_back(tmp_path: Path, kind: str) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == kind
     ours = dict(back.named_parameters())
     assert all(one.equal(ours[name]) for name, one in theirs.named_parameters())
+
+
+def test_a_null_that_toml_can_not_say_is_refused() -> None:
+    config = transformers.AutoConfig.for_model("cohere2", **hf_models.MODELS["cohere2"]).to_dict()
+    with pytest.raises(ConfigError, match="sliding_window is null in config.json"):
+        imported({**config, "sliding_window": None})
+    found = imported({**config, "pad_token_id": None, "eos_token_id": 7})
+    assert found is not None
+    assert "pad_token_id" not in found.sections["hf"]["set"]
+    assert found.sections["hf"]["set"]["eos_token_id"] == 7
 
 
 def test_code_that_comes_with_weights_is_not_run(tmp_path: Path) -> None:

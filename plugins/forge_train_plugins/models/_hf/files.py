@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from forge_train import HFModel
+from forge_train import ConfigError, HFModel
+from forge_train.ground.present import few
 from forge_train.state_map import Rename
 
 from .config import SPECIAL, model_class, of
@@ -26,8 +27,15 @@ def imported(stored: Mapping[str, Any]) -> HFModel | None:
     config = of(str(stored.get("model_type", "")), stored)
     with torch.device("meta"):
         patterns = leftovers(model_class(config)(config))
-    default = type(config)().to_dict()
-    changed = {k: v for k, v in config.to_dict().items() if v != default.get(k) and k != "model_type"}
+    default, own = type(config)().to_dict(), config.to_dict()
+    changed = {key: one for key, one in own.items() if key in SPECIAL or one != default.get(key)}
+    changed.pop("model_type", None)
+    if unset := [key for key, one in changed.items() if one is None and key not in SPECIAL]:
+        raise ConfigError(
+            f"hf: {few(unset)} is null in config.json, which a configuration in TOML can't say. Train from the folder "
+            "itself, with hf.weights."
+        )
+    changed = {key: one for key, one in changed.items() if one is not None}
     section = {"type": config.model_type, "set": changed}
     return HFModel(
         map=Rename(_names(config)).inverse(), sections={"hf": section}, leftovers=tuple(f".*{p}.*" for p in patterns)
