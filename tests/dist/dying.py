@@ -84,8 +84,10 @@ class Dwindles(Plugin):
 
 
 def dies_closing(attempts: str, code: int) -> dict[str, Any]:
-    """What a rank does that ends with an exit code, noting its attempt, and is killed on its way out."""
+    """What a rank does that ends with an exit code, noting its attempt, and is killed on its way out; another file
+    that it was writing is not whole."""
     with Path(attempts).open("a", encoding="utf-8") as out:
         out.write("again\n")
+    Path(attempts).with_name("launch").joinpath(".outcome.json.partial").touch()
     atexit.register(os.kill, os.getpid(), signal.SIGKILL)
     return {"code": code}

@@ -120,4 +120,5 @@ def _launched(
     notes = folder / "attempts"
     task = WorkerCommand("dying:dies_closing", {"attempts": str(notes), "code": code}, folder / "launch", folder)
     ended = launch(task, nproc, max_restarts=2, on_restart=tell)
+    assert not list(task.folder.glob(".*")), "nothing is left over"
     return notes.read_text(encoding="utf-8").count("again"), told, ended

@@ -120,7 +120,7 @@ def export(activation: str = "swiglu", **values: Any) -> Any:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"norm": "layer"}, r"Llama\w+: decoder.norm = 'layer', where it has 'rms'"),
+        ({"norm": "layer"}, r'Llama\w+: decoder.norm = "layer", where it has "rms"'),
         ({"o_bias": True}, "decoder.o_bias = True"),
         ({"qk_norm": True, "bias": True}, r"Qwen3\w+: decoder.bias = True"),
         ({"qk_norm": True, "window": 8, "rope": Rope(layers=(True, False))}, r"decoder.rope.layers = \(True, False\)"),

@@ -279,6 +279,8 @@ def launch(
     finally:
         for rank in range(nproc):
             _reserve(task.folder, rank).unlink(missing_ok=True)
+        for part in task.folder.glob(".*.partial"):  # of a process that was killed while it wrote how it ended
+            part.unlink()
 
 
 def _cores() -> Sequence[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,7 @@ def _differences(
     read = _flat(asdict(_resolved(_made(section, config))))
     for name, value in _flat(asdict(config)).items():
         if name not in NO_NUMBER and value != read[name]:
-            yield f"decoder.{name} = {value!r}, where it has {read[name]!r}"
+            yield f"decoder.{name} = {json.dumps(value)}, where it has {json.dumps(read[name])}"
     if activations != {activation}:
         yield f"swiglu.activation = {' and '.join(sorted(activations)) or 'none'}, where it has {activation}"
 
