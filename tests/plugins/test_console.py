@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console as Terminal
 
 from forge_train import CheckpointEvent, Evaluation, Finished, LogRecord
-from forge_train_plugins.observers._console.board import KEPT, Board
+from forge_train_plugins.models.decoder import Decoder
+from forge_train_plugins.observers._console.board import KEPT, Board, changed
 from forge_train_plugins.observers._console.lines import Lines
 from forge_train_plugins.observers._console.live import PAUSE, LiveView, render
 from forge_train_plugins.observers.console import Console
@@ -96,6 +97,11 @@ def test_names_with_brackets_are_no_markup() -> None:
     shown = trained()
     shown.plugins = ["text path=[/tmp/x]"]
     assert "text path=[/tmp/x]" in "\n".join(drawn(shown, 100))
+
+
+def test_values_are_shown_as_they_are_set() -> None:
+    section = Decoder.Config(dim=32, unit_offset=True, window_layers=(True, False), soft_cap=5.0)
+    assert list(changed(section)) == ["dim=32", "unit_offset=true", "window_layers=true,false", "soft_cap=5"]
 
 
 def test_values_that_are_not_finite_are_drawn() -> None:

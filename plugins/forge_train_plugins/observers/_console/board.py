@@ -137,10 +137,11 @@ def _filled(job: Job) -> Iterator[str]:
         if kind in ("slot", "chain"):
             names += job.hooks.acting(hook)
     for name in dict.fromkeys(names):
-        yield " ".join([name, *_changed(job.config.sections[name])])
+        yield " ".join([name, *changed(job.config.sections[name])])
 
 
-def _changed(section: Any) -> Iterator[str]:
+def changed(section: Any) -> Iterator[str]:
+    """The values of a section that are not its defaults, as `--set` takes them."""
     for one in dataclasses.fields(section):
         value = getattr(section, one.name)
         made = one.default_factory
@@ -154,6 +155,8 @@ def _value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple) and value and all(map(dataclasses.is_dataclass, value)):
         return str(len(value))  # of tables, which would fill the line
+    if isinstance(value, tuple):
+        return ",".join(map(_value, value))
     return quantity(value) if isinstance(value, float) else str(value)
 
 
