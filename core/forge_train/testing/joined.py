@@ -46,6 +46,10 @@ def join(number: int, store: Store, rank: int, world: int, timeout: timedelta) -
         "gloo", store=dist.PrefixStore(f"group-{number}", store), rank=rank, world_size=world, timeout=timeout
     )
     _number, distributed.build_meshes = number, functools.cache(meshes.build_meshes)  # type: ignore[attr-defined]
+    # A case without collectives may be over, and its connections closed, while another rank still connects.
+    connected = dist.PrefixStore(f"connected-{number}", store)
+    connected.set(str(rank), "")
+    connected.wait([str(one) for one in range(world)], timeout)
 
 
 def leave() -> None:
