@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """One application of a map: the tensors there are, those it takes, those it gives, and what does not fit."""
+    """One application of a map: the tensors that it finds, takes and gives, and what does not fit."""
 
     tensors: Mapping[str, View]
     taken: set[str] = field(default_factory=set)
@@ -27,7 +27,7 @@ class Step:
     wrong: list[str] = field(default_factory=list)
 
     def take(self, *names: str) -> list[View]:
-        """The tensors of these names, which nothing else may take then; an empty list if one of them is missing."""
+        """The tensors of these names, which nothing else may take afterwards; none if one of them is missing."""
         for name in names:
             if name not in self.tensors:
                 beside = next((f", and {other} is there" for other in names if other in self.tensors), "")

@@ -26,7 +26,7 @@ def hf_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a class once it was run on the meta device."""
+    """What a run of the class on the meta device has shown."""
 
     kernel: bool
     """Whether the run's kernel computes attention."""
