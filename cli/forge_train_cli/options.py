@@ -45,7 +45,7 @@ _FROM = click.option(
     "source",
     default="",
     metavar="HF_DIR",
-    help="Start from a Hugging Face folder: its model, weights and tokenizer, read straight from there.",
+    help="Start from the model, weights and tokenizer of a Hugging Face folder, without importing it first.",
 )
 
 
@@ -91,8 +91,8 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
 
 
 def hugging_face(request: Request, run_dir: str) -> Request:
-    """The request; one for a folder in Hugging Face layout becomes one for the checkpoint that it is imported as, and
-    one that starts from such a folder has what is in it."""
+    """The request to run. A folder in Hugging Face layout as its configuration is imported as a checkpoint first; with
+    `--from`, the folder's model is put into the request."""
     if request.model_from:
         from forge_train_tools.offline.huggingface import starting_from
 

@@ -479,7 +479,7 @@ def test_leftovers_and_copies_are_known(tmp_path: Path) -> None:
     change_tensors(hf, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4), lm_head__weight=copy)
     import_checkpoint(hf, tmp_path / "start")
     change_tensors(hf, lm_head__weight=copy + 1)
-    with pytest.raises(ConfigError, match=r"lm_head.weight: .* it is no copy of model.embed_tokens.weight"):
+    with pytest.raises(ConfigError, match=r"lm_head.weight: .* it is not a copy of model.embed_tokens.weight"):
         import_checkpoint(hf, tmp_path / "other")
 
 
@@ -522,7 +522,7 @@ def test_training_another_model_from_a_folder_of_transformers_says_what_to_do(
     assert forge(["train", *sets, "--run-dir", str(runs), "--quiet"]) == 2
     told = capsys.readouterr().err
     assert f"{llama}/config.json describes another model than this run's configuration:\n  layers.0." in told
-    assert f"With --from {llama} a run has its model." in told
+    assert f"Use --from {llama} to train that model." in told
     assert not any(runs.iterdir())
     assert forge(["eval", str(llama)]) == 2
     assert f"forge checkpoint import {llama} NEW" in capsys.readouterr().err

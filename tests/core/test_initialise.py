@@ -53,7 +53,7 @@ def test_the_distributions() -> None:
 def test_given_values_are_a_function_of_the_seed_and_have_the_right_shape() -> None:
     given = Init("given", values=lambda seed: torch.arange(6.0).view(3, 2) + seed)
     assert filled((3, 2), init=given, seed=4).tolist() == [[4, 5], [6, 7], [8, 9]]
-    with pytest.raises(PluginError, match=r"'w' is given values of shape \[3, 2\], and has \[2, 3\]"):
+    with pytest.raises(PluginError, match=r"'w' is given values of shape \[3, 2\], but has shape \[2, 3\]"):
         filled((2, 3), init=given)
 
 

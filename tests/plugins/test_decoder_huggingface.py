@@ -120,13 +120,13 @@ def export(activation: str = "swiglu", **values: Any) -> Any:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"norm": "layer"}, r'Llama\w+: decoder.norm = "layer", where it has "rms"'),
-        ({"o_bias": True}, "decoder.o_bias = true"),
-        ({"qk_norm": True, "bias": True}, r"Qwen3\w+: decoder.bias = true"),
-        ({"qk_norm": True, "window": 8, "rope": Rope(layers=(True, False))}, r"decoder.rope.layers = \[true, false\]"),
-        ({"soft_cap": 5.0}, "decoder.soft_cap = 5.0, where it has 0.0"),
-        ({"activation": "relu2"}, "swiglu.activation = relu2, where it has swiglu"),
-        ({"architecture": "Gemma2ForCausalLM"}, r'decoder.architecture to ""[\s\S]*decoder.norm_at = "pre"'),
+        ({"norm": "layer"}, r'Llama\w+: decoder.norm is "layer" here, and "rms" there'),
+        ({"o_bias": True}, "decoder.o_bias is true"),
+        ({"qk_norm": True, "bias": True}, r"Qwen3\w+: decoder.bias is true"),
+        ({"qk_norm": True, "window": 8, "rope": Rope(layers=(True, False))}, r"decoder.rope.layers is \[true, false\]"),
+        ({"soft_cap": 5.0}, "decoder.soft_cap is 5.0 here, and 0.0 there"),
+        ({"activation": "relu2"}, "swiglu.activation is relu2 here, and swiglu there"),
+        ({"architecture": "Gemma2ForCausalLM"}, r'decoder.architecture to ""[\s\S]*decoder.norm_at is "pre"'),
     ],
 )
 def test_what_neither_architecture_knows_is_named(values: dict[str, Any], message: str) -> None:

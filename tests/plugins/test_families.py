@@ -245,7 +245,7 @@ def test_operations_count_what_a_window_shows() -> None:
 def test_attention_or_a_head_that_does_not_know_an_option_is_named() -> None:
     job = fakes.job()
     job.hooks.attention = lambda layer: torch.nn.Identity()
-    with pytest.raises(ConfigError, match=r"decoder\.window: the attention \(Identity\) does not know it"):
+    with pytest.raises(ConfigError, match=r"decoder\.window: the attention \(Identity\) does not support it"):
         fakes.make(Decoder, **fakes.TINY, window=8).build_model(job)
     job = fakes.job()
     job.hooks.head = lambda spec: torch.nn.Linear(spec.dim, spec.vocabulary)

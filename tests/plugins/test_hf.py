@@ -167,7 +167,7 @@ def test_what_can_not_be_built_is_told(tmp_path: Path, kind: str, changes: dict[
     ("values", "text"),
     [
         ({}, "hf.config: is required"),
-        ({"type": "falcon", "config": "there"}, "hf.type: hf.config says the type too"),
+        ({"type": "falcon", "config": "there"}, "hf.type: hf.config already says the type"),
         ({"config": "there"}, "there.*can't be read"),
     ],
 )

@@ -241,9 +241,9 @@ def test_layers_that_share_positions_share_a_table() -> None:
         ({"qk_norm": True}, {}, "set decoder.qk_norm = false"),
         ({"rope": nn.Identity()}, {}, "this model has a Identity"),
         ({"unit_offset": True}, {}, "set decoder.unit_offset = false"),
-        ({"rope": RoPE(6, length=64)}, {}, "must leave that to mla"),
-        ({}, {"mscale": 1.0}, "mla.mscale belongs to decoder.rope.scaling = 'yarn'"),
-        ({"rope": None}, {"mscale": 1.0}, "mla.mscale belongs to decoder.rope.scaling = 'yarn'"),
+        ({"rope": RoPE(6, length=64)}, {}, "must not rotate a part of the others"),
+        ({}, {"mscale": 1.0}, "mla.mscale needs decoder.rope.scaling = 'yarn'"),
+        ({"rope": None}, {"mscale": 1.0}, "mla.mscale needs decoder.rope.scaling = 'yarn'"),
     ],
     ids=str,
 )

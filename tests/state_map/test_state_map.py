@@ -332,7 +332,7 @@ REFUSED: dict[str, tuple[StateMap, dict[str, Any], str]] = {
     "a target that is there": (
         Rename({"a": "b"}) >> Rename({"b": "c"}),
         {"a": FLAT, "b": FLAT},
-        "b: given, and another is there",
+        "b: given, but there is one already",
     ),
     "experts of several shapes": (Stack("{e}.up", "up"), {"0.up": FLAT, "1.up": SQUARE}, "up: its parts differ"),
     "parts of several dtypes": (
@@ -343,7 +343,7 @@ REFUSED: dict[str, tuple[StateMap, dict[str, Any], str]] = {
     "parts out of proportion": (
         Concat(("q", "k"), "qk", shares=(2, 1)),
         {"q": FLAT, "k": FLAT},
-        "qk: parts of 4 and 4 do not stand 2 : 1 to each other",
+        "qk: parts of 4 and 4 are not in the proportion 2 : 1",
     ),
     "a whole that does not part": (Split("qk", ("q", "k", "v")), {"qk": FLAT}, "qk: 4 can't be split 1 : 1 : 1"),
     "no such dimension": (Split("qk", ("q", "k"), dim=1), {"qk": FLAT}, "qk: there is no dimension 1 in [4]"),
@@ -397,7 +397,7 @@ MISMADE: dict[str, tuple[Callable[[], object], str]] = {
     "two to stack over": (lambda: Unstack("b", "a.{i}.{e}"), "must have one placeholder more"),
     "shares of other parts": (lambda: Split("a", ("b", "c"), shares=(1, 2, 3)), r"expected 2 shares"),
     "parts of other layers": (lambda: Concat(("{i}.q", "k"), "{i}.qk"), "have different placeholders"),
-    "odd features": (lambda: Rotary(("q",), 7), "7 of 7 features are no pairs"),
+    "odd features": (lambda: Rotary(("q",), 7), "7 of 7 features can't be paired"),
     "quantised": (lambda: Dequantise("w", "s", F32).inverse(), "Dequantise has no inverse"),
     "quantised in a chain": (
         lambda: (DequantiseMXFP4("b", "s", "w", F32) >> Rename({"w": "x"})).inverse(),

@@ -116,7 +116,7 @@ def fill(tensor: Tensor, name: str, init: Init, seed: int) -> None:
         assert init.values is not None
         whole = init.values(seed)
         if whole.shape != tensor.shape:
-            raise PluginError(f"{name!r} is given values of shape {[*whole.shape]}, and has {[*tensor.shape]}.")
+            raise PluginError(f"{name!r} is given values of shape {[*whole.shape]}, but has shape {[*tensor.shape]}.")
         piece.copy_(whole[tuple(slice(*bounds) for bounds in window)])
         return
     shape = (1, 1, *tensor.shape)[-max(tensor.dim(), 2) :]

@@ -161,8 +161,8 @@ class Request:
     config: str = ""
     """A TOML file or a preset's name."""
     model_from: str = ""
-    """A folder in Hugging Face layout that gives model, weights and tokenizer; whoever makes the request puts what is
-    in it into `sections`."""
+    """A folder in Hugging Face layout with model, weights and tokenizer; the caller puts what it describes into
+    `sections`."""
     plugins: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     set: tuple[str, ...] = ()

@@ -147,8 +147,8 @@ class CheckpointSection:
     asynchronous: Annotated[bool, Volatile()] = False
     """Continue training while a copy of the state is written; the copy takes host memory for one more state."""
     format: Annotated[Literal["sharded", "safetensors", "both"], Volatile()] = "sharded"
-    """Where checkpoints hold the model's weights: in shards, as each rank has them; as full tensors in safetensors
-    files, which other programs read; or in both."""
+    """How checkpoints store the model's weights: as the shards of each rank; as full tensors in safetensors files,
+    which other programs can read; or both."""
     keep: Annotated[int, Gt(0), Volatile()] = 2
     """Number of newest checkpoints to keep."""
     keep_every: Annotated[int, Ge(0), Volatile()] = 0

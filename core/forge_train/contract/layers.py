@@ -1,4 +1,4 @@
-"""What models are built of: how a parameter starts, and what the chains of a layer and the head are told and give.
+"""What models are built from: initial values of a parameter, and what describes a layer and a head to their plugins.
 
 Importing this module imports no torch.
 """
@@ -45,16 +45,16 @@ class Layer:
     """Whether the projections of a feed-forward block have biases."""
     qkv_bias: bool = False
     o_bias: bool = False
-    """Whether attention's output projection has one."""
+    """Whether attention's output projection has a bias."""
     qk_norm: bool = False
     qk_norm_over: Literal["head", "width"] = "head"
     """Whether queries and keys are normalised head by head, or over the features of all heads together."""
     unit_offset: bool = False
     """Whether RMSNorm multiplies by 1 + its weight."""
     window: int | None = None
-    """Positions that a query sees, its own the last of them; None is all."""
+    """Number of positions that a query sees: its own and those before it; None is all."""
     soft_cap: float | None = None
-    """Of attention's logits: they become `cap · tanh(logits / cap)`."""
+    """Attention's logits become `cap · tanh(logits / cap)`; None is no cap."""
     scale: float | None = None
     """Factor on attention's logits; None is 1/√head_dim."""
     rope: nn.Module | None = None
@@ -83,10 +83,10 @@ class HeadSpec:
     std: float = 0.02
     """Standard deviation of initial weights."""
     divisor: float = 1.0
-    """What logits are divided by. A head that does so has an attribute `divisor` of this value."""
+    """Logits are divided by this. A head that does so has an attribute `divisor` with this value."""
     soft_cap: float | None = None
     """Logits, once divided, become `cap · tanh(logits / cap)` (Gemma 2, arXiv:2408.00118). A head that does so has an
-    attribute `soft_cap` of this value."""
+    attribute `soft_cap` with this value."""
 
 
 class Head(Protocol):

@@ -119,7 +119,7 @@ POSITIONS: StateKey[Tensor] = StateKey("forge.positions", Axes(batch=None, seque
 
 SAMPLES: StateKey[Tensor] = StateKey("forge.samples", ROWS)
 """The number of each sequence of a micro-batch in the stream of all training data, `[batch]` int64: the same on every
-layout. It is there once somebody has called `job.step_state.number_samples()`."""
+layout. It is there after a call of `job.step_state.number_samples()`."""
 
 
 def check_key(key: object) -> None:

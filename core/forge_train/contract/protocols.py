@@ -222,7 +222,7 @@ class HFModel:
     """How a model stands in Hugging Face layout (`import_hf`, `export_hf`).
 
     Args:
-        map: from the tensors of Hugging Face layout to forge's parameters, a tied one given once. Export inverts it.
+        map: from tensors in Hugging Face layout to Forge's parameters; a tied one is given once. Export inverts it.
         config: the `config.json`, for export.
         sections: plugin name → its configuration, for import.
         leftovers: patterns of tensors that files may hold beside these, and that follow from the configuration.

@@ -48,17 +48,17 @@ class StepState:
         self._rows: list[int] = []
         self._passing: MicroState | None = None
         self.numbers_samples = False
-        """Whether somebody asked for `SAMPLES`."""
+        """Whether `SAMPLES` was requested."""
 
     def __deepcopy__(self, _: object) -> StepState:
-        """A copied module looks at the step that the others look at."""
+        """A copied module shares the state of the step with the original."""
         return self
 
     # -- for plugins --
 
     def number_samples(self) -> None:
-        """Have the kernel write `batch.state[SAMPLES]` from the next step on: for a module with random numbers that
-        are a function of the sample."""
+        """Make Forge write `batch.state[SAMPLES]` from the next step on, for modules whose random numbers are a
+        function of the sample."""
         self.numbers_samples = True
 
     def __getitem__(self, key: StateKey[T]) -> T:
@@ -156,7 +156,7 @@ class StepState:
         self._states, self._rows = [batch.state for batch in batches], []
 
     def number(self, batches: Sequence[Batch], first: Sequence[int]) -> None:
-        """The kernel numbers the sequences of each micro-batch, from the number of its first one on."""
+        """Number the sequences of each micro-batch, starting with that of its first one. The kernel calls this."""
         import torch
 
         for batch, start in zip(batches, first, strict=True):

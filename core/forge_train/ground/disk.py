@@ -23,7 +23,7 @@ class DiskError(ForgeError):
     """The disk refused what was written to it."""
 
     full = False
-    """Whether it had no room, and will have none until somebody makes some."""
+    """Whether there was no room, so that another attempt fails too until someone makes some."""
 
 
 def refused(path: Path, error: OSError, what: str = "can't be written:", more: str = "") -> DiskError:

@@ -38,7 +38,7 @@ def load_initial(model: Model, job: Job) -> Initial | None:
     """Take the weights that `train.init_from` names, if it names any.
 
     Raises:
-        ConfigError: if there are none there, or of another model.
+        ConfigError: if there are no weights there, or those of another model.
     """
     train = job.config.train
     if not train.init_from:
@@ -90,7 +90,7 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
 
 
 def _warn_of_differences(layout: HFModel, job: Job, path: Path) -> None:
-    """Shapes do not tell of every value that changes what the weights compute."""
+    """Some values change what the weights compute, but no shape."""
     ours = job.hooks.export_hf()
     again = job.hooks.import_hf(dict(ours.config)) if ours is not None else None
     if again is not None:

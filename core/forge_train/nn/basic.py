@@ -49,8 +49,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 class OffsetRMSNorm(RMSNorm):
-    """RMSNorm that multiplies by `1 + weight`, all of it in fp32; the weight starts at zero, so that weight decay draws
-    the factor to one (Gemma, arXiv:2403.08295)."""
+    """RMSNorm that multiplies by `1 + weight`, all of it in fp32. The weight starts at zero, so weight decay pulls the
+    factor towards one (Gemma, arXiv:2403.08295)."""
 
     def initial(self, name: str) -> Init:
         return Init("zeros")

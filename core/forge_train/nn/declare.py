@@ -13,14 +13,14 @@ TensorStyle = Literal[
 * `vocabulary`: an embedding, its rows split; what it gives is summed over the ranks, and split along the sequence.
 * `colwise`: a linear whose output features are split; each rank goes on with its own.
 * `rowwise`: a linear whose input features are split; what it gives is summed, and split along the sequence.
-* `sequence`: works on each token alone; its weights are whole, its input is split along the sequence. A module with an
-  attribute `sequence_piece` finds there which piece it is given, and of how many: `(0, 1)` where sequences are whole.
+* `sequence`: works on each token alone; its weights are whole, its input is split along the sequence. If the module
+  has `sequence_piece`, it is set to (index of the piece, number of pieces): `(0, 1)` where sequences are whole.
 * `gather`: a block that needs whole sequences: its input, split along the sequence, is gathered.
 * `tokens`: a block whose tokens do not know each other: it works on this rank's share of them, with whole weights.
 * `summed`: a block that needs whole sequences and splits its own weights: its input is gathered, and what it gives is
   summed, and split along the sequence.
 * `heads`: its weights are whole, its input is this rank's heads, so that its gradient is a sum over the ranks.
-* `features`: an RMSNorm over output features that are split, its weights with them; the mean square is over the ranks.
+* `features`: an RMSNorm over split output features, whose weights are split too; the mean square is over all ranks.
 * `logits`: the head, its output features split.
 """
 
@@ -39,7 +39,7 @@ def flops_per_token(sequence: int, *, weights: int, width: int = 0, window: int 
         weights: elements of all weight matrices that a token is multiplied by: 2 operations each, three times.
         width: heads × head_dim of causal attention: logits and sum cost 2 operations each per key, three times, and
             half of the sequence is seen on average.
-        window: keys that a query sees at most; all by default.
+        window: largest number of keys that a query sees; all by default.
     """
     if window is not None and window < sequence:
         return 6 * weights + 12 * width * window * (2 * sequence - window) // (2 * sequence)

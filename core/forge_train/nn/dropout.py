@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class Dropout(nn.Module):
-    """In training, zeroes features at random and divides the others by the rest (Srivastava et al. 2014).
+    """In training, zeroes features at random and divides the others by 1 − rate (Srivastava et al. 2014).
 
-    Whether a feature is zeroed is a function of the run's seed, this module's name, the sample, the position in the
-    sample's row, and the feature. So it does not depend on micro-batches or ranks, a recomputed forward pass repeats
-    it, and a resumed run goes on with it. A sample's number counts all sequences of the run: no step repeats one.
+    The mask is a function of the run's seed, this module's name, the sample, the position in the sample's row, and the
+    feature. So it does not depend on micro-batches or ranks, a recomputed forward pass repeats it, and a resumed run
+    continues with it. Samples are numbered through the whole run: no step repeats a number.
 
-    The input is `[batch, sequence, …]`, with all features on each rank. A model's `tensor_plan()` names the module
-    `sequence` where tensor parallelism splits its input along the sequence.
+    The input is `[batch, sequence, …]`, with all features on each rank. Where tensor parallelism splits it along the
+    sequence, the model's `tensor_plan()` declares the module as `sequence`.
 
     Args:
-        rate: share that is zeroed, at least 0 and less than 1.
-        job: whose seed is taken, and who knows which samples pass.
-        name: two modules with one name have the same masks; by custom where the module lies in the model.
+        rate: share of features that is zeroed, at least 0 and less than 1.
+        job: gives the seed and the numbers of the samples.
+        name: modules with the same name have the same masks; usually the module's path in the model.
 
     Raises:
-        ValueError: for another rate.
+        ValueError: for a rate outside this range.
     """
 
     salt: Tensor
@@ -52,14 +52,14 @@ class Dropout(nn.Module):
         self._step_state.number_samples()
 
     def reset_buffers(self) -> None:
-        """Fill in what tells this module's masks from others'."""
+        """Fill in the number that makes this module's masks different from those of others."""
         self.salt = torch.full_like(self.salt, self._salt)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the same shape.
+        """`[batch, sequence, …]` → the same.
 
         Raises:
-            PluginError: in training, where no micro-batch of a step passes, or `x` is not of its size.
+            PluginError: in training, outside a step, or if `x` has another size than the micro-batch.
         """
         if not self.training or not self.rate:
             return x
@@ -87,7 +87,7 @@ class Dropout(nn.Module):
         each = -(-length // pieces)
         if x.shape[:2] != (len(micro[SAMPLES]), each):
             raise PluginError(
-                f"A Dropout was given {list(x.shape[:2])} sequences and positions of a micro-batch's "
+                f"A Dropout was given {list(x.shape[:2])} sequences and positions, but the micro-batch has "
                 f"{[len(micro[SAMPLES]), each]}; where tensor parallelism splits sequences, the model's tensor_plan() "
                 "must name it as 'sequence'."
             )

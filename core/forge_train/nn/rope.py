@@ -36,8 +36,8 @@ class RoPE(nn.Module):
     training step computes neither.
 
     Args:
-        head_dim: of the features that are rotated, the first of each head; even. Later ones stay as they are
-            (“partial rotary”).
+        head_dim: number of rotated features, the first of each head; even. The others stay as they are (“partial
+            rotary”).
         length: positions 0…length − 1 can be rotated.
         theta: the base of the frequencies.
         scaling: stretches them.

@@ -1,9 +1,8 @@
-"""A small language for names and tensors: how the tensors of one layout are made of those of another.
+"""A small language for names and tensors: how to make the tensors of one layout from those of another.
 
-A map is built from operations, `one >> other` one after the other and `one | other` side by side, and has an inverse.
-Given the names, shapes and dtypes at hand it makes a `Plan`, or names everything that does not fit; no tensor is read
-for that. A plan reads a tensor, or any range of it, from just the ranges that it is made of. Importing this package
-imports no torch.
+A map is built from operations: `one >> other` applies them in order, `one | other` side by side. It has an inverse.
+From names, shapes and dtypes it makes a `Plan`, or lists everything that does not fit, without reading a tensor. A plan
+reads a tensor, or any range of it, from only the ranges that it is made of. Importing this package imports no torch.
 """
 
 from __future__ import annotations

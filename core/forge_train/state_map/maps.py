@@ -1,4 +1,4 @@
-"""What a state map is, how maps are composed, and the plan that comes of one and the tensors at hand."""
+"""State maps, their composition, and the plan that a map makes for given tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """What a map does with the tensors at hand: which it takes, which it gives, and what is wrong with them."""
+    """One application of a map: the tensors that it finds, takes and gives, and what does not fit."""
 
     tensors: Mapping[str, View]
     taken: set[str] = field(default_factory=set)
@@ -27,7 +27,7 @@ class Step:
     wrong: list[str] = field(default_factory=list)
 
     def take(self, *names: str) -> list[View]:
-        """Tensors that what is given is made of, which nothing else may take. None if one of them can't be had."""
+        """The tensors of these names, which nothing else may take afterwards; none if one of them is missing."""
         for name in names:
             if name not in self.tensors:
                 beside = next((f", and {other} is there" for other in names if other in self.tensors), "")
@@ -44,39 +44,39 @@ class Step:
 
     @property
     def left(self) -> list[str]:
-        """The tensors that nothing takes."""
+        """Names of the tensors that nothing takes."""
         return [name for name in self.tensors if name not in self.taken]
 
 
 class StateMap(ABC):
     """Tensors by name → other tensors by name.
 
-    `one >> other` maps with one after the other, `one | other` side by side.
+    `one >> other` applies two maps in order, `one | other` side by side.
     """
 
     @abstractmethod
     def apply(self, step: Step) -> None:
-        """Take tensors of a step, and give others. What is wrong is noted in it."""
+        """Take tensors of a step, and give it others. What does not fit is added to `step.wrong`."""
 
     @abstractmethod
     def inverse(self) -> StateMap:
-        """The way back.
+        """The map in the other direction.
 
         Raises:
-            ConfigError: for a map that loses numbers.
+            ConfigError: if the map has none, because it loses values.
         """
 
     def trace(self, tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> Step:
-        """What the map does with tensors of these shapes and dtypes. None of them is read."""
+        """Apply the map to tensors of these shapes and dtypes, without reading any of them."""
         step = Step({name: Stored(shape, dtype, name) for name, (shape, dtype) in tensors.items()})
         self.apply(step)
         return step
 
     def plan(self, tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> Plan:
-        """How to make what the map gives of tensors with these shapes and dtypes. None of them is read.
+        """How to make the map's targets from tensors of these shapes and dtypes, without reading any of them.
 
         Raises:
-            ConfigError: naming tensors that are missing, left over, of a wrong shape, or in each other's way.
+            ConfigError: naming tensors that are missing, left over, of a wrong shape, or taken or given twice.
         """
         step = self.trace(tensors)
         wrong = [*step.wrong, *(f"{name}: nothing takes it" for name in step.left)]
@@ -93,7 +93,7 @@ class StateMap(ABC):
 
 @dataclass(frozen=True)
 class Chain(StateMap):
-    """Maps one after the other. Each takes what is there then; what it does not take stays for the next."""
+    """Maps in order. Each takes some of the tensors that the ones before it left or gave."""
 
     steps: tuple[StateMap, ...]
 
@@ -104,7 +104,7 @@ class Chain(StateMap):
             one.apply(inner)
             stays = {name: at_hand[name] for name in inner.left}
             step.wrong += inner.wrong
-            step.wrong += [f"{name}: given, and another is there" for name in inner.given if name in stays]
+            step.wrong += [f"{name}: given, but there is one already" for name in inner.given if name in stays]
             at_hand = {**stays, **inner.given}
             untouched -= inner.taken
         step.take(*(name for name in step.tensors if name not in untouched))
@@ -118,7 +118,7 @@ class Chain(StateMap):
 
 @dataclass(frozen=True)
 class Together(StateMap):
-    """Maps side by side: each takes its own of the same tensors."""
+    """Maps side by side: each takes its own tensors from the same set."""
 
     rules: tuple[StateMap, ...]
 
@@ -148,23 +148,23 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a map gives, of tensors that are not read yet."""
+    """The tensors that a map gives, made from stored ones when they are read."""
 
     targets: Mapping[str, View]
 
     def read(self, target: str, fetch: Fetch, box: Box | None = None) -> Tensor:
-        """A target, or a range of it. Only the ranges of sources that it is made of are fetched.
+        """A target, or a range of it. Fetches only the ranges of sources that it is made of.
 
         Args:
             target: its name.
             fetch: reads a range of a source; it is asked for no byte twice within one call.
-            box: first index, and the one after the last, for each dimension; without, all of it.
+            box: first index, and the one after the last, for each dimension; all of it by default.
         """
         view = self.targets[target]
         return read(view, whole(view.shape) if box is None else box, fetch)
 
     def read_into(self, out: Tensor, target: str, fetch: Fetch, box: Box | None = None) -> None:
-        """As `read`, into memory of its shape, and in its dtype. What is joined takes no other memory."""
+        """As `read`, into `out`, which has the shape of the range, and in its dtype. Joining takes no extra memory."""
         view = self.targets[target]
         write(view, whole(view.shape) if box is None else box, out, fetch)
 
@@ -174,7 +174,7 @@ class Plan:
         return [*reads(view, whole(view.shape) if box is None else box)]
 
     def stream(self, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
-        """Every target whole, one after the other and group by group, so that no more than one group is in memory."""
+        """All targets, one by one and group by group, so that no more than one group need be in memory."""
         return ((name, self.read(name, fetch)) for group in self.groups for name in group.targets)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Numbers out of quantised tensors and their scales. There is no way back: what was rounded away is gone."""
+"""Dequantises tensors with their scales. There is no inverse: what was rounded away is gone."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class _OneWay(StateMap):
 
 @dataclass(frozen=True)
 class Dequantise(_OneWay):
-    """Block-scaled fp8 → numbers: each block of a matrix times its scale, as in DeepSeek-V3 (arXiv:2412.19437, §3.3).
+    """Expands block-scaled fp8: each block of a matrix times its scale, as in DeepSeek-V3 (arXiv:2412.19437, §3.3).
 
     Args:
-        weight: names of the matrices, `[out, in]`; those that have no scale stay as they are.
-        scale: names of the scales, `[⌈out / rows⌉, ⌈in / columns⌉]`, which are gone.
-        dtype: what the numbers become; the product is taken in fp32.
+        weight: names of the matrices, `[out, in]`; those without a scale are left as they are.
+        scale: names of the scales, `[⌈out / rows⌉, ⌈in / columns⌉]`, which the result does not have.
+        dtype: of the result; the product is computed in fp32.
         block: rows and columns that share a scale.
     """
 
@@ -59,13 +59,13 @@ class Dequantise(_OneWay):
 
 @dataclass(frozen=True)
 class DequantiseMXFP4(_OneWay):
-    """Packed fp4 with a power of two for every 32 values → numbers, as GPT-OSS is published (OCP Microscaling 1.0).
+    """Expands packed fp4 with a power of two for every 32 values, as GPT-OSS is published (OCP Microscaling 1.0).
 
     Args:
         blocks: names of the packed values, uint8 `[…, blocks, 16]`: two values in a byte, the lower half first.
         scales: names of the exponents, uint8 `[…, blocks]`, biased by 127.
-        whole: names of what they become, `[…, 32 · blocks]`.
-        dtype: what the numbers become; bf16 holds all of them.
+        whole: names of the results, `[…, 32 · blocks]`.
+        dtype: of the results; bf16 can hold all values.
     """
 
     blocks: str

@@ -1,5 +1,5 @@
-"""Operations on names: which tensors become which. Names are templates: `layers.{i}.mlp.{kind}` stands for all of that
-form."""
+"""Operations on names: which tensors become which. Names are templates: `layers.{i}.mlp.{kind}` stands for all names of
+that form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Rename(StateMap):
     """Other names for the same tensors.
 
     Args:
-        names: name → new name. A name without placeholders must be there; a template may fit none.
+        names: name → new name. A name without placeholders must exist; a template may match nothing.
     """
 
     names: Mapping[str, str]
@@ -42,7 +42,7 @@ class Rename(StateMap):
 
 @dataclass(frozen=True)
 class Drop(StateMap):
-    """Tensors that are not needed, such as what follows from the configuration. The way back makes none."""
+    """Leaves out tensors that are not needed, such as tables of rotary positions. Its inverse does nothing."""
 
     names: tuple[str, ...]
 
@@ -58,11 +58,11 @@ class Drop(StateMap):
 
 @dataclass(frozen=True)
 class Stack(StateMap):
-    """One tensor of many of the same shape, along a new first dimension.
+    """Stacks many tensors of the same shape along a new first dimension.
 
     Args:
-        each: `experts.{e}.up`, whose numbers run from 0.
-        whole: `experts.up`, which has all placeholders but that one.
+        each: such as `experts.{e}.up`; the numbers must run from 0.
+        whole: such as `experts.up`: the same placeholders without that of the number.
     """
 
     each: str
@@ -92,7 +92,7 @@ class Stack(StateMap):
 
 @dataclass(frozen=True)
 class Unstack(StateMap):
-    """Many tensors of one, along its first dimension, which is gone; see `Stack`."""
+    """Takes a tensor apart along its first dimension, which disappears; the inverse of `Stack`."""
 
     whole: str
     each: str
@@ -115,14 +115,14 @@ class Unstack(StateMap):
 
 @dataclass(frozen=True)
 class Concat(StateMap):
-    """One tensor of several, along a dimension: a fused projection.
+    """Fuses several tensors along a dimension, such as the projections of queries, keys and values.
 
     Args:
-        parts: in the order in which they come.
-        whole: what they make.
-        dim: along which.
-        shares: proportions of the parts' lengths, which the way back needs; without, all are as long.
-        groups: into how many groups the parts are cut; the first group of every part comes first, then the second.
+        parts: names of the parts, in their order.
+        whole: name of the fused tensor.
+        dim: the dimension, from 0.
+        shares: proportions of the parts' lengths, which the inverse needs; equal by default.
+        groups: number of groups that each part is cut into; the first group of every part comes first, then the second.
     """
 
     parts: tuple[str, ...]
@@ -142,7 +142,7 @@ class Concat(StateMap):
                 bounds = _bounds(sum(view.shape[self.dim] for view in views), self)
                 if [view.shape[self.dim] for view in views] != [self.groups * (b - a) for a, b in pairwise(bounds)]:
                     lengths = " and ".join(str(view.shape[self.dim]) for view in views)
-                    step.wrong.append(f"{name}: parts of {lengths} do not stand {_shares(self)} to each other")
+                    step.wrong.append(f"{name}: parts of {lengths} are not in the proportion {_shares(self)}")
                     continue
                 spans = [(view, b - a) for view, (a, b) in zip(views, pairwise(bounds), strict=True)]
                 pieces = [(view, g * size, (g + 1) * size) for g in range(self.groups) for view, size in spans]
@@ -154,7 +154,7 @@ class Concat(StateMap):
 
 @dataclass(frozen=True)
 class Split(StateMap):
-    """Several tensors of a fused one; see `Concat`."""
+    """Splits a fused tensor; the inverse of `Concat`."""
 
     whole: str
     parts: tuple[str, ...]

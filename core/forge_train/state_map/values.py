@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Transpose(StateMap):
-    """Two dimensions in each other's place; by default those of a matrix."""
+    """Swaps two dimensions; by default those of a matrix."""
 
     names: tuple[str, ...]
     dims: tuple[int, int] = (0, 1)
@@ -32,16 +32,16 @@ class Transpose(StateMap):
 
 @dataclass(frozen=True)
 class Rotary(StateMap):
-    """Another order of the features that rotary embeddings turn.
+    """Changes the order of rotary features.
 
-    Two features of a pair are neighbours (`interleaved`, arXiv:2104.09864), or lie half a head apart (`half`, as in
+    The two features of a pair are neighbours (`interleaved`, arXiv:2104.09864), or half a head apart (`half`, as in
     transformers' Llama).
 
     Args:
         names: of the projections of queries and keys, `[heads · head_dim, …]`.
         head_dim: features of a head.
-        to: the order that is given; the other one is taken.
-        turned: how many features of a head are turned, if not all.
+        to: the new order; the tensors have the other one.
+        turned: number of rotated features of a head; 0 is all.
     """
 
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ class Rotary(StateMap):
 
     def __post_init__(self) -> None:
         if self.turned % 2 or (self.turned or self.head_dim) % 2 or not 0 <= self.turned <= self.head_dim:
-            raise ConfigError(f"Rotary: {self.turned or self.head_dim} of {self.head_dim} features are no pairs.")
+            raise ConfigError(f"Rotary: {self.turned or self.head_dim} of {self.head_dim} features can't be paired.")
 
     def apply(self, step: Step) -> None:
         turned, order = self.turned or self.head_dim, [*range(self.head_dim)]
@@ -68,13 +68,13 @@ class Rotary(StateMap):
 
 @dataclass(frozen=True)
 class Resize(StateMap):
-    """A vocabulary of another size: rows are added at its end, or left out there.
+    """Changes the size of a vocabulary: adds rows at the end, or leaves the last ones out.
 
     Args:
         names: of the embedding and the head.
-        before: rows that there are.
-        after: rows that are given.
-        fill: value of rows that are added.
+        before: number of rows before.
+        after: number of rows after.
+        fill: value of added rows.
     """
 
     names: tuple[str, ...]
@@ -97,7 +97,7 @@ class Resize(StateMap):
 
 @dataclass(frozen=True)
 class Cast(StateMap):
-    """Another dtype. The way back is exact only if `after` holds every number of `before`."""
+    """Changes the dtype. The inverse restores the values exactly only if `after` can hold every value of `before`."""
 
     names: tuple[str, ...]
     before: torch.dtype

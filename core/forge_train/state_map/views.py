@@ -46,15 +46,15 @@ class View:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def needs(self, box: Box) -> list[tuple[View, Box]]:
-        """The ranges of other tensors that a range of this one, which is not empty, is made of."""
+        """The ranges of other tensors that a range of this one is made of; the range is not empty."""
         raise NotImplementedError
 
     def make(self, box: Box, parts: list[Tensor]) -> Tensor:
-        """A range, from what it needs."""
+        """A range, from the tensors that it needs."""
         raise NotImplementedError
 
     def places(self, box: Box, out: Tensor) -> list[Tensor]:
-        """Where in the memory of a range what it needs has its place; empty if numbers are computed from it."""
+        """The parts of `out` that the needed ranges are copied to; empty if values are computed from them."""
         return []
 
 

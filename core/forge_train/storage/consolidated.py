@@ -159,9 +159,9 @@ class Files:
         """Write shards to their places, and flush them.
 
         Args:
-            folder: with the files that `create` made.
+            folder: holds the files that `create` made.
             items: the shards.
-            values: gives a shard's tensor, when it is its turn.
+            values: gives the tensor of a shard.
         """
         by_file: dict[str, list[WriteItem]] = {}
         for item in sorted(items, key=lambda item: self.places[item.index.fqn].start):
@@ -246,7 +246,7 @@ def header(tensors: Shapes, *, align: int = 8) -> bytes:
 
     Args:
         tensors: name → shape and dtype, in the order in which they lie in the file.
-        align: of which a multiple of bytes is returned.
+        align: the number of returned bytes is a multiple of this.
     """
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -61,7 +61,7 @@ def stores(config: Config, run: Path) -> list[Store]:
         if not store.lasts:
             raise ConfigError(
                 f"checkpoint.{key}: {address} is in the memory of this process, and would be lost with it; "
-                "name a folder or a store that stays."
+                "name a folder or a persistent store."
             )
         place = store.local.resolve() if store.local else store.address
         if place in taken:

@@ -1,4 +1,4 @@
-"""Whether the tensors of a folder in Hugging Face layout are those of a model, by its state map, and the way back."""
+"""Checks by a state map that the tensors of a folder in Hugging Face layout are those of a model; plans an export."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def plan(
     missing: Choose = lambda _: (),
     unexpected: Choose = lambda _: (),
 ) -> Plan:
-    """How to make a model's weights of a folder's tensors, if it holds exactly those. Only copies are read.
+    """How to make a model's weights from a folder's tensors, if it holds exactly those. Reads only copies.
 
     Args:
-        folder: which was opened.
+        folder: an opened folder.
         layout: how `import_hf` describes its model.
         wanted: shape and dtype of every weight of the model, those of other ranks and stages too.
         whose: what describes the model, for messages.
-        tied: names of one parameter each, whose tensor the folder may hold once more.
-        missing: of weights that the layout does not name, gives those that may keep their initial values.
-        unexpected: of tensors that the layout does not use, gives those that may be there.
+        tied: groups of names that share one parameter; the folder may hold copies of its tensor.
+        missing: chooses, of the weights that the layout does not name, those that may keep their initial values.
+        unexpected: chooses, of the tensors that the layout does not use, those that may be there.
 
     Raises:
         ConfigError: naming every difference.
@@ -77,9 +77,9 @@ def _expected(
     lines = [*(f"{name}: not named" for name in left), *step.wrong]
     if lines and whose != CONFIG:
         told = f"{folder.path / CONFIG} describes another model than {whose}:{indented(lines)}"
-        raise ConfigError(f"{told}\nWith --from {folder.path} a run has its model.")
+        raise ConfigError(f"{told}\nUse --from {folder.path} to train that model.")
     if lines:
-        raise PluginError("import_hf describes another model than is built here:" + indented(lines))
+        raise PluginError("import_hf describes another model than the one that is built here:" + indented(lines))
     return {name: view.shape for name, view in step.given.items()}
 
 
@@ -115,7 +115,7 @@ def _is_a_copy(folder: Folder, name: str, copied: Iterable[str]) -> list[str]:
     others = [other for other in copied if other in folder.tensors]
     if any(torch.equal(folder.read(name), folder.read(other)) for other in others):
         return []
-    return [f"{name}: no parameter takes it" + (f", and it is no copy of {', '.join(others)}" if others else "")]
+    return [f"{name}: no parameter takes it" + (f", and it is not a copy of {', '.join(others)}" if others else "")]
 
 
 def _words(shape: Shape) -> str:
@@ -123,7 +123,7 @@ def _words(shape: Shape) -> str:
 
 
 def plan_export(source: Path, layout: HFModel, stored: Described) -> Plan:
-    """How to make a folder's tensors of a checkpoint's.
+    """How to make a folder's tensors from a checkpoint's.
 
     Args:
         source: the run or checkpoint, for errors.

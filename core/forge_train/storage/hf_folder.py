@@ -1,4 +1,4 @@
-"""A model's folder in Hugging Face layout, read: `config.json`, and ranges of tensors in safetensors files."""
+"""Reads a folder in Hugging Face layout: `config.json`, and ranges of tensors in safetensors files."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ PACKED = {
     "F8_E8M0": torch.float8_e8m0fnu,
     "U8": torch.uint8,
 }
-"""What quantised weights and their scales can be stored as, which a state map makes weights of."""
+"""What quantised weights and their scales can be stored as; a state map makes weights from them."""
 _LARGEST = 64 << 20
 """Bytes of JSON that are read at most."""
 
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""Keys of a `config.json`: each layer has a tensor at least."""
+"""Keys of a `config.json` that count layers, each of which has at least one tensor."""
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
 )
-"""Keys of a `config.json`: a tensor is as long, if there is one."""
+"""Keys of a `config.json` that are the size of a dimension of some tensor."""
 HARMLESS = 10_000
 """A size that any machine can take, also where no tensor has it."""
 
@@ -86,7 +86,7 @@ class Folder:
         """Whether the model that is described could be in the files.
 
         Raises:
-            ConfigError: naming a size that can't be; a model of it would be built in memory.
+            ConfigError: naming a size that is too large for the files; building such a model could fill the memory.
         """
         tensors, values = len(self.tensors), sum(math.prod(entry.shape) for entry in self.tensors.values())
         limits = {**dict.fromkeys(COUNTS, (tensors, "tensors")), **dict.fromkeys(SIZES, (values, "values"))}
@@ -101,7 +101,7 @@ class Folder:
         return {name: (one.shape, known[one.dtype]) for name, one in self.tensors.items() if one.dtype in known}
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A tensor, as it is stored, or a range of it, of which no other byte is read."""
+        """A tensor as it is stored, or a range of it, without reading other bytes."""
         file, shape = self.tensors[name].file, self.tensors[name].shape
         if file not in self._opened:
             self._opened[file] = safe_open(file, framework="pt")

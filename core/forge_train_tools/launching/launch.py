@@ -50,7 +50,7 @@ class WorkerResult:
     coordinates: dict[str, int] = field(default_factory=dict)
     """Where it lies in the mesh, if that is known: see `Layout.coordinates`."""
     disk_full: bool = False
-    """Whether it failed for want of room, which another attempt would not find either."""
+    """Whether it failed because a disk was full, so that another attempt would fail too."""
 
     @property
     def who(self) -> str:

@@ -1,4 +1,4 @@
-"""A model in Hugging Face layout, written: tensors in one or several safetensors files, and their index."""
+"""Writes a model in Hugging Face layout: tensors in one or several safetensors files, and their index."""
 
 from __future__ import annotations
 

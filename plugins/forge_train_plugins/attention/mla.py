@@ -15,13 +15,13 @@ class MLA(Plugin):
     """Multi-head latent attention: keys and values come from one small latent per token (arXiv:2405.04434, §2.1).
 
     A head's query and key have `decoder.head_dim` features without positions and `rope_dim` rotated ones; the rotated
-    features of the key are shared by all heads. Generation keeps the latents and the shared rotated features only, and
-    computes on them directly (absorbed projections). Biases (`decoder.qkv_bias`) belong to the projections into
+    features of the key are shared by all heads. Generation caches only the latents and the shared rotated features, and
+    computes with them directly (absorbed projections). `decoder.qkv_bias` adds biases to the projections into the
     latents.
 
-    Under `tp` the heads are split; every rank computes the latents of all tokens. Kernels take values as wide as
-    queries and keys, so values are padded with zeros: on a CPU that is 4 to 9 times as fast as torch's kernel for
-    heads of two widths.
+    Under `tp` the heads are split; every rank computes the latents of all tokens. Kernels need values as wide as
+    queries and keys, so values are padded with zeros: on a CPU, that is 4 to 9 times as fast as torch's kernel for
+    different widths.
     """
 
     api = (1, 0)
@@ -33,17 +33,17 @@ class MLA(Plugin):
         kv_rank: Annotated[int, Gt(0)] = 512
         """Features of the latent from which keys and values are made."""
         q_rank: Annotated[int, Ge(0)] = 0
-        """Features of the latent from which queries are made; 0 projects queries at once."""
+        """Features of the latent from which queries are made; 0 projects queries directly."""
         rope_dim: Annotated[int, Gt(0)] = 64
-        """Rotated features of queries and keys, beside the `decoder.head_dim` that are not; an even number."""
+        """Rotated features of queries and keys, in addition to the `decoder.head_dim` others; an even number."""
         v_dim: Annotated[int, Ge(0)] = 0
         """Features of a head's value; 0 is the model's head_dim."""
         mscale: Annotated[float, Ge(0)] = 0.0
-        """With the scaling yarn, the logits are multiplied by (0.1 · mscale · ln(factor) + 1)² (`mscale_all_dim` in a
+        """With the scaling `yarn`, the logits are multiplied by (0.1 · mscale · ln(factor) + 1)² (`mscale_all_dim` in a
         config.json). 0 is off."""
         interleaved: bool = False
         """Rotate features 2i and 2i + 1 as a pair, as published DeepSeek weights need, instead of i and
-        i + rope_dim / 2. It permutes weights; from random weights both train alike."""
+        i + rope_dim / 2. The two differ by a permutation of weights, so with random weights it makes no difference."""
 
     config: Config
 

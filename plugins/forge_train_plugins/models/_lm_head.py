@@ -13,8 +13,8 @@ from forge_train.nn import Linear, TensorStyle
 class LMHead(Linear):
     """Hidden states `[…, dim]` → logits `[…, vocabulary]`, one product without a bias.
 
-    Logits are divided and capped in a hook: the product stays one that tensor parallelism and narrow formats replace,
-    and theirs come after it, on a rank's share of the logits.
+    Logits are divided and capped in a forward hook, so that tensor parallelism and narrow formats can still replace the
+    product. Their hooks run after this one, on a rank's share of the logits.
     """
 
     def __init__(self, spec: HeadSpec) -> None:

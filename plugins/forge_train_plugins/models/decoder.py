@@ -19,11 +19,11 @@ class Rope:
     """Rotary position embedding, and how it is stretched to longer sequences."""
 
     fraction: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Share of each head's features that is rotated; the others know no position."""
+    """Share of each head's features that is rotated; the others carry no position."""
     layers: tuple[bool, ...] = ()
-    """Which layers have positions: the list is repeated from the first layer to the last; empty is all of them."""
+    """Which layers have positions: the list is repeated from the first layer to the last; empty means all."""
     window_theta: Annotated[float, Ge(0)] = 0.0
-    """Base of the frequencies in layers with a window, which then are not scaled; 0 is one rotation for all layers."""
+    """Base of the frequencies in layers with a window, where `scaling` is not applied; 0 rotates all layers alike."""
     theta: Annotated[float, Gt(1)] = 10_000.0
     """Base of the frequencies."""
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
@@ -43,7 +43,7 @@ class Rope:
 
 
 class Decoder(Plugin):
-    """Decoder-only transformer in the form of Llama, Qwen, Gemma, OLMo and their like, with rotary positions."""
+    """Decoder-only transformer with rotary positions, as in Llama, Qwen, Gemma, OLMo and similar families."""
 
     api = (1, 0)
     per_unit = True
@@ -81,14 +81,14 @@ class Decoder(Plugin):
         norm: Literal["rms", "layer"] = "rms"
         """RMSNorm or LayerNorm."""
         norm_at: Literal["pre", "post", "both"] = "pre"
-        """Where norms stand: before attention and feed-forward, after them (OLMo 2), or both (Gemma 2). One more is at
-        the end."""
+        """Norms before attention and feed-forward, after them (OLMo 2), or both (Gemma 2). A final norm follows the
+        last layer in each case."""
         unit_offset: bool = False
         """RMSNorm multiplies by 1 + its weight, which starts at zero (Gemma)."""
         norm_eps: Annotated[float, Gt(0)] = 1e-6
         """Added to the mean square (the variance) in norms."""
         qk_norm: bool = False
-        """Normalise queries and keys, by RMSNorm, as Qwen3 does."""
+        """Normalise queries and keys with RMSNorm, as Qwen3 does."""
         qk_norm_over: Literal["head", "width"] = "head"
         """Normalise each head on its own (Qwen3), or all heads of a token together (OLMo 2)."""
         tied: bool = False
@@ -100,15 +100,15 @@ class Decoder(Plugin):
         o_bias: bool = False
         """Biases in attention's output projection."""
         window: Annotated[int, Ge(0)] = 0
-        """Positions that a query sees in layers with a sliding window, its own the last of them; 0 is all."""
+        """Sliding window: number of positions that a query sees, its own and those before it; 0 is all."""
         window_layers: tuple[bool, ...] = ()
-        """Which layers have the window: the list is repeated from the first layer to the last; empty is all of them."""
+        """Which layers have the window: the list is repeated from the first layer to the last; empty means all."""
         soft_cap: Annotated[float, Ge(0)] = 0.0
-        """Attention's logits become cap · tanh(logits / cap), as in Gemma 2; 0 is without."""
+        """Attention's logits become cap · tanh(logits / cap), as in Gemma 2; 0 is no cap."""
         scale: Annotated[float, Ge(0)] = 0.0
         """Factor on attention's logits; 0 is 1/√head_dim."""
         logit_soft_cap: Annotated[float, Ge(0)] = 0.0
-        """The same as soft_cap for the logits of the head."""
+        """The same as `soft_cap`, for the logits of the head."""
         logit_divisor: Annotated[float, Gt(0)] = 1.0
         """Divides the logits of the head, before any cap (Granite)."""
         embedding_multiplier: Annotated[float, Gt(0)] = 1.0
@@ -116,7 +116,7 @@ class Decoder(Plugin):
         residual_multiplier: Annotated[float, Gt(0)] = 1.0
         """Factor on what attention and feed-forward add to the residual stream (Granite)."""
         dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
-        """Share of what attention and feed-forward blocks add that is zeroed in training (arXiv:1706.03762, §5.4)."""
+        """Share of the outputs of attention and feed-forward that is zeroed in training (arXiv:1706.03762, §5.4)."""
         embedding_dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
         """Share of the embeddings that is zeroed in training."""
         std: Annotated[float, Gt(0)] = 0.02
@@ -124,8 +124,8 @@ class Decoder(Plugin):
         depth_scaled: bool = True
         """Divide that of projections into the residual stream by √(2 · layers)."""
         architecture: str = ""
-        """What to export it as in Hugging Face layout, such as MistralForCausalLM; empty is the first that can hold
-        it."""
+        """Architecture of exports in Hugging Face layout, such as MistralForCausalLM; empty takes the first that can
+        hold the model."""
         rope: Rope = Rope()
         """Rotary positions."""
 

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 class HF(Plugin):
     """Any causal language model of `transformers`, built from its configuration by the library's own class.
 
-    What the class declares decides about the layouts: `_no_split_modules` are the units, `base_model_tp_plan` is the
-    plan of tensor parallelism. Attention that goes through the library's attention interface is computed by the run's
-    attention kernel, which keeps documents apart and can be cut by `cp`. Other classes compute attention themselves.
+    The class's own declarations decide which layouts work: `_no_split_modules` names the units, `base_model_tp_plan` is
+    the plan for tensor parallelism. If a class uses the library's attention interface, the run's attention kernel
+    computes its attention: it keeps documents apart and works with `cp`. Other classes compute attention
+    themselves.
     """
 
     api = (1, 0)
@@ -34,10 +35,10 @@ class HF(Plugin):
         type: str = ""
         """Instead of `config`: a model type of transformers, such as `falcon`, with the defaults of its class."""
         set: Mapping[str, Any] = field(default_factory=dict)
-        """Keys of `config.json` that differ, such as `{ hidden_size = 64 }`. Without a `vocab_size`, in a model that is
-        made of `type`, it is the tokenizer's."""
+        """Keys of `config.json` to change, such as `{ hidden_size = 64 }`. A model made from `type` has the tokenizer's
+        vocabulary unless `vocab_size` is set."""
         weights: Annotated[str, FilePath()] = ""
-        """A folder whose safetensors files hold the first weights; empty draws random ones, as the class does."""
+        """A folder whose safetensors files hold the initial weights; empty draws random ones, as the class does."""
 
     config: Config
 
@@ -45,7 +46,7 @@ class HF(Plugin):
     def check_config(self) -> Iterator[Problem]:
         mine = self.config
         if mine.config and mine.type:
-            yield Problem("hf.type", "hf.config says the type too; set one of them.")
+            yield Problem("hf.type", "hf.config already says the type; set one of them.")
         if not (mine.config or mine.type or mine.weights):
             yield Problem(
                 "hf.config", "is required: a folder with a config.json, or a type of model in hf.type instead."
@@ -75,5 +76,5 @@ class HF(Plugin):
         tokenizer = job.hooks.tokenizer() if job.hooks.provider("tokenizer") else None
         mine = self.config
         if (given := job.hooks.provider("head")) and job.hooks.gives("head") != "token_logits":
-            raise ConfigError(f"hf: the class has a head of its own; leave plugin {given!r} out.")
+            raise ConfigError(f"hf: the class has its own head; leave plugin {given!r} out.")
         return read(mine.config or ("" if mine.type else mine.weights), mine.type, mine.set, tokenizer)

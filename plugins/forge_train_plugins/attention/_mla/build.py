@@ -36,7 +36,7 @@ class Ropes:
             return None
         if type(rope) is not RoPE:
             raise ConfigError(
-                f"mla makes a table of its own from the model's forge_train.nn.RoPE, and this model has a "
+                f"mla makes its rotary table from the model's forge_train.nn.RoPE, but this model has a "
                 f"{type(rope).__name__}."
             )
         if rope not in self._made:
@@ -48,7 +48,7 @@ def build(config: MLA.Config, layer: Layer, job: Job, ropes: Ropes) -> LatentAtt
     """The module of one layer.
 
     Raises:
-        ConfigError: for what the layer asks for and latent attention has not.
+        ConfigError: if the layer asks for something that latent attention does not have.
     """
     if layer.kv_heads != layer.heads:
         raise ConfigError(
@@ -61,8 +61,8 @@ def build(config: MLA.Config, layer: Layer, job: Job, ropes: Ropes) -> LatentAtt
         raise ConfigError("mla's norms of latents have no unit offset; set decoder.unit_offset = false.")
     if getattr(layer.rope, "head_dim", layer.head_dim) != layer.head_dim:
         raise ConfigError(
-            "mla.rope_dim is the number of rotated features of a head, beside the others; the model rotates some of "
-            "the others too, and must leave that to mla."
+            "mla adds mla.rope_dim rotated features to each head, so the model must not rotate a part of the others; "
+            "set decoder.rope.fraction = 1.0."
         )
     rope = ropes.like(layer.rope)
     sizes = Sizes(
@@ -87,5 +87,5 @@ def temperature(mscale: float, rope: RoPE | None) -> float:
         return 1.0
     scaling = None if rope is None else rope.scaling
     if not isinstance(scaling, YarnScaling):
-        raise ConfigError("mla.mscale belongs to decoder.rope.scaling = 'yarn'; set it to 0.")
+        raise ConfigError("mla.mscale needs decoder.rope.scaling = 'yarn'; set mla.mscale = 0.")
     return (0.1 * mscale * math.log(max(scaling.factor, 1.0)) + 1.0) ** 2

@@ -101,7 +101,7 @@ DEFAULTS = {"window": None, "soft_cap": None, "scale": None, "divisor": 1.0}
 
 
 def _check_obeyed(whose: str, module: object, asked: Layer | HeadSpec, names: Iterable[str]) -> None:
-    """Whether a module shows, as an attribute, each option that was asked for: another one would ignore it.
+    """Whether a module has an attribute for each option that was asked for; without it, the module ignores the option.
 
     Raises:
         ConfigError: naming the option.
@@ -111,8 +111,8 @@ def _check_obeyed(whose: str, module: object, asked: Layer | HeadSpec, names: It
         if value != default and getattr(module, name, default) != value:
             key = f"decoder.logit_{name}" if isinstance(asked, HeadSpec) else f"decoder.{name}"
             raise ConfigError(
-                f"{key}: {whose} ({type(module).__name__}) does not know it: it has no attribute {name!r} of this "
-                "value. Leave the option at its default, or take another plugin."
+                f"{key}: {whose} ({type(module).__name__}) does not support it: it has no attribute {name!r} "
+                "with this value. Leave the option at its default, or use another plugin."
             )
 
 

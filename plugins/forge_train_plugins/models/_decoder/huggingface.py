@@ -1,4 +1,4 @@
-"""The decoder in Hugging Face layout: which family a `config.json` is of, and which one a model can be exported as."""
+"""The decoder in Hugging Face layout: the family of a `config.json`, and the one that a model can be exported as."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ def write(config: Decoder.Config, vocabulary: int, model: nn.Module) -> HFModel:
             differing[family.architecture] = wrong
     _names(FAMILIES[min(differing, key=lambda name: len(differing[name]))], parameters)
     lines = "\n".join(f"  {name}: {'; '.join(wrong)}" for name, wrong in sorted(differing.items(), key=_fewest))
-    way_out = ' Or set decoder.architecture to "", for any architecture.' if config.architecture else ""
-    raise ConfigError(f"No architecture in Hugging Face layout can hold this model.{way_out} What differs:\n{lines}")
+    way_out = ' Set decoder.architecture to "" to allow all of them.' if config.architecture else ""
+    told = f"{config.architecture} can't" if config.architecture else "No architecture in Hugging Face layout can"
+    raise ConfigError(f"{told} hold this model.{way_out} What differs:\n{lines}")
 
 
 def _fewest(item: tuple[str, list[str]]) -> int:
@@ -86,9 +87,9 @@ def _differences(
     read = _flat(asdict(_resolved(_made(section, config))))
     for name, value in _flat(asdict(config)).items():
         if name not in NO_NUMBER and value != read[name]:
-            yield f"decoder.{name} = {json.dumps(value)}, where it has {json.dumps(read[name])}"
+            yield f"decoder.{name} is {json.dumps(value)} here, and {json.dumps(read[name])} there"
     if activations != {activation}:
-        yield f"swiglu.activation = {' and '.join(sorted(activations)) or 'none'}, where it has {activation}"
+        yield f"swiglu.activation is {' and '.join(sorted(activations)) or 'none'} here, and {activation} there"
 
 
 NO_NUMBER = ("architecture", "depth_scaled", "dropout", "embedding_dropout", "std")

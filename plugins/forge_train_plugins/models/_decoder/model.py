@@ -20,7 +20,7 @@ class Block(nn.Module):
         feed_forward: the channel mixer.
         norm: makes a norm.
         norm_at: before the mixers, after them, or both.
-        multiplier: of what they add.
+        multiplier: factor on what they add.
         dropout: after the token mixer, and after the channel mixer.
     """
 

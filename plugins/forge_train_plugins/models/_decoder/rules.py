@@ -64,7 +64,9 @@ def check(config: Decoder.Config, sequence: int) -> Iterator[Problem]:
     elif head_dim(config) % 2:
         yield Problem("decoder.head_dim", f"rotary positions need an even number, found {head_dim(config)}.")
     elif (features := rotated_features(config)) % 2 or not features:
-        yield Problem("decoder.rope.fraction", f"{features} of {head_dim(config)} features are no even number.")
+        yield Problem(
+            "decoder.rope.fraction", f"must rotate an even number of features, found {features} of {head_dim(config)}."
+        )
     if config.heads % kv_heads(config):
         yield Problem("decoder.kv_heads", f"{config.kv_heads} does not divide decoder.heads ({config.heads}).")
     if sequence > config.max_sequence:
@@ -87,7 +89,7 @@ def _check_patterns(config: Decoder.Config) -> Iterator[Problem]:
             yield Problem(f"decoder.{key}", f"has {len(pattern)} entries for {config.layers} layers.")
         elif pattern and not any(pattern):
             way = "decoder.window = 0" if key == "window_layers" else "a model of another plugin"
-            yield Problem(f"decoder.{key}", f"names no layer; take {way} instead.")
+            yield Problem(f"decoder.{key}", f"selects no layer; use {way} instead.")
     theta = config.rope.window_theta
     if theta and not any(windows(config)):
         yield Problem("decoder.rope.window_theta", "has no effect without decoder.window.")

@@ -113,14 +113,14 @@ def _translated(module: Any, mask: Tensor | None, keywords: Mapping[str, Any]) -
     """The interface's keywords as a kernel's.
 
     Raises:
-        ConfigError: for one that no kernel knows.
+        ConfigError: for one that no kernel supports.
     """
     if mask is not None:
-        raise ConfigError(f"hf: {type(module).__name__} makes an attention mask of its own, which no kernel takes.")
+        raise ConfigError(f"hf: {type(module).__name__} makes its own attention mask, which no kernel accepts.")
     strange = [name for name, one in keywords.items() if one is not None and name not in (*_PLAIN, *_IGNORED)]
     if strange:
         raise ConfigError(
-            f"hf: {type(module).__name__} asks attention for {', '.join(strange)}, which no kernel knows."
+            f"hf: {type(module).__name__} passes {', '.join(strange)} to attention, which no kernel supports."
         )
     given = keywords.get
     asked: dict[str, Any] = {}

@@ -84,13 +84,13 @@ def _check_values(model: nn.Module) -> None:
         for name, one in vars(module).items():
             if isinstance(one, torch.Tensor):
                 raise ConfigError(
-                    f"hf: {type(module).__name__} keeps the tensor {f'{path}.{name}'!r} that is no buffer, so that it "
+                    f"hf: {type(module).__name__} keeps the tensor {f'{path}.{name}'!r} that is not a buffer, so it "
                     "can't be built on the meta device."
                 )
 
 
 def _check_dropout(model: Any) -> None:
-    """Raises ConfigError where the class would drop activations: its random numbers depend on the layout."""
+    """Raises ConfigError if the class uses dropout, whose random numbers depend on the layout."""
     dropping = set()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -100,6 +100,6 @@ def _check_dropout(model: Any) -> None:
         return
     keys = [f"{key} = 0.0" for key, one in model.config.to_dict().items() if "drop" in key and one and one in dropping]
     raise ConfigError(
-        f"hf: {type(model).__name__} would drop activations by random numbers that differ between layouts; switch it "
-        f"off: hf.set = {{ {few(keys, 8)} }}."
+        f"hf: {type(model).__name__} uses dropout with random numbers that differ between layouts; switch it off: "
+        f"hf.set = {{ {few(keys, 8)} }}."
     )

@@ -28,10 +28,10 @@ def read(path: str, model_type: str, changes: Mapping[str, Any], tokenizer: Toke
         path: a folder, or its `config.json`; empty for a type.
         model_type: as in `config.json`.
         changes: keys and their values.
-        tokenizer: whose ids the model is given, if there is one.
+        tokenizer: its ids are the model's input; None if there is none.
 
     Raises:
-        ConfigError: naming what transformers does not know, or can't be.
+        ConfigError: naming what transformers does not know or refuses.
     """
     stored: dict[str, Any] = {}
     if path:
@@ -39,7 +39,7 @@ def read(path: str, model_type: str, changes: Mapping[str, Any], tokenizer: Toke
         stored = table(file)
         model_type = str(stored.get("model_type", ""))
         if not model_type:
-            raise ConfigError(f"{file}: there is no model_type, which says what class of transformers reads it.")
+            raise ConfigError(f"{file}: there is no model_type, by which transformers chooses a class.")
     config = of(model_type, stored, changes if path else _from_scratch(model_type, changes, tokenizer))
     if tokenizer is not None and (size := vocabulary(config)) < tokenizer.vocabulary:
         raise ConfigError(
@@ -70,7 +70,7 @@ def of(model_type: str, stored: Mapping[str, Any], changes: Mapping[str, Any] | 
         ) from error
     if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
         raise ConfigError(
-            f"hf: a model of type {model_type!r} looks at later tokens, so that it can't learn to predict them. If its "
+            f"hf: a model of type {model_type!r} looks at later tokens, so it can't learn to predict them. If its "
             "class can be a decoder, set hf.set.is_decoder = true."
         )
     return config

@@ -32,8 +32,8 @@ def imported(stored: Mapping[str, Any]) -> HFModel | None:
     changed.pop("model_type", None)
     if unset := [key for key, one in changed.items() if one is None and key not in SPECIAL]:
         raise ConfigError(
-            f"hf: {few(unset)} is null in config.json, which a configuration in TOML can't say. Train from the folder "
-            "itself, with hf.weights."
+            f"hf: {few(unset)} is null in config.json, which a configuration in TOML can't express. Train from the "
+            "folder itself, with hf.weights."
         )
     changed = {key: one for key, one in changed.items() if one is not None}
     section = {"type": config.model_type, "set": changed}

@@ -26,7 +26,7 @@ def hf_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a class once it was run on the meta device."""
+    """What a run of the class on the meta device has shown."""
 
     kernel: bool
     """Whether the run's kernel computes attention."""
@@ -146,6 +146,6 @@ class CausalLM(nn.Module):
 def no_documents(name: str) -> str:
     """Why documents can't be kept apart."""
     return (
-        f"hf: {name} computes attention itself, or mixes tokens otherwise, so that it can't keep the documents of a "
+        f"hf: {name} computes attention itself, or mixes tokens in another way, so it can't keep the documents of a "
         "row apart; have the data plugin join them (isolate = false)."
     )

@@ -29,8 +29,8 @@ def translated(part: Any, base: str, units: tuple[str, ...], *, kernel: bool) ->
         part: the model.
         base: the name of the model without its head.
         units: its blocks.
-        kernel: whether the run's kernel computes attention; a class that does itself makes masks from what it sees of
-            a sequence.
+        kernel: whether the run's kernel computes attention; a class that computes it itself makes masks from the part
+            of a sequence that it sees.
 
     Raises:
         TypeError: saying what the class lacks.
@@ -97,7 +97,7 @@ def _complete(part: Any, base: str, plan: dict[str, TensorStyle]) -> None:
 
 
 def _positional(own: Any) -> Mapping[str, Any]:
-    """A block of which the first argument is passed by position, as whoever gathers it expects."""
+    """A block whose first argument is always passed by position, as the gather of its input expects."""
 
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
         if not args:

@@ -61,7 +61,7 @@ class Drawn:
             if not one.equal(found[1][name]):
                 raise ConfigError(
                     f"hf: {type(self._model).__name__} fills the buffer {f'{path}.{name}'!r} only in its constructor, "
-                    "not in _init_weights, as transformers asks of its classes; it can't be built on the meta device."
+                    "and not in _init_weights, so it can't be built on the meta device."
                 )
         return found[0]
 

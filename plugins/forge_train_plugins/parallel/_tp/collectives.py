@@ -101,7 +101,7 @@ class Sum(torch.autograd.Function):
 
 
 class SumEverywhere(torch.autograd.Function):
-    """The sum over the ranks, of which each makes something else, so that its gradient is a sum too."""
+    """The sum over the ranks. Each rank uses it for something different, so its gradient is a sum too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:

@@ -14,4 +14,4 @@ FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (LLAMA, QWEN3, QWEN2, MISTRAL, OLMO2, OLMO3, SMOLLM3, GRANITE, GEMMA2, GEMMA3)
 }
-"""In the order in which one is looked for to export a model as."""
+"""In the order in which an export tries them."""
