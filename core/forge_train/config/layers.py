@@ -160,9 +160,6 @@ class Request:
 
     config: str = ""
     """A TOML file or a preset's name."""
-    model_from: str = ""
-    """A folder in Hugging Face layout with model, weights and tokenizer; the caller puts what it describes into
-    `sections`."""
     plugins: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     set: tuple[str, ...] = ()
@@ -172,6 +169,9 @@ class Request:
     """Section → values that something else than TOML brings; laid over the file."""
     sections_from: str = ""
     """Where those come from, for messages."""
+    model_from: str = ""
+    """A folder in Hugging Face layout with model, weights and tokenizer; the caller puts what it describes into
+    `sections`."""
     foreign: str = ""
     """A folder that anybody may have made, with the configuration in it: no code that came with it is run."""
 
