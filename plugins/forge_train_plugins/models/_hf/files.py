@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,8 +30,14 @@ def imported(stored: Mapping[str, Any]) -> HFModel | None:
     default = type(config)().to_dict()
     changed = {k: v for k, v in config.to_dict().items() if v != default.get(k) and k != "model_type"}
     section = {"type": config.model_type, "set": changed}
+    names = _names(config)
+    # A pattern may match a parameter too, as "attn.bias" of GPT-2 does "attn.c_attn.bias".
+    own = "|".join(re.escape(name) for name in names.values() if any(re.search(one, name) for one in patterns))
+    beside = f"(?!(?:{own})$)" if own else ""
     return HFModel(
-        map=Rename(_names(config)).inverse(), sections={"hf": section}, leftovers=tuple(f".*{p}.*" for p in patterns)
+        map=Rename(names).inverse(),
+        sections={"hf": section},
+        leftovers=tuple(f"{beside}.*(?:{pattern}).*" for pattern in patterns),
     )
 
 
