@@ -11,10 +11,14 @@ import torch
 
 import hf_models
 from forge_train import ConfigError
+from forge_train.composition.compose import compose
+from forge_train.config import Request
+from forge_train.registry.setup import resolve
 from forge_train.storage import checkpoint
 from forge_train.testing.runs import RunForge
 from forge_train_plugins.models._hf.files import imported
-from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
+from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint, starting_from
+from forge_train_tools.offline.opening import lone_job, open_model
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.unit]
@@ -77,3 +81,57 @@ def test_code_that_comes_with_weights_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}))
     with pytest.raises(ConfigError, match="trust_remote_code"):
         hf_models.composed(tmp_path, "", section={"config": str(tmp_path)})
+
+
+OWN = {"n_embd": 32, "n_layer": 2, "n_head": 4, **hf_models.DRY}
+
+
+def saved(path: Path, kind: str, **keys: Any) -> Any:
+    """A random model of transformers in a folder."""
+    config = transformers.AutoConfig.for_model(kind, vocab_size=hf_models.VOCABULARY, **keys)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(path)
+    return model
+
+
+def assert_same_logits(checkpoint_path: Path, theirs: Any) -> None:
+    (part,) = open_model(checkpoint_path, text=False).model.parts
+    head: Any = part.get_submodule("head")
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(head(part(ids)), theirs(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tensor_that_a_pattern_of_leftovers_matches_is_imported_all_the_same(tmp_path: Path) -> None:
+    theirs = saved(tmp_path / "theirs", "gpt2", **OWN)  # which ignores "attn.bias", and has "attn.c_attn.bias"
+    import_checkpoint(tmp_path / "theirs", tmp_path / "here", plugins=("hf",))
+    assert_same_logits(tmp_path / "here", theirs)
+
+
+@pytest.mark.parametrize("original", [8, 32])
+def test_tables_of_long_sequences_are_not_kept_from_the_run_on_meta(tmp_path: Path, original: int) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "long_factor": [3.0] * 4, "short_factor": [1.0] * 4}
+    keys = {key: one for key, one in hf_models.GROUPED.items() if key != "vocab_size"}
+    theirs = saved(
+        tmp_path / "theirs",
+        "phi3",
+        **keys,
+        pad_token_id=0,
+        original_max_position_embeddings=original,
+        rope_parameters=rope,
+    )
+    import_checkpoint(tmp_path / "theirs", tmp_path / "here", plugins=("hf",))
+    assert_same_logits(tmp_path / "here", theirs)
+
+
+def test_a_table_that_replaces_what_a_folder_says_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "theirs", "gpt2", **OWN, layer_norm_epsilon=0.01)
+    request = Request(
+        model_from=str(tmp_path / "theirs"),
+        plugins=("hf", "synthetic"),
+        without=("text", "tokenizer"),
+        set=("hf.set={n_embd=32, n_layer=2, n_head=4, vocab_size=61, resid_pdrop=0.0, attn_pdrop=0.0}",),
+    )
+    setup = resolve(starting_from(request))
+    with pytest.raises(ConfigError, match=r"hf\.set leaves out what .* says of embd_pdrop, layer_norm_epsilon"):
+        compose(lone_job(setup, tmp_path, "cpu"), allocate=False)

@@ -424,3 +424,8 @@ def test_operators_make_one_flat_map() -> None:
     one, two, three = (Rename({old: new}) for old, new in ("ab", "bc", "cd"))
     assert (one | two | three) == Together((one, two, three))
     assert [*(one >> two >> three).plan({"a": FLAT}).targets] == ["d"]
+
+
+def test_an_order_of_rotary_features_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the order 'halves' is not known"):
+        Rotary(("q",), 4, "halves")  # type: ignore[arg-type]

@@ -50,6 +50,8 @@ class Rotary(StateMap):
     turned: int = 0
 
     def __post_init__(self) -> None:
+        if self.to not in ("half", "interleaved"):
+            raise ConfigError(f"Rotary: the order {self.to!r} is not known; known are 'half' and 'interleaved'.")
         if self.turned % 2 or (self.turned or self.head_dim) % 2 or not 0 <= self.turned <= self.head_dim:
             raise ConfigError(f"Rotary: {self.turned or self.head_dim} of {self.head_dim} features can't be paired.")
 

@@ -71,10 +71,13 @@ class HF(Plugin):
         return exported(self._config(job))
 
     def _config(self, job: Job) -> PreTrainedConfig:
-        from ._hf.config import read
+        from ._hf.config import fits_folder, read
 
         tokenizer = job.hooks.tokenizer() if job.hooks.provider("tokenizer") else None
         mine = self.config
         if (given := job.hooks.provider("head")) and job.hooks.gives("head") != "token_logits":
             raise ConfigError(f"hf: the class has its own head; leave plugin {given!r} out.")
-        return read(mine.config or ("" if mine.type else mine.weights), mine.type, mine.set, tokenizer)
+        found = read(mine.config or ("" if mine.type else mine.weights), mine.type, mine.set, tokenizer)
+        if mine.type and job.config.train.init_from:
+            fits_folder(found, mine.set, job.config.train.init_from)
+        return found

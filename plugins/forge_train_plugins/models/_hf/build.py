@@ -45,6 +45,7 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     inner = getattr(model, base)
     units = _units(model)
     asked = attention.probe(inner, lambda: _run(inner))
+    _forget(model)
     width, kernel = 0, False
     if asked is not None and (chosen := job.hooks.provider("attention_kernel")):
         width = sum(heads * features for heads, _, features in asked.heads.values())
@@ -89,6 +90,13 @@ def _check_values(model: nn.Module) -> None:
                 )
 
 
+def _forget(model: nn.Module) -> None:
+    """Remove tensors that modules kept of the run on the meta device, as rotary tables of long sequences do."""
+    for module in model.modules():
+        for name in [name for name, one in vars(module).items() if isinstance(one, torch.Tensor)]:
+            delattr(module, name)
+
+
 def _check_dropout(model: Any) -> None:
     """Raises ConfigError if the class uses dropout, whose random numbers depend on the layout."""
     dropping = set()
@@ -98,8 +106,12 @@ def _check_dropout(model: Any) -> None:
         dropping |= {float(one) for name, one in vars(module).items() if "drop" in name and isinstance(one, float)}
     if not any(dropping):
         return
-    keys = [f"{key} = 0.0" for key, one in model.config.to_dict().items() if "drop" in key and one and one in dropping]
+    keys = [
+        f"hf.set.{key} = 0.0"
+        for key, one in model.config.to_dict().items()
+        if "drop" in key and one and one in dropping
+    ]
     raise ConfigError(
         f"hf: {type(model).__name__} uses dropout with random numbers that differ between layouts; switch it off: "
-        f"hf.set = {{ {few(keys, 8)} }}."
+        f"{few(keys, 8)}."
     )

@@ -15,7 +15,8 @@ from transformers.models.auto.modeling_auto import (
 
 from forge_train import ConfigError, Tokenizer
 from forge_train.ground.errors import describe, nearest
-from forge_train.storage.hf_folder import CONFIG, table
+from forge_train.ground.present import few
+from forge_train.storage.hf_folder import CONFIG, is_hugging_face, table
 
 VOCABULARY = "vocab_size"
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -74,6 +75,24 @@ def of(model_type: str, stored: Mapping[str, Any], changes: Mapping[str, Any] | 
             "class can be a decoder, set hf.set.is_decoder = true."
         )
     return config
+
+
+def fits_folder(config: PreTrainedConfig, changes: Mapping[str, Any], path: str) -> None:
+    """Raises ConfigError where first weights lie in a Hugging Face folder whose model has other values than
+    this one, and `hf.set` does not name them: a table that is set as a whole replaces all that the folder says."""
+    if not is_hugging_face(Path(path)):
+        return
+    stored = table(Path(path) / CONFIG)
+    if stored.get("model_type") != config.model_type:
+        return
+    theirs, ours = of(config.model_type, stored).to_dict(), config.to_dict()
+    unlike = [key for key in ours if key not in (*changes, *SPECIAL) and ours[key] != theirs.get(key)]
+    lost = [key for key in unlike if key in stored and key not in ("architectures", "dtype", "transformers_version")]
+    if lost:
+        raise ConfigError(
+            f"hf.set leaves out what {path} says of {few(lost, 4)}. Set single keys, such as hf.set.{lost[0]}, and not "
+            "the whole table."
+        )
 
 
 def config_class(model_type: str) -> type[PreTrainedConfig]:

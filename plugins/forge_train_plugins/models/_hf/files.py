@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,8 +38,14 @@ def imported(stored: Mapping[str, Any]) -> HFModel | None:
         )
     changed = {key: one for key, one in changed.items() if one is not None}
     section = {"type": config.model_type, "set": changed}
+    names = _names(config)
+    # A pattern may match a parameter too, as "attn.bias" of GPT-2 does "attn.c_attn.bias".
+    own = "|".join(re.escape(name) for name in names.values() if any(re.search(one, name) for one in patterns))
+    beside = f"(?!(?:{own})$)" if own else ""
     return HFModel(
-        map=Rename(_names(config)).inverse(), sections={"hf": section}, leftovers=tuple(f".*{p}.*" for p in patterns)
+        map=Rename(names).inverse(),
+        sections={"hf": section},
+        leftovers=tuple(f"{beside}.*(?:{pattern}).*" for pattern in patterns),
     )
 
 

@@ -41,6 +41,7 @@ class Key:
         null: its value where the file says null; as `missing` by default.
         ours: the option's value from the key's.
         theirs: the way back.
+        positive: whether the file must say a number greater than 0.
     """
 
     options: tuple[str, ...]
@@ -49,6 +50,7 @@ class Key:
     null: Any = REQUIRED
     ours: Callable[[Any], Any] = lambda value: value
     theirs: Callable[[Any], Any] = lambda value: value
+    positive: bool = False
 
     def read(self, config: Reader, key: str) -> dict[str, Any]:
         readers: dict[type, Callable[[str, Any], Any]] = {
@@ -59,7 +61,10 @@ class Key:
         if self.null is not REQUIRED and key in config.table and config.table[key] is None:
             config.skip(key)
             return dict.fromkeys(self.options, self.null)
-        return dict.fromkeys(self.options, self.ours(readers[self.kind](key, self.missing)))
+        found = readers[self.kind](key, self.missing)
+        if self.positive and config.table.get(key) is not None and found <= 0:
+            config.refuse(key, "expected a number greater than 0")
+        return dict.fromkeys(self.options, self.ours(found))
 
 
 COMMON = {
@@ -80,7 +85,7 @@ MLP_BIAS = {"mlp_bias": Key(("bias",), bool, False)}
 
 def soft_cap(option: str, missing: float | None) -> Key:
     """A cap that null leaves out."""
-    return Key((option,), float, missing or 0.0, null=0.0, theirs=lambda cap: cap or None)
+    return Key((option,), float, missing or 0.0, null=0.0, theirs=lambda cap: cap or None, positive=True)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,12 @@ KEYS = {
     **ATTENTION_BIAS,
     "tie_word_embeddings": Key(("tied",), bool, True),
     "query_pre_attn_scalar": Key(
-        ("scale",), int, 256, ours=lambda features: features**-0.5, theirs=lambda scale: round(scale**-2)
+        ("scale",),
+        int,
+        256,
+        ours=lambda features: features**-0.5,
+        theirs=lambda scale: round(scale**-2),
+        positive=True,
     ),
 }
 NAMES = {
