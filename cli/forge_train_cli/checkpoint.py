@@ -16,7 +16,7 @@ from forge_train.storage.run import is_run
 from . import screen
 from .addresses import FETCHED, PLACE
 from .keeping import copy, diff, move, prune
-from .options import json_option, plugin_options
+from .options import json_option, plugin_options, set_option
 
 if TYPE_CHECKING:
     from forge_train_tools.offline.examine import Examined
@@ -204,8 +204,16 @@ def _examined_there(address: str) -> list[tuple[str, Examined]]:
 @click.argument("hf_dir", type=PATH)
 @click.argument("path", type=PATH)
 @plugin_options
+@set_option
 @json_option
-def import_(hf_dir: Path, path: Path, plugins: tuple[str, ...], without: tuple[str, ...], as_json: bool) -> None:
+def import_(
+    hf_dir: Path,
+    path: Path,
+    plugins: tuple[str, ...],
+    without: tuple[str, ...],
+    assignments: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Make the checkpoint PATH of HF_DIR, which holds config.json and safetensors files.
 
     \b
@@ -214,7 +222,7 @@ def import_(hf_dir: Path, path: Path, plugins: tuple[str, ...], without: tuple[s
     """
     from forge_train_tools.offline.huggingface import import_checkpoint
 
-    done = import_checkpoint(hf_dir, path, plugins=plugins, without=without)
+    done = import_checkpoint(hf_dir, path, plugins=plugins, without=without, settings=assignments)
     _say(done, as_json, f"Train it further with: forge train {path / 'config.toml'} -s text.path=…")
 
 

@@ -59,7 +59,12 @@ class Exchanged:
 
 
 def import_checkpoint(
-    source: Path, target: Path, *, plugins: tuple[str, ...] = (), without: tuple[str, ...] = ()
+    source: Path,
+    target: Path,
+    *,
+    plugins: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
+    settings: tuple[str, ...] = (),
 ) -> Exchanged:
     """Make a checkpoint, of weights only, of a folder in Hugging Face layout.
 
@@ -71,6 +76,7 @@ def import_checkpoint(
         target: the checkpoint's folder, which is not there yet.
         plugins: to enable beside the defaults; one of all of them must know the architecture.
         without: to disable.
+        settings: `key=value`, as `--set` takes them, over what the folder says.
 
     Raises:
         ConfigError: for a folder, an architecture or tensors that can't be imported; nothing is written then.
@@ -78,7 +84,8 @@ def import_checkpoint(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists; name a new folder.")
     folder = Folder.open(source)
-    layout, setup = _understand(folder, target, plugins, without)
+    request = Request(config=PRESET, plugins=plugins, without=without, set=settings)
+    layout, setup = _understand(folder, target, request)
     job = lone_job(setup, source, "cpu")
     takes_file = model_files.option(setup.hooks) is not None
     model = compose_meta(job, text=False)
@@ -113,11 +120,9 @@ def import_checkpoint(
     return Exchanged(target, sum(tensor.numel() for tensor in weights.values()), files, notes)
 
 
-def _understand(
-    folder: Folder, target: Path, plugins: tuple[str, ...], without: tuple[str, ...]
-) -> tuple[HFModel, Setup]:
+def _understand(folder: Folder, target: Path, request: Request) -> tuple[HFModel, Setup]:
     """How the model is built and named, and the configuration that trains it."""
-    request, layout = _brought(folder, Request(config=PRESET, plugins=plugins, without=without))
+    request, layout = _brought(folder, request)
     setup = resolve(request, data=False)
     started = dataclasses.replace(setup.config.train, init_from=str(target.absolute()))  # which asks for a text
     return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
