@@ -50,6 +50,30 @@ def test_gradients_are_those_of_the_class_run_by_hand(tmp_path: Path, kind: str)
     assert_equal(run(model, inputs, labels), hf_models.gradients(hf_models.by_hand(model), inputs, labels))
 
 
+WINDOW = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
+
+def test_a_window_that_a_class_says_by_its_mask_alone_holds(tmp_path: Path) -> None:
+    """A kernel, which is given no mask, would see all that is before."""
+    _, model = hf_models.composed(tmp_path, "qwen2_moe", changes={**hf_models.GROUPED, **EXPERTS, **WINDOW})
+    (part,) = model.parts
+    assert not any(hasattr(module, "kernel") for module in part.modules())
+    inputs, labels = tokens(), tokens(seed=1)
+    assert_equal(run(model, inputs, labels), hf_models.gradients(hf_models.by_hand(model), inputs, labels))
+
+
+def test_noise_in_the_choice_of_experts_is_refused(tmp_path: Path) -> None:
+    changes = {**hf_models.GROUPED, "num_local_experts": 4, "router_jitter_noise": 0.01}
+    with pytest.raises(ConfigError, match=r"switch them off: hf\.set\.router_jitter_noise = 0\.0"):
+        hf_models.composed(tmp_path, "phimoe", changes=changes)
+
+
 @pytest.mark.parametrize("kind", hf_models.MODELS)
 def test_parameters_start_as_the_class_starts_them(tmp_path: Path, kind: str) -> None:
     _, model = hf_models.composed(tmp_path, kind)
@@ -153,7 +177,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ("bert", {"vocab_size": 61}, "'bert' looks at later tokens"),
         ("falcon", {"vocab_size": 61, "hiden_size": 32}, "hf.set.hiden_size.*Did you mean 'hidden_size'"),
         ("falcon", {}, "hf.set.vocab_size: no enabled plugin provides a tokenizer"),
-        ("opt", {**hf_models.MODELS["opt"], "dropout": 0.1}, r"switch it off: hf\.set\.dropout = 0\.0\."),
+        ("opt", {**hf_models.MODELS["opt"], "dropout": 0.1}, r"switch them off: hf\.set\.dropout = 0\.0\."),
         ("apertus", hf_models.GROUPED, "only in its constructor"),
         ("cohere", {**hf_models.GROUPED, "num_attention_heads": "four"}, "transformers refuses this configuration"),
     ],

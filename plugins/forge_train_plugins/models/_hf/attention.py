@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +26,9 @@ _IGNORED = (
     *("output_router_logits", "logits_to_keep", "num_items_in_batch", "layer_head_mask", "head_mask"),
 )
 """Keywords that change nothing in attention of whole sequences."""
+_CAUSAL, _WINDOWED = "create_causal_mask", "create_sliding_window_causal_mask"
+_CHANGES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
+"""Keywords of functions that make masks, by which other tokens are seen."""
 
 
 @dataclass
@@ -66,6 +72,7 @@ def probe(model: nn.Module, call: Any) -> Asked | None:
         return torch.empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1], device=query.device), None
 
     AttentionInterface.register(_PROBE, record)
+    masks: list[str] = []
     config: Any = model.config
     own = config._attn_implementation
     config._attn_implementation = _PROBE
@@ -73,7 +80,8 @@ def probe(model: nn.Module, call: Any) -> Asked | None:
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "batched_mm"  # of the library's own the one that needs no values
     try:
-        call()
+        with _masks_noted(model, masks):
+            call()
     except ConfigError:
         raise
     except Exception:
@@ -82,7 +90,7 @@ def probe(model: nn.Module, call: Any) -> Asked | None:
         config._attn_implementation = own
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = experts
-    if not found:
+    if not found or not _say_all(found, masks, getattr(config, "layer_types", None)):
         return None
     names = set().union(*found)
     dims = {features for *_, features in asked.heads.values()}
@@ -94,6 +102,36 @@ def probe(model: nn.Module, call: Any) -> Asked | None:
         head_dims=tuple(sorted(dims)),
     )
     return asked
+
+
+@contextmanager
+def _masks_noted(model: nn.Module, made: list[str]) -> Iterator[None]:
+    """Note the masks that classes of the library make while the block runs; `changed` where they see other tokens."""
+
+    def noting(name: str, function: Any) -> Any:
+        def make(*arguments: Any, **keywords: Any) -> Any:
+            changed = [key for key in _CHANGES if keywords.get(key) is not None]
+            made.append("changed" if changed else name)
+            return function(*arguments, **keywords)
+
+        return make
+
+    with ExitStack() as stack:
+        for module in {sys.modules[type(one).__module__] for one in model.modules()}:
+            for name, one in list(vars(module).items()):
+                if name.startswith("create_") and name.endswith("mask") and callable(one):
+                    stack.enter_context(patch.object(module, name, noting(name, one)))
+        yield
+
+
+def _say_all(found: Sequence[Mapping[str, Any]], masks: Sequence[str], layers: Sequence[str] | None) -> bool:
+    """Whether the keywords of attention say all that the masks would have said, which a kernel is not given."""
+    if any(name not in (_CAUSAL, _WINDOWED) for name in masks):
+        return False
+    windows = sum("window" in one for one in found)
+    if _WINDOWED not in masks:
+        return True
+    return windows == (len(found) if layers is None else sum(kind == "sliding_attention" for kind in layers))
 
 
 def take(model: nn.Module, kernel: AttentionKernel, asked: Asked) -> None:

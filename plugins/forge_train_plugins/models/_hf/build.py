@@ -97,21 +97,23 @@ def _forget(model: nn.Module) -> None:
             delattr(module, name)
 
 
+def _random(name: str) -> bool:
+    """Whether a value of this name switches random numbers on: dropout, or noise in the choice of experts."""
+    return "drop" in name or "jitter" in name
+
+
 def _check_dropout(model: Any) -> None:
-    """Raises ConfigError if the class uses dropout, whose random numbers depend on the layout."""
+    """Raises ConfigError if the class uses dropout or noise, whose random numbers depend on the layout."""
     dropping = set()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             dropping.add(float(module.p))
-        dropping |= {float(one) for name, one in vars(module).items() if "drop" in name and isinstance(one, float)}
+        dropping |= {float(one) for name, one in vars(module).items() if _random(name) and isinstance(one, float)}
     if not any(dropping):
         return
     keys = [
-        f"hf.set.{key} = 0.0"
-        for key, one in model.config.to_dict().items()
-        if "drop" in key and one and one in dropping
+        f"hf.set.{key} = 0.0" for key, one in model.config.to_dict().items() if _random(key) and one and one in dropping
     ]
     raise ConfigError(
-        f"hf: {type(model).__name__} uses dropout with random numbers that differ between layouts; switch it off: "
-        f"{few(keys, 8)}."
+        f"hf: {type(model).__name__} uses random numbers that differ between layouts; switch them off: {few(keys, 8)}."
     )
