@@ -74,7 +74,7 @@ def skeleton() -> Any:
     kernel = Kernel()
     with torch.device("meta"):
         blocks = [
-            Block(RMSNorm(256), GroupedQueryAttention(layer, kernel), RMSNorm(256), DenseFeedForward(layer, "swiglu"))
+            Block(GroupedQueryAttention(layer, kernel), DenseFeedForward(layer, "swiglu"), lambda: RMSNorm(256))
             for _ in range(6)
         ]
         return Transformer(Embedding(2048, 256), blocks, RMSNorm(256), Linear(256, 2048), max_sequence=4096, tied=False)
