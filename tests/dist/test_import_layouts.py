@@ -90,6 +90,16 @@ def test_values_that_no_shape_tells_of_are_warned_of(
     ]
 
 
+def test_a_model_that_no_file_could_describe_may_begin_with_weights_of_one(
+    hf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"decoder.tied": False, "decoder.residual_multiplier": 0.5, "decoder.logit_soft_cap": 5.0}
+    started(str(tmp_path), str(hf), (), config)
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING" and str(hf) in one.getMessage()]
+    assert said.startswith(f"{hf}/config.json describes another model: ")
+    assert "decoder.residual_multiplier is 0.5 here, and 1.0 there" in said
+
+
 def test_weights_that_may_differ_are_named(hf: Path, run_forge: RunForge) -> None:
     config = {"decoder.tied": False, "train.init_from": str(hf), "train.init_missing": ["*.nothing"]}
     with pytest.raises(ConfigError, match=r"train\.init_missing: '\*\.nothing' fits nothing that .*hf lacks"):

@@ -91,7 +91,11 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
 
 def _warn_of_differences(layout: HFModel, job: Job, path: Path) -> None:
     """Some values change what the weights compute, but no shape."""
-    ours = job.hooks.export_hf()
+    try:
+        ours = job.hooks.export_hf()
+    except ConfigError as error:  # a model that no file could describe may still begin with these weights
+        log.warning("%s describes another model: %s", path / CONFIG, error)
+        return
     again = job.hooks.import_hf(dict(ours.config)) if ours is not None else None
     if again is not None:
         here = dict(_flat(again.sections, ""))

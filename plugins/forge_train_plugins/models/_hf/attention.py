@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from forge_train import AttentionKernel, ConfigError, KernelCapabilities
+from forge_train.ground.errors import describe
+
+log = logging.getLogger("forge_train")
 
 NAME = "forge"
 """Of the interface's implementation. It has no function that makes masks, so that classes make none."""
@@ -84,7 +88,8 @@ def probe(model: nn.Module, call: Any) -> Asked | None:
             call()
     except ConfigError:
         raise
-    except Exception:
+    except Exception as error:  # such a class reads values, which there are none of; its own attention is always right
+        log.info("%s computes attention itself: %s", type(model).__name__, describe(error))
         return None
     finally:
         config._attn_implementation = own

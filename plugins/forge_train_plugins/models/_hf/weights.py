@@ -100,7 +100,7 @@ def stored_names(model: Any) -> dict[str, str]:
     for name in names:
         try:
             saved = revert_weight_conversion(model, {name: held[name]})
-        except Exception:
+        except Exception:  # a conversion that needs the tensors beside this one, or values; see above
             saved = {}
         same = len(saved) == 1 and all(one.shape == held[name].shape for one in saved.values())
         found[name] = next(iter(saved)) if same else name
