@@ -145,6 +145,11 @@ SECTIONS = {
 }
 
 
+def figure(worst: float) -> str:
+    """Nothing where nothing of that name was compared."""
+    return "–" if math.isnan(worst) else f"{worst:.1e}"
+
+
 def table(found: list[Verified], how: str) -> Iterator[str]:
     """A row for each layout and mode of activation checkpointing, size and way of context parallelism, or pipeline."""
     yield f"| layout | processes | {how} | agree | {' | '.join(COMPARED)} |"
@@ -154,7 +159,7 @@ def table(found: list[Verified], how: str) -> Iterator[str]:
         groups.setdefault(row_of(one.composition), []).append(one)
     for (layout, way), group in groups.items():
         agree, worlds = sum(one.verdict.agree for one in group), sorted({one.composition.world for one in group})
-        worst = " | ".join(f"{max(one.worst(name) for one in group):.1e}" for name in COMPARED)
+        worst = " | ".join(figure(max(one.worst(name) for one in group)) for name in COMPARED)
         yield f"| {layout} | {', '.join(map(str, worlds))} | {way} | {agree} of {len(group)} | {worst} |"
 
 
