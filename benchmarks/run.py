@@ -10,6 +10,7 @@
     python benchmarks/run.py observing       # metrics and trackers: benchmarks/results/observing.md
     python benchmarks/run.py data            # token shards: benchmarks/results/data.md
     python benchmarks/run.py planning        # plans of large models: benchmarks/results/planning.md
+    python benchmarks/run.py presets         # plans of published models: benchmarks/results/presets.md
     python benchmarks/run.py checkpoints     # what a save costs: benchmarks/results/checkpoints.md
     python benchmarks/run.py surviving       # a killed rank, and those that watch: benchmarks/results/surviving.md
     python benchmarks/run.py chaos           # 100 misfortunes on two ranks: benchmarks/results/chaos.md
@@ -39,8 +40,8 @@ EXPERTS = HERE / "results" / "experts.md"
 OPTIMIZERS = HERE / "results" / "optimizers.md"
 ATTENTION = HERE / "results" / "attention.md"
 OBSERVING = HERE / "results" / "observing.md"
-DATA = HERE / "results" / "data.md"
 PLANNING = HERE / "results" / "planning.md"
+PRESETS = HERE / "results" / "presets.md"
 CHECKPOINTS = HERE / "results" / "checkpoints.md"
 SURVIVING = HERE / "results" / "surviving.md"
 FORGE = [sys.executable, "-m", "forge_train_cli"]
@@ -336,14 +337,7 @@ def attention() -> list[Row]:
 def data() -> list[Row]:
     """Token shards: reading them, making them, and packing."""
     done = subprocess.run([sys.executable, str(HERE / "data.py")], check=True, stdout=subprocess.PIPE, text=True)
-    rows = [Row(*one) for one in json.loads(done.stdout.splitlines()[-1])]
-    note = (
-        "Loaders give micro-batches of 8 × 2,048 shuffled tokens from page cache, all in turn, the best of 5 rounds. "
-        "The text is the Python source of this installation. MosaicML's `streaming` is not among them: its "
-        "requirements exclude the versions that forge is tested with."
-    )
-    DATA.write_text(table(rows, "Data", "python benchmarks/run.py data", note), encoding="utf-8")
-    return rows
+    return [Row(*one) for one in json.loads(done.stdout.splitlines()[-1])]
 
 
 def planning() -> list[Row]:
@@ -359,6 +353,29 @@ def planning() -> list[Row]:
         rows.append(Row(f"{name}: peak memory", f"{memory:.2f} GB", "≤ 2 GB", memory <= 2))
     note = "`forge plan --device h100` with these sizes, start-up included, on one thread, once each."
     PLANNING.write_text(table(rows, "Plans", "python benchmarks/run.py planning", note), encoding="utf-8")
+    return rows
+
+
+def presets() -> list[Row]:
+    """Plans of the presets of published models, each on the hardware that it names."""
+    from forge_train_cli.presets import everything
+
+    rows = []
+    for preset in everything():
+        if not preset.parameters:
+            continue
+        world, device = preset.hardware.split()
+        command = [*FORGE, "plan", preset.name, "--world", world, "--device", device, "--json"]
+        plan = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        name, peak, roofline = f"`{preset.name}` on {preset.hardware}", plan["memory"]["peak"], plan["roofline"]
+        count = plan["parameters"]["total"]
+        rows.append(Row(f"{name}: parameters", f"{count:,}", f"{preset.parameters:,}", count == preset.parameters))
+        bar = f"≤ {roofline['memory_bytes'] / 2**30:.1f} GiB"
+        rows.append(Row(f"{name}: memory of a rank at its peak", f"{peak / 2**30:.1f} GiB", bar, roofline["fits"]))
+        rate = f"{roofline['tokens_per_second']:,.0f}, MFU {roofline['mfu']:.0%}, bound by {roofline['bound']}"
+        rows.append(Row(f"{name}: tokens per second, at most", rate, "—", True))
+    note = "Planned, not run: `forge plan NAME --world N --device h100`. Speeds are upper bounds."
+    PRESETS.write_text(table(rows, "Published models", "python benchmarks/run.py presets", note), encoding="utf-8")
     return rows
 
 
@@ -416,12 +433,12 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     for part in (
         *(startup, first, loop, transformers, loss, text, quickstart, trials),
         *(parallel, experts, low_precision, optimizers, attention, observing, data, planning),
-        *(checkpoints, surviving, chaos),
+        *(presets, checkpoints, surviving, chaos),
     )
 }
 APART = {
     *("parallel", "experts", "low_precision", "optimizers", "attention", "observing", "data", "planning"),
-    *("checkpoints", "surviving", "chaos"),
+    *("presets", "checkpoints", "surviving", "chaos"),
 }
 """Those that have a table of their own."""
 

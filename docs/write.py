@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forge_train.registry.discovery import load
-from forge_train_cli.presets import everything
+from forge_train_cli.presets import Preset, everything
 
 DOCS = Path(__file__).parent
 sys.path.append(str(DOCS))
@@ -30,13 +30,23 @@ BLOCK = re.compile(r"(<!-- write: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def presets() -> str:
-    """The presets that come with forge."""
+    """The presets of techniques that come with forge."""
     rows = ["| command | what it shows | needs |", "|---|---|---|"]
-    own = DOCS.parent / "plugins"
-    for one in everything():
-        if Path(one.file).is_relative_to(own):
-            rows.append(f"| `{one.command}` | {one.summary} | {one.wants} |")
+    rows += [f"| `{one.command}` | {one.summary} | {one.wants} |" for one in _own_presets() if not one.parameters]
     return "\n".join(rows)
+
+
+def models() -> str:
+    """The presets of published models."""
+    rows = ["| preset | what it is | parameters | fits on |", "|---|---|---|---|"]
+    found = [one for one in _own_presets() if one.parameters]
+    rows += [f"| `{one.name}` | {one.summary} | {one.parameters:,} | {one.hardware} |" for one in found]
+    return "\n".join(rows)
+
+
+def _own_presets() -> list[Preset]:
+    own = DOCS.parent / "plugins"
+    return [one for one in everything() if Path(one.file).is_relative_to(own)]
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -44,6 +54,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "hooks": lists.hooks,
     "laws": lists.laws,
     "metrics": lists.metrics,
+    "models": models,
     "plugins": lists.plugins,
     "presets": presets,
     "sections": lists.sections,

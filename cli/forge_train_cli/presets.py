@@ -21,6 +21,7 @@ from .options import json_option
 BASE = "base"
 TILING = of_domain("dense")
 """The axes whose sizes multiply to the number of processes; those of experts tile the same ones again."""
+MODELS = "Published models. Each wants its own tokenizer and your text: -s tokenizer.path=FOLDER -s text.path=TEXT"
 LAST = 1000
 """The lesson of a preset that names none: after all that do."""
 
@@ -41,10 +42,17 @@ class Preset:
     file: str
     lesson: int
     """Its place in the order in which one would learn them: `# Lesson N.`"""
+    parameters: int = 0
+    """Of a published model: `# Parameters: N.` 0 for a small model that shows a technique."""
+    hardware: str = ""
+    """What `forge plan` finds it to fit on: `# Hardware: 8 h100.`, a number of devices and their name."""
 
     @property
     def wants(self) -> str:
         """Processes, device and what else it needs, in a phrase."""
+        if self.parameters:
+            size = self.parameters / 1e9
+            return f"{size:.3g}B parameters; fits {self.hardware}" + (f"; {self.needs}" if self.needs else "")
         several = f"{self.processes} process{'es' if self.processes > 1 else ''}"
         device = "" if self.device == "auto" else f", {self.device}"
         return f"{several}{device}" + (f"; {self.needs}" if self.needs else "")
@@ -57,6 +65,8 @@ def read(name: str, file: Path) -> Preset:
     comment = re.match(r"(?:#.*\n)*", text)
     lines = [line.lstrip("# ").strip() for line in (comment[0] if comment else "").splitlines()]
     lesson = re.search(r"^# Lesson (\d+)\.$", text, re.MULTILINE)
+    parameters = re.search(r"^# Parameters: ([\d,]+)\.$", text, re.MULTILINE)
+    hardware = re.search(r"^# Hardware: (.+)\.$", text, re.MULTILINE)
     sizes = [size for axis, size in data.get("parallel", {}).items() if axis in TILING and size > 0]
     processes = math.prod(sizes)
     return Preset(
@@ -65,16 +75,18 @@ def read(name: str, file: Path) -> Preset:
         processes=processes,
         device=data.get("run", {}).get("device", "auto"),
         needs=next((line.removeprefix("Needs: ") for line in lines if line.startswith("Needs: ")), ""),
-        command=f"forge train {name}" + (f" --nproc {processes}" if processes > 1 else ""),
+        command=f"forge train {name}" + (f" --nproc {processes}" if processes > 1 and not parameters else ""),
         file=str(file),
         lesson=int(lesson[1]) if lesson else LAST,
+        parameters=int(parameters[1].replace(",", "")) if parameters else 0,
+        hardware=hardware[1] if hardware else "",
     )
 
 
 def everything() -> list[Preset]:
-    """All installed presets, in the order in which one would learn them."""
+    """All installed presets, in the order in which one would learn them; then published models, by name."""
     found = [read(name, file) for name, file in installed().items() if name != BASE]
-    return sorted(found, key=lambda one: (one.lesson, one.name))
+    return sorted(found, key=lambda one: (one.parameters > 0, one.lesson, one.name))
 
 
 @click.command(short_help="List the presets, in the order to learn them.")
@@ -82,8 +94,9 @@ def everything() -> list[Preset]:
 def presets(as_json: bool) -> None:
     """List the presets: what each shows, what it needs, and the command that runs it.
 
-    Each trains in seconds on CPU cores, where it does not say otherwise. `forge config init NAME -o my.toml` writes
-    one out to be changed.
+    Those of techniques come first and train in seconds on CPU cores, where they do not say otherwise; published
+    models follow, with the recipe they were trained by. `forge config init NAME -o my.toml` writes a preset out to be
+    changed.
     """
     found = everything()
     if as_json:
@@ -91,7 +104,9 @@ def presets(as_json: bool) -> None:
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 400
     wide = max(len(one.command) for one in found)
-    for one in found:
+    for last, one in zip([None, *found], found, strict=False):
+        if last is not None and one.parameters and not last.parameters:
+            click.echo(f"\n{MODELS}")
         text = f"{one.summary} ({one.wants})"
         click.echo(f"{click.style(one.command.ljust(wide), bold=True)}  ", nl=False)
         click.echo(click.wrap_text(text, max(width - wide - 2, 30), subsequent_indent=" " * (wide + 2)).lstrip())

@@ -18,7 +18,7 @@ from forge_train_cli.presets import Preset, everything
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 4)]
 
-SEVERAL = [one for one in everything() if one.processes > 1]
+SEVERAL = [one for one in everything() if one.processes > 1 and not one.parameters]
 
 
 def case(name: str, text: str, folder: str) -> dict[str, Any]:
