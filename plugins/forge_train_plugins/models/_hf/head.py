@@ -44,6 +44,11 @@ class Head:
     Multipliers, biases and soft caps of the logits are in the forward of the class, and not in its linear layer.
     """
 
+    @property
+    def out_features(self) -> int:
+        """Logits of a token, from which a loss chooses how many tokens' logits it holds at once."""
+        return int(self.config.get_text_config().vocab_size)  # type: ignore[attr-defined]
+
     def forward(self, hidden: Tensor) -> Tensor:
         """`[batch, sequence, dim]` → logits `[batch, sequence, vocabulary]`."""
         logits: Tensor = super().forward(inputs_embeds=hidden, use_cache=False).logits  # type: ignore[misc]
