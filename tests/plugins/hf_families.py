@@ -15,11 +15,15 @@ from forge_train_plugins.attention.sdpa import SDPA
 from forge_train_plugins.models.decoder import Decoder, Rope
 
 
+HEADS = {"GPT2": "GPT2LMHeadModel"}
+"""Classes that are not named like the others."""
+
+
 def theirs(transformers: Any, family: str, **values: Any) -> Any:
     """A random model, in eager fp32 attention."""
     config = getattr(transformers, f"{'Gemma3Text' if family == 'Gemma3' else family}Config")(**values)
     config._attn_implementation = "eager"
-    model = fakes.initialised(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+    model = fakes.initialised(getattr(transformers, HEADS.get(family, f"{family}ForCausalLM"))(config).eval())
     if family.startswith("Gemma"):  # whose norms multiply by 1 + weight
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -43,6 +47,8 @@ def imported(config: dict[str, Any], kernel: type[Plugin] = SDPA) -> tuple[HFMod
     assert not list(plugin.check_config(fakes.run_config()))
     job = fakes.job(**found.sections["swiglu"])
     job.hooks.sdpa = fakes.make(kernel)
+    if "moe" in found.sections:
+        fakes.with_experts(job, found.sections["moe"])
     return found, plugin, job
 
 

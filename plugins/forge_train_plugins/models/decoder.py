@@ -63,6 +63,8 @@ class Decoder(Plugin):
         "GraniteForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
+        "Phi3ForCausalLM",
+        "GPT2LMHeadModel",
     )
 
     @section

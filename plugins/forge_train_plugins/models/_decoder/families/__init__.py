@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from .family import Family
 from .gemma import GEMMA2, GEMMA3
+from .gpt2 import GPT2
 from .granite import GRANITE
 from .llama import LLAMA, MISTRAL
 from .olmo import OLMO2, OLMO3
+from .phi import PHI3
 from .qwen import QWEN2, QWEN3
 from .smollm import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
-    for family in (LLAMA, QWEN3, QWEN2, MISTRAL, OLMO2, OLMO3, SMOLLM3, GRANITE, GEMMA2, GEMMA3)
+    for family in (LLAMA, QWEN3, QWEN2, MISTRAL, OLMO2, OLMO3, SMOLLM3, GRANITE, GEMMA2, GEMMA3, PHI3, GPT2)
 }
 """In the order in which an export tries them."""

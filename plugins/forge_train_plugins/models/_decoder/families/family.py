@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_train.state_map import Rename
 
+from . import by_length
 from .positions import LLAMAS, Rotation, Windows, layer_types, repeating
 from .reader import NEUTRAL, REQUIRED, Reader
 
@@ -126,7 +127,7 @@ class Family:
         head_dim: the same for `head_dim`; `hidden_size` / heads by default.
         activation: the key that names it.
         act: its value in a file that leaves it out.
-        rotation: how positions are written.
+        rotation: how positions are written; None for a family that rotates nothing.
         windows: how sliding windows are written; a family without has none.
         block: module in a layer → its name in the family's layout.
         ignored: keys that transformers does not look at.
@@ -136,6 +137,10 @@ class Family:
         tensors: maps from its layout to forge's parameters, for a decoder like this: those of tensors that are not only
             renamed. The first is what is written; files in the layouts of the others are read too.
         leftovers: patterns of tensors that files may hold beside a decoder's like this.
+        common: keys of every family, unless it names them otherwise.
+        grouped: whether keys and values may have fewer heads, and heads other widths than `hidden_size` / heads.
+        activations: `hidden_act` → `swiglu.activation`.
+        fixed: keys that a file is given beside those.
     """
 
     architecture: str
@@ -146,7 +151,7 @@ class Family:
     head_dim: int | None = None
     activation: str = "hidden_act"
     act: str = "silu"
-    rotation: Rotation = LLAMAS
+    rotation: Rotation | None = LLAMAS
     windows: Windows | None = None
     block: Mapping[str, str] = field(default_factory=lambda: BLOCK)
     ignored: tuple[str, ...] = ()
@@ -155,6 +160,10 @@ class Family:
     layers: str = "model.layers"
     tensors: Callable[[Decoder.Config], tuple[StateMap, ...]] = lambda config: ()
     leftovers: Callable[[Decoder.Config], tuple[str, ...]] = lambda config: ()
+    common: Mapping[str, Key] = field(default_factory=lambda: COMMON)
+    grouped: bool = True
+    activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
+    fixed: Mapping[str, Any] = field(default_factory=lambda: {"attention_dropout": 0.0, "use_cache": True})
 
     def read(self, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The sections `[decoder]`, `[swiglu]`, and those of other parts.
@@ -169,16 +178,9 @@ class Family:
         if config.get("model_type", self.model_type) != self.model_type:
             config.refuse("model_type", f"{self.architecture} is {self.model_type!r}")
         decoder: dict[str, Any] = {}
-        for name, key in {**COMMON, **self.keys}.items():
+        for name, key in {**self.common, **self.keys}.items():
             decoder |= key.read(config, name)
-        heads = decoder["heads"]
-        absent = self.kv_heads is not None and "num_key_value_heads" not in table
-        decoder["kv_heads"] = self.kv_heads if absent else config.integer("num_key_value_heads", heads)
-        config.skip("num_key_value_heads")
-        if "head_dim" not in decoder:
-            if self.head_dim and table.get("head_dim", self.head_dim) is None:
-                config.refuse("head_dim", "expected an integer")
-            decoder["head_dim"] = config.integer("head_dim", self.head_dim or decoder["dim"] // max(heads, 1))
+        self._read_heads(config, decoder)
         if decoder.get("scale") == decoder["head_dim"] ** -0.5:
             del decoder["scale"]
         decoder |= {name: one(decoder) if callable(one) else one for name, one in self.options.items()}
@@ -189,13 +191,27 @@ class Family:
             layer_types(config, which, fixed=True)
         if any(which):
             decoder |= {"window": window, "window_layers": repeating(which)}
-        decoder["rope"] = self.rotation.read(config, decoder["layers"], which)
-        activation = config.one_of(self.activation, ACTIVATIONS, self.act)
+        decoder["rope"] = self.rotation.read(config, decoder["layers"], which) if self.rotation else {}
+        decoder["max_sequence"] = by_length.max_sequence(decoder)
+        activation = config.one_of(self.activation, self.activations, self.act)
         sections = {"decoder": decoder, "swiglu": {"activation": activation}}
         for part in self.parts:
             sections[part.plugin] = part.read(config, sections)
         config.refuse_the_rest()
         return sections
+
+    def _read_heads(self, config: Reader, decoder: dict[str, Any]) -> None:
+        heads = decoder["heads"]
+        decoder["kv_heads"] = heads
+        if self.grouped:
+            absent = self.kv_heads is not None and "num_key_value_heads" not in config.table
+            decoder["kv_heads"] = self.kv_heads if absent else config.integer("num_key_value_heads", heads)
+            config.skip("num_key_value_heads")
+        if "head_dim" not in decoder:
+            width = self.head_dim or decoder["dim"] // max(heads, 1)
+            if self.head_dim and config.table.get("head_dim", self.head_dim) is None:
+                config.refuse("head_dim", "expected an integer")
+            decoder["head_dim"] = config.integer("head_dim", width) if self.grouped else width
 
     def write(self, config: Decoder.Config, activation: str, sections: Mapping[str, Any]) -> dict[str, Any]:
         """The `config.json` of a model with these options, or of one that is as near as the family has.
@@ -205,15 +221,16 @@ class Family:
             activation: of `[swiglu]`.
             sections: of the family's other parts.
         """
-        acts = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+        acts = {ours: theirs for theirs, ours in self.activations.items()}
         found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        for name, key in {**COMMON, **self.keys}.items():
+        for name, key in {**self.common, **self.keys}.items():
             found[name] = key.theirs(getattr(config, key.options[0]))
-        found["num_key_value_heads"] = config.kv_heads
-        if not any("head_dim" in key.options for key in self.keys.values()):
+        if self.grouped:
+            found["num_key_value_heads"] = config.kv_heads
+        if self.grouped and not any("head_dim" in key.options for key in self.keys.values()):
             found["head_dim"] = config.head_dim
-        found |= {self.activation: acts.get(activation, self.act), "attention_dropout": 0.0, "use_cache": True}
-        found |= self.rotation.write(config)
+        found |= {self.activation: acts.get(activation, self.act), **self.fixed}
+        found |= self.rotation.write(config) if self.rotation else {}
         for part in self.parts:
             found |= part.write(sections[part.plugin], config)
         return found | (self.windows.write(config) if self.windows is not None else {})
