@@ -58,6 +58,8 @@ class Decoder(Plugin):
         "GraniteForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen3MoeForCausalLM",
     )
 
     @section

@@ -105,12 +105,14 @@ class Part:
         read: its section, from the file and the sections read so far.
         write: keys of the file, from its section and that of the decoder.
         neutral: options of it that change no number of a trained model.
+        resolved: a section with everything filled in that follows from other options.
     """
 
     plugin: str
     read: Callable[[Reader, Sections], dict[str, Any]]
     write: Callable[[Any, Decoder.Config], dict[str, Any]]
     neutral: tuple[str, ...] = ()
+    resolved: Callable[[Any, Decoder.Config], Any] = lambda section, decoder: section
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ class Family:
         tensors: maps from its layout to forge's parameters, for a decoder like this: those of tensors that are not only
             renamed. The first is what is written; files in the layouts of the others are read too.
         leftovers: patterns of tensors that files may hold beside a decoder's like this.
+        unused: options of `[decoder]` that make no difference to its models.
+        spellings: other names of keys → those that are read and written here.
     """
 
     architecture: str
@@ -155,6 +159,8 @@ class Family:
     layers: str = "model.layers"
     tensors: Callable[[Decoder.Config], tuple[StateMap, ...]] = lambda config: ()
     leftovers: Callable[[Decoder.Config], tuple[str, ...]] = lambda config: ()
+    unused: tuple[str, ...] = ()
+    spellings: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The sections `[decoder]`, `[swiglu]`, and those of other parts.
@@ -162,6 +168,11 @@ class Family:
         Raises:
             ConfigError: naming the keys whose values have no counterpart.
         """
+        config = Reader(table, neutral=NEUTRAL)
+        for other, key in self.spellings.items():
+            if other in table and table.get(key, table[other]) != table[other]:
+                config.refuse(other, f"{key} says something else")
+        table = {self.spellings.get(key, key): value for key, value in table.items()}
         config = Reader(table, neutral=NEUTRAL)
         config.skip(*self.ignored)
         if len(config.get("architectures", [self.architecture])) != 1:
