@@ -79,17 +79,19 @@ class MoE(Plugin):
 
     @hookimpl
     def feed_forward(self, layer: Layer, job: Job) -> FeedForward | None:
-        layers = self._layers(layer.num_layers)
-        if not layers:
+        from ._moe.rules import layers
+
+        sparse = layers(self.config, layer.num_layers)
+        if not sparse:
             raise ConfigError(
                 f"moe: none of the {layer.num_layers} layers has experts with "
                 f"moe.dense_first = {self.config.dense_first} and moe.every = {self.config.every}."
             )
-        if layer.index not in layers:
+        if layer.index not in sparse:
             return None
         from ._moe.block import build
 
-        return build(self.config, layer, job, of=len(layers))
+        return build(self.config, layer, job, of=len(sparse))
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
@@ -106,7 +108,3 @@ class MoE(Plugin):
     @hookimpl
     def on_step(self, step: StepResult) -> None:
         self._watch.step(step)
-
-    def _layers(self, count: int) -> list[int]:
-        """The layers that have experts."""
-        return list(range(self.config.dense_first, count))[self.config.every - 1 :: self.config.every]

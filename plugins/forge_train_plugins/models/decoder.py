@@ -65,6 +65,8 @@ class Decoder(Plugin):
         "Gemma3ForCausalLM",
         "Phi3ForCausalLM",
         "GPT2LMHeadModel",
+        "MixtralForCausalLM",
+        "Qwen3MoeForCausalLM",
     )
 
     @section

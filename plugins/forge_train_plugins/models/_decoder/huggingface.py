@@ -97,13 +97,14 @@ def _differences(
         return
     read = _flat(asdict(_resolved(_made(there["decoder"], config))))
     for name, value in _flat(asdict(config)).items():
-        if name not in NO_NUMBER and value != read[name]:
+        if name not in (*NO_NUMBER, *family.unused) and value != read[name]:
             yield f"decoder.{name} is {json.dumps(value)} here, and {json.dumps(read[name])} there"
     if activations - {activation := there["swiglu"]["activation"]}:
         yield f"swiglu.activation is {' and '.join(sorted(activations))} here, and {activation} there"
     for part in family.parts:
-        again = asdict(type(sections[part.plugin])(**there[part.plugin]))
-        for name, value in asdict(sections[part.plugin]).items():
+        own = sections[part.plugin]
+        again = asdict(part.resolved(type(own)(**there[part.plugin]), config))
+        for name, value in asdict(part.resolved(own, config)).items():
             if name not in part.neutral and value != again[name]:
                 yield f"{part.plugin}.{name} is {json.dumps(value)} here, and {json.dumps(again[name])} there"
 

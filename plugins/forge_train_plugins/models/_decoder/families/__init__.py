@@ -7,13 +7,17 @@ from .gemma import GEMMA2, GEMMA3
 from .gpt2 import GPT2
 from .granite import GRANITE
 from .llama import LLAMA, MISTRAL
+from .mixtral import MIXTRAL
 from .olmo import OLMO2, OLMO3
 from .phi import PHI3
-from .qwen import QWEN2, QWEN3
+from .qwen import QWEN2, QWEN3, QWEN3_MOE
 from .smollm import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
-    for family in (LLAMA, QWEN3, QWEN2, MISTRAL, OLMO2, OLMO3, SMOLLM3, GRANITE, GEMMA2, GEMMA3, PHI3, GPT2)
+    for family in (
+        *(LLAMA, QWEN3, QWEN2, MISTRAL, OLMO2, OLMO3, SMOLLM3, GRANITE, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE),
+        *(PHI3, GPT2),
+    )
 }
 """In the order in which an export tries them."""

@@ -106,12 +106,14 @@ class Part:
         read: its section, from the file and the sections read so far.
         write: keys of the file, from its section and that of the decoder.
         neutral: options of it that change no number of a trained model.
+        resolved: a section with everything filled in that follows from other options.
     """
 
     plugin: str
     read: Callable[[Reader, Sections], dict[str, Any]]
     write: Callable[[Any, Decoder.Config], dict[str, Any]]
     neutral: tuple[str, ...] = ()
+    resolved: Callable[[Any, Decoder.Config], Any] = lambda section, decoder: section
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ class Family:
         grouped: whether keys and values may have fewer heads, and heads other widths than `hidden_size` / heads.
         activations: `hidden_act` → `swiglu.activation`.
         fixed: keys that a file is given beside those.
+        unused: options of `[decoder]` that make no difference to its models.
+        spellings: other names of keys → those that are read and written here.
     """
 
     architecture: str
@@ -164,6 +168,8 @@ class Family:
     grouped: bool = True
     activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
     fixed: Mapping[str, Any] = field(default_factory=lambda: {"attention_dropout": 0.0, "use_cache": True})
+    unused: tuple[str, ...] = ()
+    spellings: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The sections `[decoder]`, `[swiglu]`, and those of other parts.
@@ -171,6 +177,11 @@ class Family:
         Raises:
             ConfigError: naming the keys whose values have no counterpart.
         """
+        config = Reader(table, neutral=NEUTRAL)
+        for other, key in self.spellings.items():
+            if other in table and table.get(key, table[other]) != table[other]:
+                config.refuse(other, f"{key} says something else")
+        table = {self.spellings.get(key, key): value for key, value in table.items()}
         config = Reader(table, neutral=NEUTRAL)
         config.skip(*self.ignored)
         if len(config.get("architectures", [self.architecture])) != 1:
