@@ -37,6 +37,17 @@ DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 OLD: dict[str, Any] = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96, **DRY, **NONE}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 4.0, 9.0]}
 DYNAMIC = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e3}
+OSS = {
+    **SHAPE,
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "truncate": False, "rope_theta": 1e3,
+        "original_max_position_embeddings": 32,
+    },
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
     "gpt2": ("GPT2", OLD, SDPA),
     "gpt2 untied, relu": (
@@ -54,6 +65,14 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
         "Llama",
         {**SHAPE, "rope_parameters": {**LONG, "original_max_position_embeddings": 32, "factor": 2.0, "rope_theta": 99.0}},
         SDPA,
+    ),
+    "gpt-oss": ("GptOss", OSS, Eager),
+    "gpt-oss without biases, default positions": (
+        "GptOss",
+        {**OSS, "attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
+         "tie_word_embeddings": True, "swiglu_alpha": 1.2, "swiglu_limit": 0.3, "num_experts_per_tok": 3,
+         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},
+        Flex,
     ),
 }  # fmt: skip
 """Family, configuration, and a kernel that can do what it needs."""

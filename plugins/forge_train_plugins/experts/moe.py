@@ -36,8 +36,9 @@ class MoE(Plugin):
         """The first layers that keep their dense block."""
         every: Annotated[int, Gt(0)] = 1
         """Of the other layers, every n-th has experts, the last of each n."""
-        activation: Literal["swiglu", "geglu", "reglu"] = "swiglu"
-        """Of the experts: `down(act(gate(x)) · up(x))`."""
+        activation: Literal["swiglu", "geglu", "reglu", "clamped_swiglu"] = "swiglu"
+        """Of the experts: `down(act(gate(x)) · up(x))`; clamped_swiglu, with g = gate(x) of at most `limit` and u = up(x)
+        within ±`limit`, is `down((u + 1) · g · sigmoid(alpha · g))` (GPT-OSS)."""
         router: Literal["softmax", "sigmoid", "expert_choice"] = "softmax"
         """How scores come from logits; under `expert_choice` each expert takes its best tokens of the micro-batch
         (arXiv:2202.09368), so that a token's output depends on later tokens: not for generation."""
@@ -70,6 +71,12 @@ class MoE(Plugin):
         """One grouped product for all experts or one product for each; auto is grouped where torch has it."""
         metrics: Literal["mean", "layers"] = "mean"
         """Log the mean over layers, or each layer too."""
+        alpha: Annotated[float, Gt(0)] = 1.702
+        """Of clamped_swiglu."""
+        limit: Annotated[float, Gt(0)] = 7.0
+        """Of clamped_swiglu."""
+        bias: bool = False
+        """Biases of the router's logits, and of the experts' projections."""
 
     config: Config
 

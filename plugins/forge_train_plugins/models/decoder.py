@@ -65,6 +65,7 @@ class Decoder(Plugin):
         "Gemma3ForCausalLM",
         "Phi3ForCausalLM",
         "GPT2LMHeadModel",
+        "GptOssForCausalLM",
         "MixtralForCausalLM",
         "Qwen3MoeForCausalLM",
     )

@@ -15,7 +15,7 @@ from forge_train import Layer, TokenDispatch, attach_loss, record_choices
 from forge_train.nn import Linear, TensorStyle, flops_per_token
 
 from . import rules
-from .experts import GATES, Experts
+from .experts import Experts, Gate, gate_of
 from .losses import balance, entropy, z_loss
 from .router import Choice, Router, Routing, kept, loads
 from .slices import Slices
@@ -42,16 +42,18 @@ def build(config: MoE.Config, layer: Layer, job: Job, *, of: int) -> MoEFeedForw
             jitter=config.jitter,
         ),
         biased=config.bias_speed > 0,
+        learned=config.bias,
         std=layer.std,
     )
     experts = Experts(
         config.experts,
         layer.dim,
         hidden,
-        activation=config.activation,
+        gate=gate_of(config),
         matmul=config.matmul,
         std=layer.std,
         output_std=layer.output_std,
+        bias=config.bias,
     )
     routed = Routed(
         router,
@@ -62,7 +64,9 @@ def build(config: MoE.Config, layer: Layer, job: Job, *, of: int) -> MoEFeedForw
         capacity=config.capacity,
         expert_choice=config.router == "expert_choice",
     )
-    shared = SharedExperts(layer, hidden * config.shared, config.activation) if config.shared else None
+    shared = None
+    if config.shared:
+        shared = SharedExperts(layer, hidden * config.shared, gate_of(config), bias=config.bias)
     return MoEFeedForward(routed, shared, layer.index)
 
 
@@ -123,15 +127,15 @@ class Overlapped:
 class SharedExperts(nn.Module):
     """N experts that every token takes are one of N times the width."""
 
-    def __init__(self, layer: Layer, hidden: int, activation: str) -> None:
+    def __init__(self, layer: Layer, hidden: int, gate: Gate, *, bias: bool = False) -> None:
         super().__init__()
-        self.act = GATES[activation]
-        self.gate = Linear(layer.dim, hidden, std=layer.std)
-        self.up = Linear(layer.dim, hidden, std=layer.std)
-        self.down = Linear(hidden, layer.dim, std=layer.output_std)
+        self.combine = gate
+        self.gate = Linear(layer.dim, hidden, bias=bias, std=layer.std)
+        self.up = Linear(layer.dim, hidden, bias=bias, std=layer.std)
+        self.down = Linear(hidden, layer.dim, bias=bias, std=layer.output_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.act(self.gate(x)) * self.up(x))
+        out: Tensor = self.down(self.combine(self.gate(x), self.up(x)))
         return out
 
 

@@ -55,18 +55,29 @@ class Router(nn.Module):
         choice: of experts.
         biased: whether there is a bias that takes part in the choice alone (arXiv:2408.15664).
         std: standard deviation of initial weights.
+        learned: whether the logits have a bias.
     """
 
     bias: Tensor | None
 
-    def __init__(self, dim: int, experts: int, choice: Choice, *, biased: bool = False, std: float = 0.02) -> None:
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        choice: Choice,
+        *,
+        biased: bool = False,
+        std: float = 0.02,
+        learned: bool = False,
+    ) -> None:
         super().__init__()
         self.choice, self.std = choice, std
         self.weight = nn.Parameter(torch.empty(experts, dim))
+        self.register_parameter("logit_bias", nn.Parameter(torch.empty(experts)) if learned else None)
         self.register_buffer("bias", torch.zeros(experts) if biased else None)
 
     def initial(self, name: str) -> Init:
-        return Init("normal", self.std)
+        return Init("normal", self.std) if name == "weight" else Init("zeros")
 
     def reset_buffers(self) -> None:
         if self.bias is not None:
@@ -88,7 +99,7 @@ class Router(nn.Module):
         x = x.float()
         if self.choice.jitter and self.training:
             x = x * torch.empty_like(x).uniform_(1 - self.choice.jitter, 1 + self.choice.jitter)
-        logits = F.linear(x, self.weight.float())
+        logits = F.linear(x, self.weight.float(), None if self.logit_bias is None else self.logit_bias.float())
         if self.choice.scores == "softmax":
             shares = logits.softmax(-1)
             return shares, shares, logits

@@ -52,6 +52,14 @@ def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
             f"each of {split} ranks ({axes}) routes its share of a sequence, and {split} does not divide "
             f"{train.sequence}.",
         )
+    for key, default in (("alpha", 1.702), ("limit", 7.0)):
+        if config.activation != "clamped_swiglu" and getattr(config, key) != default:
+            yield Problem(f"moe.{key}", f"has no effect with moe.activation = {config.activation!r}; remove it.")
+    if config.bias and parallel.etp > 1:
+        yield Problem(
+            "parallel.etp",
+            "experts with biases (moe.bias) can't be split within an expert; set it to 1, and parallel.ep instead.",
+        )
     if config.router == "expert_choice":
         yield from _expert_choice(config, run)
     mean = (train.micro_batch or train.global_batch) * train.sequence * config.top_k / experts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .family import Family
 from .gemma import GEMMA2, GEMMA3
 from .gpt2 import GPT2
+from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .llama import LLAMA, MISTRAL
 from .mixtral import MIXTRAL
@@ -17,7 +18,7 @@ FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
         *(LLAMA, QWEN3, QWEN2, MISTRAL, OLMO2, OLMO3, SMOLLM3, GRANITE, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE),
-        *(PHI3, GPT2),
+        *(PHI3, GPT2, GPT_OSS),
     )
 }
 """In the order in which an export tries them."""

@@ -48,8 +48,8 @@ def part(
         for name, key in keys.items():
             section |= key.read(config, name)
         section |= read_layers(config, sections["decoder"]["layers"])
-        section["activation"] = activation = sections["swiglu"]["activation"]
-        if activation not in GATES:
+        activation = section.setdefault("activation", sections["swiglu"]["activation"])
+        if activation not in (*GATES, options.get("activation")):
             config.refuse(
                 "hidden_act", f"experts have {', '.join(key for key, act in ACTIVATIONS.items() if act in GATES)}"
             )
@@ -59,7 +59,7 @@ def part(
     def write(section: MoE.Config, decoder: Decoder.Config) -> dict[str, Any]:
         sparse = layers(section, decoder.layers)
         found = {name: key.theirs(getattr(section, key.options[0])) for name, key in keys.items()}
-        if len(sparse) == decoder.layers:
+        if len(sparse) == decoder.layers and "activation" not in options:
             found["hidden_act"] = next(key for key, act in ACTIVATIONS.items() if act == section.activation)
         return {
             **found,

@@ -89,7 +89,8 @@ class Rotation:
 
     def write(self, config: Decoder.Config) -> dict[str, Any]:
         """The keys as written before transformers 5, which every reader understands, where there are such."""
-        rope, scaling = config.rope, _scaling(config.rope)
+        rope = config.rope
+        scaling = _scaling(rope) or ({"rope_type": "default"} if self.scaled else None)
         own = rope.window_theta or rope.theta
         if self.window_theta is None or self.window_key:
             found: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": scaling}
