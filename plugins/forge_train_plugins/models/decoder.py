@@ -60,6 +60,8 @@ class Decoder(Plugin):
         "Gemma3ForCausalLM",
         "MixtralForCausalLM",
         "Qwen3MoeForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
     )
 
     @section
