@@ -13,6 +13,7 @@ from forge_train.ground.present import few
 from . import rules
 from .families import FAMILIES
 from .families.family import Family
+from .families.quantised import taken_out
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,10 +40,11 @@ def read(table: Mapping[str, Any], plain: Decoder.Config) -> HFModel | None:
     family = next((FAMILIES[one] for one in architectures if one in FAMILIES), None)
     if family is None:
         return None
-    sections = family.read(table)
+    plain_table, expanded = taken_out(table)
+    sections = family.read(plain_table)
     sections["decoder"]["architecture"] = family.architecture
     config = _made(sections["decoder"], plain)
-    first, *others = family.maps(config, sections)
+    first, *others = (one if expanded is None else expanded >> one for one in family.maps(config, sections))
     return HFModel(
         map=first, leftovers=(*LEFTOVERS, *family.leftovers(config)), sections=sections, others=tuple(others)
     )

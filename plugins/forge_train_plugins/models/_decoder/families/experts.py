@@ -69,7 +69,7 @@ def part(
 def _resolved(section: MoE.Config, decoder: Decoder.Config) -> MoE.Config:
     """With everything filled in that follows from other options, so that equal models are equal."""
     first, every = _pattern(layers(section, decoder.layers), decoder.layers) or (section.dense_first, section.every)
-    width, speed = hidden(section, decoder.hidden), float(section.bias_speed > 0)
+    width, speed = hidden(section, decoder.hidden), 0.001 * (section.bias_speed > 0)
     return replace(section, hidden=width, dense_first=first, every=every, bias_speed=speed)
 
 
