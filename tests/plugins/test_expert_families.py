@@ -186,7 +186,7 @@ def test_what_a_family_with_experts_does_not_have_is_named(family: str, values: 
         ("qwen3", {"scaling": 2.0}, r"Qwen3Moe\w+: moe.scaling is 2.0 here, and 1.0 there"),
         ("deepseek v2", {"groups": 4, "top_groups": 2}, r"DeepseekV2\w+: moe.group_best is 2 here, and 1 there"),
         ("deepseek v3", {"bias_speed": 0.0}, r"DeepseekV3\w+: moe.bias_speed"),
-        ("deepseek v3", {"dense_first": 0, "every": 2}, r"DeepseekV3\w+: moe.dense_first"),
+        ("deepseek v3", {"dense_first": 0, "every": 2}, r"DeepseekV3\w+: moe.every is 2 here"),
     ],
 )
 def test_what_a_family_with_experts_can_not_express_is_named(case: str, values: dict[str, Any], message: str) -> None:
