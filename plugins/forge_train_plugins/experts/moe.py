@@ -49,7 +49,7 @@ class MoE(Plugin):
         groups: Annotated[int, Gt(0)] = 1
         """Groups of neighbouring experts (arXiv:2412.19437, §2.1.2)."""
         top_groups: Annotated[int, Gt(0)] = 1
-        """Groups that a token may choose from: those whose two best scores have the largest sum."""
+        """Groups that a token may choose from: those whose best scores have the largest sum."""
         bias_speed: Annotated[float, Ge(0)] = 0.0
         """Change per step of a bias that the choice, and nothing else, adds to the scores: up for experts with less
         than the mean load of the global batch, down for others (arXiv:2408.15664). 0 is off; DeepSeek-V3 has 0.001."""
@@ -77,6 +77,9 @@ class MoE(Plugin):
         """Of clamped_swiglu."""
         bias: bool = False
         """Biases of the router's logits, and of the experts' projections."""
+
+        group_best: Annotated[int, Gt(0)] = 2
+        """How many of a group's scores that sum has: 2 in DeepSeek-V3, 1 in DeepSeek-V2 (arXiv:2405.04434, §2.2.2)."""
 
     config: Config
 

@@ -68,6 +68,8 @@ class Decoder(Plugin):
         "GptOssForCausalLM",
         "MixtralForCausalLM",
         "Qwen3MoeForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
     )
 
     @section

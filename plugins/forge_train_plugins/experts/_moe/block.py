@@ -39,6 +39,7 @@ def build(config: MoE.Config, layer: Layer, job: Job, *, of: int) -> MoEFeedForw
             scaling=config.scaling,
             groups=config.groups,
             top_groups=config.top_groups,
+            group_best=config.group_best,
             jitter=config.jitter,
         ),
         biased=config.bias_speed > 0,

@@ -42,6 +42,8 @@ def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
             "moe.top_groups",
             f"{config.top_groups} groups of {experts // config.groups} experts hold fewer than top_k = {config.top_k}.",
         )
+    if config.group_best != 2 and config.groups == 1:
+        yield Problem("moe.group_best", "has no effect with groups = 1; remove it.")
     if experts % parallel.ep:
         yield Problem("parallel.ep", f"expert parallelism over {parallel.ep} ranks does not divide {experts} experts.")
     split = parallel.cp * (parallel.tp if parallel.etp == 1 else 1)

@@ -13,9 +13,12 @@ from forge_train.ground.present import few
 from . import rules
 from .families import FAMILIES
 from .families.family import Family
+from .families.quantised import taken_out
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from forge_train.state_map import StateMap
 
     from ..decoder import Decoder
 
@@ -37,10 +40,11 @@ def read(table: Mapping[str, Any], plain: Decoder.Config) -> HFModel | None:
     family = next((FAMILIES[one] for one in architectures if one in FAMILIES), None)
     if family is None:
         return None
-    sections = family.read(table)
+    plain_table, expanded = taken_out(table)
+    sections = family.read(plain_table)
     sections["decoder"]["architecture"] = family.architecture
     config = _made(sections["decoder"], plain)
-    first, *others = family.maps(config)
+    first, *others = (one if expanded is None else expanded >> one for one in family.maps(config, sections))
     return HFModel(
         map=first, leftovers=(*LEFTOVERS, *family.leftovers(config)), sections=sections, others=tuple(others)
     )
@@ -69,8 +73,11 @@ def write(config: Decoder.Config, vocabulary: int, model: nn.Module, sections: M
             if not wrong:
                 found = family.write(config, min(activations, default=""), sections)
                 wrong = list(_differences(family, found, config, activations, sections))
-            if not (wrong := wrong or list(_without_place(family, config, model))):
-                return HFModel(map=family.maps(config)[0], config=found)
+            if not wrong:
+                layout, *_ = family.maps(config, {part.plugin: asdict(sections[part.plugin]) for part in family.parts})
+                wrong = list(_without_place(layout, model))
+            if not wrong:
+                return HFModel(map=layout, config=found)
             differing[family.architecture] = wrong
     lines = "\n".join(f"  {name}: {'; '.join(wrong)}" for name, wrong in sorted(differing.items(), key=_fewest))
     way_out = ' Set decoder.architecture to "" to allow all of them.' if config.architecture else ""
@@ -109,11 +116,11 @@ def _differences(
                 yield f"{part.plugin}.{name} is {json.dumps(value)} here, and {json.dumps(again[name])} there"
 
 
-def _without_place(family: Family, config: Decoder.Config, model: nn.Module) -> Iterator[str]:
-    """Weights that the family's layout has no tensors for."""
+def _without_place(layout: StateMap, model: nn.Module) -> Iterator[str]:
+    """Weights that a layout has no tensors for."""
     stored = model.state_dict()
     weights = [*model.named_parameters(), *(one for one in model.named_buffers() if one[0] in stored)]
-    step = family.maps(config)[0].inverse().trace({name: (tuple(one.shape), one.dtype) for name, one in weights})
+    step = layout.inverse().trace({name: (tuple(one.shape), one.dtype) for name, one in weights})
     if step.left:
         yield f"it has no place for {few(step.left)}"
     yield from step.wrong

@@ -164,7 +164,9 @@ class Transformer(nn.Module):
         if self.tied and self.embedding is not None:
             roles.pop("head.weight", None)
         first = {one: getattr(self, one) for one in ("embedding", "positions")}
-        return {f"{one}.{name}": "embedding" for one, module in first.items() for name, _ in _parameters(module)} | roles
+        return {
+            f"{one}.{name}": "embedding" for one, module in first.items() for name, _ in _parameters(module)
+        } | roles
 
     def hidden_shape(self, batch: int, sequence: int) -> tuple[int, ...]:
         """What a part hands on to the next."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .deepseek import DEEPSEEK2, DEEPSEEK3
 from .family import Family
 from .gemma import GEMMA2, GEMMA3
 from .gpt2 import GPT2
@@ -17,8 +18,23 @@ from .smollm import SMOLLM3
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
-        *(LLAMA, QWEN3, QWEN2, MISTRAL, OLMO2, OLMO3, SMOLLM3, GRANITE, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE),
-        *(PHI3, GPT2, GPT_OSS),
+        LLAMA,
+        QWEN3,
+        QWEN2,
+        MISTRAL,
+        OLMO2,
+        OLMO3,
+        SMOLLM3,
+        GRANITE,
+        GEMMA2,
+        GEMMA3,
+        MIXTRAL,
+        QWEN3_MOE,
+        DEEPSEEK2,
+        DEEPSEEK3,
+        PHI3,
+        GPT2,
+        GPT_OSS,
     )
 }
 """In the order in which an export tries them."""

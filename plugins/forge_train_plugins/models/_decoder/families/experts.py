@@ -16,56 +16,52 @@ if TYPE_CHECKING:
     from ....experts.moe import MoE
     from ...decoder import Decoder
 
-NEUTRAL = (
-    *("balance", "balance_over", "z_loss", "bias_speed", "capacity", "jitter"),
-    *("matmul", "metrics"),
-)
-"""Options of `[moe]` that change no number of a trained model outside of training."""
-GATES = ("swiglu", "geglu", "reglu")
-"""The activations that experts have."""
+NEUTRAL = ("balance", "balance_over", "z_loss", "capacity", "jitter", "matmul", "metrics")
+"""Options of `[moe]` that change no number of a trained model."""
+BALANCE = "router_aux_loss_coef"
+ACTS = {theirs: ours for theirs, ours in ACTIVATIONS.items() if ours in ("swiglu", "geglu", "reglu")}
+"""`hidden_act` → `moe.activation`."""
 
 
 def part(
     keys: Mapping[str, Key],
     options: Mapping[str, Any],
     *,
-    loss: tuple[str, float],
-    read_layers: Callable[[Reader, int], dict[str, int]] = lambda config, count: {},
-    write_layers: Callable[[list[int], int], dict[str, Any]] = lambda sparse, count: {},
+    fixed: Mapping[str, Any] | None = None,
+    read_more: Callable[[Reader, int], dict[str, Any]] = lambda config, count: {},
+    write_more: Callable[[MoE.Config, int], dict[str, Any]] = lambda section, count: {},
 ) -> Part:
     """Experts as a family writes them.
 
     Args:
         keys: of the file, each an option of `[moe]`.
         options: what all models of the family have.
-        loss: the key with the weight of the load-balancing loss, and its value in a file that leaves it out.
-        read_layers: which layers have experts, of so many.
-        write_layers: the keys for it, from these layers.
+        fixed: keys that can have only this value.
+        read_more: what takes several keys, for a model of so many layers.
+        write_more: these keys.
     """
 
     def read(config: Reader, sections: Sections) -> dict[str, Any]:
         section: dict[str, Any] = dict(options)
         for name, key in keys.items():
             section |= key.read(config, name)
-        section |= read_layers(config, sections["decoder"]["layers"])
-        activation = section.setdefault("activation", sections["swiglu"]["activation"])
-        if activation not in (*GATES, options.get("activation")):
-            config.refuse(
-                "hidden_act", f"experts have {', '.join(key for key, act in ACTIVATIONS.items() if act in GATES)}"
-            )
-        section["balance"] = _short(config.number(*loss) * section["top_k"])
-        return section
+        for name, value in (fixed or {}).items():
+            if config.get(name, value) != value:
+                config.refuse(name, f"expected {value!r}")
+        section.setdefault("activation", sections["swiglu"]["activation"])
+        if "activation" not in options and section["activation"] not in ACTS.values():
+            config.refuse("hidden_act", f"experts have {', '.join(ACTS)}")
+        if "balance" not in section:  # here it is 1 where loads are even, there `top_k`
+            section["balance"] = short(config.number(BALANCE, 0.001) * section["top_k"])
+        return section | read_more(config, sections["decoder"]["layers"])
 
     def write(section: MoE.Config, decoder: Decoder.Config) -> dict[str, Any]:
-        sparse = layers(section, decoder.layers)
-        found = {name: key.theirs(getattr(section, key.options[0])) for name, key in keys.items()}
-        if len(sparse) == decoder.layers and "activation" not in options:
-            found["hidden_act"] = next(key for key, act in ACTIVATIONS.items() if act == section.activation)
-        return {
-            **found,
-            loss[0]: _short(section.balance / section.top_k),
-            **write_layers(sparse, decoder.layers),
-        }
+        found = {name: key.theirs(getattr(section, key.options[0])) for name, key in keys.items()} | dict(fixed or {})
+        if len(layers(section, decoder.layers)) == decoder.layers and "activation" not in options:
+            found["hidden_act"] = next(theirs for theirs, ours in ACTS.items() if ours == section.activation)
+        if not any("balance" in key.options for key in keys.values()):
+            found[BALANCE] = short(section.balance / section.top_k)
+        return found | write_more(section, decoder.layers)
 
     return Part("moe", read, write, NEUTRAL, _resolved)
 
@@ -73,10 +69,11 @@ def part(
 def _resolved(section: MoE.Config, decoder: Decoder.Config) -> MoE.Config:
     """With everything filled in that follows from other options, so that equal models are equal."""
     first, every = _pattern(layers(section, decoder.layers), decoder.layers) or (section.dense_first, section.every)
-    return replace(section, hidden=hidden(section, decoder.hidden), dense_first=first, every=every)
+    width, speed = hidden(section, decoder.hidden), 0.001 * (section.bias_speed > 0)
+    return replace(section, hidden=width, dense_first=first, every=every, bias_speed=speed)
 
 
-def _short(value: float) -> float:
+def short(value: float) -> float:
     """Without what rounding leaves of a product."""
     return float(f"{value:.12g}")
 
@@ -87,7 +84,7 @@ def _pattern(sparse: list[int], count: int) -> tuple[int, int] | None:
     return next((pair for pair in pairs if [*range(pair[0], count)][pair[1] - 1 :: pair[1]] == sparse), None)
 
 
-def read_sparse(config: Reader, count: int) -> dict[str, int]:
+def read_sparse(config: Reader, count: int) -> dict[str, Any]:
     """Qwen's two keys: every n-th layer, without those of a list."""
     step, dense = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
     if step < 1:
@@ -101,7 +98,8 @@ def read_sparse(config: Reader, count: int) -> dict[str, int]:
     return {"dense_first": found[0], "every": found[1]}
 
 
-def write_sparse(sparse: list[int], count: int) -> dict[str, Any]:
+def write_sparse(section: MoE.Config, count: int) -> dict[str, Any]:
+    sparse = layers(section, count)
     return {"decoder_sparse_step": 1, "mlp_only_layers": [index for index in range(count) if index not in sparse]}
 
 

@@ -132,6 +132,7 @@ class Family:
         rotation: how positions are written; None for a family that rotates nothing.
         windows: how sliding windows are written; a family without has none.
         block: module in a layer → its name in the family's layout.
+        by_sections: those of such names that go by the sections of other parts.
         ignored: keys that transformers does not look at.
         parts: other plugins that its models need.
         outer: module outside layers → its name in the family's layout.
@@ -170,6 +171,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=lambda: {"attention_dropout": 0.0, "use_cache": True})
     unused: tuple[str, ...] = ()
     spellings: Mapping[str, str] = field(default_factory=dict)
+    by_sections: Callable[[Sections], Mapping[str, str]] = lambda sections: {}
 
     def read(self, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The sections `[decoder]`, `[swiglu]`, and those of other parts.
@@ -246,10 +248,11 @@ class Family:
             found |= part.write(sections[part.plugin], config)
         return found | (self.windows.write(config) if self.windows is not None else {})
 
-    def maps(self, config: Decoder.Config) -> tuple[StateMap, ...]:
+    def maps(self, config: Decoder.Config, sections: Sections) -> tuple[StateMap, ...]:
         """From the family's layout, and from others that files may have, to the parameters of a decoder like this."""
+        block = {**self.block, **self.by_sections(sections)}
         outer = {ours: theirs for ours, theirs in self.outer.items() if not (config.tied and ours == "head")}
         names = {f"{theirs}.{{kind}}": f"{ours}.{{kind}}" for ours, theirs in outer.items()}
-        inner = {f"{self.layers}.{{i}}.{theirs}": f"layers.{{i}}.{ours}" for ours, theirs in self.block.items()}
+        inner = {f"{self.layers}.{{i}}.{theirs}": f"layers.{{i}}.{ours}" for ours, theirs in block.items()}
         renamed = Rename(names | {f"{theirs}.{{kind}}": f"{ours}.{{kind}}" for theirs, ours in inner.items()})
         return tuple(renamed | other for other in self.tensors(config)) or (renamed,)

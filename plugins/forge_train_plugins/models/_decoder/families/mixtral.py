@@ -23,7 +23,6 @@ MIXTRAL = Family(
                 "intermediate_size": Key(("hidden",), int),
             },
             {"normalise": True},
-            loss=("router_aux_loss_coef", 0.001),
         ),
     ),
     tensors=experts.tensors(block="block_sparse_moe", names=("w1", "w3", "w2")),

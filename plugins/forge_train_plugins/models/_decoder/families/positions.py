@@ -108,7 +108,9 @@ class Rotation:
         """One rotation, from transformers 5's `rope_parameters` or from the older keys."""
         rope: dict[str, Any] = {"theta": given.number("rope_theta", theta)}
         kind = given.one_of("rope_type" if "rope_type" in given.table else "type", self.types, "default")
-        if given.table.get("type", given.table.get("rope_type")) != given.table.get("rope_type", given.table.get("type")):
+        if given.table.get("type", given.table.get("rope_type")) != given.table.get(
+            "rope_type", given.table.get("type")
+        ):
             given.refuse("type", "rope_type says something else")
         given.skip("type", "rope_type")
         if kind in ("dynamic", "longrope"):
