@@ -159,7 +159,7 @@ def _brought(folder: Folder, request: Request) -> tuple[Request, HFModel]:
         raise ConfigError(f"{file}: a value has another type than is expected: {describe(error)}") from error
     if layout is None:
         raise ConfigError(f"{file}: {_unknown(folder.config, hooks)}")
-    longest = folder.config.get("max_position_embeddings")
+    longest = folder.config.get("max_position_embeddings", folder.config.get("n_positions"))
     train = {"sequence": min(sequence, longest) if isinstance(longest, int) else sequence}
     sections: dict[str, Mapping[str, Any]] = {**layout.sections, "train": train}
     if (folder.path / TOKENIZER).is_file() and (place := model_files.option(hooks)):

@@ -14,21 +14,26 @@ if TYPE_CHECKING:
     from ...decoder import Decoder
 
 OUTER = {"embedding": "wte", "positions": "wpe", "norm": "ln_f"}
-BLOCK = {"attention_norm": "ln_1", "feed_forward_norm": "ln_2"}
-MATRICES = {"attention.o": "attn.c_proj", "feed_forward.up": "mlp.c_fc", "feed_forward.down": "mlp.c_proj"}
+BLOCK = {
+    "attention_norm": "ln_1",
+    "feed_forward_norm": "ln_2",
+    "attention.o": "attn.c_proj",
+    "feed_forward.up": "mlp.c_fc",
+    "feed_forward.down": "mlp.c_proj",
+}
 
 
 def _tensors(config: Decoder.Config) -> tuple[StateMap, ...]:
     """As transformers writes them, and as the first files have them: without a prefix."""
-    bare = {f"{theirs}.{{kind}}": f"{ours}.{{kind}}" for ours, theirs in OUTER.items()}
-    bare |= {f"h.{{i}}.{theirs}.{{kind}}": f"layers.{{i}}.{ours}.{{kind}}" for ours, theirs in BLOCK.items()}
-    return _layers("transformer."), _layers("") | Rename(bare)
+    return _named("transformer.", config.tied), _named("", config.tied)
 
 
-def _layers(prefix: str) -> StateMap:
+def _named(prefix: str, tied: bool) -> StateMap:
+    names = {f"{prefix}{theirs}.{{kind}}": f"{ours}.{{kind}}" for ours, theirs in OUTER.items()}
+    names |= {} if tied else {"lm_head.{kind}": "head.{kind}"}
     block = f"{prefix}h.{{i}}"
-    names = {f"{block}.{theirs}.{{kind}}": f"layers.{{i}}.{ours}.{{kind}}" for ours, theirs in MATRICES.items()}
-    matrices = tuple(f"{block}.{theirs}.weight" for theirs in ("attn.c_attn", *MATRICES.values()))
+    names |= {f"{block}.{theirs}.{{kind}}": f"layers.{{i}}.{ours}.{{kind}}" for ours, theirs in BLOCK.items()}
+    matrices = tuple(f"{block}.{theirs}.weight" for theirs in ("attn.c_attn", *BLOCK.values()) if "c_" in theirs)
     parts = tuple(f"layers.{{i}}.attention.{one}.{{kind}}" for one in "qkv")
     return Transpose(matrices) >> (Rename(names) | Split(f"{block}.attn.c_attn.{{kind}}", parts))
 
@@ -62,9 +67,8 @@ GPT2 = Family(
     act="gelu_new",
     activations={"gelu": "gelu", "relu": "relu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"},
     rotation=None,
-    outer={ours: f"transformer.{theirs}" for ours, theirs in OUTER.items()} | {"head": "lm_head"},
-    layers="transformer.h",
-    block=BLOCK,
+    outer={},
+    block={},
     fixed={"attn_pdrop": 0.0, "use_cache": True},
     tensors=_tensors,
     leftovers=lambda config: (r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
