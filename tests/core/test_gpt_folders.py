@@ -87,7 +87,7 @@ def test_folders_of_fused_layouts_are_imported_trained_and_exported(case: str, t
     assert (load(tmp_path / "out")(TOKENS).logits - tuned).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["gpt2", "gpt-oss"])
 def test_narrow_fused_layouts_come_back_bit_for_bit(case: str, tmp_path: Path) -> None:
     name, values, _ = CASES[case]
     random_model(name, values).bfloat16().save_pretrained(tmp_path / "hf")
@@ -136,7 +136,7 @@ def test_experts_in_mxfp4_become_weights(tmp_path: Path) -> None:
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**table, "quantization_config": how}))
     import_checkpoint(tmp_path / "hf", tmp_path / "start", plugins=("flex",))
     _, ours = logits(tmp_path / "start", TOKENS)
-    expected = reference(TOKENS).logits
+    expected = reference(TOKENS).logits.detach()
     assert (ours - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
     export_checkpoint(tmp_path / "start", tmp_path / "out")
     assert (load(tmp_path / "out")(TOKENS).logits - ours).abs().max() <= 1e-5

@@ -19,7 +19,6 @@ from forge_train_plugins.experts._alltoall.transport import Local
 from forge_train_plugins.experts.moe import MoE
 from forge_train_plugins.models.decoder import Decoder, Rope
 
-
 HEADS = {"GPT2": "GPT2LMHeadModel"}
 """Classes that are not named like the others."""
 

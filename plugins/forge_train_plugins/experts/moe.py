@@ -37,8 +37,8 @@ class MoE(Plugin):
         every: Annotated[int, Gt(0)] = 1
         """Of the other layers, every n-th has experts, the last of each n."""
         activation: Literal["swiglu", "geglu", "reglu", "clamped_swiglu"] = "swiglu"
-        """Of the experts: `down(act(gate(x)) · up(x))`; clamped_swiglu, with g = gate(x) of at most `limit` and u = up(x)
-        within ±`limit`, is `down((u + 1) · g · sigmoid(alpha · g))` (GPT-OSS)."""
+        """Of the experts: `down(act(gate(x)) · up(x))`; clamped_swiglu, with g = gate(x) of at most `limit` and
+        u = up(x) within ±`limit`, is `down((u + 1) · g · sigmoid(alpha · g))` (GPT-OSS)."""
         router: Literal["softmax", "sigmoid", "expert_choice"] = "softmax"
         """How scores come from logits; under `expert_choice` each expert takes its best tokens of the micro-batch
         (arXiv:2202.09368), so that a token's output depends on later tokens: not for generation."""

@@ -37,8 +37,8 @@ class Rope:
     high: Annotated[float, Ge(0)] = 0.0
     """Features with more turns are kept (llama3, yarn); 0 is 4 for llama3 and 32 for yarn."""
     temperature: Annotated[float, Ge(0)] = 0.0
-    """Factor on cos and sin (yarn, longrope); 0 is 0.1 ln(factor) + 1 for yarn, and √(1 + ln(s) / ln(original_sequence))
-    for longrope, s being max_sequence / original_sequence."""
+    """Factor on cos and sin (yarn, longrope); 0 is 0.1 ln(factor) + 1 for yarn, and for longrope
+    √(1 + ln(s) / ln(original_sequence)) with s = max_sequence / original_sequence."""
     truncate: bool = True
     """Round the borders between stretched and kept features to whole ones (yarn)."""
     short: tuple[float, ...] = ()

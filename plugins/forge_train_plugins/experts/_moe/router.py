@@ -61,6 +61,7 @@ class Router(nn.Module):
     """
 
     bias: Tensor | None
+    logit_bias: Tensor | None
 
     def __init__(
         self,

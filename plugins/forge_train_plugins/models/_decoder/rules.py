@@ -113,9 +113,8 @@ def _check_rope(rope: Rope) -> Iterator[Problem]:
             yield Problem(f"decoder.rope.{key}", f"has no effect with scaling = {rope.scaling!r}; remove it.")
     if "original_sequence" in BELONGS[rope.scaling] and not rope.original_sequence:
         yield Problem("decoder.rope.original_sequence", f"scaling = {rope.scaling!r} needs it.")
-    if rope.scaling in ("llama3", "yarn"):
-        if rope.low >= high(rope):
-            yield Problem("decoder.rope.low", f"must be less than high ({high(rope)}), found {rope.low}.")
+    if rope.scaling in ("llama3", "yarn") and rope.low >= high(rope):
+        yield Problem("decoder.rope.low", f"must be less than high ({high(rope)}), found {rope.low}.")
 
 
 def _check_by_length(config: Decoder.Config, run: RunConfig) -> Iterator[Problem]:

@@ -49,7 +49,7 @@ def write(rope: Rope) -> dict[str, Any]:
     """The table of a scaling."""
     if rope.scaling == "dynamic":
         return {"rope_type": "dynamic", "factor": rope.factor}
-    table = {"rope_type": "longrope", "short_factor": [*rope.short], "long_factor": [*rope.long]}
+    table: dict[str, Any] = {"rope_type": "longrope", "short_factor": [*rope.short], "long_factor": [*rope.long]}
     table["original_max_position_embeddings"] = rope.original_sequence
     return table | ({"attention_factor": rope.temperature} if rope.temperature else {})
 

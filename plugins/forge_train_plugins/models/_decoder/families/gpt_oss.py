@@ -48,7 +48,6 @@ GPT_OSS = Family(
     keys={
         "rms_norm_eps": Key(("norm_eps",), float, 1e-5),
         "attention_bias": Key(("qkv_bias", "o_bias"), bool, True),
-        "max_position_embeddings": Key(("max_sequence",), missing=131072),
         "intermediate_size": Key(("hidden",), missing=2880),
     },
     kv_heads=8,

@@ -31,7 +31,6 @@ PHI3 = Family(
     "phi3",
     keys={
         "rms_norm_eps": Key(("norm_eps",), float, 1e-5),
-        "max_position_embeddings": Key(("max_sequence",), missing=4096),
         "resid_pdrop": Key(("dropout",), float, 0.0),
         "embd_pdrop": Key(("embedding_dropout",), float, 0.0),
     },
