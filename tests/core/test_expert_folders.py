@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny_models
-from expert_models import DEEPSEEK, GROUPS, MIXTRAL, QWEN
+from expert_models import DEEPSEEK, GROUPS, MIXTRAL, OLMOE, QWEN
 from forge_train import ConfigError
 from forge_train_cli.app import run as forge
 from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
@@ -26,6 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mixtral tied, stacked": ("Mixtral", {**MIXTRAL, "tie_word_embeddings": True}, {"save_original_format": False}),
     "qwen3, in several files": ("Qwen3Moe", {**QWEN, "mlp_only_layers": [0]}, {"max_shard_size": "40KB"}),
     "qwen3, stacked": ("Qwen3Moe", QWEN, {"save_original_format": False, "max_shard_size": "40KB"}),
+    "olmoe": ("Olmoe", OLMOE, {}),
     "deepseek v2": ("DeepseekV2", DEEPSEEK, {}),
     "deepseek v3, in several files": ("DeepseekV3", {**DEEPSEEK, **GROUPS}, {"max_shard_size": "40KB"}),
 }

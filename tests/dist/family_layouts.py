@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import compositions
-from expert_models import DEEPSEEK, GROUPS, MIXTRAL, QWEN, YARN
+from expert_models import DEEPSEEK, GROUPS, MIXTRAL, OLMOE, QWEN, YARN
 from forge_train.config import Request
 from forge_train_tools.offline.huggingface import starting_from
 
@@ -42,11 +42,12 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma3": ("Gemma3", {"sliding_window_pattern": 2, **GEMMA}),
     "mixtral": ("Mixtral", {**MIXTRAL, **LOADED}),
     "qwen3_moe": ("Qwen3Moe", {**QWEN, **LOADED, "mlp_only_layers": [0]}),
+    "olmoe": ("Olmoe", {**OLMOE, **LOADED}),
     "deepseek_v2": ("DeepseekV2", {**DEEP, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {**DEEP, "rope_parameters": YARN, "first_k_dense_replace": 0}),
 }
 """Family → its class in transformers, and keys of its configuration."""
-EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
 CAPPED = ("gemma2",)
 """Families whose attention needs a kernel with soft caps."""
 LAYOUTS: Mapping[str, tuple[int, tuple[str, ...], Mapping[str, Any]]] = {

@@ -24,6 +24,7 @@ CASES = [
     Imported("gemma3", "cp2"),
     Imported("mixtral", "tp2×dp2"),
     Imported("qwen3_moe", "ep2"),
+    Imported("olmoe", "pp2"),
     Imported("deepseek_v2", "cp2"),
     Imported("deepseek_v3", "ep2"),
     Imported("deepseek_v3", "pp2"),
