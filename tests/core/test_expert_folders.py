@@ -86,6 +86,16 @@ def test_narrow_experts_come_back_bit_for_bit_under_the_published_names(
     assert all(torch.equal(first[name].bfloat16(), second[name]) for name in first)
 
 
+def test_settings_of_plugins_that_an_import_enables_are_taken(tmp_path: Path) -> None:
+    random_model("Qwen3Moe", QWEN).save_pretrained(tmp_path / "hf")
+    import_checkpoint(tmp_path / "hf", tmp_path / "start", settings=("moe.balance=0.5",))
+    written = (tmp_path / "start" / "config.toml").read_text()
+    assert "balance = 0.5" in written
+    assert '"moe"' in written
+    with pytest.raises(ConfigError, match=r"moe\.balanse"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "other", settings=("moe.balanse=0.5",))
+
+
 BLOCK = 16
 
 
