@@ -68,6 +68,7 @@ class Decoder(Plugin):
         "GptOssForCausalLM",
         "MixtralForCausalLM",
         "Qwen3MoeForCausalLM",
+        "OlmoeForCausalLM",
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
     )

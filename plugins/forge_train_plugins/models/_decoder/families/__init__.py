@@ -10,7 +10,7 @@ from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .llama import LLAMA, MISTRAL
 from .mixtral import MIXTRAL
-from .olmo import OLMO2, OLMO3
+from .olmo import OLMO2, OLMO3, OLMOE
 from .phi import PHI3
 from .qwen import QWEN2, QWEN3, QWEN3_MOE
 from .smollm import SMOLLM3
@@ -30,6 +30,7 @@ FAMILIES: dict[str, Family] = {
         GEMMA3,
         MIXTRAL,
         QWEN3_MOE,
+        OLMOE,
         DEEPSEEK2,
         DEEPSEEK3,
         PHI3,
