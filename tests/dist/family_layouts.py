@@ -25,7 +25,16 @@ SHAPE: Mapping[str, Any] = {
     "initializer_range": 0.1,
     "pad_token_id": None,
 }
+GPT2: Mapping[str, Any] = {
+    "vocab_size": 300,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "initializer_range": 0.1,
+}
 WINDOW = {"sliding_window": 5}
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 9.0]}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 20, **WINDOW}
 DEEP = {**DEEPSEEK, **GROUPS, "num_hidden_layers": 2, "aux_loss_alpha": 0.01}
 LOADED = {"router_aux_loss_coef": 0.01}
@@ -44,12 +53,33 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {**QWEN, **LOADED, "mlp_only_layers": [0]}),
     "olmoe": ("Olmoe", {**OLMOE, **LOADED}),
     "deepseek_v2": ("DeepseekV2", {**DEEP, "topk_method": "group_limited_greedy"}),
+    "phi3": (
+        "Phi3",
+        {
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": LONG,
+            **WINDOW,
+        },
+    ),
+    "gpt2": ("GPT2", GPT2),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **LOADED,
+            **WINDOW,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "output_router_logits": True,
+        },
+    ),
     "deepseek_v3": ("DeepseekV3", {**DEEP, "rope_parameters": YARN, "first_k_dense_replace": 0}),
 }
 """Family → its class in transformers, and keys of its configuration."""
-EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
-CAPPED = ("gemma2",)
-"""Families whose attention needs a kernel with soft caps."""
+EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+CAPPED = ("gemma2", "gpt_oss")
+"""Families whose attention needs a kernel with soft caps, or with sinks."""
 LAYOUTS: Mapping[str, tuple[int, tuple[str, ...], Mapping[str, Any]]] = {
     "tp2×dp2": (4, ("tp", "fsdp2"), {"parallel.tp": 2, "train.micro_batch": 3}),
     "pp2": (2, ("pp",), {"parallel.pp": 2, "train.micro_batch": 3}),
@@ -102,8 +132,9 @@ class Imported:
             name, values = FAMILIES[self.family]
             torch.manual_seed(0)
             kind = f"{'Gemma3Text' if name == 'Gemma3' else name}Config"
-            config = getattr(transformers, kind)(**{**SHAPE, **values})
-            getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(folder)
+            config = getattr(transformers, kind)(**(values if name == "GPT2" else {**SHAPE, **values}))
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            model.save_pretrained(folder)
         return folder
 
 
