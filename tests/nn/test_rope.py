@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from forge_train.nn import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
+from forge_train.nn import (
+    DynamicRoPE,
+    LengthRoPE,
+    LinearScaling,
+    Llama3Scaling,
+    LongRoPE,
+    RoPE,
+    Scaling,
+    YarnScaling,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -81,3 +91,51 @@ def test_yarn_sharpens_attention() -> None:
     assert YarnScaling(4.0, 32).attention_factor == pytest.approx(0.1 * math.log(4) + 1)
     assert YarnScaling(4.0, 32, temperature=1.3).attention_factor == 1.3
     assert RoPE(8, length=2, scaling=YarnScaling(4.0, 32, temperature=1.3)).cos[0, 0].item() == pytest.approx(1.3)
+
+
+# -- rotations that go by a sequence's length --------------------------------------------------------------------------
+
+
+def long_rope() -> LengthRoPE:
+    factors = {"short": [1.0, 1.0, 1.0, 1.0], "long": [1.0, 2.0, 4.0, 8.0]}
+    return LongRoPE(8, length=64, theta=100.0, original_length=16, attention_factor=1.0, **factors)
+
+
+def dynamic_rope() -> LengthRoPE:
+    return DynamicRoPE(8, length=64, theta=100.0, original_length=16, factor=4.0)
+
+
+@pytest.mark.parametrize("make", [long_rope, dynamic_rope])
+def test_within_the_original_context_nothing_is_stretched(make: Callable[[], LengthRoPE]) -> None:
+    x = random(2, 16, 3, 8)
+    torch.testing.assert_close(make()(x), RoPE(8, length=16, theta=100.0)(x))
+    longer = random(2, 17, 3, 8)
+    assert not torch.allclose(make()(longer)[:, :16], RoPE(8, length=16, theta=100.0)(longer[:, :16]), atol=1e-2)
+
+
+@pytest.mark.parametrize("make", [long_rope, dynamic_rope])
+def test_each_row_goes_by_its_own_length(make: Callable[[], LengthRoPE]) -> None:
+    rope, x = make(), random(2, 20, 3, 8)
+    positions = torch.stack([torch.arange(20), torch.arange(20) % 10])
+    together = rope(x, positions)
+    assert torch.equal(together[1], rope(x[1:], positions[1:])[0])
+    assert torch.equal(together[0], rope(x[:1])[0])
+
+
+@pytest.mark.parametrize("make", [long_rope, dynamic_rope])
+def test_what_length_needs_is_rebuilt_in_fp32_after_the_meta_device(make: Callable[[], LengthRoPE]) -> None:
+    with torch.device("meta"):
+        rope = make()
+    rope.to_empty(device="cpu").bfloat16()
+    rope.reset_buffers()  # type: ignore[operator]
+    assert rope.table.dtype == torch.float32
+    assert torch.equal(rope.table, make().table)
+    assert rope.state_dict() == {}
+    assert rope(random(1, 4, 1, 8).bfloat16()).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="made for 64 positions; the sequence has 65"):
+        rope(random(1, 65, 1, 8))
+
+
+def test_the_attention_factor_of_longrope_follows_from_the_stretch() -> None:
+    rope = LongRoPE(8, length=64, theta=100.0, original_length=16, short=[1.0] * 4, long=[1.0] * 4)
+    assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(16)))

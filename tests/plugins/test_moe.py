@@ -63,7 +63,7 @@ def by_hand(made: MoEFeedForward, x: Tensor) -> Tensor:
     weights = torch.zeros(len(flat), EXPERTS).scatter(1, routing.experts, routing.weights)
     experts = routed.experts
     inner = torch.einsum("td,ehd->teh", flat, experts.gate), torch.einsum("td,ehd->teh", flat, experts.up)
-    out = torch.einsum("teh,edh,te->td", experts.act(inner[0]) * inner[1], experts.down, weights).view_as(x)
+    out = torch.einsum("teh,edh,te->td", experts.combine(inner[0], inner[1]), experts.down, weights).view_as(x)
     return out if made.shared is None else out + made.shared(x)
 
 
@@ -114,7 +114,7 @@ def test_experts_without_tokens_have_gradients_of_zero(matmul: Any, sizes: tuple
         for grad, size in zip(parameter.grad, sizes, strict=True):
             assert bool(grad.any()) == (size > 0)
     torch.testing.assert_close(out, torch.cat([
-        experts.act(part @ g.t()).mul(part @ u.t()) @ d.t()
+        experts.combine(part @ g.t(), part @ u.t()) @ d.t()
         for part, g, u, d in zip(rows.split(sizes), experts.gate, experts.up, experts.down, strict=True)
     ]))  # fmt: skip
 
@@ -221,7 +221,7 @@ def test_expert_choice_takes_each_experts_best_tokens() -> None:
     expected = torch.zeros_like(flat)
     for expert in range(EXPERTS):
         best = scores[:, expert].argsort(descending=True)[:each]
-        hidden = experts.act(flat[best] @ experts.gate[expert].t()) * (flat[best] @ experts.up[expert].t())
+        hidden = experts.combine(flat[best] @ experts.gate[expert].t(), flat[best] @ experts.up[expert].t())
         expected = expected.index_add(0, best, scores[best, expert, None] * (hidden @ experts.down[expert].t()))
     out = made(x)
     torch.testing.assert_close(out, expected.view_as(x))

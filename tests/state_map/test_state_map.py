@@ -123,6 +123,21 @@ def split(chance: random.Random) -> Case:
     return Split(rule.whole, rule.parts, rule.dim, rule.shares, rule.groups), expected, given
 
 
+def in_turn(chance: random.Random) -> Case:
+    dim, length = chance.randint(0, 2), chance.randint(1, 7)
+    shape = sizes(chance, 3)
+    shape[dim] = length
+    parts = {f"model.0.{letter}.w": draw(chance, *shape) for letter in "qkv"}
+    whole = torch.stack([*parts.values()], dim + 1).flatten(dim, dim + 1)
+    return Concat(QKV, "{i}.qkv.{kind}", dim, groups=0), parts, {"0.qkv.w": whole}
+
+
+def turns_apart(chance: random.Random) -> Case:
+    rule, given, expected = in_turn(chance)
+    assert isinstance(rule, Concat)
+    return Split(rule.whole, rule.parts, rule.dim, groups=0), expected, given
+
+
 def transpose(chance: random.Random) -> Case:
     given = {f"h.{i}.c": draw(chance, *sizes(chance, 3)) for i in range(2)}
     one, other = chance.choice([(0, 1), (1, 2), (0, 2)])
@@ -194,7 +209,7 @@ def dequantise_mxfp4(chance: random.Random) -> Case:
     return rule, given, {"e": expected.view(*outer, blocks * 32)}
 
 
-INVERTIBLE = [rename, stack, unstack, concat, split, transpose, rotary, pad, cast, family]
+INVERTIBLE = [rename, stack, unstack, concat, split, in_turn, turns_apart, transpose, rotary, pad, cast, family]
 ALL = [*INVERTIBLE, dequantise, dequantise_mxfp4]
 seeds = st.integers(0, 2**31)
 often = settings(max_examples=40, deadline=None)
@@ -242,7 +257,7 @@ def test_a_range_is_that_range_of_the_whole(case: Callable[..., Case], seed: int
         assert torch.equal(into, part)
 
 
-EXACT = [one for one in INVERTIBLE if one is not rotary]
+EXACT = [one for one in INVERTIBLE if one not in (rotary, turns_apart)]
 
 
 @pytest.mark.parametrize("case", EXACT)

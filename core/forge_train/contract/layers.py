@@ -64,6 +64,9 @@ class Layer:
     """Standard deviation of initial weights."""
     output_std: float = 0.02
     """The same for projections that write into the residual stream."""
+    sinks: bool = False
+    """Whether each head has a learned logit that takes part in its softmax and has no value. Attention that does so has
+    an attribute `sinks` that is true."""
 
 
 class FeedForward(Protocol):

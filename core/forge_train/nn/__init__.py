@@ -23,6 +23,7 @@ from .matrices import fused_rows, hidden_matrices
 from .matrix_optimizer import MatrixOptimizer
 from .narrow_state import NarrowState, narrowed
 from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
+from .rope_by_length import DynamicRoPE, LengthRoPE, LongRoPE
 from .spans import PerBatch, document_bounds, first_visible, is_imagined, neighbours
 from .tiled import LargestLogit, TiledAttention
 from .update_rule import Kept, UpdateRule
@@ -30,14 +31,17 @@ from .update_rule import Kept, UpdateRule
 __all__ = [
     "AtRest",
     "Dropout",
+    "DynamicRoPE",
     "Embedding",
     "KVCache",
     "Kept",
     "LargestLogit",
     "LayerNorm",
+    "LengthRoPE",
     "Linear",
     "LinearScaling",
     "Llama3Scaling",
+    "LongRoPE",
     "MatrixOptimizer",
     "NarrowState",
     "OffsetRMSNorm",

@@ -19,7 +19,8 @@ TensorStyle = Literal[
 * `tokens`: a block whose tokens do not know each other: it works on this rank's share of them, with whole weights.
 * `summed`: a block that needs whole sequences and splits its own weights: its input is gathered, and what it gives is
   summed, and split along the sequence.
-* `heads`: its weights are whole, its input is this rank's heads, so that its gradient is a sum over the ranks.
+* `heads`: its weights are whole, its input is this rank's heads, so that its gradient is a sum over the ranks. If the
+  module has `heads_piece`, it is set to (index of this rank's heads, number of pieces).
 * `features`: an RMSNorm over split output features, whose weights are split too; the mean square is over all ranks.
 * `logits`: the head, its output features split.
 """

@@ -132,7 +132,8 @@ def _chunk(span: Span, index: int, count: int) -> Span:
 
 def hidden_matrices(model: Model) -> set[str]:
     """Names of the parameters that are matrices between hidden states: those without a role (embedding, head), and the
-    stacks `[experts, out, in]` of modules whose `domain` is "expert". Vectors and convolutions are none."""
+    stacks `[experts, out, in]` of modules whose `domain` is "expert". Vectors, also the biases of many experts
+    together, and convolutions are none."""
     experts = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -143,7 +144,7 @@ def hidden_matrices(model: Model) -> set[str]:
     return {
         name
         for name, parameter in model.named_parameters()
-        if name not in roles and (parameter.ndim == 2 or (parameter.ndim == 3 and name in experts))
+        if name not in roles and parameter.ndim == (3 if name in experts else 2)
     }
 
 

@@ -61,7 +61,7 @@ class RoPE(nn.Module):
         device = self.cos.device
         if device.type == "meta":
             return  # nothing to fill, and a power of a meta tensor has torch (2.13) import its compiler: 0.6 s
-        frequencies = 1.0 / _powers(self.theta, self.head_dim)
+        frequencies = 1.0 / powers(self.theta, self.head_dim)
         factor = 1.0
         if self.scaling is not None:
             frequencies = self.scaling.frequencies(frequencies, self.theta)
@@ -81,13 +81,19 @@ class RoPE(nn.Module):
             cos, sin = self.cos[: x.shape[1], None], self.sin[: x.shape[1], None]
         else:
             cos, sin = self.cos[position_ids].unsqueeze(-2), self.sin[position_ids].unsqueeze(-2)
-        if x.shape[-1] > self.head_dim:
-            turned, rest = torch.split(x, [self.head_dim, x.shape[-1] - self.head_dim], dim=-1)
-            return torch.cat((_turn(turned, cos, sin), rest), dim=-1)
-        return _turn(x, cos, sin)
+        return rotated(x, cos, sin)
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, length={self.length}, theta={self.theta}, scaling={self.scaling}"
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x [batch, sequence, heads, head_dim]`, its first features turned by angles of that cos and sin, `[…, half]`."""
+    features = 2 * cos.shape[-1]
+    if x.shape[-1] > features:
+        turned, rest = torch.split(x, [features, x.shape[-1] - features], dim=-1)
+        return torch.cat((_turn(turned, cos, sin), rest), dim=-1)
+    return _turn(x, cos, sin)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -95,7 +101,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def _powers(theta: float, head_dim: int) -> Tensor:
+def powers(theta: float, head_dim: int) -> Tensor:
     """`theta^(2i / head_dim)`. On the CPU whatever the device of the tables: another rounds powers differently."""
     return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
 
@@ -174,7 +180,7 @@ class YarnScaling:
         # Published models were trained with the border widened where both fall on one feature.
         width = (last if last != first else last + 0.001) - first
         keep = 1 - ((index - first) / width).clamp(0, 1)
-        slow = 1.0 / (self.factor * _powers(theta, 2 * count).to(frequencies.device))
+        slow = 1.0 / (self.factor * powers(theta, 2 * count).to(frequencies.device))
         return (1 - keep) * slow + keep * frequencies
 
     def _feature(self, turns: float, count: int, theta: float) -> float:

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from ..ground.errors import ConfigError
 from .maps import StateMap, Step
 from .names import Bindings, same_placeholders, template
+from .strided import EveryNth, TakingTurns
 from .views import Joined, Selected, Unsqueezed, View
 
 
@@ -123,6 +124,7 @@ class Concat(StateMap):
         dim: the dimension, from 0.
         shares: proportions of the parts' lengths, which the inverse needs; equal by default.
         groups: number of groups that each part is cut into; the first group of every part comes first, then the second.
+            0 has the parts take turns: groups are as small as the shares allow.
     """
 
     parts: tuple[str, ...]
@@ -139,13 +141,17 @@ class Concat(StateMap):
         for name, bindings in {template(self.whole).fill(one): one for one in found}.items():
             views = step.take(*(template(part).fill(bindings) for part in self.parts))
             if alike(step, name, views, but=self.dim):
-                bounds = _bounds(sum(view.shape[self.dim] for view in views), self)
-                if [view.shape[self.dim] for view in views] != [self.groups * (b - a) for a, b in pairwise(bounds)]:
+                groups = _groups(length := sum(view.shape[self.dim] for view in views), self)
+                bounds = _bounds(length, self)
+                if [view.shape[self.dim] for view in views] != [groups * (b - a) for a, b in pairwise(bounds)]:
                     lengths = " and ".join(str(view.shape[self.dim]) for view in views)
                     step.wrong.append(f"{name}: parts of {lengths} are not in the proportion {_shares(self)}")
                     continue
+                if _turns(bounds, groups):
+                    step.give(name, TakingTurns.of(tuple(views), self.dim))
+                    continue
                 spans = [(view, b - a) for view, (a, b) in zip(views, pairwise(bounds), strict=True)]
-                pieces = [(view, g * size, (g + 1) * size) for g in range(self.groups) for view, size in spans]
+                pieces = [(view, g * size, (g + 1) * size) for g in range(groups) for view, size in spans]
                 step.give(name, Joined.of(pieces, self.dim))
 
     def inverse(self) -> StateMap:
@@ -171,11 +177,15 @@ class Split(StateMap):
                 if not has_dims(step, name, view, self.dim):
                     continue
                 bounds = _bounds(length := view.shape[self.dim], self)
-                if bounds[-1] * self.groups != length:
-                    step.wrong.append(f"{name}: {length} can't be split {_shares(self)} in {self.groups} groups")
+                groups = _groups(length, self)
+                if bounds[-1] * groups != length:
+                    step.wrong.append(f"{name}: {length} can't be split {_shares(self)} in {groups} groups")
                     continue
                 for part, (a, b) in zip(self.parts, pairwise(bounds), strict=True):
                     starts = range(0, length, bounds[-1])
+                    if _turns(bounds, groups):
+                        step.give(template(part).fill(bindings), EveryNth.of(view, self.dim, a, len(self.parts)))
+                        continue
                     pieces = [(view, start + a, start + b) for start in starts]
                     step.give(template(part).fill(bindings), Joined.of(pieces, self.dim))
 
@@ -200,8 +210,17 @@ def _check_fused(parts: tuple[str, ...], whole: str, shares: tuple[int, ...]) ->
 def _bounds(length: int, fused: Concat | Split) -> list[int]:
     """Where the parts begin and end within the first group."""
     shares = fused.shares or (1,) * len(fused.parts)
-    unit = length // (sum(shares) * fused.groups)
+    unit = length // max(sum(shares) * _groups(length, fused), 1)
     return [unit * share for share in accumulate(shares, initial=0)]
+
+
+def _groups(length: int, fused: Concat | Split) -> int:
+    return fused.groups or length // sum(fused.shares or (1,) * len(fused.parts))
+
+
+def _turns(bounds: list[int], groups: int) -> bool:
+    """Whether each part has one index in each of several groups: a piece for each would be slow to read."""
+    return groups > 1 and bounds == [*range(len(bounds))]
 
 
 def _shares(fused: Concat | Split) -> str:

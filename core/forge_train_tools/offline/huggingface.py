@@ -149,7 +149,8 @@ def _brought(folder: Folder, request: Request) -> tuple[Request, HFModel]:
     file = folder.path / CONFIG
     folder.check_sizes()
     request = dataclasses.replace(request, sections_from=str(file))
-    bare = resolve(request, training=False)
+    # without settings, which may be of plugins that only the folder's model needs
+    bare = resolve(dataclasses.replace(request, set=(), environment=""), training=False)
     hooks, sequence = bare.hooks, bare.config.train.sequence
     try:
         layout = hooks.import_hf(folder.config)
@@ -159,12 +160,13 @@ def _brought(folder: Folder, request: Request) -> tuple[Request, HFModel]:
         raise ConfigError(f"{file}: a value has another type than is expected: {describe(error)}") from error
     if layout is None:
         raise ConfigError(f"{file}: {_unknown(folder.config, hooks)}")
-    longest = folder.config.get("max_position_embeddings")
+    longest = folder.config.get("max_position_embeddings", folder.config.get("n_positions"))
     train = {"sequence": min(sequence, longest) if isinstance(longest, int) else sequence}
     sections: dict[str, Mapping[str, Any]] = {**layout.sections, "train": train}
     if (folder.path / TOKENIZER).is_file() and (place := model_files.option(hooks)):
         sections[place[0]] = {**sections.get(place[0], {}), place[1]: str(folder.path.absolute())}
-    return dataclasses.replace(request, sections=sections), layout
+    more = tuple(name for name in layout.sections if name not in {*hooks.enabled, *request.without})
+    return dataclasses.replace(request, sections=sections, plugins=(*request.plugins, *more)), layout
 
 
 def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:

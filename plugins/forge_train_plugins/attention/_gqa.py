@@ -4,10 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from forge_train import AttentionKernel, Layer
+from forge_train import AttentionKernel, Init, Layer
 from forge_train.nn import KVCache, Linear, OffsetRMSNorm, RMSNorm, TensorStyle, flops_per_token
+
+
+class Sinks(nn.Module):
+    """A logit for each head (as in GPT-OSS; compare arXiv:2309.17453)."""
+
+    heads_piece = (0, 1)
+    """Which of the heads are here, as index and number of pieces."""
+
+    def __init__(self, heads: int, std: float) -> None:
+        super().__init__()
+        self.weight, self.std = nn.Parameter(torch.empty(heads)), std
+
+    def initial(self, name: str) -> Init:
+        return Init("normal", self.std)
+
+    def forward(self) -> Tensor:
+        """`[heads]` of those that are here."""
+        at, pieces = self.heads_piece
+        return self.weight if pieces == 1 else self.weight.chunk(pieces)[at]
 
 
 class GroupedQueryAttention(nn.Module):
@@ -30,6 +50,7 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = norm(sizes[0], layer.norm_eps) if layer.qk_norm else None
         self.k_norm = norm(sizes[1], layer.norm_eps) if layer.qk_norm else None
         self.rope = layer.rope
+        self.sinks, self.sink = layer.sinks, Sinks(layer.heads, layer.std) if layer.sinks else None
         self.window, self.soft_cap, self.scale = layer.window, layer.soft_cap, layer.scale
         options: dict[str, Any] = {"window": layer.window, "soft_cap": layer.soft_cap, "scale": layer.scale}
         self._asked = {name: value for name, value in options.items() if value is not None}
@@ -57,6 +78,8 @@ class GroupedQueryAttention(nn.Module):
         if cache is not None:
             k_BTKD, v_BTKD = cache.append(k_BTKD, v_BTKD)
         asked = self._asked if document_ids is None else {**self._asked, "document_ids": document_ids}
+        if self.sink is not None:
+            asked = {**asked, "sinks": self.sink()}
         mixed: Tensor = self.o(self.kernel(q_BTHD, k_BTKD, v_BTKD, **asked).flatten(2))
         return mixed
 
@@ -71,6 +94,8 @@ class GroupedQueryAttention(nn.Module):
         if self.q_norm is not None:
             style: TensorStyle = "features" if self.norms_width else "heads"
             plan |= {"q_norm": style, "k_norm": style}
+        if self.sink is not None:
+            plan["sink"] = "heads"
         return plan
 
     def _split_heads(self, x: Tensor) -> Tensor:

@@ -22,6 +22,9 @@ class GQA(Plugin):
         from ._gqa import GroupedQueryAttention
 
         needs = KernelCapabilities(
-            windows=layer.window is not None, soft_caps=layer.soft_cap is not None, head_dims=(layer.head_dim,)
+            windows=layer.window is not None,
+            soft_caps=layer.soft_cap is not None,
+            sinks=layer.sinks,
+            head_dims=(layer.head_dim,),
         )
         return GroupedQueryAttention(layer, job.hooks.attention_kernel(needs))

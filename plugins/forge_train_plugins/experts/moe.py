@@ -36,8 +36,9 @@ class MoE(Plugin):
         """The first layers that keep their dense block."""
         every: Annotated[int, Gt(0)] = 1
         """Of the other layers, every n-th has experts, the last of each n."""
-        activation: Literal["swiglu", "geglu", "reglu"] = "swiglu"
-        """Of the experts: `down(act(gate(x)) · up(x))`."""
+        activation: Literal["swiglu", "geglu", "reglu", "clamped_swiglu"] = "swiglu"
+        """Of the experts: `down(act(gate(x)) · up(x))`; clamped_swiglu, with g = gate(x) of at most `limit` and
+        u = up(x) within ±`limit`, is `down((u + 1) · g · sigmoid(alpha · g))` (GPT-OSS)."""
         router: Literal["softmax", "sigmoid", "expert_choice"] = "softmax"
         """How scores come from logits; under `expert_choice` each expert takes its best tokens of the micro-batch
         (arXiv:2202.09368), so that a token's output depends on later tokens: not for generation."""
@@ -48,7 +49,7 @@ class MoE(Plugin):
         groups: Annotated[int, Gt(0)] = 1
         """Groups of neighbouring experts (arXiv:2412.19437, §2.1.2)."""
         top_groups: Annotated[int, Gt(0)] = 1
-        """Groups that a token may choose from: those whose two best scores have the largest sum."""
+        """Groups that a token may choose from: those whose best scores have the largest sum."""
         bias_speed: Annotated[float, Ge(0)] = 0.0
         """Change per step of a bias that the choice, and nothing else, adds to the scores: up for experts with less
         than the mean load of the global batch, down for others (arXiv:2408.15664). 0 is off; DeepSeek-V3 has 0.001."""
@@ -70,6 +71,15 @@ class MoE(Plugin):
         """One grouped product for all experts or one product for each; auto is grouped where torch has it."""
         metrics: Literal["mean", "layers"] = "mean"
         """Log the mean over layers, or each layer too."""
+        alpha: Annotated[float, Gt(0)] = 1.702
+        """Of clamped_swiglu."""
+        limit: Annotated[float, Gt(0)] = 7.0
+        """Of clamped_swiglu."""
+        bias: bool = False
+        """Biases of the router's logits, and of the experts' projections."""
+
+        group_best: Annotated[int, Gt(0)] = 2
+        """How many of a group's scores that sum has: 2 in DeepSeek-V3, 1 in DeepSeek-V2 (arXiv:2405.04434, §2.2.2)."""
 
     config: Config
 
@@ -79,17 +89,19 @@ class MoE(Plugin):
 
     @hookimpl
     def feed_forward(self, layer: Layer, job: Job) -> FeedForward | None:
-        layers = self._layers(layer.num_layers)
-        if not layers:
+        from ._moe.rules import layers
+
+        sparse = layers(self.config, layer.num_layers)
+        if not sparse:
             raise ConfigError(
                 f"moe: none of the {layer.num_layers} layers has experts with "
                 f"moe.dense_first = {self.config.dense_first} and moe.every = {self.config.every}."
             )
-        if layer.index not in layers:
+        if layer.index not in sparse:
             return None
         from ._moe.block import build
 
-        return build(self.config, layer, job, of=len(layers))
+        return build(self.config, layer, job, of=len(sparse))
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
@@ -106,7 +118,3 @@ class MoE(Plugin):
     @hookimpl
     def on_step(self, step: StepResult) -> None:
         self._watch.step(step)
-
-    def _layers(self, count: int) -> list[int]:
-        """The layers that have experts."""
-        return list(range(self.config.dense_first, count))[self.config.every - 1 :: self.config.every]

@@ -26,20 +26,25 @@ class Rope:
     """Base of the frequencies in layers with a window, where `scaling` is not applied; 0 rotates all layers alike."""
     theta: Annotated[float, Gt(1)] = 10_000.0
     """Base of the frequencies."""
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    scaling: Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope"] = "none"
     """How frequencies are changed; the keys below belong to it."""
     factor: Annotated[float, Ge(1)] = 1.0
-    """Stretch (linear, llama3, yarn)."""
+    """Stretch (linear, llama3, yarn, dynamic)."""
     original_sequence: Annotated[int, Ge(0)] = 0
-    """Tokens of context before the stretch (llama3, yarn)."""
+    """Tokens of context before the stretch (llama3, yarn, dynamic, longrope)."""
     low: Annotated[float, Gt(0)] = 1.0
     """Features with fewer turns in the original context are stretched (llama3, yarn)."""
     high: Annotated[float, Ge(0)] = 0.0
     """Features with more turns are kept (llama3, yarn); 0 is 4 for llama3 and 32 for yarn."""
     temperature: Annotated[float, Ge(0)] = 0.0
-    """Factor on cos and sin (yarn); 0 is 0.1 ln(factor) + 1."""
+    """Factor on cos and sin (yarn, longrope); 0 is 0.1 ln(factor) + 1 for yarn, and for longrope
+    √(1 + ln(s) / ln(original_sequence)) with s = max_sequence / original_sequence."""
     truncate: bool = True
     """Round the borders between stretched and kept features to whole ones (yarn)."""
+    short: tuple[float, ...] = ()
+    """What divides the frequency of each pair of features in sequences within the original context (longrope)."""
+    long: tuple[float, ...] = ()
+    """The same in longer sequences (longrope)."""
 
 
 class Decoder(Plugin):
@@ -58,6 +63,14 @@ class Decoder(Plugin):
         "GraniteForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
+        "Phi3ForCausalLM",
+        "GPT2LMHeadModel",
+        "GptOssForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "OlmoeForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
     )
 
     @section
@@ -128,6 +141,11 @@ class Decoder(Plugin):
         hold the model."""
         rope: Rope = Rope()
         """Rotary positions."""
+        positions: Literal["rotary", "learned"] = "rotary"
+        """Rotate queries and keys, or add a learned row of a table to each embedding (GPT-2)."""
+        sinks: bool = False
+        """A learned logit for each head takes part in its softmax and has no value, so that a head can attend to
+        nothing (GPT-OSS)."""
 
     config: Config
 
@@ -144,7 +162,7 @@ class Decoder(Plugin):
         known = self.architectures
         if self.config.architecture not in ("", *known):
             yield Problem("decoder.architecture", f"found {self.config.architecture!r}; known are {', '.join(known)}.")
-        yield from check(self.config, config.train.sequence)
+        yield from check(self.config, config)
 
     @hookimpl
     def import_hf(self, config: Mapping[str, Any]) -> HFModel | None:
@@ -165,7 +183,7 @@ class Decoder(Plugin):
             )
         with torch.device("meta"):
             model = self.build_model(job)
-        return write(self.config, self._vocabulary(job), model)
+        return write(self.config, self._vocabulary(job), model, job.config.sections)
 
     def _vocabulary(self, job: Job) -> int:
         """Token ids of the model: at least as many as the tokenizer has.

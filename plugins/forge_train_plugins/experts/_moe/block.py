@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from forge_train import Layer, TokenDispatch, attach_loss, record_choices
 from forge_train.nn import Linear, TensorStyle, flops_per_token
 
-from .experts import GATES, Experts
+from . import rules
+from .experts import Experts, Gate, gate_of
 from .losses import balance, entropy, z_loss
 from .router import Choice, Router, Routing, kept, loads
 from .slices import Slices
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 def build(config: MoE.Config, layer: Layer, job: Job, *, of: int) -> MoEFeedForward:
     """The module of a layer, one `of` so many with experts."""
-    hidden = config.hidden or -(-layer.ffn_dim // (16 * (config.top_k + config.shared))) * 16
+    hidden = rules.hidden(config, layer.ffn_dim)
     router = Router(
         layer.dim,
         config.experts,
@@ -38,19 +39,22 @@ def build(config: MoE.Config, layer: Layer, job: Job, *, of: int) -> MoEFeedForw
             scaling=config.scaling,
             groups=config.groups,
             top_groups=config.top_groups,
+            group_best=config.group_best,
             jitter=config.jitter,
         ),
         biased=config.bias_speed > 0,
+        learned=config.bias,
         std=layer.std,
     )
     experts = Experts(
         config.experts,
         layer.dim,
         hidden,
-        activation=config.activation,
+        gate=gate_of(config),
         matmul=config.matmul,
         std=layer.std,
         output_std=layer.output_std,
+        bias=config.bias,
     )
     routed = Routed(
         router,
@@ -61,7 +65,9 @@ def build(config: MoE.Config, layer: Layer, job: Job, *, of: int) -> MoEFeedForw
         capacity=config.capacity,
         expert_choice=config.router == "expert_choice",
     )
-    shared = SharedExperts(layer, hidden * config.shared, config.activation) if config.shared else None
+    shared = None
+    if config.shared:
+        shared = SharedExperts(layer, hidden * config.shared, gate_of(config), bias=config.bias)
     return MoEFeedForward(routed, shared, layer.index)
 
 
@@ -122,15 +128,15 @@ class Overlapped:
 class SharedExperts(nn.Module):
     """N experts that every token takes are one of N times the width."""
 
-    def __init__(self, layer: Layer, hidden: int, activation: str) -> None:
+    def __init__(self, layer: Layer, hidden: int, gate: Gate, *, bias: bool = False) -> None:
         super().__init__()
-        self.act = GATES[activation]
-        self.gate = Linear(layer.dim, hidden, std=layer.std)
-        self.up = Linear(layer.dim, hidden, std=layer.std)
-        self.down = Linear(hidden, layer.dim, std=layer.output_std)
+        self.combine = gate
+        self.gate = Linear(layer.dim, hidden, bias=bias, std=layer.std)
+        self.up = Linear(layer.dim, hidden, bias=bias, std=layer.std)
+        self.down = Linear(hidden, layer.dim, bias=bias, std=layer.output_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.act(self.gate(x)) * self.up(x))
+        out: Tensor = self.down(self.combine(self.gate(x), self.up(x)))
         return out
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +13,33 @@ from torch import Tensor, nn
 from forge_train import Init
 from forge_train.ground.tensors import local
 
+if TYPE_CHECKING:
+    from ..moe import MoE
+
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`rows [rows, in]` sorted by expert, `weight [experts, out, in]`, `sizes [experts]` → `[rows, out]`. What it gives for
 rows beyond the sum of sizes may be anything."""
 
+Gate = Callable[[Tensor, Tensor], Tensor]
+"""Makes the input of `down` from the outputs of `gate` and `up`."""
+
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu}
+
+
+def gate_of(config: MoE.Config) -> Gate:
+    if config.activation == "clamped_swiglu":
+        return partial(clamped_swiglu, alpha=config.alpha, limit=config.limit)
+    return partial(gated, GATES[config.activation])
+
+
+def gated(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    return act(gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> Tensor:
+    """As in GPT-OSS (arXiv:2508.10925)."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 class Experts(nn.Module):
@@ -29,10 +52,11 @@ class Experts(nn.Module):
         count: number of experts.
         dim: width of tokens.
         hidden: width of one expert.
-        activation: a key of `GATES`.
+        gate: of each expert.
         matmul: which grouped product.
         std: of the initial weights that read the residual stream.
         output_std: of those that write it.
+        bias: whether the three projections have biases.
     """
 
     domain = "expert"
@@ -44,29 +68,45 @@ class Experts(nn.Module):
         dim: int,
         hidden: int,
         *,
-        activation: str = "swiglu",
+        gate: Gate = partial(gated, F.silu),  # noqa: B008 — a function
         matmul: Literal["auto", "grouped", "loop"] = "auto",
         std: float = 0.02,
         output_std: float = 0.02,
+        bias: bool = False,
     ) -> None:
         super().__init__()
-        self.act, self.std, self.output_std = GATES[activation], std, output_std
+        self.combine, self.std, self.output_std, self.bias = gate, std, output_std, bias
         self.gate = nn.Parameter(torch.empty(count, hidden, dim))
         self.up = nn.Parameter(torch.empty(count, hidden, dim))
         self.down = nn.Parameter(torch.empty(count, dim, hidden))
+        if bias:
+            self.gate_bias, self.up_bias = (nn.Parameter(torch.empty(count, hidden)) for _ in range(2))
+            self.down_bias = nn.Parameter(torch.empty(count, dim))
         self.product = {"auto": automatic, "grouped": grouped, "loop": looped}[matmul]
 
     def initial(self, name: str) -> Init:
+        if name.endswith("bias"):
+            return Init("zeros")
         return Init("normal", self.output_std if name == "down" else self.std)
 
     def expert_plan(self) -> dict[str, tuple[int, int]]:
-        """Parameter → the axis of experts, and the axis that tensor parallelism splits within an expert."""
-        return {"gate": (0, 1), "up": (0, 1), "down": (0, 2)}
+        """Parameter → the axis of experts, and the axis that tensor parallelism splits within an expert; none does that
+        where there are biases."""
+        plan = {"gate": (0, 1), "up": (0, 1), "down": (0, 2)}
+        return plan | {f"{name}_bias": (0, 1) for name in plan if self.bias}
 
     def forward(self, rows: Tensor, sizes: Tensor) -> Tensor:
         """`rows [rows, dim]` sorted by expert, `sizes [experts here]` → `[rows, dim]`."""
         gate, up = (self.product(rows, local(weight), sizes) for weight in (self.gate, self.up))
-        return self.product(self.act(gate) * up, local(self.down), sizes)
+        if not self.bias:
+            return self.product(self.combine(gate, up), local(self.down), sizes)
+        each = torch.arange(len(rows), device=rows.device)
+        expert = torch.searchsorted(sizes.cumsum(0), each, right=True).clamp(max=len(sizes) - 1)
+        # Its gradient is summed in an order that does not change from run to run, on CUDA too; an index's is not.
+        of_gate, of_up, of_down = (
+            F.embedding(expert, local(bias)) for bias in (self.gate_bias, self.up_bias, self.down_bias)
+        )
+        return self.product(self.combine(gate + of_gate, up + of_up), local(self.down), sizes) + of_down
 
 
 def automatic(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ class Choice:
     """Of neighbouring experts."""
     top_groups: int = 1
     """From how many of these a token may choose."""
+    group_best: int = 2
+    """How many of a group's best scores are summed to choose it."""
     jitter: float = 0.0
     """Noise on the input in training."""
 
@@ -55,18 +57,30 @@ class Router(nn.Module):
         choice: of experts.
         biased: whether there is a bias that takes part in the choice alone (arXiv:2408.15664).
         std: standard deviation of initial weights.
+        learned: whether the logits have a bias.
     """
 
     bias: Tensor | None
+    logit_bias: Tensor | None
 
-    def __init__(self, dim: int, experts: int, choice: Choice, *, biased: bool = False, std: float = 0.02) -> None:
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        choice: Choice,
+        *,
+        biased: bool = False,
+        std: float = 0.02,
+        learned: bool = False,
+    ) -> None:
         super().__init__()
         self.choice, self.std = choice, std
         self.weight = nn.Parameter(torch.empty(experts, dim))
+        self.register_parameter("logit_bias", nn.Parameter(torch.empty(experts)) if learned else None)
         self.register_buffer("bias", torch.zeros(experts) if biased else None)
 
     def initial(self, name: str) -> Init:
-        return Init("normal", self.std)
+        return Init("normal", self.std) if name == "weight" else Init("zeros")
 
     def reset_buffers(self) -> None:
         if self.bias is not None:
@@ -88,7 +102,7 @@ class Router(nn.Module):
         x = x.float()
         if self.choice.jitter and self.training:
             x = x * torch.empty_like(x).uniform_(1 - self.choice.jitter, 1 + self.choice.jitter)
-        logits = F.linear(x, self.weight.float())
+        logits = F.linear(x, self.weight.float(), None if self.logit_bias is None else self.logit_bias.float())
         if self.choice.scores == "softmax":
             shares = logits.softmax(-1)
             return shares, shares, logits
@@ -102,7 +116,7 @@ class Router(nn.Module):
         if self.choice.groups == 1:
             return scores
         by_group = scores.view(len(scores), self.choice.groups, -1)
-        best = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
+        best = by_group.topk(min(self.choice.group_best, by_group.shape[-1]), dim=-1).values.sum(-1)
         allowed = _mask(best, best.topk(self.choice.top_groups, dim=-1).indices)
         record_choices(self, "groups", lambda: (best, allowed))
         return by_group.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1)

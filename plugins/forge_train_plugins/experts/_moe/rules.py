@@ -13,6 +13,16 @@ if TYPE_CHECKING:
     from ..moe import MoE
 
 
+def layers(config: MoE.Config, count: int) -> list[int]:
+    """The layers that have experts, of so many."""
+    return list(range(config.dense_first, count))[config.every - 1 :: config.every]
+
+
+def hidden(config: MoE.Config, dense: int) -> int:
+    """Width of one expert, where a dense block has so many features."""
+    return config.hidden or -(-dense // (16 * (config.top_k + config.shared))) * 16
+
+
 def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
     """What only several values together show."""
     experts, parallel, train = config.experts, run.parallel, run.train
@@ -32,6 +42,8 @@ def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
             "moe.top_groups",
             f"{config.top_groups} groups of {experts // config.groups} experts hold fewer than top_k = {config.top_k}.",
         )
+    if config.group_best != 2 and config.groups == 1:
+        yield Problem("moe.group_best", "has no effect with groups = 1; remove it.")
     if experts % parallel.ep:
         yield Problem("parallel.ep", f"expert parallelism over {parallel.ep} ranks does not divide {experts} experts.")
     split = parallel.cp * (parallel.tp if parallel.etp == 1 else 1)
@@ -41,6 +53,14 @@ def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
             "train.sequence",
             f"each of {split} ranks ({axes}) routes its share of a sequence, and {split} does not divide "
             f"{train.sequence}.",
+        )
+    for key, default in (("alpha", 1.702), ("limit", 7.0)):
+        if config.activation != "clamped_swiglu" and getattr(config, key) != default:
+            yield Problem(f"moe.{key}", f"has no effect with moe.activation = {config.activation!r}; remove it.")
+    if config.bias and parallel.etp > 1:
+        yield Problem(
+            "parallel.etp",
+            "experts with biases (moe.bias) can't be split within an expert; set it to 1, and parallel.ep instead.",
         )
     if config.router == "expert_choice":
         yield from _expert_choice(config, run)

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 from forge_train import ConfigError, Head, HeadSpec, Layer
 from forge_train.nn import (
     Dropout,
+    DynamicRoPE,
     Embedding,
     LayerNorm,
+    LengthRoPE,
     LinearScaling,
     Llama3Scaling,
+    LongRoPE,
     OffsetRMSNorm,
     RMSNorm,
     RoPE,
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
 def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
     """The model, its attention and feed-forward blocks asked for layer by layer from the chains."""
-    ropes = _ropes(config)
+    ropes = _ropes(config) if config.positions == "rotary" else (None, None)
     windows, rotated = rules.windows(config), rules.rotated(config)
 
     def block(index: int) -> Block:
@@ -60,9 +63,10 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
             rope=ropes[window is not None] if rotated[index] else None,
             std=config.std,
             output_std=depth_scaled(config.std, config.layers) if config.depth_scaled else config.std,
+            sinks=config.sinks,
         )
         attention = job.hooks.attention(layer)
-        _check_obeyed("the attention", attention, layer, ("window", "soft_cap", "scale"))
+        _check_obeyed("the attention", attention, layer, ("window", "soft_cap", "scale", "sinks"))
         return Block(
             attention,
             job.hooks.feed_forward(layer),
@@ -93,10 +97,11 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
         tied=config.tied,
         embedding_multiplier=config.embedding_multiplier,
         dropout=dropout(config.embedding_dropout, "embedding"),
+        positions=Embedding(config.max_sequence, config.dim, std=config.std) if config.positions == "learned" else None,
     )
 
 
-DEFAULTS = {"window": None, "soft_cap": None, "scale": None, "divisor": 1.0}
+DEFAULTS = {"window": None, "soft_cap": None, "scale": None, "sinks": False, "divisor": 1.0}
 """What a module without the attribute does."""
 
 
@@ -116,13 +121,31 @@ def _check_obeyed(whose: str, module: object, asked: Layer | HeadSpec, names: It
             )
 
 
-def _ropes(config: Decoder.Config) -> tuple[RoPE, RoPE]:
+def _ropes(config: Decoder.Config) -> tuple[RoPE | LengthRoPE, RoPE | LengthRoPE]:
     """The rotation of layers without a window, and of those with one."""
     rope, features = config.rope, rules.rotated_features(config)
-    plain = RoPE(features, length=config.max_sequence, theta=rope.theta, scaling=scaling(rope))
+    plain = _rope(rope, features, config.max_sequence)
     if not rope.window_theta:
         return plain, plain
     return plain, RoPE(features, length=config.max_sequence, theta=rope.window_theta)
+
+
+def _rope(rope: Rope, features: int, length: int) -> RoPE | LengthRoPE:
+    if rope.scaling == "dynamic":
+        return DynamicRoPE(
+            features, length=length, theta=rope.theta, original_length=rope.original_sequence, factor=rope.factor
+        )
+    if rope.scaling == "longrope":
+        return LongRoPE(
+            features,
+            length=length,
+            theta=rope.theta,
+            original_length=rope.original_sequence,
+            short=rope.short,
+            long=rope.long,
+            attention_factor=rope.temperature,
+        )
+    return RoPE(features, length=length, theta=rope.theta, scaling=scaling(rope))
 
 
 def _ties(head: Head, embedding: Embedding) -> bool:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from forge_train import Attention, FeedForward
 from forge_train.nn import TensorStyle, flops_per_token
 
+from .renewed import RenewedCaches, renewed
+
 
 class Block(nn.Module):
     """One layer: a token mixer and a channel mixer, each on the residual stream and added to it.
@@ -78,10 +80,12 @@ class Transformer(nn.Module):
         tied: bool = False,
         embedding_multiplier: float = 1.0,
         dropout: nn.Module | None = None,
+        positions: nn.Embedding | None = None,
     ) -> None:
         super().__init__()
         self.dim: int = embedding.embedding_dim
         self.embedding: nn.Module | None = embedding
+        self.positions: nn.Module | None = positions
         self.embedding_dropout = dropout
         self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(layers)})
         self.norm: nn.Module | None = norm
@@ -106,13 +110,16 @@ class Transformer(nn.Module):
             x: token ids `[batch, sequence]` on the first part, hidden states on later ones.
             positions: `[batch, sequence]` int64; by default 0, 1, …, going on from what the cache holds.
             documents: `[batch, sequence]` int64; attention stays inside a document.
-            cache: what `new_cache` gave; it is extended by this sequence.
+            cache: what `new_cache` gave; it is extended by this sequence. Where it had to begin anew, the hidden states
+                of all its tokens are given, those of `x` last.
         """
         if cache and position_ids is None:
+            x = cache.take(x) if isinstance(cache, RenewedCaches) else x
             position_ids = self._next_positions(x, cache)
         if self.embedding is not None:
-            x = self.embedding(x)
+            ids, x = x, self.embedding(x)
             x = x if self.embedding_multiplier == 1 else x * self.embedding_multiplier
+            x = x if self.positions is None else x + self.positions(_places(ids, position_ids))
             x = x if self.embedding_dropout is None else self.embedding_dropout(x)
         for index, layer in self.layers.items():
             x = layer(x, position_ids, document_ids, cache[index] if cache else None)
@@ -122,12 +129,13 @@ class Transformer(nn.Module):
         """An empty cache for each layer, for `batch` sequences of at most `length` tokens.
 
         Raises:
-            TypeError: if a layer's attention keeps none.
+            TypeError: if a layer's attention keeps none, or its positions allow none.
             ValueError: if the model was not made for that length.
         """
         if length > self.max_sequence:
             raise ValueError(f"the model was made for at most {self.max_sequence} tokens, not for {length}")
-        return {index: _new_cache(layer.attention, batch, length) for index, layer in self.layers.items()}
+        caches = {index: _new_cache(layer.attention, batch, length) for index, layer in self.layers.items()}
+        return renewed(caches, [layer.attention for layer in self.layers.values()], length)
 
     def _next_positions(self, x: Tensor, cache: Mapping[str, Any]) -> Tensor:
         start = next(iter(cache.values())).length
@@ -143,8 +151,8 @@ class Transformer(nn.Module):
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:
         """Modules in the order data takes; a part is a run of neighbouring entries, and an entry is never divided."""
-        dropout = () if self.embedding_dropout is None else ("embedding_dropout",)
-        first = [("embedding", *dropout)] if self.embedding is not None else []
+        beside = (one for one in ("positions", "embedding_dropout") if getattr(self, one) is not None)
+        first = [("embedding", *beside)] if self.embedding is not None else []
         last = [("norm", "head")] if self.head is not None else []
         return (*first, *((unit,) for unit in self.units), *last)
 
@@ -155,7 +163,10 @@ class Transformer(nn.Module):
         roles = {f"head.{name}": "head" for name, _ in _parameters(self.head)}
         if self.tied and self.embedding is not None:
             roles.pop("head.weight", None)
-        return {f"embedding.{name}": "embedding" for name, _ in _parameters(self.embedding)} | roles
+        first = {one: getattr(self, one) for one in ("embedding", "positions")}
+        return {
+            f"{one}.{name}": "embedding" for one, module in first.items() for name, _ in _parameters(module)
+        } | roles
 
     def hidden_shape(self, batch: int, sequence: int) -> tuple[int, ...]:
         """What a part hands on to the next."""
@@ -171,6 +182,7 @@ class Transformer(nn.Module):
         plan: dict[str, TensorStyle] = {}
         if self.embedding is not None:
             plan["embedding"] = "vocabulary"
+            plan |= {} if self.positions is None else {"positions": "vocabulary"}
             plan |= {} if self.embedding_dropout is None else {"embedding_dropout": "sequence"}
         for unit, layer in zip(self.units, self.layers.values(), strict=True):
             for name in ("attention", "feed_forward"):
@@ -192,6 +204,10 @@ class Transformer(nn.Module):
         """
         blocks = [module for layer in self.layers.values() for module in (layer.attention, layer.feed_forward)]
         return sum(_flops(module, sequence) for module in [*blocks, self.head] if module is not None)
+
+
+def _places(ids: Tensor, position_ids: Tensor | None) -> Tensor:
+    return torch.arange(ids.shape[1], device=ids.device)[None] if position_ids is None else position_ids
 
 
 def _parameters(module: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:

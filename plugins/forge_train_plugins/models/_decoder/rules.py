@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from forge_train import Problem
 
 if TYPE_CHECKING:
+    from forge_train.config import Config as RunConfig
+
     from ..decoder import Decoder, Rope
 
 _BANDS = ("factor", "original_sequence", "low", "high")
@@ -17,6 +19,8 @@ BELONGS = {
     "linear": ("factor",),
     "llama3": _BANDS,
     "yarn": (*_BANDS, "temperature", "truncate"),
+    "dynamic": ("factor", "original_sequence"),
+    "longrope": ("original_sequence", "temperature", "short", "long"),
 }
 """Scaling → the keys of `[decoder.rope]` it reads, beside `theta`."""
 
@@ -57,10 +61,14 @@ def high(rope: Rope) -> float:
     return rope.high or (4.0 if rope.scaling == "llama3" else 32.0)
 
 
-def check(config: Decoder.Config, sequence: int) -> Iterator[Problem]:
-    """What several values together get wrong; `sequence` is the training run's, in tokens."""
+def check(config: Decoder.Config, run: RunConfig) -> Iterator[Problem]:
+    """What several values together get wrong."""
+    sequence, learned = run.train.sequence, config.positions == "learned"
     if not config.head_dim and config.dim % config.heads:
         yield Problem("decoder.heads", f"{config.heads} does not divide decoder.dim ({config.dim}); set head_dim.")
+    elif learned:
+        if config.rope != type(config.rope)():
+            yield Problem("decoder.rope", "has no effect with decoder.positions = 'learned'; remove it.")
     elif head_dim(config) % 2:
         yield Problem("decoder.head_dim", f"rotary positions need an even number, found {head_dim(config)}.")
     elif (features := rotated_features(config)) % 2 or not features:
@@ -81,6 +89,7 @@ def check(config: Decoder.Config, sequence: int) -> Iterator[Problem]:
         yield Problem("decoder.window_layers", "has no effect without decoder.window.")
     yield from _check_patterns(config)
     yield from _check_rope(config.rope)
+    yield from _check_by_length(config, run)
 
 
 def _check_patterns(config: Decoder.Config) -> Iterator[Problem]:
@@ -99,11 +108,33 @@ def _check_patterns(config: Decoder.Config) -> Iterator[Problem]:
 
 def _check_rope(rope: Rope) -> Iterator[Problem]:
     default = type(rope)()
-    for key in BELONGS["yarn"]:
+    for key in dict.fromkeys(key for keys in BELONGS.values() for key in keys):
         if key not in BELONGS[rope.scaling] and getattr(rope, key) != getattr(default, key):
             yield Problem(f"decoder.rope.{key}", f"has no effect with scaling = {rope.scaling!r}; remove it.")
-    if rope.scaling in ("llama3", "yarn"):
-        if not rope.original_sequence:
-            yield Problem("decoder.rope.original_sequence", f"scaling = {rope.scaling!r} needs it.")
-        if rope.low >= high(rope):
-            yield Problem("decoder.rope.low", f"must be less than high ({high(rope)}), found {rope.low}.")
+    if "original_sequence" in BELONGS[rope.scaling] and not rope.original_sequence:
+        yield Problem("decoder.rope.original_sequence", f"scaling = {rope.scaling!r} needs it.")
+    if rope.scaling in ("llama3", "yarn") and rope.low >= high(rope):
+        yield Problem("decoder.rope.low", f"must be less than high ({high(rope)}), found {rope.low}.")
+
+
+def _check_by_length(config: Decoder.Config, run: RunConfig) -> Iterator[Problem]:
+    """Scalings that go by the length of a sequence."""
+    rope, features = config.rope, rotated_features(config)
+    if rope.scaling not in ("dynamic", "longrope"):
+        return
+    if rope.scaling == "dynamic" and features == 2:
+        yield Problem("decoder.rope.scaling", "'dynamic' needs more than two rotated features.")
+    for key in ("short", "long") if rope.scaling == "longrope" else ():
+        found = getattr(rope, key)
+        if len(found) != features // 2:
+            yield Problem(f"decoder.rope.{key}", f"expected {features // 2} factors, found {len(found)}.")
+        elif min(found) <= 0:
+            yield Problem(f"decoder.rope.{key}", f"factors must be greater than 0, found {min(found)}.")
+    parallel = getattr(run, "parallel", None)
+    if parallel is not None and parallel.cp > 1 and run.train.sequence > rope.original_sequence:
+        yield Problem(
+            "parallel.cp",
+            f"decoder.rope.scaling = {rope.scaling!r} goes by the length of each sequence, of which a rank would have "
+            f"a slice; set parallel.cp = 1, or train.sequence to at most decoder.rope.original_sequence "
+            f"({rope.original_sequence}).",
+        )

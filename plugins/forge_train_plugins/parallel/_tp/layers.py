@@ -182,6 +182,8 @@ class Styles:
             module.register_forward_hook(self._join)
         elif style == "sequence" and self._region.sequence_parallel and hasattr(module, "sequence_piece"):
             module.sequence_piece = (self._region.group.rank, self._region.group.size)
+        elif style == "heads" and hasattr(module, "heads_piece"):
+            module.heads_piece = (self._region.group.rank, self._region.group.size)
         elif style in SHARDED:
             dim = SHARDED[style]
             split(module, dim, self._region, made, bias=style != "rowwise")

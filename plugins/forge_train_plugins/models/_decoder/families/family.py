@@ -1,4 +1,4 @@
-"""A family as a table: what each key of its `config.json` is in `[decoder]`, and how it names tensors."""
+"""A family as a table: what each key of its `config.json` is in sections, and how it names tensors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from forge_train.state_map import Rename
+
+from . import by_length
 from .positions import LLAMAS, Rotation, Windows, layer_types, repeating
 from .reader import NEUTRAL, REQUIRED, Reader
 
 if TYPE_CHECKING:
+    from forge_train.state_map import StateMap
+
     from ...decoder import Decoder
+
+Sections = Mapping[str, Mapping[str, Any]]
+"""Plugin → options."""
 
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
 """`hidden_act` → `swiglu.activation`; all families here gate."""
@@ -28,6 +36,7 @@ BLOCK = {
     "feed_forward.down": "mlp.down_proj",
 }
 """Module in a layer → its name in Llama's layout."""
+OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,25 @@ def soft_cap(option: str, missing: float | None) -> Key:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What the models of a family have of a plugin beside `decoder` and `swiglu`; an import enables it.
+
+    Args:
+        plugin: its name.
+        read: its section, from the file and the sections read so far.
+        write: keys of the file, from its section and that of the decoder.
+        neutral: options of it that change no number of a trained model.
+        resolved: a section with everything filled in that follows from other options.
+    """
+
+    plugin: str
+    read: Callable[[Reader, Sections], dict[str, Any]]
+    write: Callable[[Any, Decoder.Config], dict[str, Any]]
+    neutral: tuple[str, ...] = ()
+    resolved: Callable[[Any, Decoder.Config], Any] = lambda section, decoder: section
+
+
+@dataclass(frozen=True)
 class Family:
     """Models of one architecture of transformers.
 
@@ -101,10 +129,23 @@ class Family:
         head_dim: the same for `head_dim`; `hidden_size` / heads by default.
         activation: the key that names it.
         act: its value in a file that leaves it out.
-        rotation: how positions are written.
+        rotation: how positions are written; None for a family that rotates nothing.
         windows: how sliding windows are written; a family without has none.
         block: module in a layer → its name in the family's layout.
+        by_sections: those of such names that go by the sections of other parts.
         ignored: keys that transformers does not look at.
+        parts: other plugins that its models need.
+        outer: module outside layers → its name in the family's layout.
+        layers: where the family has its layers.
+        tensors: maps from its layout to forge's parameters, for a decoder like this: those of tensors that are not only
+            renamed. The first is what is written; files in the layouts of the others are read too.
+        leftovers: patterns of tensors that files may hold beside a decoder's like this.
+        common: keys of every family, unless it names them otherwise.
+        grouped: whether keys and values may have fewer heads, and heads other widths than `hidden_size` / heads.
+        activations: `hidden_act` → `swiglu.activation`.
+        fixed: keys that a file is given beside those.
+        unused: options of `[decoder]` that make no difference to its models.
+        spellings: other names of keys → those that are read and written here.
     """
 
     architecture: str
@@ -115,17 +156,34 @@ class Family:
     head_dim: int | None = None
     activation: str = "hidden_act"
     act: str = "silu"
-    rotation: Rotation = LLAMAS
+    rotation: Rotation | None = LLAMAS
     windows: Windows | None = None
     block: Mapping[str, str] = field(default_factory=lambda: BLOCK)
     ignored: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
+    layers: str = "model.layers"
+    tensors: Callable[[Decoder.Config], tuple[StateMap, ...]] = lambda config: ()
+    leftovers: Callable[[Decoder.Config], tuple[str, ...]] = lambda config: ()
+    common: Mapping[str, Key] = field(default_factory=lambda: COMMON)
+    grouped: bool = True
+    activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
+    fixed: Mapping[str, Any] = field(default_factory=lambda: {"attention_dropout": 0.0, "use_cache": True})
+    unused: tuple[str, ...] = ()
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    by_sections: Callable[[Sections], Mapping[str, str]] = lambda sections: {}
 
-    def read(self, table: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """The section `[decoder]`, and `swiglu.activation`.
+    def read(self, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The sections `[decoder]`, `[swiglu]`, and those of other parts.
 
         Raises:
             ConfigError: naming the keys whose values have no counterpart.
         """
+        config = Reader(table, neutral=NEUTRAL)
+        for other, usual in self.spellings.items():
+            if other in table and table.get(usual, table[other]) != table[other]:
+                config.refuse(other, f"{usual} says something else")
+        table = {self.spellings.get(name, name): value for name, value in table.items()}
         config = Reader(table, neutral=NEUTRAL)
         config.skip(*self.ignored)
         if len(config.get("architectures", [self.architecture])) != 1:
@@ -133,15 +191,9 @@ class Family:
         if config.get("model_type", self.model_type) != self.model_type:
             config.refuse("model_type", f"{self.architecture} is {self.model_type!r}")
         decoder: dict[str, Any] = {}
-        for name, key in {**COMMON, **self.keys}.items():
+        for name, key in {**self.common, **self.keys}.items():
             decoder |= key.read(config, name)
-        heads = decoder["heads"]
-        absent = self.kv_heads is not None and "num_key_value_heads" not in table
-        decoder["kv_heads"] = self.kv_heads if absent else config.integer("num_key_value_heads", heads)
-        config.skip("num_key_value_heads")
-        if self.head_dim and table.get("head_dim", self.head_dim) is None:
-            config.refuse("head_dim", "expected an integer")
-        decoder["head_dim"] = config.integer("head_dim", self.head_dim or decoder["dim"] // max(heads, 1))
+        self._read_heads(config, decoder)
         if decoder.get("scale") == decoder["head_dim"] ** -0.5:
             del decoder["scale"]
         decoder |= {name: one(decoder) if callable(one) else one for name, one in self.options.items()}
@@ -152,23 +204,55 @@ class Family:
             layer_types(config, which, fixed=True)
         if any(which):
             decoder |= {"window": window, "window_layers": repeating(which)}
-        decoder["rope"] = self.rotation.read(config, decoder["layers"], which)
-        activation = config.one_of(self.activation, ACTIVATIONS, self.act)
+        decoder["rope"] = self.rotation.read(config, decoder["layers"], which) if self.rotation else {}
+        decoder["max_sequence"] = by_length.max_sequence(decoder)
+        activation = config.one_of(self.activation, self.activations, self.act)
+        sections = {"decoder": decoder, "swiglu": {"activation": activation}}
+        for part in self.parts:
+            sections[part.plugin] = part.read(config, sections)
         config.refuse_the_rest()
-        return decoder, activation
+        return sections
 
-    def write(self, config: Decoder.Config, activation: str) -> dict[str, Any]:
+    def _read_heads(self, config: Reader, decoder: dict[str, Any]) -> None:
+        heads = decoder["heads"]
+        decoder["kv_heads"] = heads
+        if self.grouped:
+            absent = self.kv_heads is not None and "num_key_value_heads" not in config.table
+            decoder["kv_heads"] = self.kv_heads if absent else config.integer("num_key_value_heads", heads)
+            config.skip("num_key_value_heads")
+        if "head_dim" not in decoder:
+            width = self.head_dim or decoder["dim"] // max(heads, 1)
+            if self.head_dim and config.table.get("head_dim", self.head_dim) is None:
+                config.refuse("head_dim", "expected an integer")
+            decoder["head_dim"] = config.integer("head_dim", width) if self.grouped else width
+
+    def write(self, config: Decoder.Config, activation: str, sections: Mapping[str, Any]) -> dict[str, Any]:
         """The `config.json` of a model with these options, or of one that is as near as the family has.
 
         Args:
             config: with everything that follows from other options filled in.
             activation: of `[swiglu]`.
+            sections: of the family's other parts.
         """
-        acts = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+        acts = {ours: theirs for theirs, ours in self.activations.items()}
         found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        for name, key in {**COMMON, **self.keys}.items():
+        for name, key in {**self.common, **self.keys}.items():
             found[name] = key.theirs(getattr(config, key.options[0]))
-        found |= {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim}
-        found |= {self.activation: acts.get(activation, self.act), "attention_dropout": 0.0, "use_cache": True}
-        found |= self.rotation.write(config)
+        if self.grouped:
+            found["num_key_value_heads"] = config.kv_heads
+        if self.grouped and not any("head_dim" in key.options for key in self.keys.values()):
+            found["head_dim"] = config.head_dim
+        found |= {self.activation: acts.get(activation, self.act), **self.fixed}
+        found |= self.rotation.write(config) if self.rotation else {}
+        for part in self.parts:
+            found |= part.write(sections[part.plugin], config)
         return found | (self.windows.write(config) if self.windows is not None else {})
+
+    def maps(self, config: Decoder.Config, sections: Sections) -> tuple[StateMap, ...]:
+        """From the family's layout, and from others that files may have, to the parameters of a decoder like this."""
+        block = {**self.block, **self.by_sections(sections)}
+        outer = {ours: theirs for ours, theirs in self.outer.items() if not (config.tied and ours == "head")}
+        names = {f"{theirs}.{{kind}}": f"{ours}.{{kind}}" for ours, theirs in outer.items()}
+        inner = {f"{self.layers}.{{i}}.{theirs}": f"layers.{{i}}.{ours}" for ours, theirs in block.items()}
+        renamed = Rename(names | {f"{theirs}.{{kind}}": f"{ours}.{{kind}}" for theirs, ours in inner.items()})
+        return tuple(renamed | other for other in self.tensors(config)) or (renamed,)

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import rules
+from . import by_length
 from .reader import Reader
 
 if TYPE_CHECKING:
     from ...decoder import Decoder, Rope
 
-SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+SCALINGS = {
+    "default": "none",
+    "linear": "linear",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "dynamic": "dynamic",
+    "longrope": "longrope",
+}
 """`rope_type` → `decoder.rope.scaling`."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -27,17 +35,25 @@ class Rotation:
         window_theta: the same for layers with a window, where these have a rotation of their own, without a scaling.
         window_key: the key for it beside `rope_theta`.
         skipping: whether `no_rope_layers` names layers without positions.
+        partial: whether `partial_rotary_factor` may leave some features of each head unrotated.
+        types: `rope_type` → `decoder.rope.scaling`.
+        original: `original_max_position_embeddings` of a file that leaves it out; `max_position_embeddings` by default.
+        scaled: the table of a file that has none.
     """
 
     theta: float = 10_000.0
     window_theta: float | None = None
     window_key: str = ""
     skipping: bool = False
+    partial: bool = False
+    types: Mapping[str, str] = field(default_factory=lambda: SCALINGS)
+    original: int = 0
+    scaled: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, config: Reader, layers: int, windows: tuple[bool, ...]) -> dict[str, Any]:
         """The section `[decoder.rope]`."""
         if self.window_theta is None:
-            found = _rotation(_table(config), config, config.number("rope_theta", self.theta))
+            found = self._rotation(_table(config, self.scaled), config, config.number("rope_theta", self.theta))
         else:
             found = self._read_two(config, any(windows))
         return {**found, "layers": repeating(self.with_positions(config, layers))} if self.skipping else found
@@ -48,15 +64,15 @@ class Rotation:
             own = config.number(self.window_key, own)
         given = config.get("rope_parameters", {})
         if not given:
-            found = _rotation(_table(config), config, theta)
+            found = self._rotation(_table(config), config, theta)
         elif not isinstance(given, Mapping) or given.keys() - {FULL, SLIDING}:
             config.refuse("rope_parameters", f"expected a table for each of {FULL} and {SLIDING}")
         elif config.get("rope_scaling", None):
             config.refuse("rope_scaling", "rope_parameters is there too; keep one of them")
         else:
             of_each = {kind: _nested(config, given, kind) for kind in (FULL, SLIDING)}
-            found = _rotation(of_each[FULL], config, theta)
-            sliding = _rotation(of_each[SLIDING], config, own)
+            found = self._rotation(of_each[FULL], config, theta)
+            sliding = self._rotation(of_each[SLIDING], config, own)
             own = sliding.pop("theta")
             if sliding:
                 config.refuse("rope_parameters", "layers with a window are rotated without a scaling here")
@@ -73,7 +89,8 @@ class Rotation:
 
     def write(self, config: Decoder.Config) -> dict[str, Any]:
         """The keys as written before transformers 5, which every reader understands, where there are such."""
-        rope, scaling = config.rope, _scaling(config.rope)
+        rope = config.rope
+        scaling = _scaling(rope) or ({"rope_type": "default"} if self.scaled else None)
         own = rope.window_theta or rope.theta
         if self.window_theta is None or self.window_key:
             found: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": scaling}
@@ -83,7 +100,42 @@ class Rotation:
             found = {"rope_parameters": {FULL: full, SLIDING: {"rope_theta": own, "rope_type": "default"}}}
         if self.skipping:
             found["no_rope_layers"] = [int(one) for one in rules.rotated(config)]
-        return found
+        if self.partial:
+            found["partial_rotary_factor"] = rope.fraction
+        return found | by_length.outer(config)
+
+    def _rotation(self, given: Reader, config: Reader, theta: float) -> dict[str, Any]:
+        """One rotation, from transformers 5's `rope_parameters` or from the older keys."""
+        rope: dict[str, Any] = {"theta": given.number("rope_theta", theta)}
+        kind = given.one_of("rope_type" if "rope_type" in given.table else "type", self.types, "default")
+        if given.table.get("type", given.table.get("rope_type")) != given.table.get(
+            "rope_type", given.table.get("type")
+        ):
+            given.refuse("type", "rope_type says something else")
+        given.skip("type", "rope_type")
+        if kind in ("dynamic", "longrope"):
+            rope |= {"scaling": kind, **by_length.read(kind, given, config, self.original)}
+        elif kind != "none":
+            rope |= {"scaling": kind, "factor": given.number("factor")}
+        if kind in ("llama3", "yarn"):
+            length = config.integer("max_position_embeddings")
+            rope["original_sequence"] = given.integer("original_max_position_embeddings", length)
+        if kind == "llama3":
+            rope |= {"low": given.number("low_freq_factor"), "high": given.number("high_freq_factor")}
+        if kind == "yarn":
+            rope |= {
+                "low": given.number("beta_slow", 1),
+                "high": given.number("beta_fast", 32),
+                "temperature": _temperature(given, rope["factor"]),
+                "truncate": given.flag("truncate", True),
+            }
+        fraction = config.number("partial_rotary_factor", 1) if self.partial else 1
+        if (fraction := given.number("partial_rotary_factor", fraction)) != 1:
+            if not self.partial:
+                given.refuse("partial_rotary_factor", "this family rotates all features")
+            rope["fraction"] = fraction
+        given.refuse_the_rest()
+        return rope
 
 
 LLAMAS = Rotation()
@@ -157,35 +209,8 @@ def repeating(which: tuple[bool, ...]) -> tuple[bool, ...]:
     return which[: next(sizes, len(which))]
 
 
-def _rotation(given: Reader, config: Reader, theta: float) -> dict[str, Any]:
-    """One rotation, from transformers 5's `rope_parameters` or from the older keys."""
-    rope: dict[str, Any] = {"theta": given.number("rope_theta", theta)}
-    kind = given.one_of("rope_type" if "rope_type" in given.table else "type", SCALINGS, "default")
-    if given.table.get("type", given.table.get("rope_type")) != given.table.get("rope_type", given.table.get("type")):
-        given.refuse("type", "rope_type says something else")
-    given.skip("type", "rope_type")
-    if kind != "none":
-        rope |= {"scaling": kind, "factor": given.number("factor")}
-    if kind in ("llama3", "yarn"):
-        length = config.integer("max_position_embeddings")
-        rope["original_sequence"] = given.integer("original_max_position_embeddings", length)
-    if kind == "llama3":
-        rope |= {"low": given.number("low_freq_factor"), "high": given.number("high_freq_factor")}
-    if kind == "yarn":
-        rope |= {
-            "low": given.number("beta_slow", 1),
-            "high": given.number("beta_fast", 32),
-            "temperature": _temperature(given, rope["factor"]),
-            "truncate": given.flag("truncate", True),
-        }
-    if given.number("partial_rotary_factor", 1) != 1:
-        given.refuse("partial_rotary_factor", "this family rotates all features")
-    given.refuse_the_rest()
-    return rope
-
-
-def _table(config: Reader) -> Reader:
-    """The one table that says how positions are rotated; empty where there is none."""
+def _table(config: Reader, missing: Mapping[str, Any] | None = None) -> Reader:
+    """The one table that says how positions are rotated; `missing`, or empty, where there is none."""
     tables = {key: config.get(key, {}) for key in ("rope_scaling", "rope_parameters")}
     for key, table in tables.items():
         if not isinstance(table, Mapping):
@@ -193,7 +218,7 @@ def _table(config: Reader) -> Reader:
     if all(tables.values()):
         config.refuse("rope_scaling", "rope_parameters is there too; keep one of them")
     key = "rope_scaling" if tables["rope_scaling"] else "rope_parameters"
-    return Reader(tables[key], f"{key}.")
+    return Reader(tables[key] or missing or {}, f"{key}.")
 
 
 def _nested(config: Reader, given: Mapping[str, Any], kind: str) -> Reader:
@@ -218,6 +243,8 @@ def _temperature(given: Reader, factor: float) -> float:
 def _scaling(rope: Rope) -> dict[str, Any] | None:
     if rope.scaling == "none":
         return None
+    if rope.scaling in ("dynamic", "longrope"):
+        return by_length.write(rope)
     scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
     if rope.scaling == "linear":
         return scaling

@@ -20,7 +20,8 @@ IRRELEVANT = frozenset(
         *("top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
         *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "diversity_penalty"),
         *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "begin_suppress_tokens"),
-        *("unsloth_version", "unsloth_fixed", "cache_implementation"),
+        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+        *("summary_first_dropout", "unsloth_version", "unsloth_fixed", "cache_implementation"),
     ]
 )
 """Keys that change no logit: names, the dtype in the files, ids of special tokens, labels, settings of generation."""
@@ -37,6 +38,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False, None),
     "sliding_window": (None,),
     "partial_rotary_factor": (1, None),
+    "router_jitter_noise": (0,),
+    "clip_qkv": (None,),
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
     "tie_encoder_decoder": (False,),
@@ -46,6 +49,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "use_bfloat16": (False,),
     "tf_legacy_loss": (False,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "reorder_and_upcast_attn": (False,),
 }
 """Keys that change nothing with these values, where a family does not read them."""
 
@@ -102,6 +108,12 @@ class Reader:
         if not isinstance(value, list) or len(value) < count or any(one not in (0, 1) for one in value):
             self.refuse(key, f"expected a list of {count} times 0 or 1")
         return tuple(bool(one) for one in value[:count])
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        value = self.get(key)
+        if not isinstance(value, list) or any(type(one) not in (int, float) for one in value):
+            self.refuse(key, "expected a list of numbers")
+        return tuple(map(float, value))
 
     def skip(self, *keys: str) -> None:
         """Keys that need not be looked at."""

@@ -1,0 +1,50 @@
+"""Caches of a model whose positions are rotated by a sequence's length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_train.nn import DynamicRoPE, LengthRoPE
+
+
+class RenewedCaches(dict[str, Any]):
+    """Of each layer. They begin anew once, where a sequence becomes longer than the original context: from there on all
+    its positions have other frequencies, and so other keys, values and hidden states.
+
+    Args:
+        caches: of each layer.
+        after: tokens of the original context.
+    """
+
+    def __init__(self, caches: Mapping[str, Any], after: int) -> None:
+        super().__init__(caches)
+        self._after, self._ids = after, torch.empty(0)
+
+    def take(self, ids: Tensor) -> Tensor:
+        """What the layers have to be given, with these ids the newest: them, or all ids so far."""
+        held = next(iter(self.values())).length
+        self._ids = torch.cat([self._ids, ids], 1) if held else ids
+        if not 0 < held <= self._after < self._ids.shape[1]:
+            return ids
+        for one in self.values():
+            one.length = 0
+        return self._ids
+
+
+def renewed(caches: dict[str, Any], attention: Sequence[Any], length: int) -> dict[str, Any]:
+    """The same caches, or ones that begin anew where positions need it.
+
+    Raises:
+        TypeError: where no cache of that length can be kept.
+    """
+    ropes = (getattr(one, "rope", None) for one in attention)
+    rope = next((one for one in ropes if isinstance(one, LengthRoPE)), None)
+    if rope is None or length <= rope.original_length:
+        return caches
+    if isinstance(rope, DynamicRoPE):
+        raise TypeError("the scaling 'dynamic' changes all keys with each token; there is nothing to keep")
+    return RenewedCaches(caches, rope.original_length)

@@ -1,0 +1,241 @@
+"""Phi-3, GPT-2 and GPT-OSS: logits, gradients and generated tokens are those of transformers, and they go back."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fakes
+from forge_train import ConfigError
+from forge_train.nn import decays, hidden_matrices
+from forge_train_plugins.attention.eager import Eager
+from forge_train_plugins.attention.flex import Flex
+from forge_train_plugins.attention.sdpa import SDPA
+from forge_train_plugins.experts.moe import MoE
+from forge_train_plugins.models.decoder import Decoder, Rope
+from hf_families import copied, imported, mapped, saved_config, theirs
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.unit
+
+NONE = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    **NONE,
+}
+DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+OLD: dict[str, Any] = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96, **DRY, **NONE}
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 4.0, 9.0]}
+DYNAMIC = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e3}
+OSS = {
+    **SHAPE,
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "truncate": False, "rope_theta": 1e3,
+        "original_max_position_embeddings": 32,
+    },
+}  # fmt: skip
+SCALED: dict[str, Any] = {"scaling": "longrope", "original_sequence": 16}
+CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "gpt2": ("GPT2", OLD, SDPA),
+    "gpt2 untied, relu": (
+        "GPT2", {**OLD, "tie_word_embeddings": False, "n_inner": 40, "activation_function": "relu"}, Eager,
+    ),
+    "phi3": ("Phi3", SHAPE, SDPA),
+    "phi3 tied, window, partial": (
+        "Phi3", {**SHAPE, "tie_word_embeddings": True, "sliding_window": 8, "partial_rotary_factor": 0.5}, SDPA,
+    ),
+    "phi3 longrope": (
+        "Phi3", {**SHAPE, "original_max_position_embeddings": 32, "rope_parameters": LONG}, Flex,
+    ),
+    "llama dynamic": ("Llama", {**SHAPE, "max_position_embeddings": 32, "rope_parameters": DYNAMIC}, SDPA),
+    "llama longrope": (
+        "Llama",
+        {**SHAPE,
+         "rope_parameters": {**LONG, "original_max_position_embeddings": 32, "factor": 2.0, "rope_theta": 99.0}},
+        SDPA,
+    ),
+    "gpt-oss": ("GptOss", OSS, Eager),
+    "gpt-oss without biases, default positions": (
+        "GptOss",
+        {**OSS, "attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
+         "tie_word_embeddings": True, "swiglu_alpha": 1.2, "swiglu_limit": 0.3, "num_experts_per_tok": 3,
+         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},
+        Flex,
+    ),
+}  # fmt: skip
+"""Family, configuration, and a kernel that can do what it needs."""
+TOKENS = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.accept("families", 1)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_of_fused_layouts_are_those_of_transformers(case: str) -> None:
+    family, values, kernel = CASES[case]
+    reference = theirs(transformers, family, **values)
+    found, model = copied(reference, kernel=kernel)
+    expected, logits = reference(TOKENS).logits, model.head(model(TOKENS))
+    assert (logits - expected).abs().max() <= 1e-5
+    short = TOKENS[:, :20]
+    assert (model.head(model(short)) - reference(short).logits).abs().max() <= 1e-5
+    for output in (expected, logits):
+        F.cross_entropy(output[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()).backward()
+    gradients = mapped(found, {name: p.grad for name, p in reference.named_parameters()})
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.accept("families", 1)
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_of_fused_layouts_are_those_of_transformers(case: str) -> None:
+    family, values, kernel = CASES[case]
+    reference = theirs(transformers, family, **values)
+    _, model = copied(reference, kernel=kernel)
+    prompt = TOKENS[:1, :12]
+    # but for Phi-3, transformers' cache keeps keys that were rotated for a shorter sequence
+    asked = {"do_sample": False, "max_new_tokens": 64, "min_new_tokens": 64, "use_cache": family != "Llama"}
+    expected = reference.generate(prompt, **asked)
+    assert torch.equal(generated(model, prompt, 64, cached="dynamic" not in case), expected)
+
+
+@torch.no_grad()
+def generated(model: Any, ids: Tensor, count: int, *, cached: bool = True) -> Tensor:
+    cache, new = model.new_cache(1, ids.shape[1] + count) if cached else None, ids
+    for _ in range(count):
+        new = model.head(model(new if cached else ids, cache=cache)[:, -1:]).argmax(-1)
+        ids = torch.cat([ids, new], 1)
+    return ids
+
+
+@pytest.mark.accept("families", 1)
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_reads_fused_layouts_that_are_exported(case: str) -> None:
+    family, values, kernel = CASES[case]
+    reference = theirs(transformers, family, **values)
+    found, plugin, job = imported(saved_config(reference), kernel)
+    exported = plugin.export_hf(job)
+    assert exported.map == found.map
+    config = transformers.AutoConfig.for_model(**{**exported.config, "pad_token_id": None})
+    config._attn_implementation = "eager"
+    again = getattr(transformers, exported.config["architectures"][0])(config).eval()
+    assert type(again) is type(reference)
+    missing, unexpected = again.load_state_dict(reference.state_dict(), strict=False)
+    assert (missing, unexpected) == ([], [])
+    torch.testing.assert_close(again(TOKENS).logits, reference(TOKENS).logits)
+    reread = fakes.make(Decoder).import_hf(json.loads(json.dumps(exported.config)))
+    assert reread.sections == found.sections
+
+
+# -- what is refused, and what is chosen -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "message"),
+    [
+        ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ("GPT2LMHeadModel", {"scale_attn_weights": False}, "scale_attn_weights = False"),
+        ("GPT2LMHeadModel", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn = True"),
+        ("GPT2LMHeadModel", {"activation_function": "silu"}, "activation_function = 'silu' .*known are gelu, relu"),
+        ("GPT2LMHeadModel", {"rope_theta": 1e4}, "rope_theta = 10000.0"),
+        ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention = True"),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, r"rope_scaling\.type = 'yarn'"),
+        ("Phi3ForCausalLM", {"rope_scaling": {**LONG, "long_factor": "1"}}, r"rope_scaling\.long_factor .*a list"),
+        ("Phi3ForCausalLM", {"rope_scaling": {**LONG, "short_mscale": 2.0}}, r"rope_scaling\.short_mscale"),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": LONG, "original_max_position_embeddings": 0},
+            "original_max_position_embeddings = 0 .*greater than 0",
+        ),
+        ("GptOssForCausalLM", {"swiglu_limit": 0.0}, "swiglu_limit = 0.0 .*greater than 0"),
+        ("GptOssForCausalLM", {"quantization_config": {"quant_method": "awq"}}, "quantization_config = .*awq"),
+        ("GptOssForCausalLM", {"experts_per_token": 1, "num_experts_per_tok": 2}, "experts_per_token = 1 .*says"),
+    ],
+)
+def test_what_these_families_do_not_have_is_named(architecture: str, values: dict[str, Any], message: str) -> None:
+    shape = {} if architecture.startswith("GPT2") else SHAPE
+    with pytest.raises(ConfigError, match=f"config.json: {message}"):
+        fakes.make(Decoder).import_hf({"architectures": [architecture], **shape, **values})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type"),
+    [("GPT2LMHeadModel", "gpt2"), ("Phi3ForCausalLM", "phi3"), ("GptOssForCausalLM", "gpt_oss")],
+)
+def test_bare_files_of_these_families_have_the_defaults_of_transformers(architecture: str, model_type: str) -> None:
+    shape = {key: value for key, value in SHAPE.items() if value is not None}
+    bare = {} if model_type == "gpt2" else shape
+    made = json.loads(json.dumps(transformers.AutoConfig.for_model(model_type, **bare).to_dict()))
+    found = fakes.make(Decoder).import_hf({"architectures": [architecture], **bare})
+    full = fakes.make(Decoder).import_hf({**made, "architectures": [architecture]})
+    assert found.sections == full.sections
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"positions": "learned", "rope": Rope(theta=7.0)}, "decoder.rope"),
+        ({"rope": Rope(short=(1.0,) * 4)}, "decoder.rope.short"),
+        ({"rope": Rope(scaling="dynamic", factor=2.0)}, "decoder.rope.original_sequence"),
+        ({"rope": Rope(**SCALED, short=(1.0,) * 4, long=(1.0,) * 3)}, "decoder.rope.long"),
+        ({"rope": Rope(**SCALED, short=(1.0,) * 4, long=(1.0, 2.0, 0.0, 1.0))}, "decoder.rope.long"),
+        ({"head_dim": 2, "rope": Rope(scaling="dynamic", original_sequence=8)}, "decoder.rope.scaling"),
+    ],
+)
+def test_options_of_positions_that_do_not_fit(values: dict[str, Any], key: str) -> None:
+    plugin = fakes.make(Decoder, **(fakes.TINY | values))
+    assert [problem.key for problem in plugin.check_config(fakes.run_config())] == [key]
+
+
+@pytest.mark.parametrize(
+    ("values", "run", "key"),
+    [
+        ({"limit": 5.0}, {}, "moe.limit"),
+        ({"alpha": 1.0}, {}, "moe.alpha"),
+        ({"bias": True}, {"etp": 2}, "parallel.etp"),
+    ],
+)
+def test_options_of_experts_that_do_not_fit(values: dict[str, Any], run: dict[str, int], key: str) -> None:
+    parallel = SimpleNamespace(**{"ep": 1, "etp": 1, "tp": 1, "cp": 1, **run})
+    config = SimpleNamespace(parallel=parallel, train=SimpleNamespace(micro_batch=1, global_batch=1, sequence=16))
+    assert [problem.key for problem in fakes.make(MoE, **values).check_config(config)] == [key]
+
+
+def test_attention_without_sinks_is_named() -> None:
+    job = fakes.job()
+    job.hooks.attention = lambda layer: torch.nn.Identity()
+    with pytest.raises(ConfigError, match=r"decoder\.sinks: the attention \(Identity\) does not support it"):
+        fakes.make(Decoder, **fakes.TINY, sinks=True).build_model(job)
+
+
+def test_biases_of_experts_are_no_matrices() -> None:
+    _, model = copied(theirs(transformers, "GptOss", **OSS))
+    found = fakes.part_model(model)
+    matrices = {name.rpartition(".")[2] for name in hidden_matrices(found) if ".experts." in name}
+    assert matrices == {"gate", "up", "down"}
+    biases = [(name, one) for name, one in model.named_parameters() if name.endswith("_bias") and one.ndim > 1]
+    assert len(biases) == 3 * SHAPE["num_hidden_layers"]
+    assert not any(decays(found, name, one, embeddings=False) for name, one in biases)
+
+
+def test_a_cache_begins_anew_where_the_long_factors_begin() -> None:
+    _, model = copied(theirs(transformers, "Phi3", **CASES["phi3 longrope"][1]))
+    whole, cache = model(TOKENS[:, :36]), model.new_cache(2, 40)
+    for start, stop in ((0, 30), (30, 32), (32, 33), (33, 36)):
+        given = model(TOKENS[:, start:stop], cache=cache)
+    assert given.shape[1] == 3
+    torch.testing.assert_close(given, whole[:, 33:], rtol=1e-4, atol=1e-5)
