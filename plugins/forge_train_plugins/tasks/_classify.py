@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from forge_train import MASKED, Batch, LossFunction
 from forge_train.contract.losses import batch_loss
-from forge_train.metrics import ConfusionMatrix
+from forge_train.metrics import Accuracy, ConfusionMatrix
 from forge_train.nn import Linear, full_tensor
 
 
@@ -34,12 +34,27 @@ class ClassHead(nn.Module):
         return logits
 
 
-class Agreement(ConfusionMatrix):
-    """Accuracy, and F1 averaged over the classes that occur."""
+class MacroF1(ConfusionMatrix):
+    """F1, averaged over the classes that occur."""
 
-    def value(self, sums: Tensor, maxima: Tensor) -> Mapping[str, float]:
-        found = super().value(sums, maxima)
-        return {name: found[name] for name in ("accuracy", "f1")}
+    def value(self, sums: Tensor, maxima: Tensor) -> float:  # type: ignore[override]
+        return super().value(sums, maxima)["f1"]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The metrics, once somebody has asked for them."""
+
+    accuracy: Accuracy
+    macro_f1: MacroF1
+
+    @classmethod
+    def of(cls, classes: int) -> Observed:
+        return cls(Accuracy(), MacroF1(classes))
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        self.accuracy.update(logits, labels)
+        self.macro_f1.update(logits.argmax(-1), labels)
 
 
 @dataclass(frozen=True)
@@ -48,16 +63,16 @@ class Classification:
     token. Labels lie along the sequence, so that every cut of it is right."""
 
     loss_function: LossFunction
-    observed: Callable[[], ConfusionMatrix | None]
+    observed: Callable[[], Observed | None]
 
     def weight(self, batch: Batch) -> int:
         return int((batch.labels != MASKED).sum())
 
     def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
         head = part.get_submodule("head")
-        if (metric := self.observed()) is not None:
+        if (observed := self.observed()) is not None:
             with torch.no_grad():
-                metric.update(full_tensor(head(hidden)).argmax(-1), batch.labels)
+                observed.update(full_tensor(head(hidden)), batch.labels)
         return batch_loss(self.loss_function, hidden, head, batch)
 
     def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:

@@ -9,7 +9,8 @@ from forge_train import Classes, Head, HeadSpec, Plugin, Problem, Task, hookimpl
 
 if TYPE_CHECKING:
     from forge_train import Job, Metric, Model
-    from forge_train.metrics import ConfusionMatrix
+
+    from ._classify import Observed
 
 
 class _Classifier(Plugin):
@@ -27,7 +28,7 @@ class _Classifier(Plugin):
         """Names of the classes: label k is the k-th. An export writes them into `config.json`."""
 
     config: Config
-    _observed: ConfusionMatrix | None = None
+    _observed: Observed | None = None
 
     @hookimpl
     def check_config(self) -> Iterator[Problem]:
@@ -51,26 +52,21 @@ class _Classifier(Plugin):
     def task(self, job: Job) -> Task:
         from ._classify import Classification
 
-        return Classification(job.hooks.loss(), self._observe)
+        return Classification(job.hooks.loss(), lambda: self._observed)
 
     @hookimpl
     def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
-        from ._classify import Agreement
+        from ._classify import Observed
 
-        self._observed = Agreement(len(self.config.classes))
-        return {"labels": self._observed}
-
-    def _observe(self) -> ConfusionMatrix | None:
-        """The metric, once somebody has asked for it."""
-        return self._observed
+        self._observed = Observed.of(len(self.config.classes))
+        return {"accuracy": self._observed.accuracy, "macro_f1": self._observed.macro_f1}
 
 
 class Classify(_Classifier):
     """Sequence classification: the class of a text, from the hidden state of its last token.
 
     As `…ForSequenceClassification` of transformers, with a linear head without a bias. The mean is over texts, which
-    may be packed into rows. `classify.labels.accuracy` and `classify.labels.f1`, averaged over the classes (macro),
-    are logged for training, and for held-out texts at each evaluation.
+    may be packed into rows. The metrics are `classify.accuracy` and `classify.macro_f1`, the mean of the classes' F1.
     """
 
     name = "classify"
@@ -86,7 +82,7 @@ class TokenClassify(_Classifier):
     """Token classification: a class for each token that has a label.
 
     As `…ForTokenClassification` of transformers, with a linear head with a bias. The mean is over labelled tokens;
-    others are left out. Metrics are those of `classify`.
+    others are left out. The metrics are `token_classify.accuracy` and `token_classify.macro_f1`.
     """
 
     name = "token_classify"
