@@ -27,6 +27,7 @@ def plan(
     tied: Iterable[Collection[str]] = (),
     missing: Choose = lambda _: (),
     unexpected: Choose = lambda _: (),
+    ignored: Choose = lambda _: (),
 ) -> Plan:
     """How to make a model's weights from a folder's tensors, if it holds exactly those. Reads only copies.
 
@@ -38,6 +39,7 @@ def plan(
         tied: groups of names that share one parameter; the folder may hold copies of its tensor.
         missing: chooses, of the weights that the layout does not name, those that may keep their initial values.
         unexpected: chooses, of the tensors that the layout does not use, those that may be there.
+        ignored: chooses, of the weights that the layout names and the model does not have, those that are left out.
 
     Raises:
         ConfigError: naming every difference.
@@ -48,8 +50,10 @@ def plan(
     step = layout.map.trace(stored)
     made = Plan(step.given)
     sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
-    expected = _expected(folder, layout, wanted, whose, missing)
-    wrong = _missing(folder, expected, whose) if expected is not None else _not_given(step, wanted, whose)
+    beside = {name: made.targets[name] for name in ignored(sorted(made.targets.keys() - wanted.keys()))}
+    described = {**wanted, **{name: (view.shape, view.dtype) for name, view in beside.items()}}
+    expected = _expected(folder, layout, described, whose, missing)
+    wrong = _missing(folder, expected, whose) if expected is not None else _not_given(step, described, whose)
     wrong += [_odd(folder, name) for name in folder.tensors if name not in stored and name not in leftovers]
     for name, view in made.targets.items():
         if view.dtype not in DTYPES.values():
