@@ -275,9 +275,10 @@ def _padding(special: Mapping[str, Any], layout: HFModel, job: Job) -> dict[str,
     """The id of padding where the last token of a text is found by it: that of the imported model, unless texts end
     with the same token; else the layout's own."""
     pad = special.get("pad_token_id")
-    if "pad_token_id" not in layout.config or pad is None or not job.hooks.provider("tokenizer"):
+    if "pad_token_id" not in layout.config or pad is None:
         return {}
-    return {} if pad in job.hooks.tokenizer().stops else {"pad_token_id": pad}
+    stops = job.hooks.tokenizer().stops if job.hooks.provider("tokenizer") else ()
+    return {} if pad in stops else {"pad_token_id": pad}
 
 
 def _special_tokens(beside: Mapping[str, Path], job: Job) -> dict[str, Any]:
