@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .contract.model import Model as Model
     from .contract.plugin import Plugin as Plugin
     from .contract.plugin import hookimpl as hookimpl
+    from .contract.protocols import Classes as Classes
     from .contract.protocols import Evaluator as Evaluator
     from .contract.protocols import Executor as Executor
     from .contract.protocols import HFModel as HFModel
@@ -115,7 +116,7 @@ _HOME = {
     "contract.model": "Model",
     "contract.plugin": "Plugin hookimpl",
     "contract.layers": "FeedForward Head HeadSpec Init Layer",
-    "contract.protocols": "Evaluator Executor HFModel"
+    "contract.protocols": "Classes Evaluator Executor HFModel"
     " Loader LossFunction LossScale RolloutLoader Schedule Span SpanName Task TokenDispatch Tokenizer",
     "contract.state_dtypes": "StateDtypes",
     "contract.step_state": "StepState",

@@ -20,6 +20,7 @@ from .losses import with_rows
 from .metric import Metric
 from .plugin import Plugin
 from .protocols import (
+    Classes,
     Evaluator,
     Executor,
     HFModel,
@@ -163,6 +164,9 @@ class Hooks(Events):
         guard = Guarded(tokenizer, Tokenizer, self.whose("tokenizer"))
         guard.decode(guard.encode("a"))
         return tokenizer
+
+    def classes(self) -> Classes:
+        return cast(Classes, self._slot("classes"))
 
     def task(self) -> Task:
         return cast(Task, Guarded(self._slot("task"), Task, self.whose("task")))

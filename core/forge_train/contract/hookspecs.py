@@ -30,6 +30,7 @@ from .layers import FeedForward, Head, HeadSpec, Layer
 from .metric import Metric
 from .plugin import PROJECT
 from .protocols import (
+    Classes,
     Evaluator,
     Executor,
     HFModel,
@@ -172,6 +173,12 @@ def example_batch(job: Job) -> Batch | None:
 @_hook("slot", optional=True)
 def tokenizer(job: Job) -> Tokenizer:
     """Text to token ids and back, for generation and evaluation."""
+    raise AssertionError
+
+
+@_hook("slot", optional=True)
+def classes(job: Job) -> Classes:
+    """The classes that labels stand for, for the data and the head."""
     raise AssertionError
 
 

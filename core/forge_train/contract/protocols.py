@@ -105,6 +105,16 @@ class OffsetEncoder(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """What labels stand for (`classes`)."""
+
+    names: tuple[str, ...]
+    """Of the classes: label k is the k-th."""
+    of: Literal["text", "token"]
+    """What has a label: each text, or each of its tokens."""
+
+
 class TokenDispatch(Protocol):
     """`token_dispatch`: the transport of tokens to the ranks of their experts, and back."""
 

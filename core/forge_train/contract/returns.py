@@ -144,10 +144,15 @@ def _function(*signature: Any) -> Kind:
     return Kind("a function", problem)
 
 
+def _choice(*values: Any) -> Kind:
+    return Kind(" or ".join(map(repr, values)), lambda value: "" if value in values else found(value))
+
+
 _FORMS: dict[Any, Callable[..., Kind]] = {
     typing.Union: _union,
     types.UnionType: _union,
     typing.Annotated: _scalar,
+    typing.Literal: _choice,
     Callable: _function,
 }
 

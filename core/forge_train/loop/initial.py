@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..composition.initialise import tied_groups
+from ..contract.hookspecs import GIVES
 from ..contract.job import Job
 from ..contract.model import Model
 from ..contract.protocols import HFModel
@@ -37,6 +38,8 @@ class Initial:
 def load_initial(model: Model, job: Job) -> Initial | None:
     """Take the weights that `train.init_from` names, if it names any.
 
+    A head of another kind than token logits may be new: weights of a language model begin all but the head.
+
     Raises:
         ConfigError: if there are no weights there, or those of another model.
     """
@@ -47,7 +50,7 @@ def load_initial(model: Model, job: Job) -> Initial | None:
         taken = _from_hugging_face(model, job, Path(train.init_from).absolute())
     else:
         path = checkpoint.resolve(Path(train.init_from), job.dist)
-        fit = load_weights(model, job, path, missing=train.init_missing, unexpected=train.init_unexpected)
+        fit = load_weights(model, job, path, missing=train.init_missing, unexpected=train.init_unexpected, free=_head(job))
         taken = Initial(str(path.absolute()), Base.of(path), fit.missing, fit.unexpected)
     for what, names in (("keep their initial values", taken.missing), ("were left out", taken.unexpected)):
         if names and job.dist.main:
@@ -71,7 +74,7 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
     weights = model.alone().state_dict()
     stages = job.dist.gather_stages({name: (tuple(one.shape), one.dtype) for name, one in weights.items()})
     ties = job.dist.gather_stages(tied_groups(*model.parts))
-    may_lack = Patterns("train.init_missing", job.config.train.init_missing)
+    may_lack = Patterns("train.init_missing", job.config.train.init_missing, _head(job))
     may_exceed = Patterns("train.init_unexpected", job.config.train.init_unexpected)
     missing, unexpected = list[str](), list[str]()
     plan = hf_fit.plan(
@@ -82,11 +85,17 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
         tied=[group for stage in ties for group in stage],
         missing=_noting(may_lack, missing),
         unexpected=_noting(may_exceed, unexpected),
+        ignored=_noting(Patterns("", (), _head(job)), unexpected),
     )
     may_lack.check(f"{path} lacks")
     may_exceed.check(f"{path} holds beside the model")
     fill(weights, plan, folder)
     return Initial(str(path), None, tuple(missing), tuple(unexpected))
+
+
+def _head(job: Job) -> tuple[str, ...]:
+    """Patterns of parameters that a language model may lack, or have beside the model."""
+    return () if job.hooks.gives("head") in ("", GIVES["head"]) else ("head.*",)
 
 
 def _warn_of_differences(layout: HFModel, job: Job, path: Path) -> None:

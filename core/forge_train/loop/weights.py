@@ -59,6 +59,7 @@ def load_weights(
     base: str = "",
     missing: Sequence[str] = (),
     unexpected: Sequence[str] = (),
+    free: Sequence[str] = (),
 ) -> Fit:
     """Take only the weights from a checkpoint, those that it is evaluated with.
 
@@ -69,6 +70,7 @@ def load_weights(
         base: see `places`.
         missing: patterns of names that the checkpoint need not hold.
         unexpected: patterns of names that it may hold beside the model's.
+        free: patterns of names that may be in one of the two alone, or in neither.
 
     Raises:
         ConfigError: if they are of another model, and for a pattern that fits nothing.
@@ -76,7 +78,7 @@ def load_weights(
     weights = model.alone().state_dict()
     beside = tuple(f"{name}." for name in checkpoint.read_state(path).get("models", {}))
     found = {name: at for name, at in places(path, job.dist, base).items() if not name.startswith(beside)}
-    fit = compare_shapes(path, weights, job.dist, found, missing=missing, unexpected=unexpected)
+    fit = compare_shapes(path, weights, job.dist, found, missing=missing, unexpected=unexpected, free=free)
     read(weights, fit, job.dist)
     return fit
 
@@ -172,13 +174,15 @@ class Patterns:
 
     key: str
     given: Sequence[str]
+    free: Sequence[str] = ()
+    """These may fit nothing."""
     fitting: set[str] = field(default_factory=set)
 
     def take(self, names: Iterable[str]) -> list[str]:
         """The names that fit one."""
         taken = []
         for name in names:
-            if hits := [one for one in self.given if fnmatchcase(name, one)]:
+            if hits := [one for one in (*self.given, *self.free) if fnmatchcase(name, one)]:
                 self.fitting.update(hits)
                 taken.append(name)
         return taken
@@ -197,6 +201,7 @@ def compare_shapes(
     *,
     missing: Sequence[str] = (),
     unexpected: Sequence[str] = (),
+    free: Sequence[str] = (),
 ) -> Fit:
     """Whether a checkpoint holds the weights of all stages of a pipeline.
 
@@ -205,7 +210,7 @@ def compare_shapes(
         weights: of this rank.
         dist: all processes compare together.
         found: see `places`; what is not in `path` itself may hold more than the model.
-        missing: see `load_weights`, as for `unexpected`.
+        missing: see `load_weights`, as for `unexpected` and `free`.
 
     Raises:
         ConfigError: naming those that differ.
@@ -214,7 +219,8 @@ def compare_shapes(
     stages = dist.gather_stages({name: tuple(tensor.shape) for name, tensor in weights.items()})
     here = {name: shape for stage in stages for name, shape in stage.items()}
     saved = {name: shapes[where][f"{MODEL}{name}"][0] for name, where in found.items() if where == path or name in here}
-    may_lack, may_exceed = Patterns("train.init_missing", missing), Patterns("train.init_unexpected", unexpected)
+    may_lack = Patterns("train.init_missing", missing, free)
+    may_exceed = Patterns("train.init_unexpected", unexpected, free)
     lacking, exceeding = (sorted(names) for names in (here.keys() - saved.keys(), saved.keys() - here.keys()))
     lack, exceed = may_lack.take(lacking), may_exceed.take(exceeding)
     lines = [

@@ -6,7 +6,7 @@ computes is lost, and core calls both once memory is there.
 
 What optimizers share is here too: parameter groups, and updates of full matrices; and what attention kernels share:
 which keys a query sees, documents' bounds, and exact attention in tiles for where no fused kernel runs; and what losses
-share: sums over chunks of a sequence. Techniques stay out of this package. Importing it imports torch.
+share: sums over chunks of a sequence, one vector for each of them. Techniques stay out of this package. Importing it imports torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .groups import decay_groups, decays, parameter_groups
 from .matrices import fused_rows, hidden_matrices
 from .matrix_optimizer import MatrixOptimizer
 from .narrow_state import NarrowState, narrowed
+from .pooling import POOLING, Pooling, gather_rows, pool, prepare_pooling
 from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
 from .rope_by_length import DynamicRoPE, LengthRoPE, LongRoPE
 from .spans import PerBatch, document_bounds, first_visible, is_imagined, neighbours
@@ -44,8 +45,10 @@ __all__ = [
     "LongRoPE",
     "MatrixOptimizer",
     "NarrowState",
+    "POOLING",
     "OffsetRMSNorm",
     "PerBatch",
+    "Pooling",
     "RMSNorm",
     "RoPE",
     "Scaling",
@@ -62,10 +65,13 @@ __all__ = [
     "flops_per_token",
     "full_tensor",
     "fused_rows",
+    "gather_rows",
     "hidden_matrices",
     "is_imagined",
     "narrowed",
     "neighbours",
     "parameter_groups",
+    "pool",
+    "prepare_pooling",
     "sum_in_chunks",
 ]

@@ -28,6 +28,7 @@ def plan(
     tied: Iterable[Collection[str]] = (),
     missing: Choose = lambda _: (),
     unexpected: Choose = lambda _: (),
+    ignored: Choose = lambda _: (),
 ) -> Plan:
     """How to make a model's weights from a folder's tensors, if it holds exactly those. Reads only copies.
 
@@ -39,21 +40,28 @@ def plan(
         tied: groups of names that share one parameter; the folder may hold copies of its tensor.
         missing: chooses, of the weights that the folder does not give, those that may keep their initial values.
         unexpected: chooses, of the tensors that the layout does not use, those that may be there.
+        ignored: chooses, of the weights that the layout names and the model does not have, those that are left out.
 
     Raises:
         ConfigError: naming every difference.
         PluginError: if the layout does not name the parameters of the model that was built from it.
     """
     leftovers = [name for name in folder.tensors if any(re.fullmatch(one, name) for one in layout.leftovers)]
+    if leftovers:
+        everything = Plan(_fitting(layout, folder.described()).map.trace(folder.described()).given)
+        needed = {source for name in everything.targets if name in wanted for source, _ in everything.reads(name)}
+        leftovers = [name for name in leftovers if name not in needed]
     stored = {name: one for name, one in folder.described().items() if name not in leftovers}
     layout = _fitting(layout, stored)
     step = layout.map.trace(stored)
     made = Plan(step.given)
     sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
     absent = {*missing(sorted(wanted.keys() - made.targets.keys()))}
+    beside = {name: made.targets[name] for name in ignored(sorted(made.targets.keys() - wanted.keys()))}
     wanted = {name: one for name, one in wanted.items() if name not in absent}
-    expected = _expected(folder, layout, wanted, whose)
-    wrong = _missing(folder, expected, whose) if expected is not None else _not_given(step, wanted, whose)
+    described = {**wanted, **{name: (view.shape, view.dtype) for name, view in beside.items()}}
+    expected = _expected(folder, layout, described, whose)
+    wrong = _missing(folder, expected, whose) if expected is not None else _not_given(step, described, whose)
     wrong += [_odd(folder, name) for name in folder.tensors if name not in stored and name not in leftovers]
     for name, view in made.targets.items():
         if view.dtype not in DTYPES.values():

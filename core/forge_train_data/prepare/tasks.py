@@ -14,6 +14,7 @@ from ..chats import Learn
 from ..files import File
 from ..formats import Part, lookup
 from ..held_out import FEW
+from ..labels import Labels
 
 TASK = 64 << 20
 """Bytes of a task at most, about: what a kill costs each worker, and the text of a shard."""
@@ -42,6 +43,7 @@ class Preparation:
         pairs: whether records are pairs, each of which becomes two documents that follow each other: preferences,
             which are conversations too, or texts.
         maps: changes of texts, in order, as `Maps` takes them.
+        labels: where records have labels, each of which becomes two documents, of tokens and of classes.
     """
 
     sources: tuple[str, ...]
@@ -57,10 +59,13 @@ class Preparation:
     learn: Learn = "assistant"
     pairs: Literal["", "preference", "embedding"] = ""
     maps: tuple[str, ...] = ()
+    labels: Labels | None = None
 
     def public(self) -> dict[str, Any]:
         """What decides the result, beside the files and the tokenizer."""
         made = {"held_out": self.held_out, "train_tokenizer": self.train_tokenizer}
+        if self.labels is not None:
+            return {**made, **self.labels.public()}
         if self.pairs:
             return {**made, "pairs": self.pairs, "template": self.template}
         if self.chat:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from ..chats import (
 )
 from ..formats import lookup, text_of
 from ..held_out import SIDES, Side, divided, side_of
+from ..labels import labelled
 from ..manifest import WORK
 from ..maps import Maps
 from ..shard import Ids
@@ -103,15 +105,18 @@ def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told:
         def side(name: Side) -> _Side:
             if name not in sides:
                 path, made_by = shard_path(wanted.out, name, task.number), maker.tokenizer
-                writer = ShardWriter(
-                    path, made_by.vocabulary, made_by.digest, trained=wanted.chat or bool(wanted.pairs)
-                )
+                ids = max(made_by.vocabulary, 1 + len(wanted.labels.classes.names) if wanted.labels else 0)
+                writer = ShardWriter(path, ids, made_by.digest, trained=wanted.chat or bool(wanted.pairs))
                 sides[name] = _Side(stack.enter_context(writer), made_by)
             return sides[name]
 
         for piece in task.pieces:
             try:
-                if wanted.pairs:
+                if wanted.labels is not None:
+                    for text, two in labelled(_placed(piece), wanted.labels, maker.tokenizer):
+                        for ids in two:
+                            side(side_of(text, wanted.held_out)).add_encoded(ids, None, len(text))
+                elif wanted.pairs:
                     for text, members in pairs(piece, maker.template, maker.tokenizer):
                         for ids, trained in members:
                             side(side_of(text, wanted.held_out)).add_encoded(ids, trained, len(text))
@@ -212,6 +217,12 @@ def _ended(tokenizer: Tokenizer, segments: Segments) -> tuple[Ids, NDArray[np.ui
     return ids, trained
 
 
+def _placed(piece: Piece) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The records of a piece, each after the file and the place where it stands."""
+    for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
+        yield piece.file.at(place), record
+
+
 def documents(piece: Piece, field: str) -> Iterator[bytes]:
     """The texts of a piece, as UTF-8; empty ones left out."""
     for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
@@ -241,9 +252,9 @@ class _Side:
         if self._size >= BATCH:
             self._flush()
 
-    def add_encoded(self, ids: Ids, trained: NDArray[np.uint8], size: int) -> None:
+    def add_encoded(self, ids: Ids, trained: NDArray[np.uint8] | None, size: int) -> None:
         """A document that is tokens already, and begins and ends as it should."""
-        self._writer.add([ids], size, [trained])
+        self._writer.add([ids], size, [] if trained is None else [trained])
 
     def close(self) -> Header:
         self._flush()

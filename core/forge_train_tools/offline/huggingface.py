@@ -249,7 +249,8 @@ def export_checkpoint(
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
-        described = {**_special_tokens(beside, job), **layout.config, "torch_dtype": str(dtype).removeprefix("torch.")}
+        special = _special_tokens(beside, job)
+        described = {**special, **layout.config, **_padding(special, layout, job), "torch_dtype": str(dtype).removeprefix("torch.")}
         write_json(part / CONFIG, described)
         files = write_tensors(
             part,
@@ -270,6 +271,16 @@ def export_checkpoint(
     notes = () if TOKENIZER in beside else (f"The run has no {TOKENIZER} to put beside the weights.",)
     parameters = sum(tensor.numel() for tensor in model.state_dict().values())
     return Exchanged(target, parameters, tuple(file.name for file in files), notes)
+
+
+def _padding(special: Mapping[str, Any], layout: HFModel, job: Job) -> dict[str, Any]:
+    """The id of padding where the last token of a text is found by it: that of the imported model, unless texts end
+    with the same token; else the layout's own."""
+    pad = special.get("pad_token_id")
+    if "pad_token_id" not in layout.config or pad is None:
+        return {}
+    stops = job.hooks.tokenizer().stops if job.hooks.provider("tokenizer") else ()
+    return {} if pad in stops else {"pad_token_id": pad}
 
 
 def _special_tokens(beside: Mapping[str, Path], job: Job) -> dict[str, Any]:

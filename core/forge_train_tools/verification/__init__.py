@@ -116,7 +116,10 @@ def _judge(layout: Recording, reference: Reference, folder: Path) -> Verdict:
     )
 
     def explained() -> Explanation | None:
-        return explain(_alone(request, f"train.micro_batch={layout.micro_batch}"), layout, folder / "explained")
+        try:
+            return explain(_alone(request, f"train.micro_batch={layout.micro_batch}"), layout, folder / "explained")
+        except ConfigError:  # a task may refuse, on one process, what one rank of several computes at a time
+            return None
 
     return compare(reference.recording, layout, followed, exact, explained)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_train import ConfigError, Ge, Gt, HFModel, Le, Lt, Plugin, Problem, hookimpl, section
@@ -166,24 +167,37 @@ class Decoder(Plugin):
 
     @hookimpl
     def import_hf(self, config: Mapping[str, Any]) -> HFModel | None:
+        from ._decoder import heads
         from ._decoder.huggingface import read
 
-        return read(config, self.config)
+        given, architecture = heads.gives(config)
+        if not given:
+            return read(config, self.config)
+        found = read(heads.causal(config, architecture), self.config)
+        return heads.imported(found, given, config) if found else None
 
     @hookimpl
     def export_hf(self, job: Job) -> HFModel:
         import torch
 
+        from ._decoder import heads
         from ._decoder.huggingface import write
 
-        if (given := job.hooks.gives("head")) != "token_logits":
-            raise ConfigError(
-                f"The Hugging Face layout of a decoder has a head for language modelling; plugin "
-                f"{job.hooks.provider('head')!r} gives {given!r}."
-            )
         with torch.device("meta"):
-            model = self.build_model(job)
-        return write(self.config, self._vocabulary(job), model, job.config.sections)
+            model: Any = self.build_model(job)
+        if (given := job.hooks.gives("head")) == "token_logits":
+            return write(self.config, self._vocabulary(job), model, job.config.sections)
+        if given not in heads.KINDS:
+            raise ConfigError(
+                f"The Hugging Face layout of a decoder has a head that gives token_logits, {', '.join(heads.KINDS)}; "
+                f"plugin {job.hooks.provider('head')!r} gives {given!r}."
+            )
+        head, model.head = model.head, None
+        trunk = write(replace(self.config, tied=True), self._vocabulary(job), model, job.config.sections)
+        classes = job.hooks.classes() if job.hooks.provider("classes") else None
+        # Texts to be classified don't end with the token that ends documents; those with a reward do.
+        pad = job.hooks.tokenizer().end if classes and job.hooks.provider("tokenizer") else None
+        return heads.exported(trunk, given, head, classes, pad)
 
     def _vocabulary(self, job: Job) -> int:
         """Token ids of the model: at least as many as the tokenizer has.

@@ -1,8 +1,9 @@
-"""The loss of language modelling."""
+"""The loss of language modelling and of classification."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from forge_train import Ge, LossFunction, Lt, Plugin, hookimpl, section
 
@@ -14,6 +15,7 @@ class CrossEntropy(Plugin):
     """Cross-entropy in fp32 that never holds all logits at once, with z-loss and label smoothing on request."""
 
     api = (1, 0)
+    takes: ClassVar[Mapping[str, tuple[str, ...]]] = {"head": ("token_logits", "text_class_logits", "token_class_logits")}
 
     @section
     class Config:

@@ -1,0 +1,97 @@
+"""One vector for each sequence, and those of all ranks: what heads for texts, pairs and rewards have in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..contract.batch import Batch, BatchPhase, PrepareBatch
+from ..contract.cuts import TOKENS
+
+if TYPE_CHECKING:
+    from ..contract.job import Job
+
+Pooling = Literal["mean", "last", "cls"]
+POOLING = "pooling"
+"""The target that holds the weight of each position, `[batch, sequence]` fp32."""
+
+
+def prepare_pooling(pooling: Pooling) -> PrepareBatch:
+    """For `prepare_batch`: adds the target `pooling`, the weight of each position in the vector of its sequence.
+
+    The text of a row is what has the document id of its first token, and all of it without document ids. Weights are
+    made of whole sequences, so that they are right where context parallelism cuts them afterwards.
+
+    Args:
+        pooling: `mean` of the text's tokens, its `last` token, or its first one (`cls`).
+    """
+    return PrepareBatch(BatchPhase.MASK, partial(_weigh, pooling))
+
+
+def _weigh(pooling: Pooling, batch: Batch) -> Batch:
+    ids = batch.document_ids
+    text = torch.ones(batch.inputs.shape) if ids is None else (ids == ids[:, :1]).float()
+    length = text.sum(1, keepdim=True)
+    if pooling == "mean":
+        weights = text / length
+    else:
+        place = torch.zeros_like(length) if pooling == "cls" else length - 1
+        weights = (torch.arange(text.shape[1]) == place).float()
+    return replace(
+        batch, targets={**batch.targets, POOLING: weights}, axes={**batch.axes, POOLING: TOKENS}
+    )
+
+
+def pool(values: Tensor, batch: Batch, job: Job) -> Tensor:
+    """`[batch, sequence, features]` → `[batch, features]` fp32, by the target that `prepare_pooling` made.
+
+    Under context parallelism every rank gets the vectors of whole sequences, and passes its part of the gradient on.
+    """
+    pooled = (values.float() * batch.targets[POOLING].unsqueeze(-1)).sum(1)
+    return _Sum.apply(pooled, job.dist.mesh("dense", "cp").get_group()) if job.dist.layout.cp > 1 else pooled
+
+
+def gather_rows(rows: Tensor, job: Job) -> Tensor:
+    """`[rows, features]` of each data-parallel rank → those of all, in order of ranks; differentiable.
+
+    A gradient is the sum of what all ranks pass back, so that a sum of losses over the ranks has the gradient of the
+    same loss on one process. All ranks have equally many rows.
+    """
+    return _Gather.apply(rows, job.dist.mesh("batch", "dp").get_group()) if job.dist.data_ranks > 1 else rows
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = values.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.count = group, len(rows)
+        gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, rows.contiguous(), group=group)
+        return torch.cat(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        # gloo has no reduce-scatter of autograd's layout; vectors of texts are small beside gradients of weights
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        start = dist.get_rank(ctx.group) * ctx.count
+        return total[start : start + ctx.count], None

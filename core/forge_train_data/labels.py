@@ -1,0 +1,186 @@
+"""Texts with labels: records to tokens and classes, and rows of them.
+
+A prepared folder has two documents for each record: its tokens, and for each token 1 + its class, or 0 for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forge_train import MASKED, Classes, ConfigError, Tokenizer
+from forge_train.contract.protocols import OffsetEncoder
+from forge_train.ground.errors import nearest
+from forge_train.ground.present import few
+
+from .documents import Documents, Int64
+from .fit import Long, fitted
+from .rows import PackedRows, Pieces
+
+Align = Literal["", "first", "last", "all"]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Where records have their texts and labels.
+
+    Args:
+        classes: that labels are resolved with.
+        text: the field of the text, or of the list of words where each has a label.
+        label: the field of the label, or of the list of labels.
+        align: of a word's tokens, those that get its label.
+    """
+
+    classes: Classes
+    text: str
+    label: str
+    align: Align
+
+    def public(self) -> dict[str, Any]:
+        """What decides the result."""
+        names = list(self.classes.names)
+        return {"classes": names, "of": self.classes.of, "text": self.text, "label": self.label, "align": self.align}
+
+    def read(self, record: Mapping[str, Any], where: str, tokenizer: Tokenizer) -> tuple[str, Any, Any]:
+        """The text, its token ids, and 1 + the class of each, or 0.
+
+        The label of a text stands at every token, so that its last one has it however it is shortened.
+
+        Raises:
+            ConfigError: naming the file and the place.
+        """
+        if self.classes.of == "text":
+            text = self._field(record, self.text, str, "a text", where)
+            ids = [*tokenizer.begin, *tokenizer.encode(text)]
+            number = self._number(self._field(record, self.label, (str, int), "a label", where), where)
+            if not ids or number is None:
+                raise ConfigError(f"{where}: {'the text has no token' if not ids else 'the text has no label'}.")
+            return text, np.asarray(ids, np.uint32), np.full(len(ids), number + 1, np.uint32)
+        words = self._field(record, self.text, list, "a list of words", where)
+        labels = self._field(record, self.label, list, "a list of labels", where)
+        if not words or not all(isinstance(word, str) for word in words):
+            raise ConfigError(f"{where}: {self.text!r}: expected a list of words, at least one.")
+        if len(words) != len(labels):
+            raise ConfigError(f"{where}: {len(words)} words ({self.text!r}) and {len(labels)} labels ({self.label!r}).")
+        return self._aligned(words, [self._number(label, where) for label in labels], tokenizer, where)
+
+    def _field(self, record: Mapping[str, Any], name: str, kind: Any, words: str, where: str) -> Any:
+        value = record.get(name)
+        if isinstance(value, kind) and not isinstance(value, bool):
+            return value
+        there = ", ".join(map(repr, record)) or "none"
+        raise ConfigError(f"{where}: expected {words} under {name!r}; the fields are {there}.")
+
+    def _number(self, label: Any, where: str) -> int | None:
+        """The number of a class; None for what is not learned, as −100 and null say."""
+        names = self.classes.names
+        if label is None or (label == MASKED and not isinstance(label, str)):
+            return None
+        if isinstance(label, str):
+            if label in names:
+                return names.index(label)
+            hint = nearest(label, names)
+            raise ConfigError(f"{where}: label {label!r} is none of the classes {few(names)}.{hint}")
+        if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(names):
+            return label
+        raise ConfigError(f"{where}: label {label!r} is not the name of a class, or its number from 0 to {len(names) - 1}.")
+
+    def _aligned(self, words: list[str], numbers: list[int | None], tokenizer: Tokenizer, where: str) -> tuple[str, Any, Any]:
+        """Words with a space between them, encoded in one piece."""
+        if not isinstance(tokenizer, OffsetEncoder):
+            raise ConfigError(
+                f"{type(tokenizer).__name__} does not tell which characters a token stands for (encode_with_offsets), "
+                "which labels of words need."
+            )
+        text = " ".join(words)
+        ids, offsets = tokenizer.encode_with_offsets(text)
+        if not ids:
+            raise ConfigError(f"{where}: the words have no token.")
+        ends = np.cumsum([len(word) + 1 for word in words]) - 1
+        begins = ends - [len(word) for word in words]
+        spans = np.asarray(offsets, np.int64).reshape(-1, 2)
+        found = np.zeros(len(ids), np.uint32)
+        for number, begin, end in zip(numbers, begins.tolist(), ends.tolist(), strict=True):
+            tokens = np.flatnonzero((spans[:, 0] < end) & (spans[:, 1] > begin))
+            if number is not None and tokens.size:
+                chosen = {"first": tokens[:1], "all": tokens}.get(self.align, tokens[-1:])
+                found[chosen] = number + 1
+        before = np.zeros(len(tokenizer.begin), np.uint32)
+        return text, np.asarray([*tokenizer.begin, *ids], np.uint32), np.concatenate([before, found])
+
+
+class _Texts:
+    """The documents with tokens, without those with classes."""
+
+    def __init__(self, documents: Documents) -> None:
+        self.count, self.digest, self.shards = documents.count // 2, documents.digest, documents.shards
+        self._documents = documents
+
+    def lengths(self) -> Int64:
+        return self._documents.lengths()[::2]
+
+
+class LabelledRows(PackedRows):
+    """Whole texts in rows, each with its class at its last token, or with classes at its tokens.
+
+    Args:
+        documents: of a folder that was prepared with `Labels`.
+        sequence: tokens of a row.
+        of: what has a label.
+        long, packing, key: as of `fitted`.
+        pad: the token id of padding.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        sequence: int,
+        of: Literal["text", "token"],
+        *,
+        long: Long,
+        packing: Literal["best_fit", "pad"],
+        key: str,
+        pad: int,
+    ) -> None:
+        texts: Any = _Texts(documents)
+        pieces = fitted(texts, sequence, long=long, packing=packing, key=key)
+        super().__init__(documents, sequence, replace(pieces, document=pieces.document * 2), pad=pad)
+        self._of = of
+
+    def _read(self, row: int, inputs: Int64, labels: Int64, position_ids: Int64, document_ids: Int64) -> None:
+        super()._read(row, inputs, labels, position_ids, document_ids)
+        at, pieces = 0, self._pieces
+        for piece in pieces.of(row):
+            stop = at + int(pieces.length[piece])
+            classes = _classes(self._documents, pieces, piece, stop - at)
+            labels[at:stop] = np.where(classes > 0, classes - 1, MASKED)
+            if self._of == "text":
+                labels[at : stop - 1] = MASKED
+            at = stop
+
+
+def _classes(documents: Documents, pieces: Pieces, piece: int, length: int) -> NDArray[np.int64]:
+    """1 + the class of each token of a piece."""
+    found = np.zeros(length, np.int64)
+    begin, _ = documents.span(int(pieces.document[piece]) + 1)
+    documents.take(begin + int(pieces.start[piece]), found)
+    return found
+
+
+def labelled(
+    records: Iterator[tuple[str, Mapping[str, Any]]], labels: Labels, tokenizer: Tokenizer
+) -> Iterator[tuple[bytes, list[Any]]]:
+    """The text of each record, with its two documents.
+
+    Args:
+        records: each after the file and the place where it stands.
+        labels: where they have what.
+        tokenizer: of the preparation.
+    """
+    for where, record in records:
+        text, ids, classes = labels.read(record, where, tokenizer)
+        yield text.encode("utf-8", errors="replace"), [ids, classes]

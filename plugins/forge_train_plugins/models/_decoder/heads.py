@@ -1,0 +1,129 @@
+"""The decoder under other heads than that of language modelling, in Hugging Face layout.
+
+A family is a table of a causal language model. Under another head, its trunk is the same: what is read and written here
+is that of a tied model, which has no tensor for its head, and the other head beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from forge_train import Classes, ConfigError, HFModel
+from forge_train.state_map import Rename
+
+CAUSAL = "ForCausalLM"
+TRUNK = "model."
+"""What names of the trunk's tensors begin with, but in the class without a head."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A head.
+
+    Args:
+        suffix: of its class in transformers.
+        parameters: of the head's module, each a tensor of its own name.
+        missing: families that transformers has no such class of.
+    """
+
+    suffix: str
+    parameters: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+TEXT = Kind("ForSequenceClassification", ("score.weight",), ("Granite",))
+TOKENS = Kind(
+    "ForTokenClassification",
+    ("score.weight", "score.bias"),
+    ("Granite", "Olmo2", "Olmo3", "Gemma3Text", "DeepseekV2"),
+)
+KINDS = {"text_class_logits": TEXT, "token_class_logits": TOKENS, "rewards": TEXT, "embeddings": Kind("Model")}
+"""What a head gives → its class. `embeddings` stands last: its suffix is that of no other."""
+STEMS = {"Gemma3Text": "Gemma3"}
+"""Stems of classes under other heads → those of the causal class, where they differ."""
+
+
+def gives(table: Mapping[str, Any]) -> tuple[str, str]:
+    """What the head of a `config.json` gives, and the architecture of its family; empty for a causal model."""
+    named: Sequence[str] = table.get("architectures") or ()
+    for given, kind in KINDS.items():
+        for one in named:
+            if one.endswith(kind.suffix) and len(named) == 1:
+                stem = one.removesuffix(kind.suffix)
+                if given == "text_class_logits" and len(_names(table)) == 1:
+                    given = "rewards"
+                return given, STEMS.get(stem, stem) + CAUSAL
+    return "", ""
+
+
+def causal(table: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The `config.json` of the family's causal model with the same trunk."""
+    return {**table, "architectures": [architecture], "tie_word_embeddings": True}
+
+
+def imported(found: HFModel, given: str, table: Mapping[str, Any]) -> HFModel:
+    """A model that was read as a causal one, under its own head.
+
+    Raises:
+        ConfigError: for labels that no plugin here learns.
+    """
+    kind = KINDS[given]
+    sections: dict[str, Mapping[str, Any]] = {**found.sections}
+    sections["decoder"] = {**sections["decoder"], "tied": False, "logit_soft_cap": 0.0, "logit_divisor": 1.0}
+    if kind.suffix == "Model":
+        return replace(found, map=Rename({"{name*}": f"{TRUNK}{{name*}}"}) >> found.map, sections=sections)
+    if (problem := table.get("problem_type")) not in (None, "single_label_classification") and given != "rewards":
+        raise ConfigError(f"config.json: problem_type = {problem!r} can't be imported: a text has one class here.")
+    plugin = {"rewards": "reward", "text_class_logits": "classify"}.get(given, "token_classify")
+    sections[plugin] = {} if given == "rewards" else {"classes": _names(table)}
+    head = Rename({name: f"head.{name}" for name in kind.parameters})
+    return replace(found, map=found.map | head, sections=sections)
+
+
+def _names(table: Mapping[str, Any]) -> list[str]:
+    """Names of the classes, in order of their labels."""
+    given = table.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+    try:
+        ordered = {int(key): str(name) for key, name in given.items()}
+        return [ordered[label] for label in range(len(ordered))]
+    except (AttributeError, KeyError, ValueError) as error:
+        raise ConfigError("config.json: id2label must name the labels 0, 1, …, each once.") from error
+
+
+def exported(found: HFModel, given: str, head: nn.Module, classes: Classes | None, pad: int | None) -> HFModel:
+    """A model that was written as a tied causal one, under its own head.
+
+    Args:
+        found: with the trunk alone.
+        given: what the head gives.
+        head: of the model.
+        classes: which it tells apart, if it does.
+        pad: the token id of padding, by which transformers finds the last token of a text.
+
+    Raises:
+        ConfigError: for a class that transformers does not have, or a head of other parameters.
+    """
+    kind = KINDS[given]
+    (architecture,) = found.config["architectures"]
+    if not architecture.endswith(CAUSAL):
+        raise ConfigError(f"{architecture} is exported with a head for language modelling only.")
+    stem = architecture.removesuffix(CAUSAL)
+    stem = next((ours for ours, theirs in STEMS.items() if theirs == stem), stem)
+    if stem in kind.missing:
+        raise ConfigError(f"transformers has no {stem}{kind.suffix}; decoder.architecture names another family.")
+    own = tuple(name for name, _ in head.named_parameters())
+    if own != kind.parameters:
+        has, needs = (", ".join(names) or "no parameter" for names in (own, kind.parameters))
+        raise ConfigError(f"{stem}{kind.suffix} has a head with {needs}; the head of this model has {has}.")
+    config = {**found.config, "architectures": [stem + kind.suffix], "tie_word_embeddings": False}
+    if kind.suffix == "Model":
+        return replace(found, map=Rename({"{name*}": f"{TRUNK}{{name*}}"}) >> found.map, config=config)
+    names = classes.names if classes else ("reward",)
+    config |= {"id2label": {str(k): name for k, name in enumerate(names)}, "pad_token_id": pad}
+    config["label2id"] = {name: k for k, name in enumerate(names)}
+    config["problem_type"] = "single_label_classification" if classes else "regression"
+    return replace(found, map=found.map | Rename({name: f"head.{name}" for name in kind.parameters}), config=config)

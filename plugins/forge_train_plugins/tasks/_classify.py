@@ -1,0 +1,80 @@
+"""The head, the task and the metric of the `classify` and `token_classify` plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from forge_train import MASKED, Batch, LossFunction
+from forge_train.contract.losses import batch_loss
+from forge_train.metrics import Accuracy, ConfusionMatrix
+from forge_train.nn import Linear, full_tensor
+
+
+class ClassHead(nn.Module):
+    """Hidden states `[…, dim]` → logits `[…, classes]`.
+
+    Args:
+        dim: features of the hidden states.
+        classes: their names, for an export.
+        bias: of the linear layer.
+        std: standard deviation of its initial weights.
+    """
+
+    def __init__(self, dim: int, classes: Sequence[str], *, bias: bool, std: float) -> None:
+        super().__init__()
+        self.classes = tuple(classes)
+        self.score = Linear(dim, len(classes), bias=bias, std=std)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.score(hidden)
+        return logits
+
+
+class MacroF1(ConfusionMatrix):
+    """F1, averaged over the classes that occur."""
+
+    def value(self, sums: Tensor, maxima: Tensor) -> float:  # type: ignore[override]
+        return super().value(sums, maxima)["f1"]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The metrics, once somebody has asked for them."""
+
+    accuracy: Accuracy
+    macro_f1: MacroF1
+
+    @classmethod
+    def of(cls, classes: int) -> Observed:
+        return cls(Accuracy(), MacroF1(classes))
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        self.accuracy.update(logits, labels)
+        self.macro_f1.update(logits.argmax(-1), labels)
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Every unmasked label `[batch, sequence]` is the class at its position: of a text at its last token, or of a
+    token. Labels lie along the sequence, so that every cut of it is right."""
+
+    loss_function: LossFunction
+    observed: Callable[[], Observed | None]
+
+    def weight(self, batch: Batch) -> int:
+        return int((batch.labels != MASKED).sum())
+
+    def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        head = part.get_submodule("head")
+        if (observed := self.observed()) is not None:
+            with torch.no_grad():
+                observed.update(full_tensor(head(hidden)), batch.labels)
+        return batch_loss(self.loss_function, hidden, head, batch)
+
+    def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        logits: Tensor = part.get_submodule("head")(hidden)
+        return logits

@@ -1,0 +1,54 @@
+"""The head and the task of the `embed` plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_train import Batch, Job
+from forge_train.nn import full_tensor, gather_rows, pool
+
+
+class NoHead(nn.Module):
+    """Hidden states as they are, whole on every rank."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+@dataclass(frozen=True)
+class Contrastive:
+    """Rows 2i and 2i + 1 of a micro-batch are an anchor and its positive; every pair counts once."""
+
+    job: Job
+    temperature: float
+    group: int
+    """Pairs that are each other's negatives."""
+    observed: Callable[[], Mapping[str, Any] | None]
+
+    def weight(self, batch: Batch) -> int:
+        return len(batch.inputs) // 2
+
+    def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        vectors = self.outputs(part, hidden, batch)
+        anchors, positives = vectors[0::2], gather_rows(vectors[1::2], self.job)
+        own = torch.arange(len(anchors), device=hidden.device) + self.job.dist.data_rank * len(anchors)
+        others = torch.arange(len(positives), device=hidden.device)
+        apart = own[:, None] // self.group != others // self.group
+        similarity = (anchors @ positives.T / self.temperature).masked_fill(apart, -torch.inf)
+        if (metrics := self.observed()) is not None:
+            right = similarity.detach().gather(1, own[:, None])
+            rank = 1 + (similarity.detach() > right).sum(1)
+            metrics["recall_at_1"].update((rank == 1).double())
+            metrics["mrr"].update(1 / rank.double())
+        return F.cross_entropy(similarity, own, reduction="sum")
+
+    def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        """Unit vectors `[batch, dim]` fp32."""
+        pooled = pool(full_tensor(part.get_submodule("head")(hidden)), batch, self.job)
+        return F.normalize(pooled, dim=-1)

@@ -1,0 +1,52 @@
+"""Rewards: a head that scores a text, and the task that learns it from preferences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from forge_train import Head, HeadSpec, Plugin, Preparation, Task, hookimpl
+
+if TYPE_CHECKING:
+    from forge_train import Job, Metric, Model
+
+
+class Reward(Plugin):
+    """A reward model: one number for a text, from the hidden state of its last token.
+
+    The loss is that of Bradley and Terry, `−log σ(r(chosen) − r(rejected))` (InstructGPT, arXiv:2203.02155, eq. 1), and
+    its mean is over pairs. As `…ForSequenceClassification` of transformers with one label. `reward.accuracy` is the
+    share of pairs whose chosen answer has the higher reward, `reward.margin` the mean of the difference.
+    """
+
+    api = (1, 0)
+    per_unit = True
+    gives: ClassVar[Mapping[str, str]] = {"head": "rewards", "task": "rewards"}
+    takes: ClassVar[Mapping[str, tuple[str, ...]]] = {"head": ("rewards",), "build_data": ("pairs",)}
+
+    _observed: Mapping[str, Metric] | None = None
+
+    @hookimpl
+    def head(self, spec: HeadSpec, job: Job) -> Head:
+        from ._reward import RewardHead
+
+        return RewardHead(spec.dim, std=spec.std)
+
+    @hookimpl
+    def prepare_batch(self) -> Preparation:
+        from forge_train.nn import prepare_pooling
+
+        return prepare_pooling("last")
+
+    @hookimpl
+    def task(self, job: Job) -> Task:
+        from ._reward import Preferences
+
+        return Preferences(job, lambda: self._observed)
+
+    @hookimpl
+    def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
+        from forge_train.metrics import Mean
+
+        self._observed = {"accuracy": Mean(), "margin": Mean()}
+        return self._observed

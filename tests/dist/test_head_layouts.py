@@ -1,0 +1,115 @@
+"""Every head on two ranks of each kind, against one process: losses, gradient norms, gradients and evaluations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import heads_data
+from forge_train import ForgeError
+from forge_train.config import Request
+from forge_train.testing import Verifier
+
+pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 6)]
+
+Settings = Mapping[str, Any]
+FILE = """
+without = ["console", "tensorboard"]
+[run]
+seed = 3
+device = "cpu"
+[train]
+steps = 3
+global_batch = 12
+sequence = 48
+evaluate_every = 2
+evaluate_batches = 2
+[decoder]
+dim = 32
+layers = 2
+heads = 4
+hidden = 48
+max_sequence = 64
+[adamw]
+lr = 1e-2
+[checkpoint]
+every = 0
+"""
+HEADS: dict[str, tuple[tuple[str, ...], Settings]] = {
+    "classify": (("classify", "text_labels"), {"classify.classes": heads_data.PACKAGES}),
+    "classify, smoothed, padded": (
+        ("classify", "text_labels"),
+        {"classify.classes": heads_data.PACKAGES, "cross_entropy.label_smoothing": 0.1, "text_labels.packing": "pad"},
+    ),
+    "token_classify": (("token_classify", "text_labels"), {"token_classify.classes": heads_data.KINDS}),
+    "embed": (("embed", "text_pairs"), {"text_pairs.kind": "embedding"}),
+    "embed, last, groups": (
+        ("embed", "text_pairs"),
+        {"text_pairs.kind": "embedding", "embed.pooling": "last", "embed.group": 1 + 2},
+    ),
+    "embed, first": (("embed", "text_pairs"), {"text_pairs.kind": "embedding", "embed.pooling": "cls"}),
+    "reward": (("reward", "text_pairs"), {"text_pairs.template": "plain"}),
+}
+LAYOUTS: dict[str, tuple[tuple[str, ...], Settings]] = {
+    "fsdp2": (("fsdp2",), {}),
+    "tp2": (("tp",), {"parallel.tp": 2}),
+    "pp2": (("pp",), {"parallel.pp": 2}),
+    "cp2": (("cp", "fsdp2"), {"parallel.cp": 2}),
+}
+ACCUMULATED = {"train.micro_batch": 6}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short texts of each kind, and the configuration that all cases share."""
+    folder = tmp_path_factory.mktemp("heads")
+    texts = [heads_data.passages(name, 40) for name in heads_data.PACKAGES]
+    short = [(name, text[:40].strip()) for name, some in zip(heads_data.PACKAGES, texts, strict=True) for text in some]
+    heads_data.write(folder / "classify.jsonl", ({"text": text, "label": name} for name, text in short))
+    heads_data.kinds(folder / "token_classify.jsonl", 200)
+    heads_data.write(folder / "embed.jsonl", ({"anchor": t[:20], "positive": t[20:] or "."} for _, t in short))
+    pairs = ({"prompt": "p", "chosen": text[:24], "rejected": text[:24][::-1] + "!"} for _, text in short)
+    heads_data.write(folder / "reward.jsonl", pairs)
+    (folder / "heads.toml").write_text(FILE)
+    return folder
+
+
+def request(data: Path, case: str, plugins: tuple[str, ...] = (), **settings: Any) -> Request:
+    own, values = HEADS[case]
+    name = own[1]
+    files = {
+        f"{name}.path": str(data / f"{own[0]}.jsonl"),
+        f"{name}.cache": str(data / "cache"),
+        f"{name}.held_out": 0.2,
+        f"{name}.long": "right",
+    }
+    chosen = {**files, **values, **settings}
+    texts = tuple(f"{key}={one if isinstance(one, str) else json.dumps(one)}" for key, one in chosen.items())
+    return Request(str(data / "heads.toml"), (*own, *plugins), set=texts)
+
+
+ONCE = {"classify, smoothed, padded": "fsdp2", "embed, first": "cp2"}
+"""What is tried on one layout; the others are on all."""
+CASES = [(case, layout) for case in HEADS for layout in LAYOUTS if ONCE.get(case, layout) == layout]
+
+
+@pytest.mark.parametrize(("case", "layout"), CASES, ids=lambda one: one)
+def test_a_head_agrees_with_one_process(verify: Verifier, data: Path, case: str, layout: str) -> None:
+    plugins, settings = LAYOUTS[layout]
+    group = "groups" in case
+    cut = {**settings, **(ACCUMULATED if group or not case.startswith("embed") else {})}
+    if layout == "pp2" and case.startswith("embed") and not group:
+        cut |= {"train.micro_batch": 12, "pp.schedule": "gpipe"}
+    verdict = verify(request(data, case, plugins, **cut), 2, steps=2, reference=request(data, case))
+    assert verdict.agree, verdict
+
+
+def test_negatives_of_a_part_of_the_batch_are_refused(verify: Verifier, data: Path) -> None:
+    with pytest.raises(ForgeError, match=r"embed\.group: the global batch of 6 pairs is computed 3 pairs at a time"):
+        verify(request(data, "embed", **ACCUMULATED), 1, steps=1)
+    with pytest.raises(ForgeError, match=r"embed\.group: 4 does not divide the 6 pairs"):
+        verify(request(data, "embed", **{"embed.group": 4}), 1, steps=1)
