@@ -46,7 +46,9 @@ def naive(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor 
                 if ids is not None and t and ids[row, t] != ids[row, t - 1]:
                     state = torch.zeros_like(state)
                 state = g[row, t, head].exp() * state
-                state = state + beta[row, t, head] * torch.outer(k[row, t, own], v[row, t, head] - k[row, t, own] @ state)
+                state = state + beta[row, t, head] * torch.outer(
+                    k[row, t, own], v[row, t, head] - k[row, t, own] @ state
+                )
                 out.append(q[row, t, own] @ state)
     return torch.stack(out).view(batch, heads, length, v_dim).transpose(1, 2)
 

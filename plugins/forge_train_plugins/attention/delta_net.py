@@ -74,7 +74,9 @@ class DeltaNet(Plugin):
         heads = self.config.heads or layer.heads
         k_heads = self.config.k_heads or heads
         if heads % k_heads:
-            raise ConfigError(f"delta_net.k_heads: {k_heads} does not divide the {heads} heads.", key="delta_net.k_heads")
+            raise ConfigError(
+                f"delta_net.k_heads: {k_heads} does not divide the {heads} heads.", key="delta_net.k_heads"
+            )
         k_dim, v_dim = self.config.k_dim or layer.head_dim, self.config.v_dim or layer.head_dim
         sizes = Sizes(heads, k_heads, k_dim, v_dim, self.config.convolution)
         return GatedDeltaNet(layer, sizes, self.config.chunk)

@@ -215,9 +215,7 @@ class GatedDeltaNet(nn.Module):
 
     def flops_per_token(self, sequence: int) -> int:
         """A state is read for the key and for the query, and written once; the same at any length."""
-        return flops_per_token(
-            sequence, weights=self.weights + 3 * self.heads * self.sizes.k_dim * self.sizes.v_dim
-        )
+        return flops_per_token(sequence, weights=self.weights + 3 * self.heads * self.sizes.k_dim * self.sizes.v_dim)
 
     def tensor_plan(self) -> dict[str, TensorStyle]:
         columns: tuple[str, ...] = ("q", "k", "v", "gate", "alpha", "beta")

@@ -50,9 +50,11 @@ def in_chunks(
         return torch.unflatten(torch.unflatten(filled, 1, (-1, size)).permute(0, 3, 1, 2, 4), 1, (k_heads, -1))
 
     q, k, v = chunks(query), chunks(key), chunks(value)
-    decays, strength = chunks(log_decay[..., None])[..., 0].cumsum(-1), chunks(beta[..., None])
+    decay, strength = chunks(log_decay[..., None]), chunks(beta[..., None])
     seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    since, until = decays.exp(), (decays[..., -1:] - decays).exp()  # the chunk's beginning; its end
+    # Summed up for each pair: a difference of sums from the beginning would keep little of what follows a large one.
+    sums = torch.where(seen.tril(-1), decay, 0.0).cumsum(-2)
+    since, until = decay[..., 0].cumsum(-1).exp(), sums[..., -1, :].exp()  # the chunk's beginning; its end
     kept = since[..., -1]
     if document_ids is not None:
         ids = _filled_up(document_ids, size)[:, None, None]
@@ -61,7 +63,7 @@ def in_chunks(
         since = since * (ids == before[..., None])
         until = until * (ids == ids[..., -1:])
         kept = kept * (ids[..., -1] == before)
-    between = (decays[..., :, None] - decays[..., None, :]).masked_fill(~seen, -torch.inf).exp()
+    between = sums.masked_fill(~seen, -torch.inf).exp()
 
     # What each token writes, from its own chunk alone, and what is to be taken off for the state before it.
     system = strength * (k @ k.mT) * between

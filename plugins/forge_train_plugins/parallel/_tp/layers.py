@@ -84,9 +84,7 @@ class Region:
             )
 
 
-def split(
-    module: nn.Module, dim: int, region: Region, made: dict[int, nn.Parameter], names: tuple[str, ...]
-) -> None:
+def split(module: nn.Module, dim: int, region: Region, made: dict[int, nn.Parameter], names: tuple[str, ...]) -> None:
     """Replace a module's parameters by this rank's shards, without communication. Tied ones stay tied."""
     for name in names:
         parameter = module._parameters.get(name)
