@@ -253,7 +253,7 @@ def test_heads_and_features_are_the_decoders_unless_asked_otherwise() -> None:
     ("change", "values", "message"),
     [
         ({"num_layers": 1}, {"layers": (False, True)}, "delta_net.layers selects none of the 1 layers"),
-        ({"qk_norm": True}, {"layers": ()}, "decoder.qk_norm has no effect"),
+        ({"o_bias": True}, {"layers": ()}, "decoder.o_bias has no effect"),
         ({}, {"k_heads": 3}, "delta_net.k_heads: 3 does not divide the 4 heads"),
     ],
     ids=str,

@@ -11,8 +11,8 @@ from forge_train import Attention, ConfigError, Ge, Gt, Layer, Plugin, Problem, 
 if TYPE_CHECKING:
     from forge_train import Job
 
-OF_ATTENTION = ("qk_norm", "qkv_bias", "o_bias")
-"""Options of a decoder that layers with attention obey."""
+OF_ATTENTION = ("qkv_bias", "o_bias")
+"""Options of a decoder that only layers with attention obey."""
 
 
 class DeltaNet(Plugin):
@@ -20,8 +20,8 @@ class DeltaNet(Plugin):
 
     A layer keeps a state of `k_dim` × `v_dim` numbers per head instead of keys and values, so that time grows linearly
     with the sequence, and generation needs the same memory at any length. The other layers keep their attention: by
-    default every fourth, as in Qwen3-Next. `decoder.heads`, `decoder.qk_norm`, biases and rotary positions belong to
-    them. The states of packed documents, and their convolutions, begin anew with each document.
+    default every fourth, as in Qwen3-Next. Biases, `decoder.qk_norm` and rotary positions are theirs; linear
+    attention always normalises queries and keys, and needs no positions. The states of packed documents, and their convolutions, begin anew with each document.
 
     `tp` splits the heads. Under `cp`, ranks exchange slices of all heads for whole sequences of some, whatever
     `cp.method` says for the other layers: `parallel.cp` × `parallel.tp` must divide `k_heads`.
@@ -68,7 +68,11 @@ class DeltaNet(Plugin):
         if not own[layer.index]:
             return None
         if all(own) and (unused := next((name for name in OF_ATTENTION if getattr(layer, name)), None)):
-            raise ConfigError(f"decoder.{unused} has no effect: all layers have linear attention (delta_net.layers).")
+            raise ConfigError(
+                f"decoder.{unused} has no effect: all {layer.num_layers} layers have linear attention "
+                "(delta_net.layers), without biases. Set it to false.",
+                key=f"decoder.{unused}",
+            )
         from ._delta_net.module import GatedDeltaNet, Sizes
 
         heads = self.config.heads or layer.heads
