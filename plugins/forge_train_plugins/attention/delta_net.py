@@ -47,6 +47,8 @@ class DeltaNet(Plugin):
         """Tokens that the convolutions on queries, keys and values see."""
         chunk: Annotated[int, Gt(0)] = 64
         """Tokens that training computes at once. It changes memory and speed, but no result."""
+        recompute: bool = True
+        """Keep the projections of a layer only, and compute what follows from them again in the backward pass."""
 
     config: Config
 
@@ -83,4 +85,4 @@ class DeltaNet(Plugin):
             )
         k_dim, v_dim = self.config.k_dim or layer.head_dim, self.config.v_dim or layer.head_dim
         sizes = Sizes(heads, k_heads, k_dim, v_dim, self.config.convolution)
-        return GatedDeltaNet(layer, sizes, self.config.chunk)
+        return GatedDeltaNet(layer, sizes, self.config.chunk, recompute=self.config.recompute)

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from forge_train import Init, Layer
 from forge_train.ground.tensors import local
@@ -150,8 +151,9 @@ class GatedDeltaNet(nn.Module):
     The numbers of heads follow from the projections' outputs, so that each rank may hold some of the heads.
     """
 
-    def __init__(self, layer: Layer, sizes: Sizes, chunk: int) -> None:
+    def __init__(self, layer: Layer, sizes: Sizes, chunk: int, *, recompute: bool) -> None:
         super().__init__()
+        self.recompute = recompute
         self.heads, self.kv_heads, self.sizes, self.chunk = sizes.heads, sizes.k_heads, sizes, chunk
         dim, std, name = layer.dim, layer.std, f"layers.{layer.index}"
         keys, values = sizes.k_heads * sizes.k_dim, sizes.heads * sizes.v_dim
@@ -207,8 +209,12 @@ class GatedDeltaNet(nn.Module):
         part: Part = (0, 1),
     ) -> Tensor:
         """All that looks along the sequence: `[batch, sequence, heads of its kind, features]` each, → as `v`."""
-        mixed, _, _ = self._run((q, k, v, alpha, beta), document_ids, part)
-        return mixed.to(v.dtype)
+        given = (q, k, v, alpha, beta), document_ids, part
+        if not self.recompute or not torch.is_grad_enabled():
+            return self._run(*given)[0].to(v.dtype)
+        kept = {"use_reentrant": False, "preserve_rng_state": False}
+        mixed: Tensor = checkpoint(lambda *inputs: self._run(*inputs)[0].to(v.dtype), *given, **kept)
+        return mixed
 
     def new_cache(self, batch: int, length: int) -> DeltaCache:
         return DeltaCache(batch, length)
