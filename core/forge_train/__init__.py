@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .contract.attention import Attention as Attention
     from .contract.attention import AttentionKernel as AttentionKernel
     from .contract.attention import KernelCapabilities as KernelCapabilities
+    from .contract.attention import Recurrence as Recurrence
     from .contract.auxiliary import attach_loss as attach_loss
     from .contract.backward import wanted_gradients as wanted_gradients
     from .contract.batch import MASKED as MASKED
@@ -100,7 +101,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "config.schema": "FilePath Ge Gt Le Lt Volatile section",
-    "contract.attention": "Attention AttentionKernel KernelCapabilities",
+    "contract.attention": "Attention AttentionKernel KernelCapabilities Recurrence",
     "contract.auxiliary": "attach_loss",
     "contract.backward": "wanted_gradients",
     "contract.batch": "Batch BatchPhase MASKED Preparation PrepareBatch PrepareStep",

@@ -97,8 +97,30 @@ class AttentionKernel(Protocol):
         ...
 
 
+class Recurrence(Protocol):
+    """What a token mixer without a kernel exposes as `.recurrence`: all that it does along the sequence, head by head.
+
+    Its module has the attributes `heads` and `kv_heads`, the numbers of the whole model. Context parallelism puts
+    another in its place, which exchanges slices of all heads for whole sequences of some.
+    """
+
+    def __call__(self, *inputs: Tensor, document_ids: Tensor | None = None, part: tuple[int, int] = (0, 1)) -> Tensor:
+        """From the first position to the last, each document from a state of its own.
+
+        Args:
+            inputs: `[batch, sequence, heads, features]` each, of one dtype, with heads and features of its own.
+            document_ids: `[batch, sequence]` int64.
+            part: which of how many equal parts of each input's heads these are; parameters are to be taken likewise.
+
+        Returns:
+            `[batch, sequence, heads, features]`, of some input's heads.
+        """
+        ...
+
+
 class Attention(Protocol):
-    """`attention`: a layer's token mixer, an `nn.Module`. Where it has a kernel it exposes it as `.kernel`."""
+    """`attention`: a layer's token mixer, an `nn.Module`. Where it has a kernel it exposes it as `.kernel`; where it
+    carries a state along the sequence instead, as `.recurrence`."""
 
     def __call__(
         self,

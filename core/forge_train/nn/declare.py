@@ -6,7 +6,17 @@ import math
 from typing import Literal
 
 TensorStyle = Literal[
-    "vocabulary", "colwise", "rowwise", "sequence", "gather", "tokens", "summed", "heads", "features", "logits"
+    "vocabulary",
+    "colwise",
+    "rowwise",
+    "sequence",
+    "gather",
+    "tokens",
+    "summed",
+    "heads",
+    "features",
+    "channels",
+    "logits",
 ]
 """How tensor parallelism treats a module; a model's `tensor_plan()` maps module names to these.
 
@@ -22,6 +32,8 @@ TensorStyle = Literal[
 * `heads`: its weights are whole, its input is this rank's heads, so that its gradient is a sum over the ranks. If the
   module has `heads_piece`, it is set to (index of this rank's heads, number of pieces).
 * `features`: an RMSNorm over split output features, whose weights are split too; the mean square is over all ranks.
+* `channels`: works on each output feature, or each head, alone (a depthwise convolution): its own parameters are split
+  along their first axis, and its forward takes this rank's part of each (`to_local()` of a DTensor).
 * `logits`: the head, its output features split.
 """
 

@@ -12,6 +12,7 @@ from forge_train import Applied, ConfigError
 
 from .kernel import ContextKernel, Ranks, undivided
 from .moving import Group
+from .recurrence import ContextRecurrence
 
 if TYPE_CHECKING:
     from forge_train import Job
@@ -30,7 +31,7 @@ class Heads:
 
 
 def wrap(part: nn.Module, job: Job, method: str, ulysses: int = 0) -> Applied:
-    """Put a context kernel around the kernel of every module that shows one.
+    """Put a context kernel around the kernel of every module that shows one, and the like around every recurrence.
 
     Args:
         part: of a model.
@@ -42,7 +43,13 @@ def wrap(part: nn.Module, job: Job, method: str, ulysses: int = 0) -> Applied:
         ConfigError: for a unit without a kernel, or heads that the method can't share out.
     """
     size = job.dist.layout.cp
-    modules = with_kernels(part, size)
+    modules, recurrent = with_kernels(part, size), with_recurrences(part)
+    whole = ranks_of(job, size) if recurrent else None
+    for name, module in recurrent.items():
+        check_recurrence(name, module, size, job.dist.layout.tp)
+        module.recurrence = ContextRecurrence(module.recurrence, whole)
+    if not modules and recurrent:
+        return Applied(part, tuple(recurrent), f"{size} ranks: heads of {len(recurrent)} recurrences exchanged")
     if not modules:  # a pipeline's part without a block
         if method == "ulysses_ring":
             raise ConfigError(
@@ -57,13 +64,15 @@ def wrap(part: nn.Module, job: Job, method: str, ulysses: int = 0) -> Applied:
     for name, one in heads.items():
         if problem := undivided(one.queries, one.keys, by_heads):
             raise ConfigError(f"cp.method = {method!r}: {problem} of {name}. {_way_out(one, size)}", key="cp.method")
-    ranks = ranks_of(job, by_heads)
+    ranks = whole if whole is not None and by_heads == size else ranks_of(job, by_heads)
     for module in modules.values():
         module.kernel = ContextKernel(module.kernel, ranks, "ring" if "ring" in method else "gather")
     shape = f"{by_heads} × {size // by_heads} " if method == "ulysses_ring" else ""
     sent = sum(sent_by(one, by_heads, size // by_heads, "ring" in method, job) for one in heads.values())
-    expected = {"cp": sent} if len(heads) == len(modules) and by_heads in (1, size) else {}
-    return Applied(part, tuple(modules), f"{size} ranks: {shape}{method}", expected_bytes=expected)
+    known = len(heads) == len(modules) and not recurrent
+    expected = {"cp": sent} if known and by_heads in (1, size) else {}
+    more = f"; heads of {len(recurrent)} recurrences exchanged" if recurrent else ""
+    return Applied(part, (*modules, *recurrent), f"{size} ranks: {shape}{method}{more}", expected_bytes=expected)
 
 
 def with_kernels(part: nn.Module, ranks: int) -> dict[str, Any]:
@@ -73,14 +82,35 @@ def with_kernels(part: nn.Module, ranks: int) -> dict[str, Any]:
         ConfigError: naming a unit that has none.
     """
     found = {name: module for name, module in part.named_modules() if callable(getattr(module, "kernel", None))}
+    carried = {**found, **with_recurrences(part)}
     for unit in getattr(part, "units", ()):
-        if not any(f"{name}.".startswith(f"{unit}.") for name in found):
+        if not any(f"{name}.".startswith(f"{unit}.") for name in carried):
             raise ConfigError(
                 f"parallel.cp = {ranks}: {unit} ({type(part.get_submodule(unit)).__name__}) shows no attention kernel "
-                "(`.kernel`), so that nothing would carry a sequence from one rank's slice to the next; state-space "
-                "and linear attention can't be cut this way. Set parallel.cp = 1."
+                "(`.kernel`) and no `.recurrence`, so that nothing would carry a sequence from one rank's slice to the "
+                "next. Set parallel.cp = 1."
             )
     return found
+
+
+def with_recurrences(part: nn.Module) -> dict[str, Any]:
+    """Name → module that shows a recurrence."""
+    return {name: module for name, module in part.named_modules() if callable(getattr(module, "recurrence", None))}
+
+
+def check_recurrence(name: str, module: Any, size: int, tp: int) -> None:
+    """Whether ranks can exchange heads for sequences.
+
+    Raises:
+        ConfigError: for heads that they can't share out.
+    """
+    heads, keys = module.heads // tp, module.kv_heads // tp
+    if heads % size or keys % size:
+        raise ConfigError(
+            f"parallel.cp = {size}: {size} ranks can't share out heads of values ({heads}) and of keys ({keys}) of "
+            f"{name} ({type(module).__name__}), a recurrence of which each rank needs whole sequences of some heads. "
+            "Set parallel.cp to a divisor of both."
+        )
 
 
 def heads_of(modules: Mapping[str, Any], tp: int) -> dict[str, Heads]:

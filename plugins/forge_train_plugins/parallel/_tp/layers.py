@@ -84,9 +84,9 @@ class Region:
             )
 
 
-def split(module: nn.Module, dim: int, region: Region, made: dict[int, nn.Parameter], *, bias: bool) -> None:
-    """Replace a module's weight (and bias) by this rank's shard, without communication. Tied ones stay tied."""
-    for name in ("weight", "bias") if bias else ("weight",):
+def split(module: nn.Module, dim: int, region: Region, made: dict[int, nn.Parameter], names: tuple[str, ...]) -> None:
+    """Replace a module's parameters by this rank's shards, without communication. Tied ones stay tied."""
+    for name in names:
         parameter = module._parameters.get(name)
         if parameter is None:
             continue
@@ -184,9 +184,12 @@ class Styles:
             module.sequence_piece = (self._region.group.rank, self._region.group.size)
         elif style == "heads" and hasattr(module, "heads_piece"):
             module.heads_piece = (self._region.group.rank, self._region.group.size)
+        elif style == "channels":
+            names = tuple(name for name, _ in module.named_parameters(recurse=False))
+            split(module, 0, self._region, made, names)
         elif style in SHARDED:
             dim = SHARDED[style]
-            split(module, dim, self._region, made, bias=style != "rowwise")
+            split(module, dim, self._region, made, ("weight",) if style == "rowwise" else ("weight", "bias"))
             getattr(self, f"_{style}")(module)
 
     def _vocabulary(self, module: SplitEmbedding) -> None:

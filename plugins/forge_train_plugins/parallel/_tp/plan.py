@@ -105,6 +105,8 @@ def _meant(name: str, part: nn.Module) -> str:
 def _problem(entry: Entry, part: nn.Module, ranks: int) -> str:
     """Why an entry can't be realised over that many ranks; empty if it can."""
     name, module, style = entry.name, entry.module, entry.style
+    if style == "channels":
+        return _split_channels(name, module, part, ranks)
     wanted = SPLITTING.get(style)
     if wanted is None:
         return ""
@@ -122,6 +124,14 @@ def _problem(entry: Entry, part: nn.Module, ranks: int) -> str:
         return _uneven(name, "outputs", module.out_features, ranks)
     size, kind = (module.in_features, "inputs") if style == "rowwise" else (module.out_features, "outputs")
     return _even(name, kind, size, _head_dim(name, size, part), ranks)
+
+
+def _split_channels(name: str, module: nn.Module, part: nn.Module, ranks: int) -> str:
+    sizes = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.ndim}
+    if len(sizes) != 1:
+        return f"{name!r} (channels): expected parameters of one length along their first axis, found {sorted(sizes)}."
+    (size,) = sizes
+    return _even(name, "channels", size, _head_dim(name, size, part), ranks)
 
 
 def _even(name: str, kind: str, size: int, head_dim: int, ranks: int) -> str:

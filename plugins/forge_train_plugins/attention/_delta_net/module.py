@@ -1,0 +1,291 @@
+"""The module of the `delta_net` plugin."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from forge_train import Init, Layer
+from forge_train.ground.tensors import local
+from forge_train.nn import Linear, RMSNorm, TensorStyle, flops_per_token
+
+from .._heads import HeadsLinear
+from .rule import in_chunks, in_steps
+
+Part = tuple[int, int]
+"""Which of how many equal parts of this rank's heads."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Heads and their features."""
+
+    heads: int
+    """Of values and of the state."""
+    k_heads: int
+    k_dim: int
+    v_dim: int
+    taps: int
+    """Tokens that a convolution sees."""
+
+
+class DeltaCache:
+    """The states of one layer, and the last inputs of its convolutions: as large for any number of positions.
+
+    Args:
+        batch: sequences that are generated side by side.
+        length: the most positions it may be given.
+    """
+
+    def __init__(self, batch: int, length: int) -> None:
+        self.batch = batch
+        self.capacity = length
+        self.length = 0
+        """Positions it has been given."""
+        self.state: Tensor | None = None
+        """`[batch, heads, k_dim, v_dim]` in fp32."""
+        self.tails: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+        """`[batch, taps - 1, features]` of queries, keys and values."""
+
+    def expect(self, batch: int, positions: int) -> None:
+        """Make sure that these positions fit.
+
+        Raises:
+            ValueError: if they do not.
+        """
+        if self.length + positions > self.capacity or batch != self.batch:
+            raise ValueError(
+                f"DeltaCache is for {self.batch} sequences of at most {self.capacity} positions; this would make it "
+                f"{batch} of {self.length + positions}."
+            )
+
+
+class ShortConvolution(nn.Module):
+    """Each feature's own causal convolution over a few tokens, then SiLU: `[batch, sequence, features]` → the same.
+
+    Args:
+        features: their number.
+        taps: tokens that it sees, the last of them its own.
+        name: of the parameter in this model, so that each starts with values of its own.
+        head_dim: features that tensor parallelism keeps together.
+    """
+
+    def __init__(self, features: int, taps: int, name: str, head_dim: int) -> None:
+        super().__init__()
+        self.taps, self.name, self.head_dim = taps, name, head_dim
+        # Three axes, as in torch's convolutions: not a matrix between hidden states, which optimizers treat apart.
+        self.weight = nn.Parameter(torch.empty(features, 1, taps))
+
+    def initial(self, name: str) -> Init:
+        """As torch's own convolutions start: uniform, ±1/√taps."""
+        return Init("given", values=partial(uniform, self.name, tuple(self.weight.shape), self.taps**-0.5))
+
+    def forward(
+        self, x: Tensor, tail: Tensor | None = None, document_ids: Tensor | None = None, part: Part = (0, 1)
+    ) -> tuple[Tensor, Tensor]:
+        """In fp32 at least.
+
+        Args:
+            x: `[batch, sequence, features]`, of this part.
+            tail: the inputs before, `[batch, taps - 1, features]`; zeros by default.
+            document_ids: `[batch, sequence]`: each document begins after zeros, but the first after `tail`.
+            part: whose weights.
+
+        Returns:
+            The same shape, and the tail for what follows.
+        """
+        length, before = x.shape[1], self.taps - 1
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        weight = of_part(local(self.weight), part)[:, 0].to(x.dtype)
+        x = F.pad(x, (0, 0, before, 0)) if tail is None else torch.cat((tail, x), 1)
+        ids = None
+        if document_ids is not None:
+            ids = torch.cat((document_ids[:, :1].expand(-1, before), document_ids), 1)
+        found = x[:, before:] * weight[:, -1]
+        for back in range(1, self.taps):
+            earlier = x[:, before - back : before - back + length]
+            if ids is not None:
+                same = ids[:, before - back : before - back + length] == ids[:, before:]
+                earlier = torch.where(same[..., None], earlier, 0.0)
+            found = torch.addcmul(found, earlier, weight[:, -1 - back])
+        tail = x[:, length:]
+        if ids is not None:
+            tail = torch.where((ids[:, length:] == ids[:, -1:])[..., None], tail, 0.0)
+        return F.silu(found), tail
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, taps={self.taps}"
+
+
+class Decay(nn.Module):
+    """How much a head forgets at a token, `g = −exp(A_log) · softplus(x + dt_bias)`: `[…, heads]` → the same, in fp32
+    at least (Mamba 2, arXiv:2405.21060, §7)."""
+
+    def __init__(self, heads: int, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+
+    def initial(self, name: str) -> Init:
+        """As Mamba 2 and the released Gated DeltaNet start: exp(A_log) uniform from 0 to 16, softplus(dt_bias) from
+        0.001 to 0.1 with a uniform logarithm."""
+        values = log_rates if name == "A_log" else step_biases
+        return Init("given", values=partial(values, f"{self.name}.{name}", len(self.A_log)))
+
+    def forward(self, x: Tensor, part: Part = (0, 1)) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        rate, bias = (of_part(local(one), part).to(dtype) for one in (self.A_log, self.dt_bias))
+        return -rate.exp() * F.softplus(x.to(dtype) + bias)
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention by the gated delta rule (arXiv:2412.06464, figure 1), with grouped values as in Qwen3-Next.
+
+    The numbers of heads follow from the projections' outputs, so that each rank may hold some of the heads.
+    """
+
+    def __init__(self, layer: Layer, sizes: Sizes, chunk: int, *, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.heads, self.kv_heads, self.sizes, self.chunk = sizes.heads, sizes.k_heads, sizes, chunk
+        dim, std, name = layer.dim, layer.std, f"layers.{layer.index}"
+        keys, values = sizes.k_heads * sizes.k_dim, sizes.heads * sizes.v_dim
+        self.q = HeadsLinear(dim, keys, sizes.k_dim, std=std)
+        self.k = HeadsLinear(dim, keys, sizes.k_dim, std=std)
+        self.v = HeadsLinear(dim, values, sizes.v_dim, std=std)
+        self.gate = HeadsLinear(dim, values, sizes.v_dim, std=std)
+        self.alpha = Linear(dim, sizes.heads, std=std)
+        self.beta = Linear(dim, sizes.heads, std=std)
+        self.q_conv = ShortConvolution(keys, sizes.taps, f"{name}.q_conv", sizes.k_dim)
+        self.k_conv = ShortConvolution(keys, sizes.taps, f"{name}.k_conv", sizes.k_dim)
+        self.v_conv = ShortConvolution(values, sizes.taps, f"{name}.v_conv", sizes.v_dim)
+        self.decay = Decay(sizes.heads, f"{name}.decay")
+        self.norm = RMSNorm(sizes.v_dim, layer.norm_eps)
+        self.o = HeadsLinear(values, dim, sizes.v_dim, std=layer.output_std)
+        taken = (one.weight.numel() for one in self.modules() if isinstance(one, nn.Linear | ShortConvolution))
+        self.weights = sum(taken)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: DeltaCache | None = None,
+    ) -> Tensor:
+        """`[batch, sequence, dim]` → the same; `document_ids`: `[batch, sequence]` int64 or None.
+
+        Raises:
+            ValueError: for documents after what a cache holds.
+        """
+        sizes = self.sizes
+        q, k = (torch.unflatten(one(x), -1, (-1, sizes.k_dim)) for one in (self.q, self.k))
+        v, gate = (torch.unflatten(one(x), -1, (-1, sizes.v_dim)) for one in (self.v, self.gate))
+        inputs = q, k, v, self.alpha(x)[..., None], self.beta(x)[..., None]
+        if cache is None:
+            mixed = self.recurrence(*inputs, document_ids=document_ids)
+        else:
+            mixed = self._continued(inputs, document_ids, cache)
+        out = self.norm(mixed) * F.silu(gate.to(torch.promote_types(gate.dtype, torch.float32)))
+        projected: Tensor = self.o(out.to(gate.dtype).flatten(2))
+        return projected
+
+    def recurrence(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        part: Part = (0, 1),
+    ) -> Tensor:
+        """All that looks along the sequence: `[batch, sequence, heads of its kind, features]` each, → as `v`."""
+        given = (q, k, v, alpha, beta), document_ids, part
+        if not self.recompute or not torch.is_grad_enabled():
+            return self._run(*given)[0].to(v.dtype)
+        kept = {"use_reentrant": False, "preserve_rng_state": False}
+        mixed: Tensor = checkpoint(lambda *inputs: self._run(*inputs)[0].to(v.dtype), *given, **kept)
+        return mixed
+
+    def new_cache(self, batch: int, length: int) -> DeltaCache:
+        return DeltaCache(batch, length)
+
+    def flops_per_token(self, sequence: int) -> int:
+        """A state is read for the key and for the query, and written once; the same at any length."""
+        return flops_per_token(sequence, weights=self.weights + 3 * self.heads * self.sizes.k_dim * self.sizes.v_dim)
+
+    def tensor_plan(self) -> dict[str, TensorStyle]:
+        columns: tuple[str, ...] = ("q", "k", "v", "gate", "alpha", "beta")
+        split: dict[str, TensorStyle] = dict.fromkeys(columns, "colwise")
+        own: dict[str, TensorStyle] = dict.fromkeys(("q_conv", "k_conv", "v_conv", "decay"), "channels")
+        return {**split, **own, "norm": "heads", "o": "rowwise"}
+
+    def _continued(self, inputs: tuple[Tensor, ...], document_ids: Tensor | None, cache: DeltaCache) -> Tensor:
+        v = inputs[2]
+        cache.expect(*v.shape[:2])
+        if cache.length and document_ids is not None:
+            raise ValueError("A cache does not hold the documents of its tokens; pass document_ids with an empty one.")
+        mixed, cache.state, cache.tails = self._run(inputs, document_ids, (0, 1), cache)
+        cache.length += v.shape[1]
+        return mixed.to(v.dtype)
+
+    def _run(
+        self, inputs: tuple[Tensor, ...], document_ids: Tensor | None, part: Part, cache: DeltaCache | None = None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Outputs, and the state and the tails after them."""
+        alpha, beta = (x[..., 0] for x in inputs[3:])
+        tails = (None, None, None) if cache is None else cache.tails
+        state = None if cache is None else cache.state
+        convolutions = zip((self.q_conv, self.k_conv, self.v_conv), inputs[:3], tails, strict=True)
+        pairs = [one(x.flatten(2), tail, document_ids, part) for one, x, tail in convolutions]
+        q, k, v = (torch.unflatten(one, -1, like.shape[2:]) for (one, _), like in zip(pairs, inputs[:3], strict=True))
+        q, k = unit(q) * self.sizes.k_dim**-0.5, unit(k)
+        g, strength = self.decay(alpha, part), beta.to(q.dtype).sigmoid()
+        if state is not None and v.shape[1] == 1:
+            out, state = in_steps(q, k, v, g, strength, state)
+        else:
+            out, state = in_chunks(q, k, v, g, strength, size=self.chunk, state=state, document_ids=document_ids)
+        return out, state, (pairs[0][1], pairs[1][1], pairs[2][1])
+
+
+def unit(x: Tensor) -> Tensor:
+    """Of length one, but for a vector of zeros; with Qwen3-Next's epsilon."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def of_part(x: Tensor, part: Part) -> Tensor:
+    """A part of the first axis."""
+    return x if part[1] == 1 else x.chunk(part[1])[part[0]]
+
+
+# -- initial values -------------------------------------------------------------------------------
+
+
+def uniform(name: str, shape: tuple[int, ...], bound: float, seed: int) -> Tensor:
+    return torch.empty(shape).uniform_(-bound, bound, generator=_generator(name, seed))
+
+
+def log_rates(name: str, heads: int, seed: int) -> Tensor:
+    """Kept off zero, whose logarithm is −∞."""
+    return torch.empty(heads).uniform_(0, 16, generator=_generator(name, seed)).clamp(min=1e-4).log()
+
+
+def step_biases(name: str, heads: int, seed: int) -> Tensor:
+    """What softplus makes a step of 0.001 to 0.1 from."""
+    lowest, highest = torch.tensor([0.001, 0.1]).log()
+    steps = torch.lerp(lowest, highest, torch.rand(heads, generator=_generator(name, seed))).exp()
+    return steps + torch.log(-torch.expm1(-steps))
+
+
+def _generator(name: str, seed: int) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

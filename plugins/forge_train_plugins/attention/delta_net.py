@@ -1,0 +1,88 @@
+"""Gated delta-rule linear attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Annotated
+
+from forge_train import Attention, ConfigError, Ge, Gt, Layer, Plugin, Problem, hookimpl, section
+
+if TYPE_CHECKING:
+    from forge_train import Job
+
+OF_ATTENTION = ("qkv_bias", "o_bias")
+"""Options of a decoder that only layers with attention obey."""
+
+
+class DeltaNet(Plugin):
+    """Gated delta-rule linear attention, in some layers or in all (Gated DeltaNet, arXiv:2412.06464).
+
+    A layer keeps a state of `k_dim` × `v_dim` numbers per head instead of keys and values, so that time grows linearly
+    with the sequence, and generation needs the same memory at any length. The other layers keep their attention: by
+    default every fourth, as in Qwen3-Next. Biases, `decoder.qk_norm` and rotary positions are theirs; linear
+    attention always normalises queries and keys, and needs no positions. The states of packed documents, and their convolutions, begin anew with each document.
+
+    `tp` splits the heads. Under `cp`, ranks exchange slices of all heads for whole sequences of some, whatever
+    `cp.method` says for the other layers: `parallel.cp` × `parallel.tp` must divide `k_heads`.
+    """
+
+    api = (1, 0)
+    per_unit = True
+
+    @section
+    class Config:
+        layers: tuple[bool, ...] = (True, True, True, False)
+        """Which layers have linear attention: the list is repeated from the first layer to the last; empty means
+        all."""
+        heads: Annotated[int, Ge(0)] = 0
+        """Heads of values, each with a state of its own; 0 is `decoder.heads`."""
+        k_heads: Annotated[int, Ge(0)] = 0
+        """Heads of queries and keys, a divisor of heads; 0 is as many as heads."""
+        k_dim: Annotated[int, Ge(0)] = 0
+        """Features of a head's query and key; 0 is `decoder.head_dim`."""
+        v_dim: Annotated[int, Ge(0)] = 0
+        """Features of a head's value; 0 is `decoder.head_dim`."""
+        convolution: Annotated[int, Gt(0)] = 4
+        """Tokens that the convolutions on queries, keys and values see."""
+        chunk: Annotated[int, Gt(0)] = 64
+        """Tokens that training computes at once. It changes memory and speed, but no result."""
+        recompute: bool = True
+        """Keep the projections of a layer only, and compute what follows from them again in the backward pass."""
+
+    config: Config
+
+    @hookimpl
+    def check_config(self) -> Iterator[Problem]:
+        if self.config.layers and not any(self.config.layers):
+            yield Problem("delta_net.layers", "selects no layer; disable delta_net instead.")
+        heads, k_heads = self.config.heads, self.config.k_heads
+        if heads and k_heads and heads % k_heads:
+            yield Problem("delta_net.k_heads", f"{k_heads} does not divide delta_net.heads ({heads}).")
+
+    @hookimpl
+    def attention(self, layer: Layer, job: Job) -> Attention | None:
+        own = list(islice(cycle(self.config.layers or (True,)), layer.num_layers))
+        if not any(own):
+            raise ConfigError(
+                f"delta_net.layers selects none of the {layer.num_layers} layers.", key="delta_net.layers"
+            )
+        if not own[layer.index]:
+            return None
+        if all(own) and (unused := next((name for name in OF_ATTENTION if getattr(layer, name)), None)):
+            raise ConfigError(
+                f"decoder.{unused} has no effect: all {layer.num_layers} layers have linear attention "
+                "(delta_net.layers), without biases. Set it to false.",
+                key=f"decoder.{unused}",
+            )
+        from ._delta_net.module import GatedDeltaNet, Sizes
+
+        heads = self.config.heads or layer.heads
+        k_heads = self.config.k_heads or heads
+        if heads % k_heads:
+            raise ConfigError(
+                f"delta_net.k_heads: {k_heads} does not divide the {heads} heads.", key="delta_net.k_heads"
+            )
+        k_dim, v_dim = self.config.k_dim or layer.head_dim, self.config.v_dim or layer.head_dim
+        sizes = Sizes(heads, k_heads, k_dim, v_dim, self.config.convolution)
+        return GatedDeltaNet(layer, sizes, self.config.chunk, recompute=self.config.recompute)
