@@ -405,6 +405,10 @@ MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
             "asked: decoder). Known: Gemma2ForCausalLM, ",
         ),
     ),
+    "a misspelt architecture": (
+        lambda hf: change_config(hf, architectures=["LLamaForCausalLM"]),
+        ("Did you mean 'LlamaForCausalLM'?",),
+    ),
     "a value it has no counterpart for": (
         lambda hf: change_config(hf, attention_dropout=0.1),
         ("attention_dropout = 0.1 can't be imported",),
@@ -524,7 +528,7 @@ def test_training_another_model_from_a_folder_of_transformers_says_what_to_do(
     assert f"{llama}/config.json describes another model than this run's configuration:\n  layers.0." in told
     assert f"Use --from {llama} to train that model." in told
     assert not any(runs.iterdir())
-    assert forge(["eval", str(llama)]) == 2
+    assert forge(["checkpoint", "export", str(llama), str(tmp_path / "out")]) == 2
     assert f"forge checkpoint import {llama} NEW" in capsys.readouterr().err
 
 

@@ -16,13 +16,11 @@ from torch import Tensor
 
 from forge_train.composition.initialise import tied_groups
 from forge_train.config.layers import Request, preset
-from forge_train.contract.hooks import Hooks
 from forge_train.contract.job import Job
 from forge_train.contract.protocols import HFModel
-from forge_train.ground.errors import ConfigError, ForgeError, describe
+from forge_train.ground.errors import ConfigError, ForgeError
 from forge_train.ground.files import write_json
 from forge_train.loop.weights import places
-from forge_train.registry.discovery import discover
 from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
 from forge_train.state_map import Box
@@ -34,12 +32,11 @@ from forge_train.storage.model_files import TOKENIZER
 from forge_train.storage.run import plugin_list
 
 from .hf_files import comments_in, write_tensors
+from .hf_request import PRESET, bring
 from .opening import compose_meta, lone_job, setup_of
 
 EDITABLE = "config.toml"
 """What is meant to be edited in an imported checkpoint; everything else is sealed."""
-PRESET = "finetune"
-"""Beneath an imported checkpoint's configuration."""
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of a `config.json` that come from the tokenizer, or from the model that was imported."""
 
@@ -122,59 +119,10 @@ def import_checkpoint(
 
 def _understand(folder: Folder, target: Path, request: Request) -> tuple[HFModel, Setup]:
     """How the model is built and named, and the configuration that trains it."""
-    request, layout = _brought(folder, request)
+    request, layout = bring(folder, request)
     setup = resolve(request, data=False)
     started = dataclasses.replace(setup.config.train, init_from=str(target.absolute()))  # which asks for a text
     return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
-
-
-def starting_from(request: Request) -> Request:
-    """A request with the model and tokenizer of the folder that it is to start from; no tensor is read.
-
-    Args:
-        request: whose `model_from` is in Hugging Face layout. Without a configuration it has that of fine-tuning.
-
-    Raises:
-        ConfigError: for a folder or an architecture that can't be imported.
-    """
-    source = Path(request.model_from)
-    asked = dataclasses.replace(request, config=request.config or PRESET, model_from="")
-    brought, _ = _brought(Folder.open(source), asked)
-    train = {**brought.sections["train"], "init_from": str(source.absolute())}
-    return dataclasses.replace(brought, sections={**brought.sections, "train": train})
-
-
-def _brought(folder: Folder, request: Request) -> tuple[Request, HFModel]:
-    """A request with the sections that a folder's model and tokenizer have, and how that model is named."""
-    file = folder.path / CONFIG
-    folder.check_sizes()
-    request = dataclasses.replace(request, sections_from=str(file))
-    bare = resolve(request, training=False)
-    hooks, sequence = bare.hooks, bare.config.train.sequence
-    try:
-        layout = hooks.import_hf(folder.config)
-    except ForgeError as error:
-        raise ConfigError(f"{folder.path}: {error}") from error
-    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-        raise ConfigError(f"{file}: a value has another type than is expected: {describe(error)}") from error
-    if layout is None:
-        raise ConfigError(f"{file}: {_unknown(folder.config, hooks)}")
-    longest = folder.config.get("max_position_embeddings")
-    train = {"sequence": min(sequence, longest) if isinstance(longest, int) else sequence}
-    sections: dict[str, Mapping[str, Any]] = {**layout.sections, "train": train}
-    if (folder.path / TOKENIZER).is_file() and (place := model_files.option(hooks)):
-        sections[place[0]] = {**sections.get(place[0], {}), place[1]: str(folder.path.absolute())}
-    return dataclasses.replace(request, sections=sections), layout
-
-
-def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
-    """What is said of an architecture that no enabled plugin reads: those that are known, and who else knows it."""
-    named = config.get("architectures") or [config.get("model_type")]
-    asked = ", ".join(hooks.implementers("import_hf")) or "none"
-    known = sorted({name for one in hooks.enabled.values() for name in one.cls.architectures})
-    others = [one.name for one in discover() if set(one.architectures) & set(named) and one.name not in hooks.enabled]
-    text = f"no enabled plugin knows the architecture {named!r} (asked: {asked}). Known: {', '.join(known) or 'none'}."
-    return f"{text} Enable {' or '.join(others)} with --plugins." if others else text
 
 
 def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list[Path]:
