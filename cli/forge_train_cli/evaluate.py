@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def evaluate(
     path: Path, plugins: tuple[str, ...], assignments: tuple[str, ...], nproc: int | None, as_json: bool
 ) -> None:
-    """Evaluate the model of PATH, a run (its newest whole checkpoint), a checkpoint or a Hugging Face folder: the loss on
-    held-out text, and every evaluation that its plugins name. Nothing is written.
+    """Evaluate the model of PATH, a run (its newest whole checkpoint), a checkpoint or a Hugging Face folder: the loss
+    on held-out text, and every evaluation that its plugins name. Nothing is written.
 
     \b
     forge eval runs/first

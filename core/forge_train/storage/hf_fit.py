@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from ..contract.protocols import HFModel
 from ..ground.errors import ConfigError, PluginError
 from ..state_map import Plan, Step
+from ..state_map.views import View
 from .hf_folder import CONFIG, DTYPES, Folder, indented
 
 Shape = tuple[int, ...]
@@ -36,21 +36,26 @@ def plan(
         wanted: shape and dtype of every weight of the model, those of other ranks and stages too.
         whose: what describes the model, for messages.
         tied: groups of names that share one parameter; the folder may hold copies of its tensor.
-        missing: chooses, of the weights that the layout does not name, those that may keep their initial values.
+        missing: chooses, of the tensors that are missing or have another shape, and of the weights that the layout does
+            not name, those whose weights may keep their initial values.
         unexpected: chooses, of the tensors that the layout does not use, those that may be there.
 
     Raises:
         ConfigError: naming every difference.
         PluginError: if the layout does not name the parameters of the model that was built from it.
     """
-    leftovers = [name for name in folder.tensors if any(re.fullmatch(one, name) for one in layout.leftovers)]
-    stored = {name: one for name, one in folder.described().items() if name not in leftovers}
-    step = layout.map.trace(stored)
+    leftovers = [name for name in folder.tensors if layout.is_leftover(name)]
+    expected = _expected(folder, layout, wanted, whose, missing)
+    unfit = _unfit(folder, expected or {}, whose)
+    lacking = set(missing(sorted(unfit)))
+    stored = {n: one for n, one in folder.described().items() if n not in leftovers and n not in lacking}
+    step = layout.map.trace(stored, optional=lacking)
     made = Plan(step.given)
     sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
-    expected = _expected(folder, layout, wanted, whose, missing)
-    wrong = _missing(folder, expected, whose) if expected is not None else _not_given(step, wanted, whose)
-    wrong += [_odd(folder, name) for name in folder.tensors if name not in stored and name not in leftovers]
+    wrong = [line for name, line in unfit.items() if name not in lacking]
+    if expected is None:
+        wrong = _not_given(step, wanted, whose, missing)
+    wrong += [_odd(folder, name) for name in folder.tensors if name not in {*stored, *leftovers, *lacking}]
     for name, view in made.targets.items():
         if view.dtype not in DTYPES.values():
             wrong += [_odd(folder, one) for one in sources[name] if folder.tensors[one].dtype not in DTYPES]
@@ -83,25 +88,27 @@ def _expected(
     return {name: view.shape for name, view in step.given.items()}
 
 
-def _missing(folder: Folder, expected: Mapping[str, Shape], whose: str) -> list[str]:
-    wrong: list[str] = []
+def _unfit(folder: Folder, expected: Mapping[str, Shape], whose: str) -> dict[str, str]:
+    """The tensors that are missing or have another shape, and how that is said."""
+    unfit: dict[str, str] = {}
     for name, shape in expected.items():
         entry = folder.tensors.get(name)
         if entry is None:
-            wrong.append(f"{name}: missing ({_words(shape)})")
+            unfit[name] = f"{name}: missing ({_words(shape)})"
         elif entry.shape != shape:
-            wrong.append(f"{name}: {_words(entry.shape)} in {entry.file.name}, {_words(shape)} by {whose}")
-    return wrong
+            unfit[name] = f"{name}: {_words(entry.shape)} in {entry.file.name}, {_words(shape)} by {whose}"
+    return unfit
 
 
-def _not_given(step: Step, wanted: Described, whose: str) -> list[str]:
-    """As `_missing`, by forge's names."""
-    wrong = list(step.wrong)
+def _not_given(step: Step, wanted: Described, whose: str, missing: Choose) -> list[str]:
+    """As `_unfit`, by forge's names."""
+    absent = [name for name in wanted if name not in step.given]
+    allowed = set(missing(absent))
+    wrong = [*step.wrong]
+    wrong += [f"{n}: no tensor gives it ({_words(wanted[n][0])})" for n in absent if n not in allowed]
     for name, (shape, _) in wanted.items():
         view = step.given.get(name)
-        if view is None:
-            wrong.append(f"{name}: no tensor gives it ({_words(shape)})")
-        elif view.shape != shape:
+        if view is not None and view.shape != shape:
             wrong.append(f"{name}: {_words(view.shape)} in the files, {_words(shape)} by {whose}")
     return wrong + [f"{name}: given, and not in the model" for name in step.given if name not in wanted]
 
@@ -122,18 +129,19 @@ def _words(shape: Shape) -> str:
     return " × ".join(map(str, shape)) or "a single number"
 
 
-def plan_export(source: Path, layout: HFModel, stored: Described) -> Plan:
-    """How to make a folder's tensors from a checkpoint's.
+def plan_export(source: Path, layout: HFModel, stored: Mapping[str, View]) -> Plan:
+    """How to make a folder's tensors from a model's.
 
     Args:
-        source: the run or checkpoint, for errors.
+        source: the run, checkpoint or folder, for errors.
         layout: how `export_hf` describes its model.
-        stored: shape and dtype of each parameter and buffer.
+        stored: each parameter and buffer.
 
     Raises:
         ConfigError: naming those that have no place there.
     """
-    step = layout.map.inverse().trace(stored)
+    step = Step(stored)
+    layout.map.inverse().apply(step)
     if step.left:
         raise ConfigError(f"{source}: there is no place in Hugging Face layout for" + indented(sorted(step.left)))
     if step.wrong:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -115,18 +115,24 @@ def is_hugging_face(path: Path) -> bool:
     return (path / CONFIG).is_file() and not any((path / name).exists() for name in ("config.toml", "manifest.json"))
 
 
-def fill(weights: Mapping[str, Tensor], plan: Plan, folder: Folder) -> None:
+class Ranges(Protocol):
+    """Stored tensors of which ranges can be read."""
+
+    def read(self, name: str, box: Box) -> Tensor: ...
+
+
+def fill(weights: Mapping[str, Tensor], plan: Plan, source: Ranges) -> None:
     """Read weights in place, of any placement: each rank reads the ranges that its own shards are made of.
 
     Args:
         weights: by name; each becomes what the plan gives under its name, in its own dtype.
-        plan: of the folder's tensors.
-        folder: where they lie.
+        plan: of the tensors that are stored.
+        source: where they lie.
     """
     with torch.no_grad():
         for name in (name for group in plan.groups for name in group.targets if name in weights):
             part, window = local_window(weights[name])
-            plan.read_into(part, name, folder.read, tuple(window))
+            plan.read_into(part, name, source.read, tuple(window))
 
 
 def table(file: Path) -> dict[str, Any]:
