@@ -72,6 +72,7 @@ def _write_file(file: Path, tensors: Shapes, read: Callable[[str], Tensor]) -> N
             if tuple(tensor.shape) != shape:
                 raise ForgeError(f"{name!r} was made with shape {[*tensor.shape]}, and {[*shape]} was planned.")
             out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next one is read
         out.flush()
         os.fsync(out.fileno())
 
