@@ -98,7 +98,11 @@ def test_a_map_in_a_file(hf: Path, tmp_path: Path) -> None:
     assert torch.equal(ours["lm_head.weight"], theirs["lm_head.weight"])
     convert_folder(hf, tmp_path / "other", state_map=f"{tmp_path}/maps.py:described")
     assert torch.equal(tensors(tmp_path / "other")["lm_head.weight"], theirs["lm_head.weight"].t())
-    assert config(tmp_path / "other") == {"architectures": ["Other"], "n": config(hf)["vocab_size"], "torch_dtype": "float32"}
+    assert config(tmp_path / "other") == {
+        "architectures": ["Other"],
+        "n": config(hf)["vocab_size"],
+        "torch_dtype": "float32",
+    }
 
 
 MISTAKES = {
