@@ -389,6 +389,12 @@ def truncate(file: Path) -> None:
         opened.truncate(file.stat().st_size // 2)
 
 
+def spoil(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(20)
+        opened.write(b"}}}}")
+
+
 MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "no folder": (shutil.rmtree, ("hf: there is no such folder",)),
     "no config": (lambda hf: (hf / "config.json").unlink(), ("not a model in Hugging Face layout",)),
@@ -434,7 +440,14 @@ MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda hf: change_tensors(hf, model__norm__weight=torch.zeros(32, dtype=torch.int8)),
         ("model.norm.weight: stored as I8",),
     ),
-    "a truncated file": (lambda hf: truncate(hf / "model.safetensors"), ("not a whole safetensors file",)),
+    "a truncated file": (
+        lambda hf: truncate(hf / "model.safetensors"),
+        ("not a whole safetensors file: it has ", "model.layers.0.self_attn.q_proj.weight", " are cut off."),
+    ),
+    "a header that is spoiled": (
+        lambda hf: spoil(hf / "model.safetensors"),
+        ("model.safetensors: not a whole safetensors file: SafetensorError",),
+    ),
     "a file of something else": (
         lambda hf: (hf / "model.safetensors").write_bytes(b"version https://git-lfs" * 20),
         ("not a whole safetensors file",),
