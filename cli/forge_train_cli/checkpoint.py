@@ -15,8 +15,9 @@ from forge_train.storage.run import is_run
 
 from . import screen
 from .addresses import FETCHED, PLACE
+from .exchanging import convert, export, import_
 from .keeping import copy, diff, move, prune
-from .options import json_option, plugin_options, set_option
+from .options import json_option
 
 if TYPE_CHECKING:
     from forge_train_tools.offline.examine import Examined
@@ -32,7 +33,7 @@ def checkpoint() -> None:
     """
 
 
-for command in (copy, diff, move, prune):
+for command in (convert, copy, diff, export, import_, move, prune):
     checkpoint.add_command(command)
 
 
@@ -198,73 +199,6 @@ def _examined_there(address: str) -> list[tuple[str, Examined]]:
             found = Examined(Path(folder), problem) if problem else examine(path)
         examined.append((place.store.at(stored.name), found))
     return examined
-
-
-@checkpoint.command("import", short_help="Make a checkpoint of a model in Hugging Face layout.")
-@click.argument("hf_dir", type=PATH)
-@click.argument("path", type=PATH)
-@plugin_options
-@set_option
-@json_option
-def import_(
-    hf_dir: Path,
-    path: Path,
-    plugins: tuple[str, ...],
-    without: tuple[str, ...],
-    assignments: tuple[str, ...],
-    as_json: bool,
-) -> None:
-    """Make the checkpoint PATH of HF_DIR, which holds config.json and safetensors files.
-
-    \b
-    forge checkpoint import Qwen3-0.6B qwen
-    forge train qwen/config.toml -s text.path=my-texts
-    """
-    from forge_train_tools.offline.huggingface import import_checkpoint
-
-    done = import_checkpoint(hf_dir, path, plugins=plugins, without=without, settings=assignments)
-    _say(done, as_json, f"Train it further with: forge train {path / 'config.toml'} -s text.path=…")
-
-
-@checkpoint.command(short_help="Write a model in Hugging Face layout.")
-@click.argument("path", type=FETCHED)
-@click.argument("hf_dir", type=PATH)
-@click.option(
-    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="To store as."
-)
-@json_option
-def export(path: Path, hf_dir: Path, dtype: str, as_json: bool) -> None:
-    """Write the model of PATH to HF_DIR: config.json, safetensors files, and the files of the run's tokenizer."""
-    import torch
-
-    from forge_train.ground.artifacts import Recorder
-    from forge_train.storage import checkpoint
-    from forge_train.storage.run import is_run
-    from forge_train_tools.offline.huggingface import export_checkpoint
-    from forge_train_tools.offline.opening import run_folder
-
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    done = export_checkpoint(path, hf_dir, dtype=dtypes[dtype])
-    if is_run(run := run_folder(checkpoint.resolve(path))):
-        recorder = Recorder(run)
-        for file in done.files:
-            recorder.record(done.path / file, "forge checkpoint export", "exports")
-        recorder.settle()
-    _say(done, as_json)
-
-
-def _say(done: Any, as_json: bool, next_step: str = "") -> None:
-    """What was imported or exported; a `forge_train_tools.offline.huggingface.Exchanged`."""
-    if as_json:
-        result = {"path": str(done.path), "parameters": done.parameters, "files": done.files, "notes": done.notes}
-        click.echo(dumps(result))
-        return
-    files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
-    click.echo(f"{done.path}: {done.parameters:,} parameters ({files})")
-    for note in done.notes:
-        click.secho(f"Note: {note}", fg="yellow", err=True)
-    if next_step:
-        click.echo(next_step)
 
 
 def _latest(run: Path) -> str:

@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 def evaluate(
     path: Path, plugins: tuple[str, ...], assignments: tuple[str, ...], nproc: int | None, as_json: bool
 ) -> None:
-    """Evaluate the model of PATH, a run (its newest whole checkpoint) or a checkpoint: the loss on held-out text, and
-    every evaluation that its plugins name. Nothing is written.
+    """Evaluate the model of PATH, a run (its newest whole checkpoint), a checkpoint or a Hugging Face folder: the loss
+    on held-out text, and every evaluation that its plugins name. Nothing is written.
 
     \b
     forge eval runs/first
     forge eval runs/first/checkpoints/step-00000100 -s train.evaluate_batches=50
+    forge eval Qwen3-0.6B -s text.path=my-texts
     forge eval runs/first --nproc 2 -p my_package.plugin:Accuracy
     """
     from forge_train_tools.offline.evaluate import evaluate as run

@@ -56,11 +56,13 @@ def generate(
     chat: bool,
     as_json: bool,
 ) -> None:
-    """Continue a text with the model of PATH: a run (its newest whole checkpoint), or a checkpoint.
+    """Continue a text with the model of PATH: a run (its newest whole checkpoint), a checkpoint, or a Hugging Face
+    folder.
 
     \b
     forge generate runs/first --prompt "def "
     forge generate runs/first --prompt "import " --temperature 0 --stop $'\\n'
+    forge generate Qwen3-0.6B --prompt "Once upon a time"
     forge generate runs/tuned --chat --prompt "Who are you?"
     """
     from forge_train_tools.offline.generate import Completion, Sampling

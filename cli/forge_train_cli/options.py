@@ -94,7 +94,7 @@ def hugging_face(request: Request, run_dir: str) -> Request:
     """The request to run. A folder in Hugging Face layout as its configuration is imported as a checkpoint first; with
     `--from`, the folder's model is put into the request."""
     if request.model_from:
-        from forge_train_tools.offline.huggingface import starting_from
+        from forge_train_tools.offline.hf_request import starting_from
 
         return starting_from(request)
     if not Path(request.config).is_dir():

@@ -37,7 +37,7 @@ TURN = 5
 WARM_UP = 2
 """Turns of each that are not counted."""
 FRESH = (
-    *("train.init_from=", "train.init_missing=[]", "train.init_unexpected=[]"),
+    *("train.init_from=", "train.init_missing=[]", "train.init_unexpected=[]", "train.init_map="),
     *("checkpoint.only=[]", "checkpoint.folder=", "checkpoint.mirror="),
 )
 

@@ -65,6 +65,33 @@ def test_trained_straight_from_the_folder(forge: Forge, folder: Path, model: Pat
     assert "knows the architecture" in forge("train", "--from", strange(folder), *CHATS, fails=2).err
 
 
+def test_looked_at_without_a_checkpoint(forge: Forge, folder: Path, model: Path) -> None:
+    (folder / "text.txt").write_text("say one two three\n" * 200)
+    text = ("-s", "text.path=text.txt", "-s", "train.sequence=16", "-s", "train.global_batch=2")
+    before = sorted(folder.iterdir())
+    asked = ("--prompt", "say 7", "--tokens", "8", "--temperature", "0", "--json")
+    there, evaluated = forge("generate", "hf", *asked).json, forge("eval", "hf", *text, "--json").json
+    assert sorted(folder.iterdir()) == before, "nothing is written"
+    assert (there["tokens"], there["step"], evaluated["step"]) == (8, 0, 0)
+    forge("checkpoint", "import", "hf", "start")
+    assert forge("generate", "start", *asked).json["text"] == there["text"]
+    assert forge("eval", "start", *text, "--json").json["loss"] == evaluated["loss"]
+    assert forge("eval", "hf", *text, "--nproc", "2", "--json").json["loss"] == pytest.approx(evaluated["loss"])
+
+
+def test_text_that_the_model_has_not_learned_to_read_is_told(forge: Forge, folder: Path, model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    assert "hf has no tokenizer.json: text is read as bytes" in forge("generate", "hf", "--tokens", "2").err
+    assert "set it to your files" in forge("eval", "hf", fails=2).err
+    assert "Did you mean" in forge("generate", misspelt(folder), fails=2).err
+
+
+def misspelt(folder: Path) -> str:
+    name = strange(folder)
+    (folder / name / "config.json").write_text('{"architectures": ["LLamaForCausalLM"]}')
+    return name
+
+
 def strange(folder: Path) -> str:
     (folder / "strange").mkdir()
     (folder / "strange" / "config.json").write_text('{"architectures": ["Strange"]}')

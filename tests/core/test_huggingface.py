@@ -180,14 +180,14 @@ def named_gradients(reference: Any, part: Any) -> list[tuple[str, Tensor]]:
 
 
 @pytest.mark.unit
-def test_narrow_weights_become_fp32_without_a_change(tmp_path: Path) -> None:
+def test_narrow_weights_are_kept_and_computed_in_fp32(tmp_path: Path) -> None:
     model = random_model("Qwen3", head_dim=16, vocab_size=61).bfloat16()
     model.save_pretrained(tmp_path / "hf")
     import_checkpoint(tmp_path / "hf", tmp_path / "start")
-    assert {dtype for _, dtype in shapes(tmp_path / "start").values()} == {torch.float32}
+    assert {dtype for _, dtype in shapes(tmp_path / "start").values()} == {torch.bfloat16}
     _, ours = logits(tmp_path / "start", TOKENS)
     assert (ours - load(tmp_path / "hf")(TOKENS).logits).abs().max() <= 1e-5
-    export_checkpoint(tmp_path / "start", tmp_path / "back", dtype=torch.bfloat16)
+    export_checkpoint(tmp_path / "start", tmp_path / "back")
     first, second = (load_file(tmp_path / one / "model.safetensors") for one in ("hf", "back"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -389,6 +389,12 @@ def truncate(file: Path) -> None:
         opened.truncate(file.stat().st_size // 2)
 
 
+def spoil(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(20)
+        opened.write(b"}}}}")
+
+
 MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "no folder": (shutil.rmtree, ("hf: there is no such folder",)),
     "no config": (lambda hf: (hf / "config.json").unlink(), ("not a model in Hugging Face layout",)),
@@ -404,6 +410,10 @@ MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
             "no enabled plugin knows the architecture ['MambaForCausalLM']",
             "asked: decoder). Known: Gemma2ForCausalLM, ",
         ),
+    ),
+    "a misspelt architecture": (
+        lambda hf: change_config(hf, architectures=["LLamaForCausalLM"]),
+        ("Did you mean 'LlamaForCausalLM'?",),
     ),
     "a value it has no counterpart for": (
         lambda hf: change_config(hf, attention_dropout=0.1),
@@ -430,7 +440,14 @@ MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda hf: change_tensors(hf, model__norm__weight=torch.zeros(32, dtype=torch.int8)),
         ("model.norm.weight: stored as I8",),
     ),
-    "a truncated file": (lambda hf: truncate(hf / "model.safetensors"), ("not a whole safetensors file",)),
+    "a truncated file": (
+        lambda hf: truncate(hf / "model.safetensors"),
+        ("not a whole safetensors file: it has ", "model.layers.0.self_attn.q_proj.weight", " are cut off."),
+    ),
+    "a header that is spoiled": (
+        lambda hf: spoil(hf / "model.safetensors"),
+        ("model.safetensors: not a whole safetensors file: SafetensorError",),
+    ),
     "a file of something else": (
         lambda hf: (hf / "model.safetensors").write_bytes(b"version https://git-lfs" * 20),
         ("not a whole safetensors file",),
@@ -524,7 +541,7 @@ def test_training_another_model_from_a_folder_of_transformers_says_what_to_do(
     assert f"{llama}: the tensors are not those of the model in this run's configuration:\n" in told
     assert f"Use --from {llama} to train that model." in told
     assert not any(runs.iterdir())
-    assert forge(["eval", str(llama)]) == 2
+    assert forge(["checkpoint", "export", str(llama), str(tmp_path / "out")]) == 2
     assert f"forge checkpoint import {llama} NEW" in capsys.readouterr().err
 
 

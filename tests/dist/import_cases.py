@@ -11,6 +11,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from forge_train.storage.hf_folder import Folder
+from forge_train.storage.ranges import Weights
 from forge_train.testing import run_forge
 from muon_cases import Begun
 
@@ -24,7 +25,13 @@ def started(folder: str, source: str, plugins: Sequence[str], config: Mapping[st
         return part
 
     settings = {"train.init_from": source, "train.micro_batch": 1, "train.global_batch": 4, **config}
-    with patch.object(Folder, "read", counted):
+
+    def counted_of_checkpoint(self: Weights, *arguments: Any) -> Tensor:
+        sizes.append((part := read_of_checkpoint(self, *arguments)).nbytes)
+        return part
+
+    read_of_checkpoint = Weights.read
+    with patch.object(Folder, "read", counted), patch.object(Weights, "read", counted_of_checkpoint):
         run = run_forge((*plugins, Begun), settings, steps=1, folder=Path(folder))
     weights: dict[str, Tensor] = run.plugin("begun").weights
     return {

@@ -79,6 +79,28 @@ def norms(hf: Path) -> int:
     return sum(tensor.nbytes for file in files for name, tensor in file.items() if "norm" in name)
 
 
+@pytest.mark.accept("families", "maps")
+@pytest.mark.parametrize("source", ["hf", "start"])
+def test_a_map_is_read_through_shard_by_shard(
+    ranks: Pool, hf: Path, alone: dict[str, Any], tmp_path: Path, source: str
+) -> None:
+    """Half of the layers, and 300 token ids."""
+    maps = "Renumber('layers.{i}.{rest*}', (1,)) | Resize(('embedding.weight', 'head.weight'), 257, 300)"
+    (tmp_path / "maps.py").write_text(f"from forge_train.state_map import *\nMAP = {maps}\n")
+    where = str(hf if source == "hf" else Path(alone["run"]).parent / "start")
+    config = {"decoder.tied": False, "decoder.layers": 1, "decoder.vocabulary": 300}
+    config["train.init_map"] = f"{tmp_path}/maps.py:MAP"
+    one = started(str(tmp_path), where, (), config)
+    replies = ranks.run(
+        "import_cases:started", 2, folder=str(tmp_path), source=where, plugins=("fsdp2",), config=config
+    )
+    assert {name: digest for reply in replies for name, digest in reply["before"].items()} == one["before"]
+    assert replies[0]["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    layer = sum(one.nbytes for file in hf.glob("*.safetensors") for n, one in load_file(file).items() if ".0." in n)
+    assert one["read"] == sum(reply["read"] for reply in replies) == stored(hf) - layer
+    assert max(reply["read"] for reply in replies) < 0.6 * one["read"]
+
+
 def test_values_that_no_shape_tells_of_are_warned_of(
     hf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,6 +22,8 @@ from forge_train.state_map import (
     DequantiseMXFP4,
     Drop,
     Rename,
+    Renumber,
+    Repeat,
     Resize,
     Rotary,
     Split,
@@ -171,6 +173,28 @@ def cast(chance: random.Random) -> Case:
     return Cast(("{all*}",), torch.bfloat16, torch.float32), given, {name: t.float() for name, t in given.items()}
 
 
+def renumber(chance: random.Random) -> Case:
+    order = chance.sample(range(4), 4)
+    given = {f"h.{i}.{kind}": draw(chance, *sizes(chance, 2)) for i in range(4) for kind in ("w", "mlp.b")}
+    expected = {f"h.{new}.{kind}": given[f"h.{old}.{kind}"] for new, old in enumerate(order) for kind in ("w", "mlp.b")}
+    return Renumber("h.{i}.{rest*}", tuple(order)), given, expected
+
+
+def repeat(chance: random.Random) -> Case:
+    count = chance.randint(1, 4)
+    given = {f"{i}.up": draw(chance, *sizes(chance, 2)) for i in range(2)}
+    rule = Repeat("{i}.up", "{i}.experts.up", count)
+    return rule, given, {f"{i}.experts.up": torch.stack([given[f"{i}.up"]] * count) for i in range(2)}
+
+
+def pad_with_the_mean(chance: random.Random) -> Case:
+    rows, more = chance.randint(1, 6), chance.randint(1, 4)
+    given = {"embedding": draw(chance, rows, 3)}
+    mean = given["embedding"].mean(0, keepdim=True).expand(more, 3)
+    expected = {"embedding": torch.cat([given["embedding"], mean])}
+    return Resize(("embedding",), rows, rows + more, fill="mean"), given, expected
+
+
 def family(chance: random.Random) -> Case:
     """Stacked experts with fused gate and up, stored transposed; renamed attention."""
     dim, hidden, experts = sizes(chance, 3)
@@ -209,8 +233,11 @@ def dequantise_mxfp4(chance: random.Random) -> Case:
     return rule, given, {"e": expected.view(*outer, blocks * 32)}
 
 
-INVERTIBLE = [rename, stack, unstack, concat, split, in_turn, turns_apart, transpose, rotary, pad, cast, family]
-ALL = [*INVERTIBLE, dequantise, dequantise_mxfp4]
+INVERTIBLE = [
+    *(rename, stack, unstack, concat, split, in_turn, turns_apart),
+    *(transpose, rotary, pad, cast, renumber, family),
+]
+ALL = [*INVERTIBLE, dequantise, dequantise_mxfp4, repeat, pad_with_the_mean]
 seeds = st.integers(0, 2**31)
 often = settings(max_examples=40, deadline=None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import math
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..contract.layers import Init
+from ..contract.model import Model
 from ..ground.errors import PluginError
 from ..ground.tensors import local
 
@@ -62,15 +64,22 @@ def allocate(part: nn.Module, device: torch.device) -> None:
     resets = {}
     for name, module in part.named_modules():
         if next(module.buffers(recurse=False), None) is not None:
-            path = next((path for path in _outwards(name) if hasattr(part.get_submodule(path), "reset_buffers")), None)
-            if path is None:
-                raise PluginError(
-                    f"Module {name!r} ({type(module).__name__}) has buffers but no `reset_buffers()` to fill them "
-                    "after it was built on the meta device."
-                )
+            path = _resetting(part, name)
             resets[path] = cast(Any, part.get_submodule(path)).reset_buffers
     for reset in resets.values():
         reset()
+
+
+def _resetting(part: nn.Module, name: str) -> str:
+    """The module that fills the buffers of a module: itself, or the nearest around it."""
+    for path in _outwards(name):
+        if hasattr(part.get_submodule(path), "reset_buffers"):
+            return path
+    module = part.get_submodule(name)
+    raise PluginError(
+        f"Module {name!r} ({type(module).__name__}) has buffers but no `reset_buffers()` to fill them "
+        "after it was built on the meta device."
+    )
 
 
 def _outwards(path: str) -> Iterator[str]:
@@ -102,6 +111,27 @@ def declared_init(part: nn.Module, name: str) -> Init:
             )
         owner, _, last = owner.rpartition(".")
         rest = f"{last}.{rest}"
+
+
+def initial(model: Model, name: str, out: Tensor, seed: int) -> None:
+    """Write the value that a parameter or a buffer of a composed model starts with, without memory for the others.
+
+    Args:
+        model: which may lie on the meta device.
+        name: of the parameter or buffer.
+        out: memory of its shape, on the CPU.
+        seed: the run's.
+    """
+    part = next(part for part in model.parts if name in part.state_dict())
+    owner, _, attribute = name.rpartition(".")
+    with torch.no_grad():
+        if attribute in part.get_submodule(owner)._parameters:
+            fill(out, name, declared_init(part, name), seed)
+            return
+        path = _resetting(part, owner)
+        module = copy.deepcopy(part.get_submodule(path)).to_empty(device=out.device)
+        cast(Any, module).reset_buffers()
+        out.copy_(module.get_buffer(name.removeprefix(f"{path}." if path else "")))
 
 
 def fill(tensor: Tensor, name: str, init: Init, seed: int) -> None:

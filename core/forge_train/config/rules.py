@@ -45,6 +45,7 @@ def check(config: Config, world: int) -> Iterator[Problem]:
         needs = {
             "train.init_missing": train.init_missing,
             "train.init_unexpected": train.init_unexpected,
+            "train.init_map": train.init_map,
             "checkpoint.only": config.checkpoint.only,
         }
         for key, patterns in needs.items():

@@ -35,9 +35,11 @@ class FilePath:
 
     Args:
         words: values that are no paths.
+        dotted: whether the value may name an object too: `package.module:NAME` is no path, `file.py:NAME` is one.
     """
 
     words: tuple[str, ...] = ()
+    dotted: bool = False
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -72,6 +72,9 @@ class TrainSection:
     """Patterns (`*.lora_*`) of tensor names that `init_from` may lack; these tensors keep their initial values."""
     init_unexpected: Annotated[tuple[str, ...], Volatile()] = ()
     """Patterns of tensor names that `init_from` may have in addition to the model's; these tensors are ignored."""
+    init_map: Annotated[str, FilePath(dotted=True), Volatile()] = ""
+    """`FILE.py:NAME` or `package.module:NAME` of a state map from the names and shapes of `init_from` to this model's;
+    what it does not take stays as it is."""
 
     @property
     def tokens_per_step(self) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ground.errors import nearest
+from ..ground.names import is_file
 from .annotations import annotation_of, mark, members_of, table_type
 from .layers import Origin, Value
 from .schema import FilePath, check_section, no_toml
@@ -111,6 +112,8 @@ def _absolute(cls: type, key: Key, value: Any, origin: Origin) -> Any:
             for at, item in enumerate(value)
         ]
     if not isinstance(value, str) or not value or (marked := mark(cls, key, FilePath)) is None or value in marked.words:
+        return value
+    if marked.dotted and not is_file(value):
         return value
     return str((origin.folder / Path(value).expanduser()).absolute())
 

@@ -5,6 +5,7 @@ Shapes are written `[batch, sequence, …]`. Importing this module imports no to
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -244,3 +245,7 @@ class HFModel:
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     leftovers: tuple[str, ...] = ()
     others: tuple[StateMap, ...] = ()
+
+    def is_leftover(self, name: str) -> bool:
+        """Whether a tensor of this name may be there, and is not needed."""
+        return any(re.fullmatch(one, name) for one in self.leftovers)

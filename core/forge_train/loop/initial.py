@@ -17,6 +17,7 @@ from ..ground.errors import ConfigError
 from ..ground.failure import during
 from ..storage import checkpoint, hf_fit
 from ..storage.hf_folder import CONFIG, Folder, fill, is_hugging_face
+from . import mapped
 from .weights import Base, Patterns, load_weights
 
 log = logging.getLogger("forge_train")
@@ -48,9 +49,17 @@ def load_initial(model: Model, job: Job) -> Initial | None:
         return None
     if is_hugging_face(Path(train.init_from)):
         taken = _from_hugging_face(model, job, Path(train.init_from).absolute())
+    elif train.init_map:
+        _check_only(job)
+        path = checkpoint.resolve(Path(train.init_from), job.dist)
+        beside = tuple(f"{name}." for name in checkpoint.read_state(path).get("models", {}))
+        missing, unexpected = mapped.from_checkpoint(model, job, path, beside)
+        taken = Initial(str(path.absolute()), None, tuple(missing), tuple(unexpected))
     else:
         path = checkpoint.resolve(Path(train.init_from), job.dist)
-        fit = load_weights(model, job, path, missing=train.init_missing, unexpected=train.init_unexpected, free=_head(job))
+        fit = load_weights(
+            model, job, path, missing=train.init_missing, unexpected=train.init_unexpected, free=_head(job)
+        )
         taken = Initial(str(path.absolute()), Base.of(path), fit.missing, fit.unexpected)
     for what, names in (("keep their initial values", taken.missing), ("were left out", taken.unexpected)):
         if names and job.dist.main:
@@ -69,6 +78,8 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
     layout = job.hooks.import_hf(folder.config)
     if layout is None:
         raise ConfigError(f"{path / CONFIG}: no enabled plugin knows this model (import_hf).")
+    if job.config.train.init_map:
+        return Initial(str(path), None, *map(tuple, mapped.from_folder(model, job, folder, layout)))
     if job.dist.main:
         _warn_of_differences(layout, job, path)
     weights = model.alone().state_dict()
@@ -76,26 +87,35 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
     ties = job.dist.gather_stages(tied_groups(*model.parts))
     may_lack = Patterns("train.init_missing", job.config.train.init_missing, _head(job))
     may_exceed = Patterns("train.init_unexpected", job.config.train.init_unexpected)
-    missing, unexpected = list[str](), list[str]()
+    unexpected = list[str]()
     plan = hf_fit.plan(
         folder,
         layout,
         {name: one for stage in stages for name, one in stage.items()},
         whose="this run's configuration",
         tied=[group for stage in ties for group in stage],
-        missing=_noting(may_lack, missing),
+        missing=may_lack.take,
         unexpected=_noting(may_exceed, unexpected),
         ignored=_noting(Patterns("", (), _head(job)), unexpected),
     )
     may_lack.check(f"{path} lacks")
     may_exceed.check(f"{path} holds beside the model")
     fill(weights, plan, folder)
+    missing = [name for stage in stages for name in stage if name not in plan.targets]
     return Initial(str(path), None, tuple(missing), tuple(unexpected))
 
 
 def _head(job: Job) -> tuple[str, ...]:
     """Patterns of parameters that a language model may lack, or have beside the model."""
     return () if job.hooks.gives("head") in ("", GIVES["head"]) else ("head.*",)
+
+
+def _check_only(job: Job) -> None:
+    if job.config.checkpoint.only:
+        raise ConfigError(
+            "checkpoint.only needs a checkpoint that holds the other weights as they are, and train.init_map changes "
+            "them. Start from a checkpoint that has this model's weights already, or save all weights."
+        )
 
 
 def _warn_of_differences(layout: HFModel, job: Job, path: Path) -> None:

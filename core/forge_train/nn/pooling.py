@@ -42,9 +42,7 @@ def _weigh(pooling: Pooling, batch: Batch) -> Batch:
     else:
         place = torch.zeros_like(length) if pooling == "cls" else length - 1
         weights = (torch.arange(text.shape[1]) == place).float()
-    return replace(
-        batch, targets={**batch.targets, POOLING: weights}, axes={**batch.axes, POOLING: TOKENS}
-    )
+    return replace(batch, targets={**batch.targets, POOLING: weights}, axes={**batch.axes, POOLING: TOKENS})
 
 
 def pool(values: Tensor, batch: Batch, job: Job) -> Tensor:

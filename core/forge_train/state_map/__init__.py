@@ -7,6 +7,7 @@ reads a tensor, or any range of it, from only the ranges that it is made of. Imp
 
 from __future__ import annotations
 
+from .growth import Renumber, Repeat
 from .maps import Chain, Group, Plan, StateMap, Step, Together
 from .quantised import Dequantise, DequantiseMXFP4
 from .rules import Concat, Drop, Rename, Split, Stack, Unstack
@@ -25,6 +26,8 @@ __all__ = [
     "Group",
     "Plan",
     "Rename",
+    "Renumber",
+    "Repeat",
     "Resize",
     "Rotary",
     "Split",

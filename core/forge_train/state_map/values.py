@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ..ground.errors import ConfigError
+from .growth import MeanRow
 from .maps import StateMap, Step
 from .names import template
 from .rules import has_dims
@@ -76,20 +77,21 @@ class Resize(StateMap):
         names: of the embedding and the head.
         before: number of rows before.
         after: number of rows after.
-        fill: value of added rows.
+        fill: value of added rows, or `mean`, which is the mean of the rows that are there.
     """
 
     names: tuple[str, ...]
     before: int
     after: int
-    fill: float = 0.0
+    fill: float | Literal["mean"] = 0.0
 
     def apply(self, step: Step) -> None:
         for name, view in _each(step, self.names, 0):
             if view.shape[0] != self.before:
                 step.wrong.append(f"{name}: it has {view.shape[0]} rows, and {self.before} were expected")
             added = self.after - self.before
-            more = Filled((max(added, 0), *view.shape[1:]), view.dtype, self.fill)
+            shape = (max(added, 0), *view.shape[1:])
+            more = MeanRow(shape, view.dtype, view) if self.fill == "mean" else Filled(shape, view.dtype, self.fill)
             pieces = [(view, 0, min(self.before, self.after)), (more, 0, more.shape[0])]
             step.give(name, Joined.of(pieces, 0))
 

@@ -84,6 +84,24 @@ def read_tensor(file: BinaryIO, offset: int, length: int) -> Tensor:
     return tensor
 
 
+def locate(file: BinaryIO, offset: int, length: int) -> tuple[int, tuple[int, ...], torch.dtype] | None:
+    """First byte, shape and dtype of a tensor whose values lie in their order, so that a range of it can be read; None
+    if they don't.
+
+    Raises:
+        ValueError: as `read_tensor`.
+    """
+    look, stored = _look(file, offset, length)
+    dense = [math.prod(look.size[dim + 1 :]) for dim in range(len(look.size))]
+    if (
+        look.views
+        or 0 in look.size
+        or any(n > 1 and a != b for n, a, b in zip(look.size, look.stride, dense, strict=True))
+    ):
+        return None
+    return stored.start + look.offset * look.dtype.itemsize, look.size, look.dtype
+
+
 def describe(file: BinaryIO, offset: int, length: int) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and dtype of a tensor, of which only the description is read.
 

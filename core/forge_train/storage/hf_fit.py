@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from ..contract.protocols import HFModel
 from ..ground.errors import ConfigError, PluginError
 from ..state_map import Plan, Step
+from ..state_map.views import View
 from .hf_folder import CONFIG, DTYPES, Folder, indented
 
 Shape = tuple[int, ...]
@@ -38,7 +38,8 @@ def plan(
         wanted: shape and dtype of every weight of the model, those of other ranks and stages too.
         whose: what describes the model, for messages.
         tied: groups of names that share one parameter; the folder may hold copies of its tensor.
-        missing: chooses, of the weights that the folder does not give, those that may keep their initial values.
+        missing: chooses, of the weights that no tensor gives, and of the tensors that are missing or have another shape,
+            those whose weights may keep their initial values.
         unexpected: chooses, of the tensors that the layout does not use, those that may be there.
         ignored: chooses, of the weights that the layout names and the model does not have, those that are left out.
 
@@ -46,23 +47,28 @@ def plan(
         ConfigError: naming every difference.
         PluginError: if the layout does not name the parameters of the model that was built from it.
     """
-    leftovers = [name for name in folder.tensors if any(re.fullmatch(one, name) for one in layout.leftovers)]
+    leftovers = [name for name in folder.tensors if layout.is_leftover(name)]
     if leftovers:
         everything = Plan(_fitting(layout, folder.described()).map.trace(folder.described()).given)
         needed = {source for name in everything.targets if name in wanted for source, _ in everything.reads(name)}
         leftovers = [name for name in leftovers if name not in needed]
     stored = {name: one for name, one in folder.described().items() if name not in leftovers}
     layout = _fitting(layout, stored)
-    step = layout.map.trace(stored)
-    made = Plan(step.given)
-    sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
-    absent = {*missing(sorted(wanted.keys() - made.targets.keys()))}
-    beside = {name: made.targets[name] for name in ignored(sorted(made.targets.keys() - wanted.keys()))}
+    given = layout.map.trace(stored).given
+    absent = {*missing(sorted(wanted.keys() - given.keys()))}
     wanted = {name: one for name, one in wanted.items() if name not in absent}
+    beside = {name: given[name] for name in ignored(sorted(given.keys() - wanted.keys() - absent))}
     described = {**wanted, **{name: (view.shape, view.dtype) for name, view in beside.items()}}
     expected = _expected(folder, layout, described, whose)
-    wrong = _missing(folder, expected, whose) if expected is not None else _not_given(step, described, whose)
-    wrong += [_odd(folder, name) for name in folder.tensors if name not in stored and name not in leftovers]
+    unfit = _unfit(folder, expected or {}, whose)
+    lacking = {*missing(sorted(unfit))}
+    step = layout.map.trace({name: one for name, one in stored.items() if name not in lacking}, optional=lacking)
+    made = Plan(step.given)
+    sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
+    wrong = [line for name, line in unfit.items() if name not in lacking]
+    if expected is None:
+        wrong = _not_given(step, described, whose)
+    wrong += [_odd(folder, name) for name in folder.tensors if name not in {*stored, *leftovers, *lacking}]
     for name, view in made.targets.items():
         if view.dtype not in DTYPES.values():
             wrong += [_odd(folder, one) for one in sources[name] if folder.tensors[one].dtype not in DTYPES]
@@ -104,19 +110,20 @@ def _way_out(folder: Folder, whose: str) -> str:
     return "" if whose == CONFIG else f"\nUse --from {folder.path} to train that model."
 
 
-def _missing(folder: Folder, expected: Mapping[str, Shape], whose: str) -> list[str]:
-    wrong: list[str] = []
+def _unfit(folder: Folder, expected: Mapping[str, Shape], whose: str) -> dict[str, str]:
+    """The tensors that are missing or have another shape, and how that is said."""
+    unfit: dict[str, str] = {}
     for name, shape in expected.items():
         entry = folder.tensors.get(name)
         if entry is None:
-            wrong.append(f"{name}: missing ({_words(shape)})")
+            unfit[name] = f"{name}: missing ({_words(shape)})"
         elif entry.shape != shape:
-            wrong.append(f"{name}: {_words(entry.shape)} in {entry.file.name}, {_words(shape)} by {whose}")
-    return wrong
+            unfit[name] = f"{name}: {_words(entry.shape)} in {entry.file.name}, {_words(shape)} by {whose}"
+    return unfit
 
 
 def _not_given(step: Step, wanted: Described, whose: str) -> list[str]:
-    """As `_missing`, by forge's names."""
+    """As `_unfit`, by forge's names."""
     wrong = list(step.wrong)
     for name, (shape, _) in wanted.items():
         view = step.given.get(name)
@@ -143,18 +150,19 @@ def _words(shape: Shape) -> str:
     return " × ".join(map(str, shape)) or "a single number"
 
 
-def plan_export(source: Path, layout: HFModel, stored: Described) -> Plan:
-    """How to make a folder's tensors from a checkpoint's.
+def plan_export(source: Path, layout: HFModel, stored: Mapping[str, View]) -> Plan:
+    """How to make a folder's tensors from a model's.
 
     Args:
-        source: the run or checkpoint, for errors.
+        source: the run, checkpoint or folder, for errors.
         layout: how `export_hf` describes its model.
-        stored: shape and dtype of each parameter and buffer.
+        stored: each parameter and buffer.
 
     Raises:
         ConfigError: naming those that have no place there.
     """
-    step = layout.map.inverse().trace(stored)
+    step = Step(stored)
+    layout.map.inverse().apply(step)
     if step.left:
         raise ConfigError(f"{source}: there is no place in Hugging Face layout for" + indented(sorted(step.left)))
     if step.wrong:

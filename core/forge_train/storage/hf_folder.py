@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..composition.initialise import local_window
 from ..ground.errors import ConfigError, describe
 from ..ground.present import few
-from ..ground.untrusted import load_json, regular_size
+from ..ground.untrusted import load_json, parse_json, regular_size
 from ..state_map import Box, Plan
 from ..state_map.views import whole
 from .consolidated import INDEX
@@ -115,18 +115,24 @@ def is_hugging_face(path: Path) -> bool:
     return (path / CONFIG).is_file() and not any((path / name).exists() for name in ("config.toml", "manifest.json"))
 
 
-def fill(weights: Mapping[str, Tensor], plan: Plan, folder: Folder) -> None:
+class Ranges(Protocol):
+    """Stored tensors of which ranges can be read."""
+
+    def read(self, name: str, box: Box) -> Tensor: ...
+
+
+def fill(weights: Mapping[str, Tensor], plan: Plan, source: Ranges) -> None:
     """Read weights in place, of any placement: each rank reads the ranges that its own shards are made of.
 
     Args:
         weights: by name; each becomes what the plan gives under its name, in its own dtype.
-        plan: of the folder's tensors.
-        folder: where they lie.
+        plan: of the tensors that are stored.
+        source: where they lie.
     """
     with torch.no_grad():
         for name in (name for group in plan.groups for name in group.targets if name in weights):
             part, window = local_window(weights[name])
-            plan.read_into(part, name, folder.read, tuple(window))
+            plan.read_into(part, name, source.read, tuple(window))
 
 
 def table(file: Path) -> dict[str, Any]:
@@ -151,7 +157,26 @@ def _header(file: Path) -> dict[str, Entry]:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
             return {name: Entry(file, tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file}: not a whole safetensors file: {describe(error)}") from error
+        raise ConfigError(f"{file}: not a whole safetensors file: {_cut_short(file) or describe(error)}") from error
+
+
+def _cut_short(file: Path) -> str:
+    """Which tensors of a truncated file are not whole; empty if that can't be told."""
+    try:
+        size = regular_size(file, links=True)
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            table = parse_json(opened.read(length).decode()) if length <= min(size, _LARGEST) else {}
+        ends = {name: 8 + length + one["data_offsets"][1] for name, one in table.items() if name != "__metadata__"}
+        cut = sorted((name for name in ends if ends[name] > size), key=ends.__getitem__)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):  # a header that is something else
+        return ""
+    needs = max(ends.values(), default=0)
+    return f"it has {size:,} of {needs:,} bytes, and {few(cut)} {_are(cut)} cut off." if cut else ""
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 def _indexed(path: Path) -> dict[str, Entry]:

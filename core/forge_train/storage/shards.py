@@ -32,44 +32,51 @@ def reader(path: Path, name: str) -> Iterator[Callable[[MetadataIndex, _StorageI
 
     Args:
         path: the checkpoint.
-        name: the file of it that holds the shards; only what is asked for is read from a safetensors file.
+        name: the file of it that holds the shards; only what is asked for is read.
 
     Raises:
-        ConfigError: as `read_shard`, by the function too.
+        ConfigError: if one is damaged, or another one than the index says; by the function too.
     """
     if name.endswith(ENDING):
         with _opened(path, name) as (file, tensors):
             yield lambda index, place, part: _read_slice(file, _found(path, tensors, index, place), part)
         return
     with (path / name).open("rb") as file:
-        yield lambda index, place, part: read_shard(path, file, index, place)[part]
+        yield lambda index, place, part: _read_part(path, file, index, place, part)
 
 
-def read_shard(path: Path, file: BinaryIO, index: MetadataIndex, place: _StorageInfo) -> Tensor:
-    """A shard, on the CPU.
+def _read_part(
+    path: Path, file: BinaryIO, index: MetadataIndex, place: _StorageInfo, part: tuple[slice, ...]
+) -> Tensor:
+    """A part of a shard, on the CPU.
 
     Args:
         path: the checkpoint.
         file: of it, open for reading.
         index: which shard of which tensor.
         place: where in the file it lies.
+        part: bounds in each dimension.
 
     Raises:
         ConfigError: if it is damaged, or another one than the index says.
     """
     try:
+        if found := entries.locate(file, place.offset, place.length):
+            start, shape, dtype = found
+            _compare(path, index, shape, dtype)
+            return _read_slice(file, Place(place.relative_path, start, shape, dtype), part)
         tensor = entries.read_tensor(file, place.offset, place.length)
         _compare(path, index, tuple(tensor.shape), tensor.dtype)
     except ValueError as error:
         raise _refused(path, index, place, error) from error
-    return tensor
+    return tensor[part]
 
 
 def check_shards(path: Path) -> None:
     """Look at the description of every shard of a checkpoint; no values are read.
 
     Raises:
-        ConfigError: as `read_shard`.
+        ConfigError: if one is damaged, or another one than the index says.
     """
     files: dict[str, list[tuple[MetadataIndex, _StorageInfo]]] = {}
     for index, place in (read_index(path).storage_data or {}).items():

@@ -14,11 +14,10 @@ from forge_train.ground.world import World
 from forge_train.loop.assembly import prepared
 from forge_train.loop.evaluation import Evaluations
 from forge_train.loop.forward import Forward
-from forge_train.loop.weights import load_extra, load_weights
-from forge_train.storage import checkpoint
+from forge_train.loop.weights import load_extra
 
 from ..launching.launch import WorkerCommand, launch
-from .opening import ReadOnlyRun, Wanted, run_folder, setup_of
+from .opening import ReadOnlyRun, Wanted, find, run_folder
 
 
 @dataclass(frozen=True)
@@ -41,18 +40,18 @@ def evaluate(path: Path, *, wanted: Wanted | None = None, nproc: int = 1) -> Eva
     """Evaluate the checkpoint, or a run's newest, as its run does.
 
     Args:
-        path: a run, or a checkpoint.
+        path: a run, a checkpoint, or a folder in Hugging Face layout, which has the configuration of fine-tuning.
         wanted: plugins and values beside the run's own.
         nproc: local processes to start; one is this one.
 
     Raises:
-        ConfigError: for a path that is neither, or a configuration that can't be.
+        ConfigError: for a path that is none of them, or a configuration that can't be.
         ForgeError: with the message of the rank that failed first.
     """
     wanted = wanted or Wanted()
     if nproc == 1:
         return _evaluate(path, wanted)
-    checkpoint.resolve(path)
+    find(path, world=nproc, wanted=wanted)  # so that a mistake is told once
     arguments = {"path": str(path), "wanted": dataclasses.asdict(wanted)}
     with tempfile.TemporaryDirectory(prefix="forge-eval-") as name:
         folder = Path(name)
@@ -71,19 +70,18 @@ def worker(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
 
 def _evaluate(path: Path, wanted: Wanted) -> Evaluated:
     """On one process, or as one of those that a launcher started."""
-    path = checkpoint.resolve(path)
-    saved, world = checkpoint.read_state(path), World.here().size
-    setup = setup_of(path, saved, world=world, wanted=wanted)
-    hooks = setup.hooks
-    with prepared(setup, ReadOnlyRun(run_folder(path))) as job:
+    world = World.here().size
+    source = find(path, world=world, wanted=wanted)
+    path, hooks, own = source.path, source.setup.hooks, (source.saved or {}).get("plugins", {})
+    with prepared(source.setup, ReadOnlyRun(run_folder(path))) as job:
         model = compose(job).model
         load_extra(job)
-        load_weights(model, job, path, base=setup.config.train.init_from)
-        found = Evaluations(Forward(job, model), hooks.build_data("validation")).run(saved["progress"]["step"])
+        source.load(model, job)
+        found = Evaluations(Forward(job, model), hooks.build_data("validation")).run(source.step)
         hooks.on_evaluate(found)
         unlike = [
             name
             for name, one in hooks.enabled.items()
-            if {"around", "evaluation_weights"} & {*implemented(one.cls)} == {"around"} and name in saved["plugins"]
+            if {"around", "evaluation_weights"} & {*implemented(one.cls)} == {"around"} and name in own
         ]
         return Evaluated(str(path), found.step, world, found.loss, found.tokens, found.metrics, tuple(unlike))

@@ -5,56 +5,44 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from forge_train.composition.initialise import tied_groups
+from forge_train.composition.initialise import initial, tied_groups
 from forge_train.config.layers import Request, preset
-from forge_train.contract.hooks import Hooks
 from forge_train.contract.job import Job
 from forge_train.contract.protocols import HFModel
-from forge_train.ground.errors import ConfigError, ForgeError, describe
+from forge_train.ground.errors import ConfigError
 from forge_train.ground.files import write_json
-from forge_train.loop.weights import places
-from forge_train.registry.discovery import discover
+from forge_train.ground.present import few
+from forge_train.loop.weights import Patterns, places
 from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
-from forge_train.state_map import Box
-from forge_train.storage import checkpoint, evaluated, hf_fit, model_files
+from forge_train.storage import checkpoint, hf_fit, model_files
 from forge_train.storage.consolidated import SHARD_BYTES
-from forge_train.storage.evaluated import MODEL
-from forge_train.storage.hf_folder import CONFIG, Folder, table
+from forge_train.storage.hf_folder import CONFIG, Folder
 from forge_train.storage.model_files import TOKENIZER
+from forge_train.storage.ranges import Weights
 from forge_train.storage.run import plugin_list
 
-from .hf_files import comments_in, write_tensors
+from .hf_files import (
+    Exchanged,
+    appearing,
+    comments_in,
+    common_dtype,
+    in_order,
+    put_beside,
+    special_tokens,
+    write_tensors,
+)
+from .hf_request import PRESET, bring
 from .opening import compose_meta, lone_job, setup_of
 
 EDITABLE = "config.toml"
 """What is meant to be edited in an imported checkpoint; everything else is sealed."""
-PRESET = "finetune"
-"""Beneath an imported checkpoint's configuration."""
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of a `config.json` that come from the tokenizer, or from the model that was imported."""
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """What was imported or exported."""
-
-    path: Path
-    parameters: int
-    files: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    """What the user should know."""
-
-
 # -- import -------------------------------------------------------------------------------------------------------
 
 
@@ -65,11 +53,14 @@ def import_checkpoint(
     plugins: tuple[str, ...] = (),
     without: tuple[str, ...] = (),
     settings: tuple[str, ...] = (),
+    dtype: torch.dtype | None = None,
+    allow_missing: Sequence[str] = (),
+    allow_extra: Sequence[str] = (),
 ) -> Exchanged:
     """Make a checkpoint, of weights only, of a folder in Hugging Face layout.
 
     Its `config.toml` describes the model for forge and begins with these weights: `forge train TARGET/config.toml`
-    trains them further. The tensors pass through memory a few at a time, and become the dtype of forge's parameters.
+    trains them further. The tensors pass through memory a few at a time.
 
     Args:
         source: `config.json` with `model.safetensors`, or with several files and their index.
@@ -77,9 +68,14 @@ def import_checkpoint(
         plugins: to enable beside the defaults; one of all of them must know the architecture.
         without: to disable.
         settings: `key=value`, as `--set` takes them, over what the folder says.
+        dtype: to store; by default, that of each tensor. A model has fp32 parameters, whatever its checkpoint holds.
+        allow_missing: patterns of tensors that may be missing or have another shape; their weights start as in a new
+            model.
+        allow_extra: patterns of tensors that may be there beside the model's; they are left out.
 
     Raises:
-        ConfigError: for a folder, an architecture or tensors that can't be imported; nothing is written then.
+        ConfigError: for a folder, an architecture or tensors that can't be imported, and for a pattern that fits
+            nothing; nothing is written then.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists; name a new folder.")
@@ -89,10 +85,20 @@ def import_checkpoint(
     job = lone_job(setup, source, "cpu")
     takes_file = model_files.option(setup.hooks) is not None
     model = compose_meta(job, text=False)
-    weights = model.state_dict()
-    wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
-    plan = hf_fit.plan(folder, layout, wanted, tied=tied_groups(*model.parts))
+    wanted = {name: (tuple(one.shape), one.dtype) for name, one in model.state_dict().items()}
+    may_lack, may_exceed = Patterns("--allow-missing", allow_missing), Patterns("--allow-extra", allow_extra)
+    ties = tied_groups(*model.parts)
+    plan = hf_fit.plan(folder, layout, wanted, tied=ties, missing=may_lack.take, unexpected=may_exceed.take)
+    may_lack.check(f"{source} lacks")
+    may_exceed.check(f"{source} holds beside the model")
+    drawn = [name for name in wanted if name not in plan.targets]
     notes = _tokenizer_notes(folder, job) if takes_file else ()
+    if drawn:
+        notes = (f"{few(drawn, 8)} start{'s' if len(drawn) == 1 else ''} as in a new model.", *notes)
+    weights = {name: torch.empty(shape, dtype=own, device="meta") for name, (shape, own) in wanted.items()}
+    for name, one in weights.items():
+        if one.is_floating_point():
+            weights[name] = one.to(dtype or (plan.targets[name].dtype if name in plan.targets else one.dtype))
     state = {
         "model": weights,
         "progress": {"step": 0, "tokens": 0},
@@ -104,7 +110,10 @@ def import_checkpoint(
     def contents(name: str) -> Tensor:
         own = name.removeprefix("model.")
         tensor = torch.empty(weights[own].shape, dtype=weights[own].dtype)
-        plan.read_into(tensor, own, folder.read)
+        if own in plan.targets:
+            plan.read_into(tensor, own, folder.read)
+        else:
+            initial(model, own, tensor, job.seed)
         return tensor
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -122,61 +131,10 @@ def import_checkpoint(
 
 def _understand(folder: Folder, target: Path, request: Request) -> tuple[HFModel, Setup]:
     """How the model is built and named, and the configuration that trains it."""
-    request, layout = _brought(folder, request)
+    request, layout = bring(folder, request)
     setup = resolve(request, data=False)
     started = dataclasses.replace(setup.config.train, init_from=str(target.absolute()))  # which asks for a text
     return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
-
-
-def starting_from(request: Request) -> Request:
-    """A request with the model and tokenizer of the folder that it is to start from; no tensor is read.
-
-    Args:
-        request: whose `model_from` is in Hugging Face layout. Without a configuration it has that of fine-tuning.
-
-    Raises:
-        ConfigError: for a folder or an architecture that can't be imported.
-    """
-    source = Path(request.model_from)
-    asked = dataclasses.replace(request, config=request.config or PRESET, model_from="")
-    brought, _ = _brought(Folder.open(source), asked)
-    train = {**brought.sections["train"], "init_from": str(source.absolute())}
-    return dataclasses.replace(brought, sections={**brought.sections, "train": train})
-
-
-def _brought(folder: Folder, request: Request) -> tuple[Request, HFModel]:
-    """A request with the sections that a folder's model and tokenizer have, and how that model is named."""
-    file = folder.path / CONFIG
-    folder.check_sizes()
-    request = dataclasses.replace(request, sections_from=str(file))
-    # without settings, which may be of plugins that only the folder's model needs
-    bare = resolve(dataclasses.replace(request, set=(), environment=""), training=False)
-    hooks, sequence = bare.hooks, bare.config.train.sequence
-    try:
-        layout = hooks.import_hf(folder.config)
-    except ForgeError as error:
-        raise ConfigError(f"{folder.path}: {error}") from error
-    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-        raise ConfigError(f"{file}: a value has another type than is expected: {describe(error)}") from error
-    if layout is None:
-        raise ConfigError(f"{file}: {_unknown(folder.config, hooks)}")
-    longest = folder.config.get("max_position_embeddings", folder.config.get("n_positions"))
-    train = {"sequence": min(sequence, longest) if isinstance(longest, int) else sequence}
-    sections: dict[str, Mapping[str, Any]] = {**layout.sections, "train": train}
-    if (folder.path / TOKENIZER).is_file() and (place := model_files.option(hooks)):
-        sections[place[0]] = {**sections.get(place[0], {}), place[1]: str(folder.path.absolute())}
-    more = tuple(name for name in layout.sections if name not in {*hooks.enabled, *request.without})
-    return dataclasses.replace(request, sections=sections, plugins=(*request.plugins, *more)), layout
-
-
-def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
-    """What is said of an architecture that no enabled plugin reads: those that are known, and who else knows it."""
-    named = config.get("architectures") or [config.get("model_type")]
-    asked = ", ".join(hooks.implementers("import_hf")) or "none"
-    known = sorted({name for one in hooks.enabled.values() for name in one.cls.architectures})
-    others = [one.name for one in discover() if set(one.architectures) & set(named) and one.name not in hooks.enabled]
-    text = f"no enabled plugin knows the architecture {named!r} (asked: {asked}). Known: {', '.join(known) or 'none'}."
-    return f"{text} Enable {' or '.join(others)} with --plugins." if others else text
 
 
 def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list[Path]:
@@ -210,21 +168,19 @@ def _tokenizer_notes(folder: Folder, job: Job) -> tuple[str, ...]:
 
 
 def export_checkpoint(
-    source: Path, target: Path, *, dtype: torch.dtype = torch.float32, shard_bytes: int = SHARD_BYTES
+    source: Path, target: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Exchanged:
     """Write the model of a run (its newest whole checkpoint) or of a checkpoint in Hugging Face layout.
 
     Args:
         source: a run, or a checkpoint; what it holds is verified first.
         target: a folder that is not there yet, or empty.
-        dtype: what the weights are stored as.
+        dtype: of the weights; by default, what the checkpoint has.
         shard_bytes: the most that is put into one file.
 
     Raises:
         ConfigError: for a model that the layout can't express, a target that is in use.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists and is not empty; name a new folder.")
     source = checkpoint.resolve(source)
     setup = setup_of(source, checkpoint.read_state(source))
     beside = model_files.of(setup.config, setup.hooks, source)
@@ -234,40 +190,16 @@ def export_checkpoint(
     if layout is None:
         raise ConfigError(f"{source}: no plugin of it can write its model in Hugging Face layout (export_hf).")
     where = places(source, job.dist, setup.config.train.init_from)
-    shapes = {at: checkpoint.shapes(at) for at in set(where.values())}
-    stored = {name: shapes[where[name]][f"{MODEL}{name}"] for name in model.state_dict()}
-    plan = hf_fit.plan_export(source, layout, stored)
-
-    @lru_cache(maxsize=1)  # the targets of a group come one after the other, and experts are cut from one tensor
-    def whole(name: str) -> Tensor:
-        return evaluated.read_one(where[name], name, *stored[name])
-
-    def fetch(name: str, box: Box) -> Tensor:
-        return whole(name)[tuple(slice(*bounds) for bounds in box)]
-
-    part = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        part.mkdir(parents=True)
-        special = _special_tokens(beside, job)
-        described = {**special, **layout.config, **_padding(special, layout, job), "torch_dtype": str(dtype).removeprefix("torch.")}
+    stored = Weights({name: where[name] for name in model.state_dict()})
+    plan = hf_fit.plan_export(source, layout, stored.views)
+    tensors = in_order(plan, dtype)
+    with appearing(target) as part:
+        special = special_tokens(beside, job)
+        padding = _padding(special, layout, job)
+        described = {**special, **layout.config, **padding, "torch_dtype": common_dtype(tensors)}
         write_json(part / CONFIG, described)
-        files = write_tensors(
-            part,
-            {name: plan.targets[name].shape for group in plan.groups for name in group.targets},
-            dtype,
-            lambda name: plan.read(name, fetch),
-            shard_bytes=shard_bytes,
-        )
-        for name, file in beside.items():
-            if name != CONFIG:
-                (part / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, part / name)
-        part.replace(target)
-    except OSError as error:
-        raise ForgeError(f"{target}: can't be written: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        files = write_tensors(part, tensors, lambda name: plan.read(name, stored.read), shard_bytes=shard_bytes)
+        put_beside(part, beside)
     notes = () if TOKENIZER in beside else (f"The run has no {TOKENIZER} to put beside the weights.",)
     parameters = sum(tensor.numel() for tensor in model.state_dict().values())
     return Exchanged(target, parameters, tuple(file.name for file in files), notes)
@@ -281,16 +213,3 @@ def _padding(special: Mapping[str, Any], layout: HFModel, job: Job) -> dict[str,
         return {}
     stops = job.hooks.tokenizer().stops if job.hooks.provider("tokenizer") else ()
     return {} if pad in stops else {"pad_token_id": pad}
-
-
-def _special_tokens(beside: Mapping[str, Path], job: Job) -> dict[str, Any]:
-    """The ids of special tokens for `config.json`: as the imported model had them, else the tokenizer's."""
-    if CONFIG in beside:
-        own = table(beside[CONFIG])
-        return {key: own[key] for key in SPECIAL if key in own}
-    if not job.hooks.provider("tokenizer"):
-        return {}
-    tokenizer = job.hooks.tokenizer()
-    begin = tokenizer.begin[0] if len(tokenizer.begin) == 1 else None
-    stops = [*tokenizer.stops] if len(tokenizer.stops) > 1 else tokenizer.end
-    return {"bos_token_id": begin, "eos_token_id": stops, "pad_token_id": None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,19 @@ from forge_train.contract.run import Run
 from forge_train.ground.errors import ConfigError, ForgeError
 from forge_train.ground.layout import Device, Layout
 from forge_train.ground.names import canonical
+from forge_train.loop.initial import load_initial
 from forge_train.loop.weights import load_weights
 from forge_train.processes.distributed import DistributedContext, choose_device
 from forge_train.registry.discovery import plugin_name
 from forge_train.registry.setup import Setup, resolve
 from forge_train.storage import checkpoint
+from forge_train.storage.hf_folder import is_hugging_face
+from forge_train.storage.model_files import TOKENIZER
 from forge_train.storage.run import is_run
+
+from .hf_request import starting_from
+
+log = logging.getLogger("forge_train")
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Opened:
     job: Job
     model: Model
     path: Path
-    """The checkpoint."""
+    """The checkpoint, or the folder in Hugging Face layout."""
     step: int
     tokens: int
 
@@ -59,28 +67,27 @@ class ReadOnlyRun(Run):
 
 
 def open_model(path: Path, *, device: Device | None = None, text: bool = True) -> Opened:
-    """The model of a run (its newest whole checkpoint) or of a checkpoint, with its weights, on this process alone.
+    """The model of a run (its newest whole checkpoint), of a checkpoint or of a Hugging Face folder, with its weights,
+    on this process alone.
 
     The plugins are those that it was trained with, but for those that change no number. Nothing is written.
 
     Args:
-        path: a run, or a checkpoint.
+        path: a run, a checkpoint, or a folder in Hugging Face layout.
         device: where to; by default where it was trained, or what there is here.
         text: whether the tokenizer is needed. Weights alone are there also where it is gone.
 
     Raises:
-        ConfigError: for a path that is neither, a plugin that is not installed, a checkpoint of another model.
+        ConfigError: for a path that is none of these, a plugin that is not installed, a checkpoint of another model.
     """
-    path = checkpoint.resolve(path)
-    saved = checkpoint.read_state(path)
-    setup = setup_of(path, saved)
-    job = lone_job(setup, path, device)
+    source = find(path)
+    job = lone_job(source.setup, source.path, device)
     model = compose_meta(job, text=text)
     for part in model.parts:
         allocate(part, job.device)
-    load_weights(model, job, path, base=job.config.train.init_from)
+    source.load(model, job)
     model.train(False)
-    return Opened(job, model, path, saved["progress"]["step"], saved["progress"]["tokens"])
+    return Opened(job, model, source.path, source.step, source.tokens)
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,53 @@ class Wanted:
 
     plugins: tuple[str, ...] = ()
     set: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights on disk, and the configuration of their model."""
+
+    path: Path
+    """A checkpoint, or a folder in Hugging Face layout."""
+    setup: Setup
+    saved: Mapping[str, Any] | None
+    """The checkpoint's state; None for a folder."""
+
+    @property
+    def step(self) -> int:
+        return self.saved["progress"]["step"] if self.saved is not None else 0
+
+    @property
+    def tokens(self) -> int:
+        return self.saved["progress"]["tokens"] if self.saved is not None else 0
+
+    def load(self, model: Model, job: Job) -> None:
+        """Fill a composed model, which has its memory."""
+        if self.saved is None:
+            load_initial(model, job)
+        else:
+            load_weights(model, job, self.path, base=job.config.train.init_from)
+
+
+def find(path: Path, *, world: int = 1, wanted: Wanted | None = None) -> Source:
+    """What a path means: a run's newest whole checkpoint, a checkpoint, or a folder in Hugging Face layout.
+
+    Args:
+        path: any of them.
+        world: see `setup_of`, as for `wanted`.
+
+    Raises:
+        ConfigError: for a path that is none of them, and as `setup_of`.
+    """
+    if is_hugging_face(path):
+        asked_for = wanted or Wanted()
+        if not (path / TOKENIZER).is_file():
+            log.warning("%s has no %s: text is read as bytes, as few models have learned to.", path, TOKENIZER)
+        request = Request(model_from=str(path), plugins=asked_for.plugins, set=asked_for.set)
+        return Source(path, resolve(starting_from(request), world=world, training=wanted is not None), None)
+    path = checkpoint.resolve(path)
+    saved = checkpoint.read_state(path)
+    return Source(path, setup_of(path, saved, world=world, wanted=wanted), saved)
 
 
 def setup_of(path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wanted | None = None) -> Setup:

@@ -1,0 +1,208 @@
+"""`forge checkpoint import`, `export` and `convert`: weights from and to Hugging Face layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from forge_train.ground.strict_json import dumps
+
+from .addresses import FETCHED
+from .options import json_option, plugin_options, set_option
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_train_tools.offline.hf_files import Exchanged
+
+PATH = click.Path(path_type=Path)
+KEEP = "keep"
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Dtype(click.ParamType):  # type: ignore[type-arg]  # click before 8.2 has none
+    """A dtype by Forge's name or torch's; None for `keep`."""
+
+    name = "dtype"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> torch.dtype | None:
+        if value == KEEP:
+            return None
+        import torch
+
+        full = DTYPES.get(value, value)
+        if full not in DTYPES.values():
+            self.fail(f"{value!r} is none of {KEEP}, {', '.join(DTYPES)}.", param, ctx)
+        found: torch.dtype = getattr(torch, full)
+        return found
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # as above
+    """A number of bytes, with or without a unit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
+        unit = UNITS.get(found[2].upper(), 0) if found and found[2] else 1
+        if not found or not unit or not (size := int(float(found[1]) * unit)):
+            self.fail(f"{value!r} is no size; write it as 5GB, 500MB or a number of bytes.", param, ctx)
+        return size
+
+
+def dtype_option(function: _F) -> _F:
+    """--dtype."""
+    text = "Of the weights that are written: keep, fp32, bf16 or fp16."
+    return click.option("--dtype", type=Dtype(), default=KEEP, show_default=True, metavar="DTYPE", help=text)(function)
+
+
+def shard_option(function: _F) -> _F:
+    """--shard-size, as `shard_size`."""
+    text = "The most that is put into one file, as 500MB."
+    return click.option("--shard-size", type=Size(), default="5GB", show_default=True, metavar="SIZE", help=text)(
+        function
+    )
+
+
+@click.command("import", short_help="Make a checkpoint of a model in Hugging Face layout.")
+@click.argument("hf_dir", type=PATH)
+@click.argument("path", type=PATH)
+@plugin_options
+@set_option
+@dtype_option
+@click.option(
+    "--allow-missing",
+    multiple=True,
+    metavar="PATTERN",
+    help="Tensors that HF_DIR may lack or have in another shape; their weights start as in a new model.",
+)
+@click.option(
+    "--allow-extra",
+    multiple=True,
+    metavar="PATTERN",
+    help="Tensors that HF_DIR may have beside the model's; they are left out.",
+)
+@json_option
+def import_(
+    hf_dir: Path,
+    path: Path,
+    plugins: tuple[str, ...],
+    without: tuple[str, ...],
+    assignments: tuple[str, ...],
+    dtype: torch.dtype | None,
+    allow_missing: tuple[str, ...],
+    allow_extra: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Make the checkpoint PATH of HF_DIR, which holds config.json and safetensors files.
+
+    \b
+    forge checkpoint import Qwen3-0.6B qwen
+    forge train qwen/config.toml -s text.path=my-texts
+    """
+    from forge_train_tools.offline.huggingface import import_checkpoint
+
+    done = import_checkpoint(
+        hf_dir,
+        path,
+        plugins=plugins,
+        without=without,
+        settings=assignments,
+        dtype=dtype,
+        allow_missing=allow_missing,
+        allow_extra=allow_extra,
+    )
+    _say(done, as_json, f"Train it further with: forge train {path / 'config.toml'} -s text.path=…")
+
+
+@click.command(short_help="Write a model in Hugging Face layout.")
+@click.argument("path", type=FETCHED)
+@click.argument("hf_dir", type=PATH)
+@dtype_option
+@shard_option
+@json_option
+def export(path: Path, hf_dir: Path, dtype: torch.dtype | None, shard_size: int, as_json: bool) -> None:
+    """Write the model of PATH to HF_DIR: config.json, safetensors files, and the files of the run's tokenizer."""
+    from forge_train.ground.artifacts import Recorder
+    from forge_train.storage import checkpoint
+    from forge_train.storage.run import is_run
+    from forge_train_tools.offline.huggingface import export_checkpoint
+    from forge_train_tools.offline.opening import run_folder
+
+    done = export_checkpoint(path, hf_dir, dtype=dtype, shard_bytes=shard_size)
+    if is_run(run := run_folder(checkpoint.resolve(path))):
+        recorder = Recorder(run)
+        for file in done.files:
+            recorder.record(done.path / file, "forge checkpoint export", "exports")
+        recorder.settle()
+    _say(done, as_json)
+
+
+@click.command(short_help="Rewrite a Hugging Face folder in another layout, dtype or number of files.")
+@click.argument("source", type=PATH)
+@click.argument("out", type=PATH)
+@click.option("--architecture", default="", metavar="NAME", help="Of the folder OUT, as MistralForCausalLM.")
+@click.option(
+    "--map",
+    "state_map",
+    default="",
+    metavar="FILE.py:NAME",
+    help="A state map from SOURCE's tensors to OUT's, or an HFModel with the config.json too.",
+)
+@dtype_option
+@shard_option
+@plugin_options
+@json_option
+def convert(
+    source: Path,
+    out: Path,
+    architecture: str,
+    state_map: str,
+    dtype: torch.dtype | None,
+    shard_size: int,
+    plugins: tuple[str, ...],
+    without: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Write the model of SOURCE to OUT, both Hugging Face folders. No model is built, and tensors are read a few at a
+    time. The tokenizer, the chat template and the generation config go along.
+
+    \b
+    forge checkpoint convert Qwen3-0.6B small-files --shard-size 500MB --dtype bf16
+    forge checkpoint convert Llama-3.2-1B as-mistral --architecture MistralForCausalLM
+    forge checkpoint convert theirs ours --map ./layout.py:MAP
+    """
+    from forge_train_tools.offline.convert import convert_folder
+
+    done = convert_folder(
+        source,
+        out,
+        architecture=architecture,
+        state_map=state_map,
+        dtype=dtype,
+        shard_bytes=shard_size,
+        plugins=plugins,
+        without=without,
+    )
+    _say(done, as_json)
+
+
+def _say(done: Exchanged, as_json: bool, next_step: str = "") -> None:
+    if as_json:
+        result = {"path": str(done.path), "parameters": done.parameters, "files": done.files, "notes": done.notes}
+        click.echo(dumps(result))
+        return
+    files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
+    click.echo(f"{done.path}: {done.parameters:,} parameters ({files})")
+    for note in done.notes:
+        click.secho(f"Note: {note}", fg="yellow", err=True)
+    if next_step:
+        click.echo(next_step)

@@ -1,0 +1,145 @@
+"""From one Hugging Face layout to another, a few tensors at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge_train.composition.initialise import tied_groups
+from forge_train.config.layers import Request
+from forge_train.contract.protocols import HFModel
+from forge_train.ground.errors import ConfigError, describe, nearest
+from forge_train.ground.files import write_json
+from forge_train.registry.setup import resolve
+from forge_train.state_map import Plan, StateMap
+from forge_train.state_map.named import named
+from forge_train.state_map.views import Stored
+from forge_train.storage import hf_fit, model_files
+from forge_train.storage.consolidated import DTYPES, SHARD_BYTES
+from forge_train.storage.hf_folder import CONFIG, PACKED, Folder, indented
+
+from .hf_files import Exchanged, appearing, common_dtype, in_order, put_beside, special_tokens, write_tensors
+from .hf_request import PRESET, bring
+from .opening import compose_meta, lone_job
+
+STORED = {name: dtype for dtype, name in DTYPES.items()}
+DTYPE_KEYS = ("dtype", "torch_dtype")
+"""What transformers calls the dtype in a `config.json`, new and old."""
+
+
+def convert_folder(
+    source: Path,
+    target: Path,
+    *,
+    architecture: str = "",
+    state_map: str = "",
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    plugins: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
+) -> Exchanged:
+    """Write a model in Hugging Face layout again, in another layout, dtype or number of files.
+
+    Args:
+        source: the folder to read.
+        target: the folder to write, which is not there yet, or empty.
+        architecture: the new `architectures` of the `config.json`; a plugin must know it and the source's.
+        state_map: `FILE.py:NAME` or `package.module:NAME` of a state map from the source's tensors to the target's, of
+            an `HFModel` with the new `config.json` too, or of a function that makes either from the old one.
+        dtype: of the weights; by default, that of each tensor.
+        shard_bytes: the most that is put into one file.
+        plugins: to enable for `architecture`, beside the defaults.
+        without: to disable.
+
+    Raises:
+        ConfigError: for a folder or tensors that can't be converted, and a target in use; nothing is written then.
+    """
+    if architecture and state_map:
+        raise ConfigError("--architecture and --map both describe the new layout; give one of them.")
+    folder = Folder.open(source)
+    if architecture:
+        request = Request(config=PRESET, plugins=plugins, without=without)
+        plan, config = _to_architecture(folder, architecture, request)
+    else:
+        plan, config = _to_map(folder, state_map) if state_map else (_as_it_is(folder, dtype), folder.config)
+    tensors = in_order(plan, dtype)
+    beside = model_files.files(source)
+    with appearing(target) as part:
+        write_json(part / CONFIG, _with_dtype(config, common_dtype(tensors)))
+        files = write_tensors(part, tensors, lambda name: plan.read(name, folder.read), shard_bytes=shard_bytes)
+        put_beside(part, beside)
+    return Exchanged(target, sum(torch.Size(shape).numel() for shape, _ in tensors.values()), _names(files))
+
+
+def _names(files: list[Path]) -> tuple[str, ...]:
+    return tuple(file.name for file in files)
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    keys = [key for key in DTYPE_KEYS if key in config] or [DTYPE_KEYS[-1]]
+    return {**config, **dict.fromkeys(keys, dtype)}
+
+
+def _described(folder: Folder, leftovers: HFModel | None = None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    found = {name: one for name, one in folder.tensors.items() if not (leftovers and leftovers.is_leftover(name))}
+    if odd := [f"{name}: stored as {one.dtype}" for name, one in found.items() if one.dtype not in STORED]:
+        raise ConfigError(f"{folder.path}: dtypes that are not known:{indented(odd)}")
+    return {name: (one.shape, STORED[one.dtype]) for name, one in found.items()}
+
+
+def _as_it_is(folder: Folder, dtype: torch.dtype | None) -> Plan:
+    packed = [f"{name}: stored as {one.dtype}" for name, one in folder.tensors.items() if one.dtype in PACKED]
+    if dtype and packed:
+        raise ConfigError(
+            f"{folder.path} is quantised, and a tensor without its scale has no meaning in another dtype. Name the "
+            f"layout that dequantises it with --architecture or --map.{indented(packed)}"
+        )
+    return Plan({name: Stored(*one, name) for name, one in _described(folder).items()})
+
+
+def _to_map(folder: Folder, spec: str) -> tuple[Plan, Mapping[str, Any]]:
+    found = named(spec, "--map")
+    if callable(found) and not isinstance(found, (StateMap, HFModel, type)):
+        try:
+            found = found(dict(folder.config))
+        except ConfigError:
+            raise
+        except Exception as error:  # of somebody else's function
+            raise ConfigError(f"--map: {spec} failed for {folder.path / CONFIG}: {describe(error)}.") from error
+    if isinstance(found, StateMap):
+        found = HFModel(found)
+    if not isinstance(found, HFModel):
+        raise ConfigError(f"--map: {spec} is a {type(found).__name__}; expected a StateMap or an HFModel.")
+    try:
+        plan = found.map.plan(_described(folder, found))
+    except ConfigError as error:
+        raise ConfigError(f"{folder.path}: {error}") from error
+    return plan, found.config or folder.config
+
+
+def _to_architecture(folder: Folder, architecture: str, request: Request) -> tuple[Plan, Mapping[str, Any]]:
+    """Through the names of a model that both layouts describe; it is composed on the meta device only."""
+    request, layout = bring(folder, request)
+    hooks = resolve(request, training=False).hooks
+    provider = hooks.provider("build_model")
+    known = hooks.plugins[provider].architectures if provider else ()
+    if provider is None or architecture not in known or not hasattr(hooks.plugins[provider].config, "architecture"):
+        hint = nearest(architecture, known) or f" Known: {', '.join(known) or 'none'}."
+        raise ConfigError(f"--architecture: no enabled plugin writes {architecture!r}.{hint}")
+    sections = {**request.sections, provider: {**request.sections.get(provider, {}), "architecture": architecture}}
+    setup = resolve(dataclasses.replace(request, sections=sections), training=False)
+    job = lone_job(setup, folder.path, "cpu")
+    model = compose_meta(job, text=False)
+    wanted = {name: (tuple(one.shape), one.dtype) for name, one in model.state_dict().items()}
+    inner = hf_fit.plan(folder, layout, wanted, tied=tied_groups(*model.parts))
+    try:
+        there = job.hooks.export_hf()
+    except ConfigError as error:
+        raise ConfigError(f"{folder.path}: {error}") from error
+    assert there is not None, "it has architectures"
+    plan = hf_fit.plan_export(folder.path, there, inner.targets)
+    return plan, {**special_tokens(model_files.files(folder.path), job), **there.config}

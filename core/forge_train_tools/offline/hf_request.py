@@ -1,0 +1,74 @@
+"""What a folder in Hugging Face layout asks for: the configuration that its model and tokenizer need."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from forge_train.config.layers import Request
+from forge_train.contract.hooks import Hooks
+from forge_train.contract.protocols import HFModel
+from forge_train.ground.errors import ConfigError, ForgeError, describe, nearest
+from forge_train.registry.discovery import discover
+from forge_train.registry.setup import resolve
+from forge_train.storage import model_files
+from forge_train.storage.hf_folder import CONFIG, Folder
+from forge_train.storage.model_files import TOKENIZER
+
+PRESET = "finetune"
+"""Beneath the configuration of a model that came from a folder."""
+
+
+def starting_from(request: Request) -> Request:
+    """A request with the model and tokenizer of the folder that it is to start from; no tensor is read.
+
+    Args:
+        request: whose `model_from` is in Hugging Face layout. Without a configuration it has that of fine-tuning.
+
+    Raises:
+        ConfigError: for a folder or an architecture that can't be imported.
+    """
+    source = Path(request.model_from)
+    asked = dataclasses.replace(request, config=request.config or PRESET, model_from="")
+    brought, _ = bring(Folder.open(source), asked)
+    train = {**brought.sections["train"], "init_from": str(source.absolute())}
+    return dataclasses.replace(brought, sections={**brought.sections, "train": train})
+
+
+def bring(folder: Folder, request: Request) -> tuple[Request, HFModel]:
+    """A request with the sections that a folder's model and tokenizer have, and how that model is named."""
+    file = folder.path / CONFIG
+    folder.check_sizes()
+    request = dataclasses.replace(request, sections_from=str(file))
+    # without settings, which may be of plugins that only the folder's model needs
+    bare = resolve(dataclasses.replace(request, set=(), environment=""), training=False)
+    hooks, sequence = bare.hooks, bare.config.train.sequence
+    try:
+        layout = hooks.import_hf(folder.config)
+    except ForgeError as error:
+        raise ConfigError(f"{folder.path}: {error}") from error
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        raise ConfigError(f"{file}: a value has another type than is expected: {describe(error)}") from error
+    if layout is None:
+        raise ConfigError(f"{file}: {_unknown(folder.config, hooks)}")
+    longest = folder.config.get("max_position_embeddings", folder.config.get("n_positions"))
+    train = {"sequence": min(sequence, longest) if isinstance(longest, int) else sequence}
+    sections: dict[str, Mapping[str, Any]] = {**layout.sections, "train": train}
+    if (folder.path / TOKENIZER).is_file() and (place := model_files.option(hooks)):
+        sections[place[0]] = {**sections.get(place[0], {}), place[1]: str(folder.path.absolute())}
+    more = tuple(name for name in layout.sections if name not in {*hooks.enabled, *request.without})
+    return dataclasses.replace(request, sections=sections, plugins=(*request.plugins, *more)), layout
+
+
+def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
+    """What is said of an architecture that no enabled plugin reads: those that are known, and who else knows it."""
+    named = config.get("architectures") or [config.get("model_type")]
+    asked = ", ".join(hooks.implementers("import_hf")) or "none"
+    known = sorted({name for one in hooks.enabled.values() for name in one.cls.architectures})
+    others = [one.name for one in discover() if set(one.architectures) & set(named) and one.name not in hooks.enabled]
+    text = f"no enabled plugin knows the architecture {named!r} (asked: {asked}). Known: {', '.join(known) or 'none'}."
+    if others:
+        return f"{text} Enable {' or '.join(others)} with --plugins."
+    return text + next((hint for name in named if (hint := nearest(str(name), known))), "")
