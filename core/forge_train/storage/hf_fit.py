@@ -38,8 +38,8 @@ def plan(
         wanted: shape and dtype of every weight of the model, those of other ranks and stages too.
         whose: what describes the model, for messages.
         tied: groups of names that share one parameter; the folder may hold copies of its tensor.
-        missing: chooses, of the weights that no tensor gives, and of the tensors that are missing or have another shape,
-            those whose weights may keep their initial values.
+        missing: chooses, of the weights that no tensor gives, and of the tensors that are missing or have another
+            shape, those that leave initial values as they are.
         unexpected: chooses, of the tensors that the layout does not use, those that may be there.
         ignored: chooses, of the weights that the layout names and the model does not have, those that are left out.
 
