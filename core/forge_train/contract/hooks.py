@@ -34,6 +34,7 @@ from .protocols import (
     Tokenizer,
 )
 from .returns import kind_of, results
+from .tail import Tail, Trunk
 from .transform import Transform
 
 if TYPE_CHECKING:
@@ -140,6 +141,9 @@ class Hooks(Events):
 
     def head(self, spec: HeadSpec) -> Head:
         return cast(Head, self._slot("head", spec=spec))
+
+    def tail(self, trunk: Trunk) -> Tail | None:
+        return cast(Tail, self._slot("tail", trunk=trunk)) if self.provider("tail") else None
 
     def attention_kernel(self, needs: KernelCapabilities | None = None) -> AttentionKernel:
         """The kernel; `needs` is what it will be asked for beside what `kernel_needs` says."""

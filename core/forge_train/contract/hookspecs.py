@@ -43,6 +43,7 @@ from .protocols import (
     TokenDispatch,
     Tokenizer,
 )
+from .tail import Tail, Trunk
 from .transform import Transform
 
 if TYPE_CHECKING:
@@ -119,6 +120,12 @@ def feed_forward(layer: Layer, job: Job) -> FeedForward | None:
 @_hook("slot", optional=True, asked="composition", gives="token_logits")
 def head(spec: HeadSpec, job: Job) -> Head:
     """The module that turns the model's hidden states into outputs."""
+    raise AssertionError
+
+
+@_hook("slot", optional=True, asked="composition")
+def tail(trunk: Trunk, job: Job) -> Tail:
+    """More layers behind the model's last one, in training."""
     raise AssertionError
 
 

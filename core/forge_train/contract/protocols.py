@@ -15,6 +15,7 @@ from .attention import Attention
 from .batch import Batch
 from .layers import FeedForward, Head
 from .metric import Metric
+from .tail import Tail
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -213,7 +214,7 @@ SpanName = Literal["step", "forward_backward", "optimizer", "evaluate", "save"]
 Span = Callable[[], AbstractContextManager[Any]]
 """`around`: makes a context manager for one pass through the span."""
 
-BASES: Mapping[type, str] = {Attention: "nn.Module", FeedForward: "nn.Module", Head: "nn.Module"}
+BASES: Mapping[type, str] = {Attention: "nn.Module", FeedForward: "nn.Module", Head: "nn.Module", Tail: "nn.Module"}
 """What an object must be beside having the methods of its protocol."""
 
 
