@@ -72,9 +72,13 @@ class Depths(nn.Module):
         micro = self._state.micro
         if micro is None or IDS not in micro:
             return hidden
+        looked_up = self.embedding(torch.cat(micro[IDS].unbind(-1)))
+        # One tensor joins all embeddings to the trunk: a pipeline that takes input and weight gradients apart (torch
+        # 2.13) passes twice through what lies between two places where a weight comes in.
+        hidden, *embedded = torch.cat((hidden, looked_up)).chunk(1 + self.depths)
         found = [hidden]
-        for layer, ids in zip(self.layers, micro[IDS].unbind(-1), strict=True):
-            hidden, normed = layer(hidden, self.embedding(ids), position_ids, document_ids)
+        for layer, one in zip(self.layers, embedded, strict=True):
+            hidden, normed = layer(hidden, one, position_ids, document_ids)
             found.append(normed)
         return torch.cat(found)
 
