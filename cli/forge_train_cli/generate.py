@@ -41,6 +41,9 @@ ENDED = {
 @click.option("--seed", default=0, show_default=True, metavar="S", help="The same seed gives the same text.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option(
+    "--drafts", default=0, metavar="N", help="Have modules of `mtp` guess N tokens at once; with --temperature 0."
+)
+@click.option(
     "--chat", is_flag=True, help="The prompt is a user's message; the model's chat template is put around it."
 )
 @json_option
@@ -53,6 +56,7 @@ def generate(
     top_p: float,
     seed: int,
     stop: tuple[str, ...],
+    drafts: int,
     chat: bool,
     as_json: bool,
 ) -> None:
@@ -61,12 +65,15 @@ def generate(
     \b
     forge generate runs/first --prompt "def "
     forge generate runs/first --prompt "import " --temperature 0 --stop $'\\n'
+    forge generate runs/first --prompt "import " --temperature 0 --drafts 1
     forge generate runs/tuned --chat --prompt "Who are you?"
     """
     from forge_train_tools.offline.generate import Completion, Sampling
     from forge_train_tools.offline.opening import open_model
 
-    sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop)
+    sampling = Sampling(
+        tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop, drafts=drafts
+    )
     prompt = _stdin() if prompt == "-" else prompt
     opened = open_model(path)
     given = _as_chat(opened, prompt) if chat else prompt
@@ -87,6 +94,8 @@ def generate(
             "stopped": completion.stopped,
             "tokens_per_second": completion.tokens / seconds,
         }
+        if drafts:
+            result["drafts"] = {"proposed": completion.drafts.proposed, "accepted": completion.drafts.accepted}
         click.echo(dumps(result))
 
 
@@ -117,4 +126,5 @@ def _show(prompt: str, completion: Completion) -> None:
         sys.stdout.flush()
     click.echo()
     if terminal:
-        click.secho(f"({completion.tokens} tokens; {ENDED[completion.stopped]})", dim=True, err=True)
+        drafts = f"; {completion.drafts}" if completion.drafts.proposed else ""
+        click.secho(f"({completion.tokens} tokens; {ENDED[completion.stopped]}{drafts})", dim=True, err=True)
