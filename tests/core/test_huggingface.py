@@ -521,7 +521,7 @@ def test_training_another_model_from_a_folder_of_transformers_says_what_to_do(
     sets += ["-s", "train.evaluate_every=0"]
     assert forge(["train", *sets, "--run-dir", str(runs), "--quiet"]) == 2
     told = capsys.readouterr().err
-    assert f"{llama}/config.json describes another model than this run's configuration:\n  layers.0." in told
+    assert f"{llama}: the tensors are not those of the model in this run's configuration:\n" in told
     assert f"Use --from {llama} to train that model." in told
     assert not any(runs.iterdir())
     assert forge(["eval", str(llama)]) == 2

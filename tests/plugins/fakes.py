@@ -80,7 +80,7 @@ class Hooks:
 def job(**hooks: Any) -> Any:
     """A job with the defaults behind its hooks."""
     dist = SimpleNamespace(rank=0, complete=True, gather_stages=lambda value: [value])
-    made = SimpleNamespace(steps=10, seed=0, dist=dist, device=torch.device("cpu"), config=None)
+    made = SimpleNamespace(steps=10, seed=0, dist=dist, device=torch.device("cpu"), config=SimpleNamespace(sections={}))
     made.hooks = Hooks(made, **hooks)
     return made
 

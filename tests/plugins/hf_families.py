@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +12,11 @@ from torch import Tensor, nn
 
 import fakes
 from forge_train import HFModel, Plugin
+from forge_train.storage.hf_fit import _fitting
+from forge_train_plugins.attention.mla import MLA
 from forge_train_plugins.attention.sdpa import SDPA
+from forge_train_plugins.experts._alltoall.transport import Local
+from forge_train_plugins.experts.moe import MoE
 from forge_train_plugins.models.decoder import Decoder, Rope
 
 
@@ -43,12 +48,27 @@ def imported(config: dict[str, Any], kernel: type[Plugin] = SDPA) -> tuple[HFMod
     assert not list(plugin.check_config(fakes.run_config()))
     job = fakes.job(**found.sections["swiglu"])
     job.hooks.sdpa = fakes.make(kernel)
+    if "moe" in found.sections:
+        _with_experts(job, fakes.make(MoE, **found.sections["moe"]))
+    if "mla" in found.sections:
+        mla = fakes.make(MLA, **found.sections["mla"])
+        job.config.sections["mla"] = mla.config
+        job.hooks.attention = lambda layer: mla.attention(layer, job)
     return found, plugin, job
+
+
+def _with_experts(job: Any, moe: Any) -> None:
+    dense = job.hooks.feed_forward
+    job.config.sections["moe"] = moe.config
+    job.dist.layout = SimpleNamespace(tp=1, etp=1, cp=1)
+    job.hooks.token_dispatch = Local
+    job.hooks.feed_forward = lambda layer: moe.feed_forward(layer, job) or dense(layer)
 
 
 def mapped(found: HFModel, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors under transformers' names → those under forge's."""
-    plan = found.map.plan({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
+    described = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    plan = _fitting(found, described).map.plan(described)
     return dict(plan.stream(lambda name, box: tensors[name][tuple(slice(*bounds) for bounds in box)]))
 
 
@@ -58,7 +78,11 @@ def copied(
     """The layout by a `config.json`, its own by default, and forge's model with the weights of another one."""
     found, plugin, job = imported(config or saved_config(reference), kernel)
     model = plugin.build_model(job)
-    parameters, values = dict(model.named_parameters()), mapped(found, dict(reference.named_parameters()))
+    weights, stored = dict(reference.named_parameters()), reference.state_dict()
+    weights |= {name: buffer for name, buffer in reference.named_buffers() if name in stored}
+    parameters, values = dict(model.named_parameters()), mapped(found, weights)
+    stored = model.state_dict()
+    parameters |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
     assert parameters.keys() == values.keys()
     with torch.no_grad():
         for name, parameter in parameters.items():

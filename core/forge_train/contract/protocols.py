@@ -226,10 +226,12 @@ class HFModel:
         map: from tensors in Hugging Face layout to Forge's parameters; a tied one is given once. Export inverts it.
         config: the `config.json`, for export.
         sections: plugin name → its configuration, for import.
-        leftovers: patterns of tensors that files may hold beside these, and that follow from the configuration.
+        leftovers: patterns of tensors that files may hold beside these, and that the model does not need.
+        others: maps from other layouts of this model's tensors, which files may have instead, for import.
     """
 
     map: StateMap
     config: Mapping[str, Any] = field(default_factory=dict)
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     leftovers: tuple[str, ...] = ()
+    others: tuple[StateMap, ...] = ()

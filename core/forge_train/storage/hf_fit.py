@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ def plan(
         wanted: shape and dtype of every weight of the model, those of other ranks and stages too.
         whose: what describes the model, for messages.
         tied: groups of names that share one parameter; the folder may hold copies of its tensor.
-        missing: chooses, of the weights that the layout does not name, those that may keep their initial values.
+        missing: chooses, of the weights that the folder does not give, those that may keep their initial values.
         unexpected: chooses, of the tensors that the layout does not use, those that may be there.
 
     Raises:
@@ -45,10 +46,13 @@ def plan(
     """
     leftovers = [name for name in folder.tensors if any(re.fullmatch(one, name) for one in layout.leftovers)]
     stored = {name: one for name, one in folder.described().items() if name not in leftovers}
+    layout = _fitting(layout, stored)
     step = layout.map.trace(stored)
     made = Plan(step.given)
     sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
-    expected = _expected(folder, layout, wanted, whose, missing)
+    absent = {*missing(sorted(wanted.keys() - made.targets.keys()))}
+    wanted = {name: one for name, one in wanted.items() if name not in absent}
+    expected = _expected(folder, layout, wanted, whose)
     wrong = _missing(folder, expected, whose) if expected is not None else _not_given(step, wanted, whose)
     wrong += [_odd(folder, name) for name in folder.tensors if name not in stored and name not in leftovers]
     for name, view in made.targets.items():
@@ -60,27 +64,36 @@ def plan(
     for name in sorted(extra.difference(unexpected(sorted(extra)))):
         wrong += _is_a_copy(folder, name, copied)
     if wrong or (wrong := step.wrong):
-        raise ConfigError(f"{folder.path}: the tensors are not those of the model in {whose}:" + indented(wrong))
+        told = f"{folder.path}: the tensors are not those of the model in {whose}:{indented(wrong)}"
+        raise ConfigError(told + _way_out(folder, whose))
     return Plan({name: view for name, view in made.targets.items() if name in wanted})
 
 
-def _expected(
-    folder: Folder, layout: HFModel, wanted: Described, whose: str, missing: Choose
-) -> dict[str, Shape] | None:
+def _fitting(layout: HFModel, stored: Described) -> HFModel:
+    """With the map of that layout, of those which files may have, that takes most of the tensors."""
+    if not layout.others:
+        return layout
+    return replace(layout, map=max((layout.map, *layout.others), key=lambda one: len(one.trace(stored).taken)))
+
+
+def _expected(folder: Folder, layout: HFModel, wanted: Described, whose: str) -> dict[str, Shape] | None:
     """The tensors that a folder of this model has; None if the map has no way back, so that it can't be told."""
     try:
         back = layout.map.inverse()
     except ConfigError:
         return None
     step = back.trace(wanted)
-    left = sorted(set(step.left).difference(missing(sorted(step.left))))
-    lines = [*(f"{name}: not named" for name in left), *step.wrong]
+    lines = [*(f"{name}: not named" for name in sorted(step.left)), *step.wrong]
     if lines and whose != CONFIG:
         told = f"{folder.path / CONFIG} describes another model than {whose}:{indented(lines)}"
-        raise ConfigError(f"{told}\nUse --from {folder.path} to train that model.")
+        raise ConfigError(told + _way_out(folder, whose))
     if lines:
         raise PluginError("import_hf describes another model than the one that is built here:" + indented(lines))
     return {name: view.shape for name, view in step.given.items()}
+
+
+def _way_out(folder: Folder, whose: str) -> str:
+    return "" if whose == CONFIG else f"\nUse --from {folder.path} to train that model."
 
 
 def _missing(folder: Folder, expected: Mapping[str, Shape], whose: str) -> list[str]:

@@ -48,7 +48,7 @@ class MoE(Plugin):
         groups: Annotated[int, Gt(0)] = 1
         """Groups of neighbouring experts (arXiv:2412.19437, §2.1.2)."""
         top_groups: Annotated[int, Gt(0)] = 1
-        """Groups that a token may choose from: those whose two best scores have the largest sum."""
+        """Groups that a token may choose from: those whose best scores have the largest sum."""
         bias_speed: Annotated[float, Ge(0)] = 0.0
         """Change per step of a bias that the choice, and nothing else, adds to the scores: up for experts with less
         than the mean load of the global batch, down for others (arXiv:2408.15664). 0 is off; DeepSeek-V3 has 0.001."""
@@ -71,6 +71,9 @@ class MoE(Plugin):
         metrics: Literal["mean", "layers"] = "mean"
         """Log the mean over layers, or each layer too."""
 
+        group_best: Annotated[int, Gt(0)] = 2
+        """How many of a group's scores that sum has: 2 in DeepSeek-V3, 1 in DeepSeek-V2 (arXiv:2405.04434, §2.2.2)."""
+
     config: Config
 
     def __init__(self, config: Config) -> None:
@@ -79,17 +82,19 @@ class MoE(Plugin):
 
     @hookimpl
     def feed_forward(self, layer: Layer, job: Job) -> FeedForward | None:
-        layers = self._layers(layer.num_layers)
-        if not layers:
+        from ._moe.rules import layers
+
+        sparse = layers(self.config, layer.num_layers)
+        if not sparse:
             raise ConfigError(
                 f"moe: none of the {layer.num_layers} layers has experts with "
                 f"moe.dense_first = {self.config.dense_first} and moe.every = {self.config.every}."
             )
-        if layer.index not in layers:
+        if layer.index not in sparse:
             return None
         from ._moe.block import build
 
-        return build(self.config, layer, job, of=len(layers))
+        return build(self.config, layer, job, of=len(sparse))
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
@@ -106,7 +111,3 @@ class MoE(Plugin):
     @hookimpl
     def on_step(self, step: StepResult) -> None:
         self._watch.step(step)
-
-    def _layers(self, count: int) -> list[int]:
-        """The layers that have experts."""
-        return list(range(self.config.dense_first, count))[self.config.every - 1 :: self.config.every]

@@ -58,6 +58,10 @@ class Decoder(Plugin):
         "GraniteForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
     )
 
     @section
@@ -165,7 +169,7 @@ class Decoder(Plugin):
             )
         with torch.device("meta"):
             model = self.build_model(job)
-        return write(self.config, self._vocabulary(job), model)
+        return write(self.config, self._vocabulary(job), model, job.config.sections)
 
     def _vocabulary(self, job: Job) -> int:
         """Token ids of the model: at least as many as the tokenizer has.

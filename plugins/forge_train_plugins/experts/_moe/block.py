@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from forge_train import Layer, TokenDispatch, attach_loss, record_choices
 from forge_train.nn import Linear, TensorStyle, flops_per_token
 
+from . import rules
 from .experts import GATES, Experts
 from .losses import balance, entropy, z_loss
 from .router import Choice, Router, Routing, kept, loads
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 def build(config: MoE.Config, layer: Layer, job: Job, *, of: int) -> MoEFeedForward:
     """The module of a layer, one `of` so many with experts."""
-    hidden = config.hidden or -(-layer.ffn_dim // (16 * (config.top_k + config.shared))) * 16
+    hidden = rules.hidden(config, layer.ffn_dim)
     router = Router(
         layer.dim,
         config.experts,
@@ -38,6 +39,7 @@ def build(config: MoE.Config, layer: Layer, job: Job, *, of: int) -> MoEFeedForw
             scaling=config.scaling,
             groups=config.groups,
             top_groups=config.top_groups,
+            group_best=config.group_best,
             jitter=config.jitter,
         ),
         biased=config.bias_speed > 0,

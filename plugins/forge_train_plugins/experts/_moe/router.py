@@ -42,6 +42,8 @@ class Choice:
     """Of neighbouring experts."""
     top_groups: int = 1
     """From how many of these a token may choose."""
+    group_best: int = 2
+    """How many of a group's best scores are summed to choose it."""
     jitter: float = 0.0
     """Noise on the input in training."""
 
@@ -102,7 +104,7 @@ class Router(nn.Module):
         if self.choice.groups == 1:
             return scores
         by_group = scores.view(len(scores), self.choice.groups, -1)
-        best = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
+        best = by_group.topk(min(self.choice.group_best, by_group.shape[-1]), dim=-1).values.sum(-1)
         allowed = _mask(best, best.topk(self.choice.top_groups, dim=-1).indices)
         record_choices(self, "groups", lambda: (best, allowed))
         return by_group.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1)

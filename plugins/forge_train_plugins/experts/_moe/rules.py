@@ -13,6 +13,16 @@ if TYPE_CHECKING:
     from ..moe import MoE
 
 
+def layers(config: MoE.Config, count: int) -> list[int]:
+    """The layers that have experts, of so many."""
+    return list(range(config.dense_first, count))[config.every - 1 :: config.every]
+
+
+def hidden(config: MoE.Config, dense: int) -> int:
+    """Width of one expert, where a dense block has so many features."""
+    return config.hidden or -(-dense // (16 * (config.top_k + config.shared))) * 16
+
+
 def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
     """What only several values together show."""
     experts, parallel, train = config.experts, run.parallel, run.train
@@ -32,6 +42,8 @@ def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
             "moe.top_groups",
             f"{config.top_groups} groups of {experts // config.groups} experts hold fewer than top_k = {config.top_k}.",
         )
+    if config.group_best != 2 and config.groups == 1:
+        yield Problem("moe.group_best", "has no effect with groups = 1; remove it.")
     if experts % parallel.ep:
         yield Problem("parallel.ep", f"expert parallelism over {parallel.ep} ranks does not divide {experts} experts.")
     split = parallel.cp * (parallel.tp if parallel.etp == 1 else 1)

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError, HFModel
 from forge_train.ground.present import few
-from forge_train.state_map import Rename
 
 from . import rules
 from .families import FAMILIES
 from .families.family import Family
+from .families.quantised import taken_out
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from forge_train.state_map import StateMap
 
     from ..decoder import Decoder
 
 LEFTOVERS = (r"(.*\.)?rotary_emb\.inv_freq",)
 """Tensors that older versions of transformers stored, and that follow from the configuration."""
-OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
 def read(table: Mapping[str, Any], plain: Decoder.Config) -> HFModel | None:
@@ -39,32 +40,45 @@ def read(table: Mapping[str, Any], plain: Decoder.Config) -> HFModel | None:
     family = next((FAMILIES[one] for one in architectures if one in FAMILIES), None)
     if family is None:
         return None
-    section, activation = family.read(table)
-    section["architecture"] = family.architecture
+    plain_table, expanded = taken_out(table)
+    sections = family.read(plain_table)
+    sections["decoder"]["architecture"] = family.architecture
+    config = _made(sections["decoder"], plain)
+    first, *others = (one if expanded is None else expanded >> one for one in family.maps(config, sections))
     return HFModel(
-        map=Rename(_names(family, _parameters(_made(section, plain)))).inverse(),
-        leftovers=LEFTOVERS,
-        sections={"decoder": section, "swiglu": {"activation": activation}},
+        map=first, leftovers=(*LEFTOVERS, *family.leftovers(config)), sections=sections, others=tuple(others)
     )
 
 
-def write(config: Decoder.Config, vocabulary: int, model: nn.Module) -> HFModel:
+def write(config: Decoder.Config, vocabulary: int, model: nn.Module, sections: Mapping[str, Any]) -> HFModel:
     """`config.json` and names for a model, which may lie on the meta device.
+
+    Args:
+        config: of the decoder.
+        vocabulary: its token ids.
+        model: as these sections build it.
+        sections: of all plugins.
 
     Raises:
         ConfigError: saying what the family, or each of them, can't express.
     """
-    parameters = [name for name, _ in model.named_parameters()]
     activations = {str(module.activation) for module in model.modules() if hasattr(module, "activation")}
     config = _resolved(replace(config, vocabulary=vocabulary))
     differing: dict[str, list[str]] = {}
     for family in FAMILIES.values():
         if config.architecture in ("", family.architecture):
-            found = family.write(config, min(activations, default=""))
-            if not (wrong := list(_differences(family, found, config, activations))):
-                return HFModel(map=Rename(_names(family, parameters)).inverse(), config=found)
+            wrong = [
+                f"plugin {part.plugin} is not enabled here" for part in family.parts if part.plugin not in sections
+            ]
+            if not wrong:
+                found = family.write(config, min(activations, default=""), sections)
+                wrong = list(_differences(family, found, config, activations, sections))
+            if not wrong:
+                layout, *_ = family.maps(config, {part.plugin: asdict(sections[part.plugin]) for part in family.parts})
+                wrong = list(_without_place(layout, model))
+            if not wrong:
+                return HFModel(map=layout, config=found)
             differing[family.architecture] = wrong
-    _names(FAMILIES[min(differing, key=lambda name: len(differing[name]))], parameters)
     lines = "\n".join(f"  {name}: {'; '.join(wrong)}" for name, wrong in sorted(differing.items(), key=_fewest))
     way_out = ' Set decoder.architecture to "" to allow all of them.' if config.architecture else ""
     told = f"{config.architecture} can't" if config.architecture else "No architecture in Hugging Face layout can"
@@ -76,20 +90,40 @@ def _fewest(item: tuple[str, list[str]]) -> int:
 
 
 def _differences(
-    family: Family, found: Mapping[str, Any], config: Decoder.Config, activations: set[str]
+    family: Family,
+    found: Mapping[str, Any],
+    config: Decoder.Config,
+    activations: set[str],
+    sections: Mapping[str, Any],
 ) -> Iterator[str]:
     """What a reader of the `config.json` would build otherwise."""
     try:
-        section, activation = family.read(found)
+        there = family.read(found)
     except ConfigError as error:
         yield str(error)
         return
-    read = _flat(asdict(_resolved(_made(section, config))))
+    read = _flat(asdict(_resolved(_made(there["decoder"], config))))
     for name, value in _flat(asdict(config)).items():
-        if name not in NO_NUMBER and value != read[name]:
+        if name not in (*NO_NUMBER, *family.unused) and value != read[name]:
             yield f"decoder.{name} is {json.dumps(value)} here, and {json.dumps(read[name])} there"
-    if activations != {activation}:
-        yield f"swiglu.activation is {' and '.join(sorted(activations)) or 'none'} here, and {activation} there"
+    if activations - {activation := there["swiglu"]["activation"]}:
+        yield f"swiglu.activation is {' and '.join(sorted(activations))} here, and {activation} there"
+    for part in family.parts:
+        own = sections[part.plugin]
+        again = asdict(part.resolved(type(own)(**there[part.plugin]), config))
+        for name, value in asdict(part.resolved(own, config)).items():
+            if name not in part.neutral and value != again[name]:
+                yield f"{part.plugin}.{name} is {json.dumps(value)} here, and {json.dumps(again[name])} there"
+
+
+def _without_place(layout: StateMap, model: nn.Module) -> Iterator[str]:
+    """Weights that a layout has no tensors for."""
+    stored = model.state_dict()
+    weights = [*model.named_parameters(), *(one for one in model.named_buffers() if one[0] in stored)]
+    step = layout.inverse().trace({name: (tuple(one.shape), one.dtype) for name, one in weights})
+    if step.left:
+        yield f"it has no place for {few(step.left)}"
+    yield from step.wrong
 
 
 NO_NUMBER = ("architecture", "depth_scaled", "dropout", "embedding_dropout", "std")
@@ -124,43 +158,3 @@ def _resolved(config: Decoder.Config) -> Decoder.Config:
             window_theta=0.0 if same else rope.window_theta,
         ),
     )
-
-
-def _parameters(config: Decoder.Config) -> Iterator[str]:
-    """The names of the parameters of a model with this section, which is not built to find them."""
-    yield "embedding.weight"
-    norms = {"pre": ("_norm",), "post": ("_post_norm",), "both": ("_norm", "_post_norm")}[config.norm_at]
-    modules = {f"{block}{norm}": False for block in ("attention", "feed_forward") for norm in norms}
-    modules |= {f"attention.{one}": config.qkv_bias for one in "qkv"} | {"attention.o": config.o_bias}
-    modules |= {f"attention.{one}_norm": False for one in "qk" if config.qk_norm}
-    modules |= {f"feed_forward.{one}": config.bias for one in ("gate", "up", "down")}
-    for index in range(config.layers):
-        for module, bias in modules.items():
-            yield f"layers.{index}.{module}.weight"
-            if bias:
-                yield f"layers.{index}.{module}.bias"
-    yield "norm.weight"
-    if not config.tied:
-        yield "head.weight"
-
-
-def _names(family: Family, parameters: Iterable[str]) -> dict[str, str]:
-    """Parameter name → tensor name.
-
-    Raises:
-        ConfigError: naming the parameters that have no place in the layout.
-    """
-    found: dict[str, str] = {}
-    strange: list[str] = []
-    for name in parameters:
-        module, _, kind = name.rpartition(".")
-        _, index, inner = [*module.split(".", 2), "", ""][:3]
-        if module in OUTER:
-            found[name] = f"{OUTER[module]}.{kind}"
-        elif inner in family.block:
-            found[name] = f"model.layers.{index}.{family.block[inner]}.{kind}"
-        else:
-            strange.append(name)
-    if strange:
-        raise ConfigError(f"{family.architecture} has no place for {few(strange)}.")
-    return found

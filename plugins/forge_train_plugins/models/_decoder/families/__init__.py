@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from .deepseek import DEEPSEEK2, DEEPSEEK3
 from .family import Family
 from .gemma import GEMMA2, GEMMA3
 from .granite import GRANITE
 from .llama import LLAMA, MISTRAL
+from .mixtral import MIXTRAL
 from .olmo import OLMO2, OLMO3
-from .qwen import QWEN2, QWEN3
+from .qwen import QWEN2, QWEN3, QWEN3_MOE
 from .smollm import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
-    for family in (LLAMA, QWEN3, QWEN2, MISTRAL, OLMO2, OLMO3, SMOLLM3, GRANITE, GEMMA2, GEMMA3)
+    for family in (
+        LLAMA,
+        QWEN3,
+        QWEN2,
+        MISTRAL,
+        OLMO2,
+        OLMO3,
+        SMOLLM3,
+        GRANITE,
+        GEMMA2,
+        GEMMA3,
+        MIXTRAL,
+        QWEN3_MOE,
+        DEEPSEEK2,
+        DEEPSEEK3,
+    )
 }
 """In the order in which an export tries them."""

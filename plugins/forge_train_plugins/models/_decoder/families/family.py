@@ -1,4 +1,4 @@
-"""A family as a table: what each key of its `config.json` is in `[decoder]`, and how it names tensors."""
+"""A family as a table: what each key of its `config.json` is in sections, and how it names tensors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from forge_train.state_map import Rename
+
 from .positions import LLAMAS, Rotation, Windows, layer_types, repeating
 from .reader import NEUTRAL, REQUIRED, Reader
 
 if TYPE_CHECKING:
+    from forge_train.state_map import StateMap
+
     from ...decoder import Decoder
+
+Sections = Mapping[str, Mapping[str, Any]]
+"""Plugin → options."""
 
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
 """`hidden_act` → `swiglu.activation`; all families here gate."""
@@ -28,6 +35,7 @@ BLOCK = {
     "feed_forward.down": "mlp.down_proj",
 }
 """Module in a layer → its name in Llama's layout."""
+OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,25 @@ def soft_cap(option: str, missing: float | None) -> Key:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What the models of a family have of a plugin beside `decoder` and `swiglu`; an import enables it.
+
+    Args:
+        plugin: its name.
+        read: its section, from the file and the sections read so far.
+        write: keys of the file, from its section and that of the decoder.
+        neutral: options of it that change no number of a trained model.
+        resolved: a section with everything filled in that follows from other options.
+    """
+
+    plugin: str
+    read: Callable[[Reader, Sections], dict[str, Any]]
+    write: Callable[[Any, Decoder.Config], dict[str, Any]]
+    neutral: tuple[str, ...] = ()
+    resolved: Callable[[Any, Decoder.Config], Any] = lambda section, decoder: section
+
+
+@dataclass(frozen=True)
 class Family:
     """Models of one architecture of transformers.
 
@@ -104,7 +131,16 @@ class Family:
         rotation: how positions are written.
         windows: how sliding windows are written; a family without has none.
         block: module in a layer → its name in the family's layout.
+        by_sections: those of such names that go by the sections of other parts.
         ignored: keys that transformers does not look at.
+        parts: other plugins that its models need.
+        outer: module outside layers → its name in the family's layout.
+        layers: where the family has its layers.
+        tensors: maps from its layout to forge's parameters, for a decoder like this: those of tensors that are not only
+            renamed. The first is what is written; files in the layouts of the others are read too.
+        leftovers: patterns of tensors that files may hold beside a decoder's like this.
+        unused: options of `[decoder]` that make no difference to its models.
+        spellings: other names of keys → those that are read and written here.
     """
 
     architecture: str
@@ -119,13 +155,26 @@ class Family:
     windows: Windows | None = None
     block: Mapping[str, str] = field(default_factory=lambda: BLOCK)
     ignored: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
+    layers: str = "model.layers"
+    tensors: Callable[[Decoder.Config], tuple[StateMap, ...]] = lambda config: ()
+    leftovers: Callable[[Decoder.Config], tuple[str, ...]] = lambda config: ()
+    unused: tuple[str, ...] = ()
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    by_sections: Callable[[Sections], Mapping[str, str]] = lambda sections: {}
 
-    def read(self, table: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """The section `[decoder]`, and `swiglu.activation`.
+    def read(self, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The sections `[decoder]`, `[swiglu]`, and those of other parts.
 
         Raises:
             ConfigError: naming the keys whose values have no counterpart.
         """
+        config = Reader(table, neutral=NEUTRAL)
+        for other, key in self.spellings.items():
+            if other in table and table.get(key, table[other]) != table[other]:
+                config.refuse(other, f"{key} says something else")
+        table = {self.spellings.get(key, key): value for key, value in table.items()}
         config = Reader(table, neutral=NEUTRAL)
         config.skip(*self.ignored)
         if len(config.get("architectures", [self.architecture])) != 1:
@@ -139,9 +188,10 @@ class Family:
         absent = self.kv_heads is not None and "num_key_value_heads" not in table
         decoder["kv_heads"] = self.kv_heads if absent else config.integer("num_key_value_heads", heads)
         config.skip("num_key_value_heads")
-        if self.head_dim and table.get("head_dim", self.head_dim) is None:
-            config.refuse("head_dim", "expected an integer")
-        decoder["head_dim"] = config.integer("head_dim", self.head_dim or decoder["dim"] // max(heads, 1))
+        if "head_dim" not in decoder:
+            if self.head_dim and table.get("head_dim", self.head_dim) is None:
+                config.refuse("head_dim", "expected an integer")
+            decoder["head_dim"] = config.integer("head_dim", self.head_dim or decoder["dim"] // max(heads, 1))
         if decoder.get("scale") == decoder["head_dim"] ** -0.5:
             del decoder["scale"]
         decoder |= {name: one(decoder) if callable(one) else one for name, one in self.options.items()}
@@ -154,21 +204,38 @@ class Family:
             decoder |= {"window": window, "window_layers": repeating(which)}
         decoder["rope"] = self.rotation.read(config, decoder["layers"], which)
         activation = config.one_of(self.activation, ACTIVATIONS, self.act)
+        sections = {"decoder": decoder, "swiglu": {"activation": activation}}
+        for part in self.parts:
+            sections[part.plugin] = part.read(config, sections)
         config.refuse_the_rest()
-        return decoder, activation
+        return sections
 
-    def write(self, config: Decoder.Config, activation: str) -> dict[str, Any]:
+    def write(self, config: Decoder.Config, activation: str, sections: Mapping[str, Any]) -> dict[str, Any]:
         """The `config.json` of a model with these options, or of one that is as near as the family has.
 
         Args:
             config: with everything that follows from other options filled in.
             activation: of `[swiglu]`.
+            sections: of the family's other parts.
         """
         acts = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
         found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         for name, key in {**COMMON, **self.keys}.items():
             found[name] = key.theirs(getattr(config, key.options[0]))
-        found |= {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim}
+        found["num_key_value_heads"] = config.kv_heads
+        if not any("head_dim" in key.options for key in self.keys.values()):
+            found["head_dim"] = config.head_dim
         found |= {self.activation: acts.get(activation, self.act), "attention_dropout": 0.0, "use_cache": True}
         found |= self.rotation.write(config)
+        for part in self.parts:
+            found |= part.write(sections[part.plugin], config)
         return found | (self.windows.write(config) if self.windows is not None else {})
+
+    def maps(self, config: Decoder.Config, sections: Sections) -> tuple[StateMap, ...]:
+        """From the family's layout, and from others that files may have, to the parameters of a decoder like this."""
+        block = {**self.block, **self.by_sections(sections)}
+        outer = {ours: theirs for ours, theirs in self.outer.items() if not (config.tied and ours == "head")}
+        names = {f"{theirs}.{{kind}}": f"{ours}.{{kind}}" for ours, theirs in outer.items()}
+        inner = {f"{self.layers}.{{i}}.{theirs}": f"layers.{{i}}.{ours}" for ours, theirs in block.items()}
+        renamed = Rename(names | {f"{theirs}.{{kind}}": f"{ours}.{{kind}}" for theirs, ours in inner.items()})
+        return tuple(renamed | other for other in self.tensors(config)) or (renamed,)

@@ -1,8 +1,9 @@
-"""Qwen 2 and 2.5 (arXiv:2407.10671, arXiv:2412.15115), and the dense models of Qwen 3 (arXiv:2505.09388)."""
+"""Qwen 2 and 2.5 (arXiv:2407.10671, arXiv:2412.15115), and Qwen 3, dense and with experts (arXiv:2505.09388)."""
 
 from __future__ import annotations
 
-from .family import ATTENTION_BIAS, Family
+from . import experts
+from .family import ATTENTION_BIAS, Family, Key
 from .positions import Windows
 from .reader import Reader
 
@@ -30,4 +31,28 @@ QWEN3 = Family(
     head_dim=128,
     windows=WINDOWS,
     ignored=("max_window_layers",),
+)
+QWEN3_MOE = Family(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    options={"qk_norm": True},
+    keys=ATTENTION_BIAS,
+    kv_heads=4,
+    windows=Windows(lambda config, layers: (True,) * layers, switch=True, listed=False),
+    ignored=("max_window_layers", "output_router_logits"),
+    spellings={"num_local_experts": "num_experts"},
+    parts=(
+        experts.part(
+            {
+                "num_experts": Key(("experts",), int, 128),
+                "num_experts_per_tok": Key(("top_k",), int, 8),
+                "moe_intermediate_size": Key(("hidden",), int, 768),
+                "norm_topk_prob": Key(("normalise",), bool, False),
+            },
+            {},
+            read_more=experts.read_sparse,
+            write_more=experts.write_sparse,
+        ),
+    ),
+    tensors=experts.tensors(),
 )

@@ -37,6 +37,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False, None),
     "sliding_window": (None,),
     "partial_rotary_factor": (1, None),
+    "router_jitter_noise": (0,),
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
     "tie_encoder_decoder": (False,),

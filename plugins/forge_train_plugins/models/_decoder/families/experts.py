@@ -1,0 +1,139 @@
+"""Experts between a `config.json` and `[moe]`, and the layouts in which files have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from forge_train.state_map import Rename, Split, Stack, StateMap, Together
+
+from ....experts._moe.rules import hidden, layers
+from .family import ACTIVATIONS, Key, Part, Sections
+from .reader import Reader
+
+if TYPE_CHECKING:
+    from ....experts.moe import MoE
+    from ...decoder import Decoder
+
+NEUTRAL = ("balance", "balance_over", "z_loss", "capacity", "jitter", "matmul", "metrics")
+"""Options of `[moe]` that change no number of a trained model."""
+BALANCE = "router_aux_loss_coef"
+ACTS = {theirs: ours for theirs, ours in ACTIVATIONS.items() if ours in ("swiglu", "geglu", "reglu")}
+"""`hidden_act` → `moe.activation`."""
+
+
+def part(
+    keys: Mapping[str, Key],
+    options: Mapping[str, Any],
+    *,
+    fixed: Mapping[str, Any] | None = None,
+    read_more: Callable[[Reader, int], dict[str, Any]] = lambda config, count: {},
+    write_more: Callable[[MoE.Config, int], dict[str, Any]] = lambda section, count: {},
+) -> Part:
+    """Experts as a family writes them.
+
+    Args:
+        keys: of the file, each an option of `[moe]`.
+        options: what all models of the family have.
+        fixed: keys that can have only this value.
+        read_more: what takes several keys, for a model of so many layers.
+        write_more: these keys.
+    """
+
+    def read(config: Reader, sections: Sections) -> dict[str, Any]:
+        section: dict[str, Any] = dict(options)
+        for name, key in keys.items():
+            section |= key.read(config, name)
+        for name, value in (fixed or {}).items():
+            if config.get(name, value) != value:
+                config.refuse(name, f"expected {value!r}")
+        section["activation"] = sections["swiglu"]["activation"]
+        if section["activation"] not in ACTS.values():
+            config.refuse("hidden_act", f"experts have {', '.join(ACTS)}")
+        if "balance" not in section:  # here it is 1 where loads are even, there `top_k`
+            section["balance"] = short(config.number(BALANCE, 0.001) * section["top_k"])
+        return section | read_more(config, sections["decoder"]["layers"])
+
+    def write(section: MoE.Config, decoder: Decoder.Config) -> dict[str, Any]:
+        found = {name: key.theirs(getattr(section, key.options[0])) for name, key in keys.items()} | dict(fixed or {})
+        if len(layers(section, decoder.layers)) == decoder.layers:
+            found["hidden_act"] = next(theirs for theirs, ours in ACTS.items() if ours == section.activation)
+        if not any("balance" in key.options for key in keys.values()):
+            found[BALANCE] = short(section.balance / section.top_k)
+        return found | write_more(section, decoder.layers)
+
+    return Part("moe", read, write, NEUTRAL, _resolved)
+
+
+def _resolved(section: MoE.Config, decoder: Decoder.Config) -> MoE.Config:
+    """With everything filled in that follows from other options, so that equal models are equal."""
+    first, every = _pattern(layers(section, decoder.layers), decoder.layers) or (section.dense_first, section.every)
+    width, speed = hidden(section, decoder.hidden), 0.001 * (section.bias_speed > 0)
+    return replace(section, hidden=width, dense_first=first, every=every, bias_speed=speed)
+
+
+def short(value: float) -> float:
+    """Without what rounding leaves of a product."""
+    return float(f"{value:.12g}")
+
+
+def _pattern(sparse: list[int], count: int) -> tuple[int, int] | None:
+    """`moe.dense_first` and `moe.every` that give exactly these layers, if any do."""
+    pairs = ((first, every) for first in range(count) for every in range(1, count + 1))
+    return next((pair for pair in pairs if [*range(pair[0], count)][pair[1] - 1 :: pair[1]] == sparse), None)
+
+
+def read_sparse(config: Reader, count: int) -> dict[str, Any]:
+    """Qwen's two keys: every n-th layer, without those of a list."""
+    step, dense = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
+    if step < 1:
+        config.refuse("decoder_sparse_step", "expected a number greater than 0")
+    if not isinstance(dense, list) or any(type(one) is not int for one in dense):
+        config.refuse("mlp_only_layers", "expected a list of layers")
+    sparse = [index for index in range(count) if (index + 1) % step == 0 and index not in dense]
+    if not (found := _pattern(sparse, count)):
+        key = "mlp_only_layers" if dense else "decoder_sparse_step"
+        config.refuse(key, f"no moe.dense_first and moe.every give experts to the layers {sparse}")
+    return {"dense_first": found[0], "every": found[1]}
+
+
+def write_sparse(section: MoE.Config, count: int) -> dict[str, Any]:
+    sparse = layers(section, count)
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [index for index in range(count) if index not in sparse]}
+
+
+def tensors(
+    *,
+    block: str = "mlp",
+    fused_block: str = "mlp",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    router: Mapping[str, str] | None = None,
+) -> Callable[[Decoder.Config], tuple[StateMap, ...]]:
+    """Routed experts as published, one by one, and as transformers 5 has them in memory, stacked.
+
+    Args:
+        block: the place of routed experts in a layer.
+        fused_block: the same where they are stacked.
+        names: of the projections of one expert: gate, up, down.
+        router: tensor of the router there → here; its weight by default.
+    """
+    to = "layers.{i}.feed_forward.routed"
+
+    def routers(at: str) -> StateMap:
+        return Rename({f"{at}.{theirs}": f"{to}.router.{ours}" for theirs, ours in (router or ROUTER).items()})
+
+    at, fused = f"model.layers.{{i}}.{block}", f"model.layers.{{i}}.{fused_block}"
+    each = Together(
+        tuple(
+            Stack(f"{at}.experts.{{e}}.{theirs}.weight", f"{to}.experts.{ours}")
+            for ours, theirs in zip(("gate", "up", "down"), names, strict=True)
+        )
+    )
+    stacked = Split(f"{fused}.experts.gate_up_proj", (f"{to}.experts.gate", f"{to}.experts.up"), dim=1)
+    down = Rename({f"{fused}.experts.down_proj": f"{to}.experts.down"})
+    maps = (each | routers(at), stacked | down | routers(fused))
+    return lambda config: maps
+
+
+ROUTER = {"gate.weight": "weight"}
