@@ -255,9 +255,7 @@ def test_weights_go_to_a_model_without_and_back(tmp_path: Path, caplog: pytest.L
     begun = bare.plugin("gradients").weights
     assert begun.keys() == {name for name in ended if not name.startswith("tail.")}
     assert all(torch.equal(begun[name], ended[name]) for name in begun)
-    more = trained(
-        tmp_path, name="more", config={"train.init_from": str(bare.run), "train.init_missing": ["tail.*"]}
-    )
+    more = trained(tmp_path, name="more", config={"train.init_from": str(bare.run), "train.init_missing": ["tail.*"]})
     begun = more.plugin("gradients").weights
     assert all(torch.equal(begun[name], one) for name, one in bare.model.state_dict().items())
     assert begun["tail.layers.0.projection.weight"].std() > 0

@@ -228,6 +228,7 @@ class HFModel:
         sections: plugin name → its configuration, for import.
         leftovers: patterns of tensors that files may hold beside these, and that the model does not need.
         others: maps from other layouts of this model's tensors, which files may have instead, for import.
+        left_out: patterns of the model's weights that the layout has no place for, and an export does without.
     """
 
     map: StateMap
@@ -235,3 +236,4 @@ class HFModel:
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     leftovers: tuple[str, ...] = ()
     others: tuple[StateMap, ...] = ()
+    left_out: tuple[str, ...] = ()

@@ -45,6 +45,10 @@ def plan(
         PluginError: if the layout does not name the parameters of the model that was built from it.
     """
     leftovers = [name for name in folder.tensors if any(re.fullmatch(one, name) for one in layout.leftovers)]
+    if leftovers:
+        everything = Plan(_fitting(layout, folder.described()).map.trace(folder.described()).given)
+        needed = {source for name in everything.targets if name in wanted for source, _ in everything.reads(name)}
+        leftovers = [name for name in leftovers if name not in needed]
     stored = {name: one for name, one in folder.described().items() if name not in leftovers}
     layout = _fitting(layout, stored)
     step = layout.map.trace(stored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from forge_train.contract.job import Job
 from forge_train.contract.protocols import HFModel
 from forge_train.ground.errors import ConfigError, ForgeError, describe
 from forge_train.ground.files import write_json
+from forge_train.ground.present import few
 from forge_train.loop.weights import places
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import Setup, resolve
@@ -234,7 +236,9 @@ def export_checkpoint(
         raise ConfigError(f"{source}: no plugin of it can write its model in Hugging Face layout (export_hf).")
     where = places(source, job.dist, setup.config.train.init_from)
     shapes = {at: checkpoint.shapes(at) for at in set(where.values())}
-    stored = {name: shapes[where[name]][f"{MODEL}{name}"] for name in model.state_dict()}
+    names = list(model.state_dict())
+    left_out = [name for name in names if any(re.fullmatch(one, name) for one in layout.left_out)]
+    stored = {name: shapes[where[name]][f"{MODEL}{name}"] for name in names if name not in left_out}
     plan = hf_fit.plan_export(source, layout, stored)
 
     @lru_cache(maxsize=1)  # the targets of a group come one after the other, and experts are cut from one tensor
@@ -267,7 +271,9 @@ def export_checkpoint(
     finally:
         shutil.rmtree(part, ignore_errors=True)
     notes = () if TOKENIZER in beside else (f"The run has no {TOKENIZER} to put beside the weights.",)
-    parameters = sum(tensor.numel() for tensor in model.state_dict().values())
+    if left_out:
+        notes += (f"Left out, because the layout has no place for them: {few(left_out)}.",)
+    parameters = sum(tensor.numel() for name, tensor in model.state_dict().items() if name in stored)
     return Exchanged(target, parameters, tuple(file.name for file in files), notes)
 
 
