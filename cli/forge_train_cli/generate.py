@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -41,25 +41,16 @@ ENDED = {
 @click.option("--seed", default=0, show_default=True, metavar="S", help="The same seed gives the same text.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option(
-    "--drafts", default=0, metavar="N", help="Have modules of `mtp` guess N tokens at once; with --temperature 0."
+    "--drafts",
+    default=0,
+    metavar="N",
+    help="Have the model's own modules guess N tokens at once; with --temperature 0.",
 )
 @click.option(
     "--chat", is_flag=True, help="The prompt is a user's message; the model's chat template is put around it."
 )
 @json_option
-def generate(
-    path: Path,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    stop: tuple[str, ...],
-    drafts: int,
-    chat: bool,
-    as_json: bool,
-) -> None:
+def generate(path: Path, prompt: str, chat: bool, as_json: bool, **choices: Any) -> None:
     """Continue a text with the model of PATH: a run (its newest whole checkpoint), or a checkpoint.
 
     \b
@@ -71,9 +62,7 @@ def generate(
     from forge_train_tools.offline.generate import Completion, Sampling
     from forge_train_tools.offline.opening import open_model
 
-    sampling = Sampling(
-        tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop, drafts=drafts
-    )
+    sampling = Sampling(**choices)
     prompt = _stdin() if prompt == "-" else prompt
     opened = open_model(path)
     given = _as_chat(opened, prompt) if chat else prompt
@@ -94,7 +83,7 @@ def generate(
             "stopped": completion.stopped,
             "tokens_per_second": completion.tokens / seconds,
         }
-        if drafts:
+        if sampling.drafts:
             result["drafts"] = {"proposed": completion.drafts.proposed, "accepted": completion.drafts.accepted}
         click.echo(dumps(result))
 

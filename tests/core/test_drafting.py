@@ -113,5 +113,5 @@ def test_what_can_not_draft_says_why(run: TinyRun, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"4 drafts were asked for; the model's modules guess at most 3 tokens"):
         completed(run, "the ", drafts=4)
     bare = run_forge((), steps=1, folder=tmp_path)
-    with pytest.raises(ConfigError, match=r"no modules that guess further tokens"):
+    with pytest.raises(ConfigError, match=r"without modules that guess further tokens"):
         completed(bare, "the ", drafts=1)

@@ -78,7 +78,7 @@ def test_deepseeks_layout_has_them_behind_the_last_layer(tmp_path: Path) -> None
 def begun(folder: Path, plugins: tuple[str, ...], config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """What a run that starts from a folder begins with."""
     run = run_forge(plugins, {"decoder.vocabulary": 257, **config, "adamw.lr": 1e-30}, steps=1, folder=folder)
-    return {name: one for name, one in run.model.state_dict().items()}
+    return run.model.state_dict()
 
 
 def test_another_layout_is_exported_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

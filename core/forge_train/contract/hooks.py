@@ -155,8 +155,7 @@ class Hooks(Events):
 
     def build_data(self, split: Literal["train", "validation"]) -> Loader:
         loader = cast(Loader, self._slot("build_data", split=split))
-        state = self._state("build_data", loader)
-        if not isinstance(state.get("sequences"), int):
+        if not isinstance((state := self._state("build_data", loader)).get("sequences"), int):
             raise PluginError(
                 f"{self.whose('build_data')}: state_dict must have the integer 'sequences', found {state}."
             )

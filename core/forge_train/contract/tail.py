@@ -41,8 +41,8 @@ class Tail(Protocol):
     layers by name, `tensor_plan()` and `flops_per_token(sequence)`, as models do.
     """
 
-    units: tuple[str, ...]
-
+    @property
+    def units(self) -> tuple[str, ...]: ...
     def __call__(self, hidden: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor:
         """`[batch, sequence, dim]` → `[n · batch, sequence, dim]`: the same, and behind it more rows for the head."""
         ...

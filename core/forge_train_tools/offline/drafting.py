@@ -37,15 +37,16 @@ def check(job: Job, part: nn.Module, drafts: int) -> None:
     """
     own = getattr(part, "tail", None)
     if not isinstance(own, tail.Drafting):
-        raise ConfigError("The model has no modules that guess further tokens (`mtp` trains some); leave drafts out.")
+        raise ConfigError("The model was trained without modules that guess further tokens; leave drafts out.")
     if drafts > own.depths:
         raise ConfigError(f"{drafts} drafts were asked for; the model's modules guess at most {own.depths} tokens.")
     if job.dist.world > 1:
         raise ConfigError("Drafts are for a model that is whole in one process; leave them out.")
     if not all(hasattr(one, "crop") for one in _caches(part, own, job)):
         raise ConfigError(
-            "This model can't take tokens back that were guessed wrong: drafts need attention with keys and values in a "
-            "cache that can be cropped (forge_train.nn.KVCache), and a kernel that goes on from it. Leave drafts out."
+            "This model can't take tokens back that were guessed wrong: drafts need attention with keys and values "
+            "in a cache that can be cropped (forge_train.nn.KVCache), and a kernel that goes on from it. Leave drafts "
+            "out."
         )
 
 
@@ -57,11 +58,12 @@ def _caches(part: Any, own: tail.Drafting, job: Job) -> Iterable[Any]:
 class Drafting:
     """Rounds of guessing and checking (arXiv:2211.17192, with greedy choice on both sides).
 
-    At the beginning of a round the model has seen tokens 0 … n − 1, and chosen token n. Module k guesses token n + 1 + k
-    from what the module before it gave for the tokens up to n − 1; then the model sees token n and the guesses.
+    At the beginning of a round the model has seen tokens 0 … n − 1, and chosen token n. Module k, from 0, guesses token
+    n + 1 + k from what the module before it gave for the tokens up to n − 1; then the model sees token n and the
+    guesses.
     """
 
-    def __init__(self, job: Job, part: nn.Module, drafts: int, length: int, vocabulary: int, told: Drafts) -> None:
+    def __init__(self, job: Job, part: Any, drafts: int, length: int, vocabulary: int, told: Drafts) -> None:
         """
         Args:
             job: whose task gives the logits.
@@ -71,11 +73,11 @@ class Drafting:
             vocabulary: token ids to choose from.
             told: what is told how it goes.
         """
-        self._part: Any = part
-        self._tail: tail.Drafting = self._part.tail
+        self._part = part
+        self._tail: tail.Drafting = part.tail
         self._task, self._device = job.hooks.task(), job.device
         self._drafts, self._length, self._vocabulary, self.told = drafts, length, vocabulary, told
-        self._cache: dict[str, Any] = self._part.new_cache(1, length)
+        self._cache: dict[str, Any] = part.new_cache(1, length)
         self._caches = self._tail.new_cache(1, length)[:drafts]
         self._ids: list[int] = []
         """Tokens that are certain."""

@@ -270,7 +270,7 @@ def export_checkpoint(
         raise ForgeError(f"{target}: can't be written: {error.strerror or error}.") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    notes = () if TOKENIZER in beside else (f"The run has no {TOKENIZER} to put beside the weights.",)
+    notes: tuple[str, ...] = () if TOKENIZER in beside else (f"The run has no {TOKENIZER} to put beside the weights.",)
     if left_out:
         notes += (f"Left out, because the layout has no place for them: {few(left_out)}.",)
     parameters = sum(tensor.numel() for name, tensor in model.state_dict().items() if name in stored)

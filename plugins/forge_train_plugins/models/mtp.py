@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 from forge_train import Ge, Gt, Metric, Plugin, Preparation, Problem, Tail, Task, Trunk, hookimpl, section
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from forge_train import Job, Model
     from forge_train.config import Config as RunConfig
 
@@ -57,11 +59,15 @@ class MultiTokenPrediction(Plugin):
     def task(self, job: Job) -> Task:
         from ._mtp.task import MultiTokenTask
 
-        return MultiTokenTask(job.hooks.loss(), self._observed(), self.config.weight, self.config.chunk)
+        mine = self.config
+        return MultiTokenTask(job.hooks.loss(), mine.depths, mine.weight, mine.chunk, self._observe)
 
     @hookimpl
     def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
-        return self._observed().metrics
+        from ._mtp.measure import Measures
+
+        self._measures = Measures(self.config.depths)
+        return self._measures.metrics
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
@@ -72,8 +78,6 @@ class MultiTokenPrediction(Plugin):
                 "and one to predict after it; take fewer.",
             )
 
-    def _observed(self) -> Measures:
-        from ._mtp.measure import Measures
-
-        self._measures = self._measures or Measures(self.config.depths)
-        return self._measures
+    def _observe(self, seen: Tensor) -> None:
+        if self._measures is not None:
+            self._measures.update(seen)

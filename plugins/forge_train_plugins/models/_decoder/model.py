@@ -148,7 +148,7 @@ class Transformer(nn.Module):
         """
         if length > self.max_sequence:
             raise ValueError(f"the model was made for at most {self.max_sequence} tokens, not for {length}")
-        return {index: layer.new_cache(batch, length) for index, layer in self.layers.items()}
+        return {index: _new_cache(layer.attention, batch, length) for index, layer in self.layers.items()}
 
     def _next_positions(self, x: Tensor, cache: Mapping[str, Any]) -> Tensor:
         start = next(iter(cache.values())).length
@@ -199,7 +199,7 @@ class Transformer(nn.Module):
             plan["embedding"] = "vocabulary"
             plan |= {} if self.embedding_dropout is None else {"embedding_dropout": "sequence"}
         for name, layer in zip(self._layers, self.layers.values(), strict=True):
-            plan |= {f"{name}.{path}": style for path, style in layer.tensor_plan().items()}
+            plan |= {f"{name}.{path}": style for path, style in _plan(layer).items()}
         if self.tail is not None:
             plan |= {f"tail.{path}": style for path, style in _plan(self.tail).items()}
         if self.norm is not None:

@@ -41,9 +41,9 @@ class Depth(nn.Module):
         return hidden, self.norm(hidden)
 
     def tensor_plan(self) -> dict[str, TensorStyle]:
-        plan: dict[str, TensorStyle] = {
-            name: "sequence" for name in ("embedding_norm", "hidden_norm", "projection", "norm")
-        }
+        plan: dict[str, TensorStyle] = dict.fromkeys(
+            ("embedding_norm", "hidden_norm", "projection", "norm"), "sequence"
+        )
         return plan | {f"layer.{path}": style for path, style in self.layer.tensor_plan().items()}
 
     def flops_per_token(self, sequence: int) -> int:
@@ -94,7 +94,7 @@ class Depths(nn.Module):
         return plan
 
     def flops_per_token(self, sequence: int) -> int:
-        return sum(layer.flops_per_token(sequence) for layer in self.layers)  # type: ignore[operator,misc]
+        return sum(layer.flops_per_token(sequence) for layer in self.layers)  # type: ignore[operator]
 
     # -- drafts -----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +15,6 @@ from forge_train.contract.losses import batch_loss
 from forge_train.nn import full_tensor, sum_in_chunks
 
 from .ahead import LABELS
-from .measure import Measures
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,17 @@ class MultiTokenTask:
     """
 
     loss_function: LossFunction
-    measures: Measures
+    depths: int
     share: float
     chunk: int
+    observe: Callable[[Tensor], None]
+    """Is told the summed losses, the right guesses and the labels of each depth, `[3, depths]`."""
 
     def weight(self, batch: Batch) -> int:
         return int((batch.labels != MASKED).sum())
 
     def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-        head, depths = part.get_submodule("head"), self.measures.depths
+        head, depths = part.get_submodule("head"), self.depths
         rows = len(batch.inputs)
         loss = batch_loss(self.loss_function, hidden[:rows], head, batch)
         if not part.training:
@@ -45,7 +47,7 @@ class MultiTokenTask:
             )
         labels = torch.cat(batch.state[LABELS].unbind(-1))
         sums = sum_in_chunks(partial(_sums, head, depths), head, self.chunk, hidden[rows:], labels)
-        self.measures.update(sums[1:].detach().view(3, depths))
+        self.observe(sums[1:].detach().view(3, depths))
         further = self.share / depths * sums[0]
         return loss + (further - further.detach())  # adds zero, and a gradient
 
@@ -55,7 +57,7 @@ class MultiTokenTask:
 
 
 def _sums(head: nn.Module, depths: int, hidden: Tensor, labels: Tensor) -> Tensor:
-    """The summed loss, and `[3, depths]` for `Measures`, flat."""
+    """The summed loss, and what is observed, flat."""
     log_probabilities = F.log_softmax(head(hidden).float().flatten(0, 1), -1)
     flat = labels.flatten()
     loss = full_tensor(F.nll_loss(log_probabilities, flat, ignore_index=MASKED, reduction="sum"))
