@@ -34,6 +34,8 @@ sys.path[:0] = [str(HERE.parent / "tests" / "dist"), str(HERE.parent / "tests")]
 from compositions import LAYOUTS, SEED, STEPS, Composition, covering, product, write  # noqa: E402
 from contexts import Context  # noqa: E402
 from contexts import product as contexts  # noqa: E402
+from family_layouts import Imported  # noqa: E402
+from family_layouts import product as families  # noqa: E402
 from forge_train.testing import Pool, PoolError, Verifier  # noqa: E402
 from forge_train_tools.verification import Verdict  # noqa: E402
 from hf_layouts import Foreign  # noqa: E402
@@ -56,7 +58,7 @@ CRASHED = re.compile(r"the process ended with -(6|11)\b")
 COMPARED = ("loss", "grad_norm", "gradients", "later gradients", "updates", "optimizer", "evaluation")
 
 
-Case = Composition | Context | Piped | Everything | Foreign
+Case = Composition | Context | Piped | Everything | Foreign | Imported
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,13 @@ SECTIONS = {
         "Each row stands for every model type of the tests whose class allows the layout.",
         "rows",
         foreign,
+    ),
+    "families": Section(
+        "Imported models of every family",
+        "Each row stands for a random model of every family of `decoder`, with experts or without, saved by "
+        "transformers and imported onto the layout.",
+        "families",
+        families,
     ),
     "everything": Section("Every axis above 1", "One composition on 16 processes.", "schedule", lambda: [Everything()]),
 }

@@ -11,6 +11,7 @@ QWEN: dict[str, Any] = {
     "router_aux_loss_coef": 0.0,
 }
 MIXTRAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+OLMOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.0}
 DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,

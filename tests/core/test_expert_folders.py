@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny_models
-from expert_models import DEEPSEEK, GROUPS, MIXTRAL, QWEN
+from expert_models import DEEPSEEK, GROUPS, MIXTRAL, OLMOE, QWEN
 from forge_train import ConfigError
 from forge_train_cli.app import run as forge
 from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
@@ -26,6 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mixtral tied, stacked": ("Mixtral", {**MIXTRAL, "tie_word_embeddings": True}, {"save_original_format": False}),
     "qwen3, in several files": ("Qwen3Moe", {**QWEN, "mlp_only_layers": [0]}, {"max_shard_size": "40KB"}),
     "qwen3, stacked": ("Qwen3Moe", QWEN, {"save_original_format": False, "max_shard_size": "40KB"}),
+    "olmoe": ("Olmoe", OLMOE, {}),
     "deepseek v2": ("DeepseekV2", DEEPSEEK, {}),
     "deepseek v3, in several files": ("DeepseekV3", {**DEEPSEEK, **GROUPS}, {"max_shard_size": "40KB"}),
 }
@@ -83,6 +84,16 @@ def test_narrow_experts_come_back_bit_for_bit_under_the_published_names(
     assert first.keys() == second.keys()
     assert any(".experts.7.up_proj.weight" in name for name in first)
     assert all(torch.equal(first[name].bfloat16(), second[name]) for name in first)
+
+
+def test_settings_of_plugins_that_an_import_enables_are_taken(tmp_path: Path) -> None:
+    random_model("Qwen3Moe", QWEN).save_pretrained(tmp_path / "hf")
+    import_checkpoint(tmp_path / "hf", tmp_path / "start", settings=("moe.balance=0.5",))
+    written = (tmp_path / "start" / "config.toml").read_text()
+    assert "balance = 0.5" in written
+    assert '"moe"' in written
+    with pytest.raises(ConfigError, match=r"moe\.balanse"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "other", settings=("moe.balanse=0.5",))
 
 
 BLOCK = 16

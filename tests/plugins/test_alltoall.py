@@ -91,6 +91,11 @@ def test_rows_of_zeros_stay_zero() -> None:
     assert torch.equal(rounded(torch.zeros(2, 130)), torch.zeros(2, 130))
 
 
+def test_no_rows_are_packed_and_unpacked_too() -> None:
+    nothing = torch.empty(0, 160)
+    assert unpack(pack(nothing), 160, torch.float32).shape == (0, 160)
+
+
 def test_the_payload_is_little_more_than_half_of_bf16() -> None:
     x = torch.randn(64, 1024, dtype=torch.bfloat16)
     assert pack(x).nbytes <= 0.55 * x.nbytes

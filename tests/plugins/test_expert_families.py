@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fakes
-from expert_models import DEEPSEEK, GROUPS, MIXTRAL, QWEN, YARN
+from expert_models import DEEPSEEK, GROUPS, MIXTRAL, OLMOE, QWEN, YARN
 from forge_train import ConfigError
 from forge_train_plugins.models.decoder import Decoder
 from hf_families import copied, imported, mapped, saved_config, theirs
@@ -38,6 +38,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 CASES |= {
+    "olmoe": ("Olmoe", OLMOE),
+    "olmoe tied, normalised": ("Olmoe", {**OLMOE, "tie_word_embeddings": True, "norm_topk_prob": True}),
     "deepseek v2": ("DeepseekV2", {**DEEPSEEK, "routed_scaling_factor": 3.0}),
     "deepseek v2 groups, yarn, whole queries, tied": (
         "DeepseekV2",
@@ -145,6 +147,7 @@ def test_experts_without_a_token_have_the_gradients_of_transformers() -> None:
         ("Qwen3Moe", {**QWEN, "decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
         ("Qwen3Moe", {**QWEN, "num_local_experts": 4}, "num_local_experts = 4 .*num_experts says something else"),
         ("Qwen3Moe", {**QWEN, "shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8"),
+        ("Olmoe", {**OLMOE, "clip_qkv": 8.0}, "clip_qkv = 8.0"),
         ("DeepseekV2", {**DEEPSEEK, "norm_topk_prob": True}, "norm_topk_prob = True .*expected False"),
         ("DeepseekV2", {**DEEPSEEK, "topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
         ("DeepseekV3", {**DEEPSEEK, "topk_method": "greedy"}, "topk_method = 'greedy'"),

@@ -151,7 +151,8 @@ def _brought(folder: Folder, request: Request) -> tuple[Request, HFModel]:
     file = folder.path / CONFIG
     folder.check_sizes()
     request = dataclasses.replace(request, sections_from=str(file))
-    bare = resolve(request, training=False)
+    # without settings, which may be of plugins that only the folder's model needs
+    bare = resolve(dataclasses.replace(request, set=(), environment=""), training=False)
     hooks, sequence = bare.hooks, bare.config.train.sequence
     try:
         layout = hooks.import_hf(folder.config)

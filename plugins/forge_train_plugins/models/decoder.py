@@ -60,6 +60,7 @@ class Decoder(Plugin):
         "Gemma3ForCausalLM",
         "MixtralForCausalLM",
         "Qwen3MoeForCausalLM",
+        "OlmoeForCausalLM",
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
     )

@@ -16,7 +16,7 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 def pack(x: Tensor) -> Tensor:
     """`[rows, dim]` → one byte for each value and four for each scale, `[rows, dim + 4 · ⌈dim / 128⌉]` uint8."""
     rows, dim = x.shape
-    blocks = F.pad(x.float(), (0, -dim % BLOCK)).view(rows, -1, BLOCK)
+    blocks = F.pad(x.float(), (0, -dim % BLOCK)).view(rows, -(-dim // BLOCK), BLOCK)
     scales = blocks.abs().amax(-1) / LARGEST
     scales = torch.where(scales > 0, scales, 1.0)
     values = (blocks / scales.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).flatten(1)[:, :dim]
@@ -27,7 +27,7 @@ def unpack(packed: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """What `pack` took, rounded."""
     values = packed[:, :dim].contiguous().view(torch.float8_e4m3fn).float()
     scales = packed[:, dim:].contiguous().view(torch.float32)
-    blocks = F.pad(values, (0, -dim % BLOCK)).view(len(packed), -1, BLOCK) * scales.unsqueeze(-1)
+    blocks = F.pad(values, (0, -dim % BLOCK)).view(len(packed), -(-dim // BLOCK), BLOCK) * scales.unsqueeze(-1)
     return blocks.flatten(1)[:, :dim].to(dtype)
 
 

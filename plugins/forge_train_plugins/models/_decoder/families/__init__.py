@@ -8,7 +8,7 @@ from .gemma import GEMMA2, GEMMA3
 from .granite import GRANITE
 from .llama import LLAMA, MISTRAL
 from .mixtral import MIXTRAL
-from .olmo import OLMO2, OLMO3
+from .olmo import OLMO2, OLMO3, OLMOE
 from .qwen import QWEN2, QWEN3, QWEN3_MOE
 from .smollm import SMOLLM3
 
@@ -27,6 +27,7 @@ FAMILIES: dict[str, Family] = {
         GEMMA3,
         MIXTRAL,
         QWEN3_MOE,
+        OLMOE,
         DEEPSEEK2,
         DEEPSEEK3,
     )

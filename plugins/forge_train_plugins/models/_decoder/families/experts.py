@@ -28,6 +28,7 @@ def part(
     options: Mapping[str, Any],
     *,
     fixed: Mapping[str, Any] | None = None,
+    balance: float = 0.001,
     read_more: Callable[[Reader, int], dict[str, Any]] = lambda config, count: {},
     write_more: Callable[[MoE.Config, int], dict[str, Any]] = lambda section, count: {},
 ) -> Part:
@@ -37,6 +38,7 @@ def part(
         keys: of the file, each an option of `[moe]`.
         options: what all models of the family have.
         fixed: keys that can have only this value.
+        balance: weight of the load-balancing loss in a file that names none.
         read_more: what takes several keys, for a model of so many layers.
         write_more: these keys.
     """
@@ -52,7 +54,7 @@ def part(
         if section["activation"] not in ACTS.values():
             config.refuse("hidden_act", f"experts have {', '.join(ACTS)}")
         if "balance" not in section:  # here it is 1 where loads are even, there `top_k`
-            section["balance"] = short(config.number(BALANCE, 0.001) * section["top_k"])
+            section["balance"] = short(config.number(BALANCE, balance) * section["top_k"])
         return section | read_more(config, sections["decoder"]["layers"])
 
     def write(section: MoE.Config, decoder: Decoder.Config) -> dict[str, Any]:

@@ -173,10 +173,10 @@ class Family:
             ConfigError: naming the keys whose values have no counterpart.
         """
         config = Reader(table, neutral=NEUTRAL)
-        for other, key in self.spellings.items():
-            if other in table and table.get(key, table[other]) != table[other]:
-                config.refuse(other, f"{key} says something else")
-        table = {self.spellings.get(key, key): value for key, value in table.items()}
+        for other, usual in self.spellings.items():
+            if other in table and table.get(usual, table[other]) != table[other]:
+                config.refuse(other, f"{usual} says something else")
+        table = {self.spellings.get(name, name): value for name, value in table.items()}
         config = Reader(table, neutral=NEUTRAL)
         config.skip(*self.ignored)
         if len(config.get("architectures", [self.architecture])) != 1:

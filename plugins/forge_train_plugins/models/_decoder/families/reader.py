@@ -38,6 +38,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "partial_rotary_factor": (1, None),
     "router_jitter_noise": (0,),
+    "clip_qkv": (None,),
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
     "tie_encoder_decoder": (False,),

@@ -1,0 +1,87 @@
+"""A tiny DeepSeek-V3 on real text and eight ranks: every part of the model, and every axis it is published with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepseek_cases import trained
+from forge_train.testing import Pool
+from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
+from forge_train_tools.offline.opening import open_model
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 5)]
+
+PLUGINS = ("mla", "moe", "tp", "ep", "pp", "fsdp2", "deepseek_fp8")
+MODEL: dict[str, Any] = {
+    "decoder": {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 4, "head_dim": 64, "hidden": 256, "tied": False},
+    "mla": {"kv_rank": 16, "q_rank": 24, "rope_dim": 64, "v_dim": 64},
+    "moe": {
+        "experts": 8,
+        "top_k": 3,
+        "hidden": 16,
+        "shared": 1,
+        "dense_first": 1,
+        "router": "sigmoid",
+        "groups": 4,
+        "top_groups": 2,
+        "scaling": 2.5,
+        "bias_speed": 0.001,
+        "balance": 0.0001,
+    },
+}
+RUN: dict[str, Any] = {
+    "parallel": {"pp": 2, "ep": 2, "tp": 2},
+    "train": {"global_batch": 8, "micro_batch": 2},
+    "adamw": {"lr": 1e-2},
+    "cosine": {"warmup": 2},
+    "deepseek_fp8": {"scales": "e8m0"},
+    "alltoall": {"payload": "fp8"},
+    "checkpoint": {"every": 4},
+}
+STEPS = 8
+
+
+def test_a_deepseek_v3_trains_resumes_and_is_what_transformers_reads(ranks: Pool, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for page in sorted((Path(__file__).parents[2] / "docs" / "how-to").glob("*.md")):
+        (text / page.name).write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    config = {**MODEL, **RUN, "text": {"path": str(text), "cache": str(tmp_path / "cache")}}
+
+    def run(name: str, stop_at: int | None = None) -> dict[str, Any]:
+        folder = str(tmp_path / "runs")
+        replies = ranks.run(
+            trained, 8, folder=folder, plugins=PLUGINS, config=config, steps=STEPS, name=name, stop_at=stop_at
+        )
+        return replies[0]  # type: ignore[no-any-return]
+
+    whole = run("whole")
+    losses = [line["loss"] for line in whole["numbers"]]
+    assert losses[-1] < losses[0] - 0.5
+    run("cut", stop_at=4)
+    assert run("cut")["numbers"][-4:] == whole["numbers"][-4:]
+
+    export_checkpoint(Path(whole["run"]), tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    assert type(theirs).__name__ == "DeepseekV3ForCausalLM"
+    biases = [one for name, one in theirs.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 3
+    assert all(one.any() for one in biases)
+    ids = torch.randint(0, 250, (2, 24), generator=torch.Generator().manual_seed(1))
+    expected = theirs(ids).logits
+    import_checkpoint(tmp_path / "out", tmp_path / "again")
+    assert (logits(tmp_path / "again", ids) - expected).abs().max() <= 1e-5
+    rounded = logits(Path(whole["run"]), ids)  # as it was trained, in fp8
+    assert 1e-5 < (rounded - expected).norm() / expected.norm() < 0.1
+
+
+@torch.no_grad()
+def logits(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    (part,) = open_model(path, text=False).model.parts
+    found: torch.Tensor = part.get_submodule("head")(part(ids))
+    return found
