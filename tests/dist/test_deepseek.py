@@ -16,7 +16,7 @@ from forge_train_tools.offline.opening import open_model
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 5)]
 
-PLUGINS = ("mla", "moe", "tp", "ep", "pp", "fsdp2", "deepseek_fp8")
+PLUGINS = ("mla", "moe", "mtp", "tp", "ep", "pp", "fsdp2", "deepseek_fp8")
 MODEL: dict[str, Any] = {
     "decoder": {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 4, "head_dim": 64, "hidden": 256, "tied": False},
     "mla": {"kv_rank": 16, "q_rank": 24, "rope_dim": 64, "v_dim": 64},
