@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -41,21 +41,16 @@ ENDED = {
 @click.option("--seed", default=0, show_default=True, metavar="S", help="The same seed gives the same text.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option(
+    "--drafts",
+    default=0,
+    metavar="N",
+    help="Have the model's own modules guess N tokens at once; with --temperature 0.",
+)
+@click.option(
     "--chat", is_flag=True, help="The prompt is a user's message; the model's chat template is put around it."
 )
 @json_option
-def generate(
-    path: Path,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    stop: tuple[str, ...],
-    chat: bool,
-    as_json: bool,
-) -> None:
+def generate(path: Path, prompt: str, chat: bool, as_json: bool, **choices: Any) -> None:
     """Continue a text with the model of PATH: a run (its newest whole checkpoint), a checkpoint, or a Hugging Face
     folder.
 
@@ -63,12 +58,13 @@ def generate(
     forge generate runs/first --prompt "def "
     forge generate runs/first --prompt "import " --temperature 0 --stop $'\\n'
     forge generate Qwen3-0.6B --prompt "Once upon a time"
+    forge generate runs/first --prompt "import " --temperature 0 --drafts 1
     forge generate runs/tuned --chat --prompt "Who are you?"
     """
     from forge_train_tools.offline.generate import Completion, Sampling
     from forge_train_tools.offline.opening import open_model
 
-    sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop)
+    sampling = Sampling(**choices)
     prompt = _stdin() if prompt == "-" else prompt
     opened = open_model(path)
     given = _as_chat(opened, prompt) if chat else prompt
@@ -89,6 +85,8 @@ def generate(
             "stopped": completion.stopped,
             "tokens_per_second": completion.tokens / seconds,
         }
+        if sampling.drafts:
+            result["drafts"] = {"proposed": completion.drafts.proposed, "accepted": completion.drafts.accepted}
         click.echo(dumps(result))
 
 
@@ -119,4 +117,5 @@ def _show(prompt: str, completion: Completion) -> None:
         sys.stdout.flush()
     click.echo()
     if terminal:
-        click.secho(f"({completion.tokens} tokens; {ENDED[completion.stopped]})", dim=True, err=True)
+        drafts = f"; {completion.drafts}" if completion.drafts.proposed else ""
+        click.secho(f"({completion.tokens} tokens; {ENDED[completion.stopped]}{drafts})", dim=True, err=True)

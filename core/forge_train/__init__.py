@@ -74,6 +74,9 @@ if TYPE_CHECKING:
     from .contract.protocols import Tokenizer as Tokenizer
     from .contract.state_dtypes import StateDtypes as StateDtypes
     from .contract.step_state import StepState as StepState
+    from .contract.tail import Drafting as Drafting
+    from .contract.tail import Tail as Tail
+    from .contract.tail import Trunk as Trunk
     from .contract.timetable import Action as Action
     from .contract.timetable import Overlap as Overlap
     from .contract.timetable import PipelineExecutor as PipelineExecutor
@@ -121,6 +124,7 @@ _HOME = {
     " Loader LossFunction LossScale RolloutLoader Schedule Span SpanName Task TokenDispatch Tokenizer",
     "contract.state_dtypes": "StateDtypes",
     "contract.step_state": "StepState",
+    "contract.tail": "Drafting Tail Trunk",
     "contract.timetable": "Action Overlap PipelineExecutor Timetable Work",
     "contract.tracker": "Tracker",
     "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forge_train import HeadSpec, Init, Job, KernelCapabilities, Layer, hookimpl
-from forge_train.nn import Embedding, Linear
+from forge_train import HeadSpec, Init, Job, KernelCapabilities, Layer, Trunk, attach_loss, hookimpl
+from forge_train.nn import Embedding, Linear, RMSNorm
 from outside import VOCABULARY, Outside
 
 
@@ -21,7 +22,18 @@ class OutsideModel(Outside):
         layer = Layer(index=0, num_layers=1, dim=16, heads=2, kv_heads=2, head_dim=8, ffn_dim=24)
         vocabulary = job.hooks.tokenizer().vocabulary if job.hooks.provider("tokenizer") else VOCABULARY
         head = job.hooks.head(HeadSpec(16, vocabulary))
-        return OutsideDecoder(vocabulary, head, job.hooks.attention(layer), job.hooks.feed_forward(layer), self)
+        made = OutsideDecoder(vocabulary, head, job.hooks.attention(layer), job.hooks.feed_forward(layer), self)
+
+        def again() -> nn.Module:
+            other = Embedding(vocabulary, 16)
+            other.weight = made.embedding.weight
+            return other
+
+        def more(index: int, count: int) -> nn.Module:
+            return Linear(16, 16)
+
+        made.tail = job.hooks.tail(Trunk(16, 1, partial(RMSNorm, 16), again, more))
+        return made
 
 
 class OutsideDecoder(nn.Module):
@@ -33,13 +45,15 @@ class OutsideDecoder(nn.Module):
         super().__init__()
         self.embedding, self.head = Embedding(vocabulary, 16), head
         self.attention, self.feed_forward = attention, feed_forward
+        self.tail: Any = None
         self.note = owner.use
 
     def forward(self, x: Tensor, *, position_ids: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         self.note()
         x = self.embedding(x)
         x = x + self.attention(x, position_ids=position_ids, document_ids=document_ids)
-        return x + self.feed_forward(x)
+        x = x + self.feed_forward(x)
+        return self.tail(x, position_ids, document_ids) if self.training and self.tail is not None else x
 
 
 class OutsideHead(Outside):
@@ -50,6 +64,33 @@ class OutsideHead(Outside):
         head = Linear(spec.dim, spec.vocabulary, std=spec.std)
         head.register_forward_hook(lambda *_: self.use())
         return head
+
+
+class OutsideTail(Outside):
+    """Has the model's hidden states, normed, stay near the embedding of the token that they come from."""
+
+    @hookimpl
+    def tail(self, trunk: Trunk, job: Job) -> Any:
+        return OutsideNear(trunk, self)
+
+
+class OutsideNear(nn.Module):
+    units = ()
+
+    def __init__(self, trunk: Trunk, owner: Outside) -> None:
+        super().__init__()
+        self.norm, self.embedding, self.note = trunk.norm(), trunk.embedding(), owner.use
+
+    def forward(self, hidden: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor:
+        self.note()
+        first = self.embedding(torch.zeros(1, dtype=torch.int64))
+        return attach_loss(hidden, 1e-3 * (self.norm(hidden) - first).square().sum())
+
+    def tensor_plan(self) -> dict[str, Any]:
+        return {"norm": "sequence", "embedding": "vocabulary"}
+
+    def flops_per_token(self, sequence: int) -> int:
+        return 0
 
 
 class OutsideAttention(Outside):

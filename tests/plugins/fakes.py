@@ -19,6 +19,7 @@ from forge_train import (
     Layer,
     LossFunction,
     Plugin,
+    Trunk,
 )
 from forge_train_plugins.attention.gqa import GQA
 from forge_train_plugins.attention.sdpa import SDPA
@@ -50,6 +51,9 @@ class Hooks:
 
     def gives(self, slot: str) -> str:
         return {"head": "token_logits"}[slot]
+
+    def tail(self, trunk: Trunk) -> None:
+        return None
 
     def head(self, spec: HeadSpec) -> Head:
         return self.lm_head.head(spec, self._job)  # type: ignore[no-any-return]

@@ -110,7 +110,9 @@ def test_greedy_tokens_with_experts_are_those_of_transformers(case: str) -> None
 @pytest.mark.parametrize("case", CASES)
 def test_a_description_with_experts_goes_back_and_forth(case: str) -> None:
     reference = reference_of(case)
-    found, plugin, job = imported(saved_config(reference))
+    table = saved_config(reference)
+    table.pop("num_nextn_predict_layers", None)  # of modules that this job does not train
+    found, plugin, job = imported(table)
     exported = plugin.export_hf(job)
     assert exported.map == found.map
     assert exported.config["architectures"] == [type(reference).__name__]

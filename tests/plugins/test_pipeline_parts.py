@@ -119,11 +119,12 @@ def test_a_tied_weight_in_another_part_becomes_a_copy() -> None:
     model = Small()
     model.head.weight = nn.Parameter(torch.empty(5, 4, device="meta"))
     model.embedding.weight = model.head.weight
-    (tie,) = cutting._untie(model, model.stages, [range(2), range(2, 4)])
+    (tie,), copies = cutting._untie(model, model.stages, [range(2), range(2, 4)])
+    assert copies == ["head.weight"]
     assert (tie.copy, tie.copy_part, tie.owner, tie.owner_part) == ("head.weight", 1, "embedding.weight", 0)
     assert model.head.weight is not model.embedding.weight
     model.head.weight = model.embedding.weight
-    assert cutting._untie(model, model.stages, [range(4)]) == []
+    assert cutting._untie(model, model.stages, [range(4)]) == ([], [])
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------

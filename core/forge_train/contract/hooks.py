@@ -35,6 +35,7 @@ from .protocols import (
     Tokenizer,
 )
 from .returns import kind_of, results
+from .tail import Tail, Trunk
 from .transform import Transform
 
 if TYPE_CHECKING:
@@ -142,6 +143,9 @@ class Hooks(Events):
     def head(self, spec: HeadSpec) -> Head:
         return cast(Head, self._slot("head", spec=spec))
 
+    def tail(self, trunk: Trunk) -> Tail | None:
+        return cast(Tail, self._slot("tail", trunk=trunk)) if self.provider("tail") else None
+
     def attention_kernel(self, needs: KernelCapabilities | None = None) -> AttentionKernel:
         """The kernel; `needs` is what it will be asked for beside what `kernel_needs` says."""
         self.asked_of_kernel += [needs] if needs else []
@@ -152,8 +156,7 @@ class Hooks(Events):
 
     def build_data(self, split: Literal["train", "validation"]) -> Loader:
         loader = cast(Loader, self._slot("build_data", split=split))
-        state = self._state("build_data", loader)
-        if not isinstance(state.get("sequences"), int):
+        if not isinstance((state := self._state("build_data", loader)).get("sequences"), int):
             raise PluginError(
                 f"{self.whose('build_data')}: state_dict must have the integer 'sequences', found {state}."
             )

@@ -11,7 +11,6 @@ A hook is of one kind:
 * **questions**: every answer is collected.
 
 What an implementation must return is its spec's annotation: `forge_train.contract.returns` holds every value to it.
-
 Adding an argument to a spec is compatible. Removing one goes through `warn_on_impl_args` for one minor version.
 """
 
@@ -44,6 +43,7 @@ from .protocols import (
     TokenDispatch,
     Tokenizer,
 )
+from .tail import Tail, Trunk
 from .transform import Transform
 
 if TYPE_CHECKING:
@@ -81,15 +81,12 @@ def _hook(
     takes: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Callable[[_F], _F]:
     def mark(function: _F) -> _F:
-        KINDS[function.__name__] = kind
-        if gives:
-            GIVES[function.__name__] = gives
-        if takes:
-            TAKES[function.__name__] = dict(takes)
-        if asked:
-            ASKED[function.__name__] = asked
-        if optional:
-            OPTIONAL.add(function.__name__)
+        name = function.__name__
+        KINDS[name] = kind
+        GIVES.update({name: gives} if gives else {})
+        TAKES.update({name: dict(takes)} if takes else {})
+        ASKED.update({name: asked} if asked else {})
+        OPTIONAL.update({name} if optional else ())
         return _spec(function)
 
     return mark
@@ -120,6 +117,12 @@ def feed_forward(layer: Layer, job: Job) -> FeedForward | None:
 @_hook("slot", optional=True, asked="composition", gives="token_logits")
 def head(spec: HeadSpec, job: Job) -> Head:
     """The module that turns the model's hidden states into outputs."""
+    raise AssertionError
+
+
+@_hook("slot", optional=True, asked="composition")
+def tail(trunk: Trunk, job: Job) -> Tail:
+    """More layers behind the model's last one, in training."""
     raise AssertionError
 
 

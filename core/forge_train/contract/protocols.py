@@ -16,6 +16,7 @@ from .attention import Attention
 from .batch import Batch
 from .layers import FeedForward, Head
 from .metric import Metric
+from .tail import Tail
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -224,7 +225,7 @@ SpanName = Literal["step", "forward_backward", "optimizer", "evaluate", "save"]
 Span = Callable[[], AbstractContextManager[Any]]
 """`around`: makes a context manager for one pass through the span."""
 
-BASES: Mapping[type, str] = {Attention: "nn.Module", FeedForward: "nn.Module", Head: "nn.Module"}
+BASES: Mapping[type, str] = {Attention: "nn.Module", FeedForward: "nn.Module", Head: "nn.Module", Tail: "nn.Module"}
 """What an object must be beside having the methods of its protocol."""
 
 
@@ -238,6 +239,7 @@ class HFModel:
         sections: plugin name → its configuration, for import.
         leftovers: patterns of tensors that files may hold beside these, and that the model does not need.
         others: maps from other layouts of this model's tensors, which files may have instead, for import.
+        left_out: patterns of the model's weights that the layout has no place for, and an export does without.
     """
 
     map: StateMap
@@ -245,6 +247,7 @@ class HFModel:
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     leftovers: tuple[str, ...] = ()
     others: tuple[StateMap, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def is_leftover(self, name: str) -> bool:
         """Whether a tensor of this name may be there, and is not needed."""

@@ -46,5 +46,9 @@ class KVCache:
         self.length = end
         return keys[:, :end], values[:, :end]
 
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` positions."""
+        self.length = min(self.length, length)
+
     def _allocate(self, like: Tensor) -> Tensor:
         return torch.empty(self.batch, self.capacity, *like.shape[2:], dtype=like.dtype, device=like.device)

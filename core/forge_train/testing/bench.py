@@ -54,7 +54,9 @@ class Bench:
 
     def model(self) -> Model:
         """A model with its initial weights."""
-        return compose(self.job).model
+        model = compose(self.job).model
+        model.watch(self.job.step_state.passes)
+        return model
 
     def batches(self, count: int) -> list[Batch]:
         """The first micro-batches of the training data, as the engine hands them on."""
@@ -154,6 +156,7 @@ class Oracle:
         return total
 
     def loss(self, batch: Batch) -> Tensor:
+        self.model.on_micro_batch(True, batch=batch)
         loss: Tensor = self.task.loss(self.model.parts[-1], hidden_states(self.model, batch), batch)
         return loss
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from forge_train.contract.batch import MASKED, Batch
 from forge_train.contract.job import Job
 from forge_train.contract.model import Model
-from forge_train.contract.protocols import Task, Tokenizer
-from forge_train.ground.errors import ConfigError, ForgeError
-from forge_train.ground.tensors import full_tensor
+from forge_train.contract.protocols import Tokenizer
+from forge_train.ground.errors import ConfigError
+
+from . import drafting
+from .logits import Logits
 
 Stopped = Literal["", "tokens", "end", "stop", "length"]
 """Why a text ended: as many tokens as were asked for, the document's end, a stop string, the model's longest sequence;
@@ -36,6 +37,8 @@ class Sampling:
             arXiv:1904.09751); after top_k.
         seed: of the generator that draws.
         stop: texts that end the generation, and are not part of it.
+        drafts: tokens that the modules of the model's tail guess at once and the model then checks together; the text
+            is the same. 0 is off. Only for temperature 0.
 
     Raises:
         ConfigError: with every value that is out of range.
@@ -47,6 +50,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         wrong = [
@@ -58,6 +62,8 @@ class Sampling:
                 ("top_p", 0 < self.top_p <= 1, "a number greater than 0 and at most 1"),
                 ("seed", 0 <= self.seed < 2**63, "a number from 0 up to 2⁶³ - 1"),
                 ("stop", all(self.stop), "texts that are not empty"),
+                ("drafts", self.drafts >= 0, "at least 0 (which is off)"),
+                ("temperature", not (self.drafts and self.temperature), "0, with drafts: likeliest tokens are guessed"),
             )
             if not fits
         ]
@@ -113,6 +119,9 @@ class Completion:
         self._prompt = self._encode(prompt, whole=whole)
         room = self._room()
         self._count = min(sampling.tokens, room)
+        if sampling.drafts:
+            drafting.check(job, self._part, sampling.drafts)
+        self.drafts = drafting.Drafts()
         self.stopped: Stopped = ""
         self.tokens = 0
         """Generated so far, the document's end not counted."""
@@ -142,18 +151,29 @@ class Completion:
             self._model.free_gathered()
 
     def _ids(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self._sampling.seed)
-        logits = _Logits(self._job, self._part, len(self._prompt) + self._count)
-        new: Sequence[int] = self._prompt
-        while self.tokens < self._count:
-            token = self._agree(logits(new)[: self._tokenizer.vocabulary], generator)
+        for token in self._drafted() if self._sampling.drafts else self._drawn():
             if token in self._tokenizer.stops:
                 self.stopped = "end"
                 return
             self.tokens += 1
             yield token
-            new = [token]
+            if self.tokens == self._count:
+                break
         self.stopped = "tokens" if self.tokens == self._sampling.tokens else "length"
+
+    def _drafted(self) -> Iterator[int]:
+        length, vocabulary = len(self._prompt) + self._count, self._tokenizer.vocabulary
+        rounds = drafting.Drafting(self._job, self._part, self._sampling.drafts, length, vocabulary, self.drafts)
+        return rounds.tokens(self._prompt)
+
+    def _drawn(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._sampling.seed)
+        logits = Logits(self._job, self._part, len(self._prompt) + self._count)
+        new: Sequence[int] = self._prompt
+        while True:
+            token = self._agree(logits(new)[: self._tokenizer.vocabulary], generator)
+            yield token
+            new = [token]
 
     def _agree(self, logits: Tensor, generator: torch.Generator) -> int:
         """The next token, on all ranks that of the first: a rounding difference must not part them."""
@@ -178,47 +198,6 @@ class Completion:
                 "the generated tokens included. Shorten the prompt."
             )
         return int(longest) - len(self._prompt)
-
-
-class _Logits:
-    """Logits of the next token, given the tokens that are new."""
-
-    def __init__(self, job: Job, part: nn.Module, length: int) -> None:
-        self._part, self._device = part, job.device
-        self._task: Task = job.hooks.task()
-        self._cache = _new_cache(part, length) if _continues(job) else None
-        self._ids: list[int] = []
-
-    @torch.no_grad()
-    def __call__(self, new: Sequence[int]) -> Tensor:
-        """`[vocabulary]` fp32 on the CPU.
-
-        Raises:
-            ForgeError: if they are no numbers.
-        """
-        self._ids += new
-        ids = torch.tensor([self._ids if self._cache is None else new], device=self._device)
-        hidden = self._part(ids) if self._cache is None else self._part(ids, cache=self._cache)
-        last = Batch(inputs=ids[:, -1:], labels=torch.full_like(ids[:, -1:], MASKED))
-        logits = full_tensor(self._task.outputs(self._part, hidden[:, -1:], last))[0, -1].float().cpu()
-        if bool(logits.isnan().any()):
-            raise ForgeError(f"The model's logits are NaN after {len(self._ids)} tokens: its weights are damaged.")
-        return logits
-
-
-def _continues(job: Job) -> bool:
-    """Whether attention can go on from a cache, with fewer queries than keys."""
-    name = job.hooks.provider("attention_kernel")
-    return name is None or job.hooks.enabled[name].cls.kernel_capabilities.offsets
-
-
-def _new_cache(part: nn.Module, length: int) -> Any:
-    """A cache for one sequence, or None where the model, or one of its layers (TypeError), keeps none."""
-    make = getattr(part, "new_cache", None)
-    try:
-        return make(1, length) if make is not None else None
-    except TypeError:
-        return None
 
 
 class _Stream:

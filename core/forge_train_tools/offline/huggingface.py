@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -191,7 +192,8 @@ def export_checkpoint(
     if layout is None:
         raise ConfigError(f"{source}: no plugin of it can write its model in Hugging Face layout (export_hf).")
     where = places(source, job.dist, setup.config.train.init_from)
-    stored = Weights({name: where[name] for name in model.state_dict()})
+    left_out = [name for name in model.state_dict() if any(re.fullmatch(one, name) for one in layout.left_out)]
+    stored = Weights({name: where[name] for name in model.state_dict() if name not in left_out})
     plan = hf_fit.plan_export(source, layout, stored.views)
     tensors = in_order(plan, dtype)
     with appearing(target) as part:
@@ -201,8 +203,10 @@ def export_checkpoint(
         write_json(part / CONFIG, described)
         files = write_tensors(part, tensors, lambda name: plan.read(name, stored.read), shard_bytes=shard_bytes)
         put_beside(part, beside)
-    notes = () if TOKENIZER in beside else (f"The run has no {TOKENIZER} to put beside the weights.",)
-    parameters = sum(tensor.numel() for tensor in model.state_dict().values())
+    notes: tuple[str, ...] = () if TOKENIZER in beside else (f"The run has no {TOKENIZER} to put beside the weights.",)
+    if left_out:
+        notes += (f"Left out, because the layout has no place for them: {few(left_out)}.",)
+    parameters = sum(tensor.numel() for name, tensor in model.state_dict().items() if name not in left_out)
     return Exchanged(target, parameters, tuple(file.name for file in files), notes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 
 from ...composition.initialise import materialise
 from ...contract.layers import HeadSpec
+from ...contract.tail import Trunk
 from ...ground.present import few
+from ...nn import Embedding, Linear, RMSNorm, TensorStyle, flops_per_token
 from ..bench import TOKENS, Bench, Trials, close
 from ..conformance import DoubtError, SkippedError, require
 
@@ -127,6 +130,52 @@ def head_trains(bench: Bench) -> str:
     return f"{given} {shape}"
 
 
+def tail_follows_a_model(bench: Bench) -> str:
+    layer = bench.layer
+    with torch.device("meta"):
+        table = Embedding(61, layer.dim)
+
+        def again() -> nn.Module:
+            other = Embedding(61, layer.dim)
+            other.weight = table.weight
+            return other
+
+        trunk = Trunk(layer.dim, 2, partial(RMSNorm, layer.dim), again, lambda index, count: _Plain(layer.dim))
+        module = bench.answer("tail", trunk=trunk)
+    require(isinstance(module, nn.Module), f"expected an nn.Module, found {type(module).__name__}")
+    for unit in module.units:
+        require(unit in dict(module.named_modules()), f"units names {unit!r}, and there is no such module")
+    for name in module.tensor_plan():
+        require(name in dict(module.named_modules()), f"tensor_plan() names {name!r}, and there is no such module")
+    materialise(module, torch.device("cpu"), seed=0)
+    hidden = _input(bench)
+    out = module(hidden, None, None)
+    require(out.shape[1:] == hidden.shape[1:] and len(out) % BATCH == 0, f"gives {list(out.shape)}")
+    close(out[:BATCH], hidden, "the first rows, which are what it was given", 1e-6)
+    return f"units {', '.join(module.units) or 'none'}"
+
+
+class _Plain(nn.Module):
+    """A layer for a tail."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.mixer = Linear(dim, dim)
+
+    def forward(self, x: Tensor, position_ids: Any = None, document_ids: Any = None, cache: Any = None) -> Tensor:
+        mixed: Tensor = self.mixer(x)
+        return x + mixed
+
+    def new_cache(self, batch: int, length: int) -> None:
+        return None
+
+    def tensor_plan(self) -> dict[str, TensorStyle]:
+        return {"mixer": "sequence"}
+
+    def flops_per_token(self, sequence: int) -> int:
+        return flops_per_token(sequence, weights=self.mixer.weight.numel())
+
+
 def dispatch_goes_round(bench: Bench) -> str:
     transport = bench.answer("token_dispatch")
     tokens, dim, count, top_k = 10, 8, 4, 2
@@ -162,5 +211,6 @@ TRIALS: Trials = {
         ("looks only back", feed_forward_looks_only_back),
     ],
     "head": [("shape and gradients", head_trains)],
+    "tail": [("follows a model", tail_follows_a_model)],
     "token_dispatch": [("tokens go to their experts and back", dispatch_goes_round)],
 }

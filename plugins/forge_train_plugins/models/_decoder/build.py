@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from forge_train import ConfigError, Head, HeadSpec, Layer
+from forge_train import ConfigError, Head, HeadSpec, Layer, Trunk
 from forge_train.nn import (
     Dropout,
     DynamicRoPE,
@@ -40,11 +40,12 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
     ropes = _ropes(config) if config.positions == "rotary" else (None, None)
     windows, rotated = rules.windows(config), rules.rotated(config)
 
-    def block(index: int) -> Block:
-        window = windows[index] or None
+    def block(index: int, count: int, name: str) -> Block:
+        at = min(index, config.layers - 1)  # a layer of a tail is like the last one
+        window = windows[at] or None
         layer = Layer(
             index=index,
-            num_layers=config.layers,
+            num_layers=count,
             dim=config.dim,
             heads=config.heads,
             kv_heads=rules.kv_heads(config),
@@ -60,7 +61,7 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
             window=window,
             soft_cap=config.soft_cap or None,
             scale=config.scale or None,
-            rope=ropes[window is not None] if rotated[index] else None,
+            rope=ropes[window is not None] if rotated[at] else None,
             std=config.std,
             output_std=depth_scaled(config.std, config.layers) if config.depth_scaled else config.std,
             sinks=config.sinks,
@@ -72,7 +73,7 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
             job.hooks.feed_forward(layer),
             partial(norm, config),
             norm_at=config.norm_at,
-            dropout=[dropout(config.dropout, f"layers.{index}.{name}") for name in ("attention", "feed_forward")],
+            dropout=[dropout(config.dropout, f"{name}.{one}") for one in ("attention", "feed_forward")],
             multiplier=config.residual_multiplier,
         )
 
@@ -88,9 +89,18 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
             f"decoder.tied: the head of plugin {job.hooks.provider('head')!r} has no weight of the embedding's shape, "
             f"{list(embedding.weight.shape)}, to share with it; set it to false."
         )
+
+    def shared() -> Embedding:
+        again = Embedding(vocabulary, config.dim, std=config.std)
+        again.weight = embedding.weight
+        return again
+
+    def behind(index: int, more: int) -> Block:
+        return block(config.layers + index, config.layers + more, f"tail.{index}")
+
     return Transformer(
         embedding,
-        [block(index) for index in range(config.layers)],
+        [block(index, config.layers, f"layers.{index}") for index in range(config.layers)],
         norm(config),
         head,
         max_sequence=config.max_sequence,
@@ -98,6 +108,7 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
         embedding_multiplier=config.embedding_multiplier,
         dropout=dropout(config.embedding_dropout, "embedding"),
         positions=Embedding(config.max_sequence, config.dim, std=config.std) if config.positions == "learned" else None,
+        tail=job.hooks.tail(Trunk(config.dim, config.layers, partial(norm, config), shared, behind, config.std)),
     )
 
 

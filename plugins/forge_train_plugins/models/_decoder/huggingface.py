@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 LEFTOVERS = (r"(.*\.)?rotary_emb\.inv_freq",)
 """Tensors that older versions of transformers stored, and that follow from the configuration."""
+AHEAD = "num_nextn_predict_layers"
+"""The key of a `config.json` that counts the layers of a tail."""
 
 
 def read(table: Mapping[str, Any], plain: Decoder.Config) -> HFModel | None:
@@ -44,7 +47,9 @@ def read(table: Mapping[str, Any], plain: Decoder.Config) -> HFModel | None:
     sections = family.read(plain_table)
     sections["decoder"]["architecture"] = family.architecture
     config = _made(sections["decoder"], plain)
-    first, *others = (one if expanded is None else expanded >> one for one in family.maps(config, sections))
+    ahead = plain_table.get(AHEAD) or 0
+    maps = family.maps(config, sections, ahead if isinstance(ahead, int) else 0)
+    first, *others = (one if expanded is None else expanded >> one for one in maps)
     return HFModel(
         map=first, leftovers=(*LEFTOVERS, *family.leftovers(config)), sections=sections, others=tuple(others)
     )
@@ -64,6 +69,8 @@ def write(config: Decoder.Config, vocabulary: int, model: nn.Module, sections: M
     """
     activations = {str(module.activation) for module in model.modules() if hasattr(module, "activation")}
     config = _resolved(replace(config, vocabulary=vocabulary))
+    tail: Any = getattr(model, "tail", None)
+    ahead = 0 if tail is None else len(tail.units)
     differing: dict[str, list[str]] = {}
     for family in FAMILIES.values():
         if config.architecture in ("", family.architecture):
@@ -74,10 +81,13 @@ def write(config: Decoder.Config, vocabulary: int, model: nn.Module, sections: M
                 found = family.write(config, min(activations, default=""), sections)
                 wrong = list(_differences(family, found, config, activations, sections))
             if not wrong:
-                layout, *_ = family.maps(config, {part.plugin: asdict(sections[part.plugin]) for part in family.parts})
-                wrong = list(_without_place(layout, model))
+                own = {part.plugin: asdict(sections[part.plugin]) for part in family.parts}
+                layout, *_ = family.maps(config, own, ahead)
+                left_out = (r"tail\..*",) if ahead and not family.ahead else ()
+                wrong = list(_without_place(layout, model, left_out))
             if not wrong:
-                return HFModel(map=layout, config=found)
+                found |= {AHEAD: ahead} if family.ahead else {}
+                return HFModel(map=layout, config=found, left_out=left_out)
             differing[family.architecture] = wrong
     lines = "\n".join(f"  {name}: {'; '.join(wrong)}" for name, wrong in sorted(differing.items(), key=_fewest))
     way_out = ' Set decoder.architecture to "" to allow all of them.' if config.architecture else ""
@@ -116,11 +126,12 @@ def _differences(
                 yield f"{part.plugin}.{name} is {json.dumps(value)} here, and {json.dumps(again[name])} there"
 
 
-def _without_place(layout: StateMap, model: nn.Module) -> Iterator[str]:
-    """Weights that a layout has no tensors for."""
+def _without_place(layout: StateMap, model: nn.Module, left_out: Sequence[str]) -> Iterator[str]:
+    """Weights that a layout has no tensors for, without those that are left out."""
     stored = model.state_dict()
-    weights = [*model.named_parameters(), *(one for one in model.named_buffers() if one[0] in stored)]
-    step = layout.inverse().trace({name: (tuple(one.shape), one.dtype) for name, one in weights})
+    weights = dict([*model.named_parameters(), *(one for one in model.named_buffers() if one[0] in stored)])
+    kept = {name: one for name, one in weights.items() if not any(re.fullmatch(out, name) for out in left_out)}
+    step = layout.inverse().trace({name: (tuple(one.shape), one.dtype) for name, one in kept.items()})
     if step.left:
         yield f"it has no place for {few(step.left)}"
     yield from step.wrong

@@ -56,6 +56,24 @@ class Block(nn.Module):
         h = x if self.feed_forward_norm is None else self.feed_forward_norm(x)
         return self._added(x, self.feed_forward(h), self.feed_forward_post_norm, self.feed_forward_dropout)
 
+    def new_cache(self, batch: int, length: int) -> Any:
+        """An empty cache for its attention."""
+        return _new_cache(self.attention, batch, length)
+
+    def tensor_plan(self) -> dict[str, TensorStyle]:
+        """Module → how tensor parallelism splits it, as attention and feed-forward say for their own parts."""
+        plan: dict[str, TensorStyle] = {}
+        for name in ("attention", "feed_forward"):
+            beside = (f"{name}_norm", f"{name}_post_norm", f"{name}_dropout")
+            plan |= {one: "sequence" for one in beside if getattr(self, one) is not None}
+            inner = {"": "gather", **_plan(getattr(self, name))}
+            plan |= {f"{name}.{path}".rstrip("."): style for path, style in inner.items()}
+        return plan
+
+    def flops_per_token(self, sequence: int) -> int:
+        """Operations per token of a forward and a backward pass, with causal attention."""
+        return sum(_flops(module, sequence) for module in (self.attention, self.feed_forward))
+
     def _added(self, x: Tensor, mixed: Tensor, *then: nn.Module | None) -> Tensor:
         for one in then:
             mixed = mixed if one is None else one(mixed)
@@ -65,8 +83,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Embedding, blocks, final norm and head, in the form of Llama (Touvron et al. 2023, arXiv:2302.13971).
 
-    A pipeline may leave holes: the embedding, the norm and the head set to None, and layers deleted from `layers`.
-    What is left keeps its name.
+    A pipeline may leave holes: the embedding, the norm, the tail and the head set to None, and layers deleted from
+    `layers`. What is left keeps its name.
     """
 
     def __init__(
@@ -81,6 +99,7 @@ class Transformer(nn.Module):
         embedding_multiplier: float = 1.0,
         dropout: nn.Module | None = None,
         positions: nn.Embedding | None = None,
+        tail: Any = None,
     ) -> None:
         super().__init__()
         self.dim: int = embedding.embedding_dim
@@ -89,6 +108,7 @@ class Transformer(nn.Module):
         self.embedding_dropout = dropout
         self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(layers)})
         self.norm: nn.Module | None = norm
+        self.tail: Any = tail
         self.head: Any = head
         self.max_sequence = max_sequence
         self.tied = tied
@@ -104,7 +124,7 @@ class Transformer(nn.Module):
         document_ids: Tensor | None = None,
         cache: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Hidden states `[batch, sequence, dim]`, normed on the last part.
+        """Hidden states `[batch, sequence, dim]`, normed on the last part; in training with a tail, more rows of them.
 
         Args:
             x: token ids `[batch, sequence]` on the first part, hidden states on later ones.
@@ -123,7 +143,8 @@ class Transformer(nn.Module):
             x = x if self.embedding_dropout is None else self.embedding_dropout(x)
         for index, layer in self.layers.items():
             x = layer(x, position_ids, document_ids, cache[index] if cache else None)
-        return x if self.norm is None else self.norm(x)
+        x = x if self.norm is None else self.norm(x)
+        return self.tail(x, position_ids, document_ids) if self.training and self.tail is not None else x
 
     def new_cache(self, batch: int, length: int) -> dict[str, Any]:
         """An empty cache for each layer, for `batch` sequences of at most `length` tokens.
@@ -146,6 +167,10 @@ class Transformer(nn.Module):
     @property
     def units(self) -> tuple[str, ...]:
         """Modules to shard, recompute and compile one by one."""
+        return (*self._layers, *(f"tail.{unit}" for unit in (self.tail.units if self.tail is not None else ())))
+
+    @property
+    def _layers(self) -> tuple[str, ...]:
         return tuple(f"layers.{index}" for index in self.layers)
 
     @property
@@ -153,8 +178,9 @@ class Transformer(nn.Module):
         """Modules in the order data takes; a part is a run of neighbouring entries, and an entry is never divided."""
         beside = (one for one in ("positions", "embedding_dropout") if getattr(self, one) is not None)
         first = [("embedding", *beside)] if self.embedding is not None else []
-        last = [("norm", "head")] if self.head is not None else []
-        return (*first, *((unit,) for unit in self.units), *last)
+        tail = () if self.tail is None else ("tail",)
+        last = [("norm", *tail, "head")] if self.head is not None else []
+        return (*first, *((layer,) for layer in self._layers), *last)
 
     @property
     def roles(self) -> dict[str, str]:
@@ -184,12 +210,10 @@ class Transformer(nn.Module):
             plan["embedding"] = "vocabulary"
             plan |= {} if self.positions is None else {"positions": "vocabulary"}
             plan |= {} if self.embedding_dropout is None else {"embedding_dropout": "sequence"}
-        for unit, layer in zip(self.units, self.layers.values(), strict=True):
-            for name in ("attention", "feed_forward"):
-                beside = (f"{name}_norm", f"{name}_post_norm", f"{name}_dropout")
-                plan |= {f"{unit}.{one}": "sequence" for one in beside if getattr(layer, one) is not None}
-                inner = {"": "gather", **_plan(getattr(layer, name))}
-                plan |= {f"{unit}.{name}.{path}".rstrip("."): style for path, style in inner.items()}
+        for name, layer in zip(self._layers, self.layers.values(), strict=True):
+            plan |= {f"{name}.{path}": style for path, style in _plan(layer).items()}
+        if self.tail is not None:
+            plan |= {f"tail.{path}": style for path, style in _plan(self.tail).items()}
         if self.norm is not None:
             plan["norm"] = "sequence"
         if self.head is not None:
@@ -202,8 +226,9 @@ class Transformer(nn.Module):
 
         The input embedding, a look-up, is not counted.
         """
-        blocks = [module for layer in self.layers.values() for module in (layer.attention, layer.feed_forward)]
-        return sum(_flops(module, sequence) for module in [*blocks, self.head] if module is not None)
+        heads = [self.head] * (1 + len(self.tail.units) if self.tail is not None else 1)
+        modules = [*self.layers.values(), self.tail, *heads]
+        return sum(_flops(module, sequence) for module in modules if module is not None)
 
 
 def _places(ids: Tensor, position_ids: Tensor | None) -> Tensor:

@@ -60,7 +60,7 @@ def cut(model: nn.Module, config: PipelineParallel.Config, job: Job) -> Cut:
             f"{ranks} ranks."
         )
     runs = [range(start, stop) for start, stop in pairwise(cuts)]
-    ties = _untie(model, stages, runs)
+    ties, copies = _untie(model, stages, runs)
     mine = tuple(table.parts_of(job.dist.mesh("dense", "pp").get_local_rank()))
     parts = [_part(model, stages, runs[number]) for number in mine]
     splits = _splits(table)
@@ -74,7 +74,7 @@ def cut(model: nn.Module, config: PipelineParallel.Config, job: Job) -> Cut:
         list(parts),
         tuple(name for number in mine for at in runs[number] for name in stages[at]),
         _note(config.schedule, stages, runs, costs, table),
-        copies=tuple(tie.copy for tie in ties),
+        copies=tuple(copies),
         expected_bytes=_expected_bytes(model, table, mine, job),
         after_backward=between.sum_gradients,
         free_gathered=between.forget,
@@ -143,8 +143,9 @@ def _cost(part: Any, sequence: int) -> Cost:
     return Cost(flops, float(sum(p.numel() * p.element_size() for p in part.parameters())))
 
 
-def _untie(model: nn.Module, stages: Stages, runs: Sequence[range]) -> list[Tie]:
-    """Give tied parameters that come into another part than their first name a tensor of their own."""
+def _untie(model: nn.Module, stages: Stages, runs: Sequence[range]) -> tuple[list[Tie], list[str]]:
+    """Give tied parameters that come into another part than their first name a tensor of their own: one for each part,
+    with a tie by the first name that it has there, and the names of all."""
     homes = {name: part for part, run in enumerate(runs) for at in run for name in stages[at]}
 
     def home(parameter: str) -> int:
@@ -154,6 +155,7 @@ def _untie(model: nn.Module, stages: Stages, runs: Sequence[range]) -> list[Tie]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     ties: list[Tie] = []
+    copies: list[str] = []
     for first, *others in names.values():
         apart: dict[int, nn.Parameter] = {}
         for name in others:
@@ -162,15 +164,12 @@ def _untie(model: nn.Module, stages: Stages, runs: Sequence[range]) -> list[Tie]
             owner, _, attribute = name.rpartition(".")
             module = model.get_submodule(owner)
             old = getattr(module, attribute)
-            if part in apart:
-                raise ConfigError(
-                    f"parallel.pp: {first} is tied to two parameters of another part ({name} is the second), which a "
-                    "pipeline can't keep equal; untie them, or choose other pp.cuts."
-                )
-            apart[part] = nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad)
+            if part not in apart:
+                apart[part] = nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad)
+                ties.append(Tie(name, part, first, home(first)))
             module._parameters[attribute] = apart[part]
-            ties.append(Tie(name, part, first, home(first)))
-    return ties
+            copies.append(name)
+    return ties, copies
 
 
 def _splits(table: Timetable) -> bool:

@@ -86,6 +86,7 @@ def _leftovers(decoder: Decoder.Config) -> tuple[str, ...]:
     return tuple(rf"model\.layers\.{decoder.layers + ahead}\..*" for ahead in range(AHEAD))
 
 
+TAIL = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
 KEYS = {**ATTENTION_BIAS, "qk_nope_head_dim": Key(("head_dim",), int, 128)}
 IGNORED = (
     *("head_dim", "qk_head_dim", "rope_interleave", "auto_map", "ep_size", "output_router_logits"),
@@ -162,6 +163,7 @@ DEEPSEEK3 = Family(
     block=NAMES,
     by_sections=_queries,
     leftovers=_leftovers,
+    ahead=TAIL,
     tensors=experts.tensors(router={"gate.weight": "weight", "gate.e_score_correction_bias": "bias"}),
     parts=(
         _latent(interleaved=None),

@@ -133,6 +133,7 @@ class Family:
         windows: how sliding windows are written; a family without has none.
         block: module in a layer → its name in the family's layout.
         by_sections: those of such names that go by the sections of other parts.
+        ahead: the same for a model's tail, whose layers the family has behind the last one; empty if it has none.
         ignored: keys that transformers does not look at.
         parts: other plugins that its models need.
         outer: module outside layers → its name in the family's layout.
@@ -172,6 +173,7 @@ class Family:
     unused: tuple[str, ...] = ()
     spellings: Mapping[str, str] = field(default_factory=dict)
     by_sections: Callable[[Sections], Mapping[str, str]] = lambda sections: {}
+    ahead: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The sections `[decoder]`, `[swiglu]`, and those of other parts.
@@ -248,11 +250,28 @@ class Family:
             found |= part.write(sections[part.plugin], config)
         return found | (self.windows.write(config) if self.windows is not None else {})
 
-    def maps(self, config: Decoder.Config, sections: Sections) -> tuple[StateMap, ...]:
-        """From the family's layout, and from others that files may have, to the parameters of a decoder like this."""
+    def maps(self, config: Decoder.Config, sections: Sections, ahead: int = 0) -> tuple[StateMap, ...]:
+        """From the family's layout, and from others that files may have, to the parameters of a decoder like this.
+
+        Args:
+            config: of the decoder.
+            sections: of other parts.
+            ahead: layers of its tail.
+        """
         block = {**self.block, **self.by_sections(sections)}
         outer = {ours: theirs for ours, theirs in self.outer.items() if not (config.tied and ours == "head")}
         names = {f"{theirs}.{{kind}}": f"{ours}.{{kind}}" for ours, theirs in outer.items()}
         inner = {f"{self.layers}.{{i}}.{theirs}": f"layers.{{i}}.{ours}" for ours, theirs in block.items()}
         renamed = Rename(names | {f"{theirs}.{{kind}}": f"{ours}.{{kind}}" for theirs, ours in inner.items()})
-        return tuple(renamed | other for other in self.tensors(config)) or (renamed,)
+        maps = tuple(renamed | other for other in self.tensors(config)) or (renamed,)
+        return tuple(self._with_tail(one, config.layers, ahead) for one in maps) if self.ahead and ahead else maps
+
+    def _with_tail(self, one: StateMap, first: int, ahead: int) -> StateMap:
+        """A map that also finds the layers of a tail, as numbers from `first` on."""
+        own = {
+            f"{self.layers}.{first + at}.{theirs}.{{kind}}": f"tail.layers.{at}.{ours}.{{kind}}"
+            for at in range(ahead)
+            for ours, theirs in self.ahead.items()
+        }
+        layers = {f"layers.{first + at}.{{inner*}}": f"tail.layers.{at}.layer.{{inner*}}" for at in range(ahead)}
+        return (one | Rename(own)) >> Rename(layers)

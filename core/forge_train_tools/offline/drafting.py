@@ -1,0 +1,148 @@
+"""Greedy generation in which the modules of a model's tail guess tokens, and the model checks them all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_train.contract import tail
+from forge_train.contract.job import Job
+from forge_train.ground.errors import ConfigError
+
+from .logits import continues, logits_of, new_cache
+
+
+@dataclass
+class Drafts:
+    """How drafting went."""
+
+    proposed: int = 0
+    """Tokens that were guessed."""
+    accepted: int = 0
+    """Of these, tokens that the model chose too."""
+
+    def __str__(self) -> str:
+        return f"{self.accepted} of {self.proposed} drafts accepted"
+
+
+def check(job: Job, part: nn.Module, drafts: int) -> None:
+    """Whether a model can draft so many tokens at once.
+
+    Raises:
+        ConfigError: saying why not.
+    """
+    own = getattr(part, "tail", None)
+    if not isinstance(own, tail.Drafting):
+        raise ConfigError("The model was trained without modules that guess further tokens; leave drafts out.")
+    if drafts > own.depths:
+        raise ConfigError(f"{drafts} drafts were asked for; the model's modules guess at most {own.depths} tokens.")
+    if job.dist.world > 1:
+        raise ConfigError("Drafts are for a model that is whole in one process; leave them out.")
+    if not all(hasattr(one, "crop") for one in _caches(part, own, job)):
+        raise ConfigError(
+            "This model can't take tokens back that were guessed wrong: drafts need attention with keys and values "
+            "in a cache that can be cropped (forge_train.nn.KVCache), and a kernel that goes on from it. Leave drafts "
+            "out."
+        )
+
+
+def _caches(part: Any, own: tail.Drafting, job: Job) -> Iterable[Any]:
+    cache = new_cache(part, 1) if continues(job) else None
+    return [None] if not isinstance(cache, dict) else [*cache.values(), *own.new_cache(1, 1)]
+
+
+class Drafting:
+    """Rounds of guessing and checking (arXiv:2211.17192, with greedy choice on both sides).
+
+    At the beginning of a round the model has seen tokens 0 … n − 1, and chosen token n. Module k, from 0, guesses token
+    n + 1 + k from what the module before it gave for the tokens up to n − 1; then the model sees token n and the
+    guesses.
+    """
+
+    def __init__(self, job: Job, part: Any, drafts: int, length: int, vocabulary: int, told: Drafts) -> None:
+        """
+        Args:
+            job: whose task gives the logits.
+            part: the model.
+            drafts: tokens to guess at once.
+            length: the most tokens, the prompt's too.
+            vocabulary: token ids to choose from.
+            told: what is told how it goes.
+        """
+        self._part = part
+        self._tail: tail.Drafting = part.tail
+        self._task, self._device = job.hooks.task(), job.device
+        self._drafts, self._length, self._vocabulary, self.told = drafts, length, vocabulary, told
+        self._cache: dict[str, Any] = part.new_cache(1, length)
+        self._caches = self._tail.new_cache(1, length)[:drafts]
+        self._ids: list[int] = []
+        """Tokens that are certain."""
+        self._given: list[Tensor | None] = [None] * (drafts + 1)
+        """What each module has yet to be given, `[1, positions, dim]`, from the end of its cache on."""
+
+    def tokens(self, prompt: Sequence[int]) -> Iterator[int]:
+        """The tokens after a prompt, for ever or until there are `length`."""
+        self._ids = list(prompt)
+        chosen = self._seen(prompt)[-1:]
+        while True:
+            self._ids += chosen
+            yield from chosen
+            room = self._length - len(self._ids) - 1  # beside the token of the model's own
+            chosen = self._checked(self._guesses()[:room] if room > 0 else [])
+
+    @torch.no_grad()
+    def _seen(self, ids: Sequence[int]) -> list[int]:
+        """Have the model see tokens; what it would choose after each."""
+        hidden = self._part(torch.tensor([ids], device=self._device), cache=self._cache)
+        self._keep(0, hidden)
+        return self._choices(hidden)
+
+    def _checked(self, guesses: list[int]) -> list[int]:
+        """The tokens that follow: guesses that the model would have chosen, and one more of its own."""
+        known = len(self._ids)
+        choices = self._seen([self._ids[-1], *guesses])
+        right = next((at for at, guess in enumerate(guesses) if choices[at] != guess), len(guesses))
+        self.told.proposed += len(guesses)
+        self.told.accepted += right
+        for cache in self._cache.values():
+            cache.crop(known + right)
+        self._forget(0, len(guesses) - right)
+        return choices[: right + 1]
+
+    @torch.no_grad()
+    def _guesses(self) -> list[int]:
+        known = len(self._ids) - 1  # tokens that the model has seen
+        ids = list(self._ids)
+        for depth, cache in enumerate(self._caches):
+            hidden = self._given[depth]
+            assert hidden is not None
+            start = cache.length
+            new = torch.tensor([ids[start + depth + 1 : known + depth + 1]], device=self._device)
+            positions = torch.arange(start, known, device=self._device)[None]
+            after, normed = self._tail.draft(depth, hidden, new, positions, cache)
+            ids += self._choices(normed[:, -1:])
+            self._keep(depth + 1, after)
+            # What the last positions were given may be a wrong guess: they are given again in the next round.
+            cache.crop(max(known - depth, 0))
+            certain = self._caches[depth - 1].length if depth else cache.length
+            self._given[depth] = hidden[:, cache.length - start : certain - start]
+        self._given[-1] = None
+        return ids[known + 1 :]
+
+    def _choices(self, hidden: Tensor) -> list[int]:
+        logits = logits_of(self._task, self._part, hidden, len(self._ids))
+        found: list[int] = logits[:, : self._vocabulary].argmax(-1).tolist()
+        return found
+
+    def _keep(self, depth: int, hidden: Tensor) -> None:
+        before = self._given[depth]
+        self._given[depth] = hidden if before is None else torch.cat((before, hidden), dim=1)
+
+    def _forget(self, depth: int, positions: int) -> None:
+        kept = self._given[depth]
+        if kept is not None and positions:
+            self._given[depth] = kept[:, :-positions]

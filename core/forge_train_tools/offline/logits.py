@@ -1,0 +1,71 @@
+"""The logits of a model that generates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_train.contract.batch import MASKED, Batch
+from forge_train.contract.job import Job
+from forge_train.contract.protocols import Task
+from forge_train.ground.errors import ForgeError
+from forge_train.ground.tensors import full_tensor
+
+
+class Logits:
+    """Logits of the next token, given the tokens that are new."""
+
+    def __init__(self, job: Job, part: nn.Module, length: int) -> None:
+        self._part, self._device = part, job.device
+        self._task: Task = job.hooks.task()
+        self._cache = new_cache(part, length) if continues(job) else None
+        self._ids: list[int] = []
+
+    @torch.no_grad()
+    def __call__(self, new: Sequence[int]) -> Tensor:
+        """`[vocabulary]` fp32 on the CPU.
+
+        Raises:
+            ForgeError: if they are no numbers.
+        """
+        self._ids += new
+        ids = torch.tensor([self._ids if self._cache is None else new], device=self._device)
+        hidden = self._part(ids) if self._cache is None else self._part(ids, cache=self._cache)
+        return logits_of(self._task, self._part, hidden[:, -1:], len(self._ids))[-1]
+
+
+def logits_of(task: Task, part: nn.Module, hidden: Tensor, seen: int) -> Tensor:
+    """What the head gives for `hidden [1, sequence, dim]`: `[sequence, vocabulary]` fp32 on the CPU.
+
+    Args:
+        task: whose outputs they are.
+        part: with the head.
+        hidden: as it goes into the head.
+        seen: tokens that the model has been given, for the message.
+
+    Raises:
+        ForgeError: if they are no numbers.
+    """
+    ids = torch.full(hidden.shape[:2], MASKED, device=hidden.device)
+    logits = full_tensor(task.outputs(part, hidden, Batch(inputs=ids, labels=ids)))[0].float().cpu()
+    if bool(logits.isnan().any()):
+        raise ForgeError(f"The model's logits are NaN after {seen} tokens: its weights are damaged.")
+    return logits
+
+
+def continues(job: Job) -> bool:
+    """Whether attention can go on from a cache, with fewer queries than keys."""
+    name = job.hooks.provider("attention_kernel")
+    return name is None or job.hooks.enabled[name].cls.kernel_capabilities.offsets
+
+
+def new_cache(part: nn.Module, length: int) -> Any:
+    """A cache for one sequence, or None where the model, or one of its layers (TypeError), keeps none."""
+    make = getattr(part, "new_cache", None)
+    try:
+        return make(1, length) if make is not None else None
+    except TypeError:
+        return None

@@ -1,0 +1,109 @@
+"""The modules behind the last layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_train import StepState, Trunk
+from forge_train.nn import Linear, TensorStyle, flops_per_token
+
+from .ahead import IDS
+
+
+class Depth(nn.Module):
+    """The hidden states of the depth before and the embeddings of the tokens that follow, joined, and one layer.
+
+    `h'ᵢᵏ = Mₖ [RMSNorm(Emb(tᵢ₊ₖ)); RMSNorm(hᵢᵏ⁻¹)]`, `hᵏ = TRMₖ(h'ᵏ)` (arXiv:2412.19437, eq. 21 and 22). The halves
+    are in the order of the published weights.
+    """
+
+    def __init__(self, trunk: Trunk, layer: nn.Module) -> None:
+        super().__init__()
+        self.embedding_norm, self.hidden_norm = trunk.norm(), trunk.norm()
+        self.projection = Linear(2 * trunk.dim, trunk.dim, std=trunk.std)
+        self.layer: Any = layer
+        self.norm = trunk.norm()
+
+    def forward(
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What the next depth is given, and the same normed, for the head: `[batch, sequence, dim]` each."""
+        joined = self.projection(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1))
+        hidden = self.layer(joined, position_ids, document_ids, cache)
+        return hidden, self.norm(hidden)
+
+    def tensor_plan(self) -> dict[str, TensorStyle]:
+        plan: dict[str, TensorStyle] = dict.fromkeys(
+            ("embedding_norm", "hidden_norm", "projection", "norm"), "sequence"
+        )
+        return plan | {f"layer.{path}": style for path, style in self.layer.tensor_plan().items()}
+
+    def flops_per_token(self, sequence: int) -> int:
+        projection = flops_per_token(sequence, weights=self.projection.weight.numel())
+        return projection + int(self.layer.flops_per_token(sequence))
+
+
+class Depths(nn.Module):
+    """All modules. The first is given what the model hands to its head, as servers of the published weights do.
+
+    Args:
+        trunk: of the model.
+        depths: how many.
+        state: of the step, where the tokens that follow are.
+    """
+
+    def __init__(self, trunk: Trunk, depths: int, state: StepState) -> None:
+        super().__init__()
+        self.depths = depths
+        self.embedding = trunk.embedding()
+        self.layers = nn.ModuleList(Depth(trunk, trunk.layer(index, depths)) for index in range(depths))
+        self._state = state
+
+    def forward(self, hidden: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor:
+        """See `forge_train.Tail`."""
+        micro = self._state.micro
+        if micro is None or IDS not in micro:
+            return hidden
+        looked_up = self.embedding(torch.cat(micro[IDS].unbind(-1)))
+        # One tensor joins all embeddings to the trunk: a pipeline that takes input and weight gradients apart (torch
+        # 2.13) passes twice through what lies between two places where a weight comes in.
+        hidden, *embedded = torch.cat((hidden, looked_up)).chunk(1 + self.depths)
+        found = [hidden]
+        for layer, one in zip(self.layers, embedded, strict=True):
+            hidden, normed = layer(hidden, one, position_ids, document_ids)
+            found.append(normed)
+        return torch.cat(found)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return tuple(f"layers.{index}" for index in range(self.depths))
+
+    def tensor_plan(self) -> dict[str, TensorStyle]:
+        plan: dict[str, TensorStyle] = {"embedding": "vocabulary"}
+        for unit in self.units:
+            inner: Any = self.get_submodule(unit)
+            plan |= {f"{unit}.{path}": style for path, style in inner.tensor_plan().items()}
+        return plan
+
+    def flops_per_token(self, sequence: int) -> int:
+        return sum(layer.flops_per_token(sequence) for layer in self.layers)  # type: ignore[operator]
+
+    # -- drafts -----------------------------------------------------------------------------------
+
+    def new_cache(self, batch: int, length: int) -> list[Any]:
+        """See `forge_train.Drafting`."""
+        layers: list[Any] = list(self.layers)
+        return [one.layer.new_cache(batch, length) for one in layers]
+
+    def draft(self, depth: int, hidden: Tensor, ids: Tensor, position_ids: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+        """See `forge_train.Drafting`."""
+        given: tuple[Tensor, Tensor] = self.layers[depth](hidden, self.embedding(ids), position_ids, None, cache)
+        return given

@@ -1,0 +1,69 @@
+"""The task of the `mtp` plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_train import MASKED, Batch, LossFunction, PluginError
+from forge_train.contract.losses import batch_loss
+from forge_train.nn import full_tensor, sum_in_chunks
+
+from .ahead import LABELS
+
+
+@dataclass(frozen=True)
+class MultiTokenTask:
+    """The loss of the next token, whose gradient is that of it and `weight / depths · Σ` of the depths' cross-entropy
+    (arXiv:2412.19437, eq. 24 and 25). As there, a depth's sum is divided by as many tokens as the next token's.
+    """
+
+    loss_function: LossFunction
+    depths: int
+    share: float
+    chunk: int
+    observe: Callable[[Tensor], None]
+    """Is told the summed losses, the right guesses and the labels of each depth, `[3, depths]`."""
+
+    def weight(self, batch: Batch) -> int:
+        return int((batch.labels != MASKED).sum())
+
+    def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        head, depths = part.get_submodule("head"), self.depths
+        rows = len(batch.inputs)
+        loss = batch_loss(self.loss_function, hidden[:rows], head, batch)
+        if not part.training:
+            return loss
+        if len(hidden) != rows * (1 + depths):
+            raise PluginError(
+                f"mtp: the model gave {len(hidden)} rows of hidden states for {rows} sequences in training, where "
+                f"{1 + depths} for each were expected: the model must call its tail, and the executor "
+                "model.on_micro_batch(…, batch=batch)."
+            )
+        labels = torch.cat(batch.state[LABELS].unbind(-1))
+        sums = sum_in_chunks(partial(_sums, head, depths), head, self.chunk, hidden[rows:], labels)
+        self.observe(sums[1:].detach().view(3, depths))
+        further = self.share / depths * sums[0]
+        return loss + (further - further.detach())  # adds zero, and a gradient
+
+    def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        logits: Tensor = part.get_submodule("head")(hidden)
+        return logits
+
+
+def _sums(head: nn.Module, depths: int, hidden: Tensor, labels: Tensor) -> Tensor:
+    """The summed loss, and what is observed, flat."""
+    log_probabilities = F.log_softmax(head(hidden).float().flatten(0, 1), -1)
+    flat = labels.flatten()
+    loss = full_tensor(F.nll_loss(log_probabilities, flat, ignore_index=MASKED, reduction="sum"))
+    with torch.no_grad():
+        each = full_tensor(F.nll_loss(log_probabilities, flat, ignore_index=MASKED, reduction="none"))
+        kept = flat != MASKED
+        hits = (full_tensor(log_probabilities.amax(-1)) <= -each) & kept
+        seen = torch.stack((each, hits.to(each), kept.to(each))).view(3, depths, -1).sum(-1)
+    return torch.cat((loss[None], seen.flatten()))

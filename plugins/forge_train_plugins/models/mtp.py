@@ -1,0 +1,83 @@
+"""Multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated
+
+from forge_train import Ge, Gt, Metric, Plugin, Preparation, Problem, Tail, Task, Trunk, hookimpl, section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forge_train import Job, Model
+    from forge_train.config import Config as RunConfig
+
+    from ._mtp.measure import Measures
+
+
+class MultiTokenPrediction(Plugin):
+    """Next-token prediction, and modules behind the last layer that predict the tokens after it (arXiv:2412.19437,
+    §2.2).
+
+    Each module has a layer of its own and shares the model's embedding and head. Evaluation, generation and the logged
+    loss are those of the next token alone.
+    """
+
+    api = (1, 0)
+    requires = ("loss",)
+    per_unit = True
+
+    @section
+    class Config:
+        depths: Annotated[int, Gt(0)] = 1
+        """Modules, one for each further token."""
+        weight: Annotated[float, Ge(0)] = 0.3
+        """Of the mean of their losses (λ of the paper's eq. 25, which has 0.3 at first and 0.1 at the end)."""
+        chunk: Annotated[int, Ge(0)] = 0
+        """Tokens whose logits exist at once; 0 chooses by vocabulary and batch."""
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._measures: Measures | None = None
+
+    @hookimpl
+    def tail(self, trunk: Trunk, job: Job) -> Tail:
+        from ._mtp.modules import Depths
+
+        return Depths(trunk, self.config.depths, job.step_state)
+
+    @hookimpl
+    def prepare_batch(self, job: Job) -> Preparation:
+        from ._mtp.ahead import look_ahead
+
+        return look_ahead(self.config.depths)
+
+    @hookimpl
+    def task(self, job: Job) -> Task:
+        from ._mtp.task import MultiTokenTask
+
+        mine = self.config
+        return MultiTokenTask(job.hooks.loss(), mine.depths, mine.weight, mine.chunk, self._observe)
+
+    @hookimpl
+    def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
+        from ._mtp.measure import Measures
+
+        self._measures = Measures(self.config.depths)
+        return self._measures.metrics
+
+    @hookimpl
+    def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        if self.config.depths >= config.train.sequence:
+            yield Problem(
+                "mtp.depths",
+                f"no token of a sequence of {config.train.sequence} (train.sequence) has {self.config.depths} others "
+                "and one to predict after it; take fewer.",
+            )
+
+    def _observe(self, seen: Tensor) -> None:
+        if self._measures is not None:
+            self._measures.update(seen)
