@@ -31,7 +31,12 @@ def test_has_the_published_number_of_parameters(preset: Preset, tmp_path: Path) 
     job = lone_job(setup, tmp_path)
     with torch.device("meta"):
         model = job.hooks.build_model()
-    assert sum(parameter.numel() for parameter in model.parameters()) == preset.parameters
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    further = sum(size for name, size in sizes.items() if name.startswith("tail."))
+    assert sum(sizes.values()) - further == preset.parameters
+    if preset.name == "deepseek-v3":
+        layer = sum(size for name, size in sizes.items() if name.startswith("layers.60."))
+        assert further == layer + 2 * 7168**2 + 3 * 7168, "a layer, a projection and three norms (arXiv:2412.19437, §2.2)"
     layout = job.hooks.export_hf()
     assert layout is not None
     config = dict(layout.config)
