@@ -41,9 +41,9 @@ RUN: dict[str, Any] = {
     "cosine": {"warmup": 2},
     "deepseek_fp8": {"scales": "e8m0"},
     "alltoall": {"payload": "fp8"},
-    "checkpoint": {"every": 6},
+    "checkpoint": {"every": 4},
 }
-STEPS = 12
+STEPS = 8
 
 
 def test_a_deepseek_v3_trains_resumes_and_is_what_transformers_reads(ranks: Pool, tmp_path: Path) -> None:
@@ -62,9 +62,9 @@ def test_a_deepseek_v3_trains_resumes_and_is_what_transformers_reads(ranks: Pool
 
     whole = run("whole")
     losses = [line["loss"] for line in whole["numbers"]]
-    assert losses[-1] < 0.75 * losses[0]
-    run("cut", stop_at=6)
-    assert run("cut")["numbers"][-6:] == whole["numbers"][-6:]
+    assert losses[-1] < losses[0] - 0.5
+    run("cut", stop_at=4)
+    assert run("cut")["numbers"][-4:] == whole["numbers"][-4:]
 
     export_checkpoint(Path(whole["run"]), tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
