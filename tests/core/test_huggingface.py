@@ -408,7 +408,7 @@ MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda hf: change_config(hf, architectures=["MambaForCausalLM"]),
         (
             "no enabled plugin knows the architecture ['MambaForCausalLM']",
-            "asked: decoder). Known: Gemma2ForCausalLM, ",
+            "asked: decoder). Known: ",
         ),
     ),
     "a misspelt architecture": (

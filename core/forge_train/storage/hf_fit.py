@@ -49,12 +49,12 @@ def plan(
     """
     leftovers = [name for name in folder.tensors if layout.is_leftover(name)]
     if leftovers:
-        everything = Plan(_fitting(layout, folder.described()).map.trace(folder.described()).given)
+        everything = Plan(_fitting(layout, folder.described(), wanted)[1].given)
         needed = {source for name in everything.targets if name in wanted for source, _ in everything.reads(name)}
         leftovers = [name for name in leftovers if name not in needed]
     stored = {name: one for name, one in folder.described().items() if name not in leftovers}
-    layout = _fitting(layout, stored)
-    given = layout.map.trace(stored).given
+    layout, step = _fitting(layout, stored, wanted)
+    given = step.given
     absent = {*missing(sorted(wanted.keys() - given.keys()))}
     wanted = {name: one for name, one in wanted.items() if name not in absent}
     beside = {name: given[name] for name in ignored(sorted(given.keys() - wanted.keys() - absent))}
@@ -62,7 +62,8 @@ def plan(
     expected = _expected(folder, layout, described, whose)
     unfit = _unfit(folder, expected or {}, whose)
     lacking = {*missing(sorted(unfit))}
-    step = layout.map.trace({name: one for name, one in stored.items() if name not in lacking}, optional=lacking)
+    if lacking:
+        step = layout.map.trace({name: one for name, one in stored.items() if name not in lacking}, optional=lacking)
     made = Plan(step.given)
     sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
     wrong = [line for name, line in unfit.items() if name not in lacking]
@@ -83,11 +84,14 @@ def plan(
     return Plan({name: view for name, view in made.targets.items() if name in wanted})
 
 
-def _fitting(layout: HFModel, stored: Described) -> HFModel:
-    """With the map of that layout, of those which files may have, that takes most of the tensors."""
-    if not layout.others:
-        return layout
-    return replace(layout, map=max((layout.map, *layout.others), key=lambda one: len(one.trace(stored).taken)))
+def _fitting(layout: HFModel, stored: Described, wanted: Described) -> tuple[HFModel, Step]:
+    """With the map of that layout, of those which files may have, that gives most weights, applied to the tensors."""
+    tried: list[tuple[HFModel, Step]] = []
+    for one in (layout.map, *layout.others):
+        tried.append((replace(layout, map=one), one.trace(stored)))
+        if wanted.keys() <= tried[-1][1].given.keys():
+            return tried[-1]
+    return max(tried, key=lambda pair: len(wanted.keys() & pair[1].given.keys()))
 
 
 def _expected(folder: Folder, layout: HFModel, wanted: Described, whose: str) -> dict[str, Shape] | None:
