@@ -17,11 +17,23 @@ if TYPE_CHECKING:
 
 
 class MultiTokenPrediction(Plugin):
-    """Next-token prediction, and modules behind the last layer that predict the tokens after it (arXiv:2412.19437,
-    §2.2).
+    """Multi-token prediction: modules behind the last layer predict the tokens after the next (arXiv:2412.19437, §2.2).
 
-    Each module has a layer of its own and shares the model's embedding and head. Evaluation, generation and the logged
-    loss are those of the next token alone.
+    Module k joins what the module before it gave (the first: what the model gives its head) and the embedding of the
+    token k positions later, both normed, by a projection; one more layer of the model's kind and a norm follow. All
+    share the model's embedding and head. The logged loss, evaluation and generation are those of the next token alone;
+    `mtp.loss.k` and `mtp.accuracy.k` are logged for each module, the latter being the share of tokens that it guesses.
+
+    A token is predicted only from its own document. A depth's summed loss is divided by the number of labels of the
+    next token, so that tokens without one weigh nothing.
+
+    The modules are the model's `tail`. To begin without them from weights that have them, set
+    `train.init_unexpected = ["tail.*"]`; to add them to other weights, `train.init_missing = ["tail.*"]`.
+    `forge generate --temperature 0 --drafts N` has the first N guess tokens that the model then checks at once; the
+    text is the same. The layout of DeepSeek-V3 has a place for them; other exports leave them out, and say so.
+
+    A module costs as much as a layer, a projection and another pass through the head. Under `fsdp2`, the shared
+    embedding stays gathered during the step, as tied weights do.
     """
 
     api = (1, 0)
