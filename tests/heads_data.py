@@ -84,17 +84,8 @@ def neighbours(path: Path, count: int = 1200) -> Path:
     return write(path, ({"anchor": one[: SIZE // 2], "positive": one[SIZE // 2 :]} for one in texts))
 
 
-def preferences(path: Path, count: int = 1200) -> Path:
-    """A passage as it is, and with its words in another order."""
-    return write(path, _preferences(count))
-
-
-def _preferences(count: int) -> Iterator[dict[str, str]]:
-    draw = random.Random(0)
-    for name in PACKAGES:
-        for text in passages(name, count // len(PACKAGES)):
-            words = text.split()
-            worse = words[:]
-            draw.shuffle(worse)
-            if worse != words:
-                yield {"prompt": "Python?", "chosen": " ".join(words), "rejected": " ".join(worse)}
+def preferences(path: Path, count: int = 600) -> Path:
+    """The beginning of a passage as it is, and with each of its words spelled backwards."""
+    texts = [text[: SIZE // 2].split() for name in PACKAGES for text in passages(name, count // len(PACKAGES))]
+    pairs = [(" ".join(words), " ".join(word[::-1] for word in words)) for words in texts]
+    return write(path, ({"prompt": "Python?", "chosen": a, "rejected": b} for a, b in pairs if a != b))

@@ -49,6 +49,22 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
             "plugins": ["pair_task:Contrast"],
         }
         return {"text_pairs.path": str(folder / "pairs.jsonl"), **more}
+    if name in ("classify", "token_classify", "text_labels"):
+        plugin = "classify" if name == "text_labels" else name
+        texts = [f"say {number}" for number in range(400)]
+        words = [{"tokens": text.split(), "labels": [0, 1], "text": text, "label": 1} for text in texts]
+        lines = [json.dumps(one) for one in words]
+        (folder / "labelled.jsonl").write_text("\n".join(lines))
+        more = {"text_labels.path": str(folder / "labelled.jsonl"), "text_labels.cache": str(folder / "cache")}
+        more |= {f"{plugin}.classes": ["no", "yes"], "text_labels.held_out": 0.3}
+        return {**more, "plugins": [{"text_labels": plugin}.get(name, "text_labels")]}
+    if name in ("embed", "reward"):
+        pair = {"anchor": "say", "positive": "yes", "prompt": "say", "chosen": "yes", "rejected": "no"}
+        lines = [json.dumps({key: f"{text} {number}" for key, text in pair.items()}) for number in range(400)]
+        (folder / "pairs.jsonl").write_text("\n".join(lines))
+        kind = {"text_pairs.kind": "embedding", "embed.group": 1} if name == "embed" else {"text_pairs.template": "plain"}
+        more = {"text_pairs.long": "right", "text_pairs.path": str(folder / "pairs.jsonl"), "text_pairs.cache": str(folder / "cache")}
+        return {**more, **kind, "plugins": ["text_pairs"]}
     if name in ("tokens", "mixture"):
         (folder / "text.txt").write_text("".join(f"line {number}\n" for number in range(4000)))
         prepare(Preparation((str(folder / "text.txt"),), folder / "tokens", held_out=0.2), Progress())

@@ -147,7 +147,11 @@ class LossFunction(Protocol):
 
 
 class Task(Protocol):
-    """`task`: the logic of a step, for training and for forward-only jobs."""
+    """`task`: the logic of a step, for training and for forward-only jobs.
+
+    A task whose losses are of several consecutive rows, such as pairs, says how many in an attribute `rows_together`:
+    the conformance suite then cuts batches between them.
+    """
 
     def weight(self, batch: Batch) -> int | float:
         """What the batch counts in the mean: unmasked targets. Called with the batch still on the CPU."""

@@ -30,6 +30,7 @@ class Contrastive:
     group: int
     """Pairs that are each other's negatives."""
     observed: Callable[[], Mapping[str, Any] | None]
+    rows_together = 2
 
     def weight(self, batch: Batch) -> int:
         return len(batch.inputs) // 2

@@ -31,6 +31,7 @@ class Preferences:
 
     job: Job
     observed: Callable[[], Mapping[str, Any] | None]
+    rows_together = 2
 
     def weight(self, batch: Batch) -> int:
         return len(batch.inputs) // 2
