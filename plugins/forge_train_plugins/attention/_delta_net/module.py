@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -210,10 +211,13 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         """All that looks along the sequence: `[batch, sequence, heads of its kind, features]` each, → as `v`."""
         given = (q, k, v, alpha, beta), document_ids, part
-        if not self.recompute or not torch.is_grad_enabled():
+
+        def run(*given: Any) -> Tensor:
             return self._run(*given)[0].to(v.dtype)
-        kept = {"use_reentrant": False, "preserve_rng_state": False}
-        mixed: Tensor = checkpoint(lambda *inputs: self._run(*inputs)[0].to(v.dtype), *given, **kept)
+
+        if not self.recompute or not torch.is_grad_enabled():
+            return run(*given)
+        mixed: Tensor = checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
         return mixed
 
     def new_cache(self, batch: int, length: int) -> DeltaCache:
