@@ -99,8 +99,8 @@ def main() -> None:
             rows.append(Row(what, f"{both}: × {found['delta'] / found['attention']:.2f}", "—", True))
             print(rows[-1], flush=True)
     note = (
-        "A layer of `delta_net` (chunks of 64) against one of `gqa` with `sdpa`, on one thread of a CPU, in fp32: width "
-        f"{DIM}, {HEADS} heads of {HEAD_DIM} features, {KV_HEADS} key heads in `gqa`."
+        "A layer of `delta_net` (chunks of 64) against one of `gqa` with `sdpa`, on one thread of a CPU, in fp32: "
+        f"width {DIM}, {HEADS} heads of {HEAD_DIM} features, {KV_HEADS} key heads in `gqa`."
     )
     RESULTS.write_text(table(rows, "Linear attention", "python benchmarks/linear_attention.py", note), encoding="utf-8")
 

@@ -59,7 +59,7 @@ def test_ranks_with_some_of_the_heads_generate_what_one_process_does(ranks: Pool
 @pytest.mark.parametrize(
     ("axis", "says"),
     [
-        ("tp", "'layers.0.attention.q': it has 3 heads of 6 features, and every rank needs whole ones"),
+        ("tp", "'layers.0.attention.k_conv': it has 3 heads of 6 features, and every rank needs whole ones"),
         ("cp", "2 ranks can't share out heads of values (3) and of keys (3) of layers.0.attention (GatedDeltaNet)"),
     ],
 )

@@ -12,7 +12,7 @@ from forge_train import ConfigError, KernelCapabilities
 from forge_train.config import Request
 from forge_train.ground.layout import Layout
 from forge_train.registry.setup import resolve
-from forge_train_plugins.parallel._cp.apply import Heads, choose, most_ranks, wrap
+from forge_train_plugins.parallel._cp.apply import Heads, check_recurrence, choose, most_ranks, wrap
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("axes", 4)]
 
@@ -74,6 +74,19 @@ def test_a_unit_without_a_kernel_is_named() -> None:
     mixed = part(one=nn.Sequential(Kernel()), two=nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"parallel.cp = 2: two \(Linear\) shows no attention kernel"):
         wrap(mixed, job(2), "gather")
+
+
+@pytest.mark.accept("families", 3)
+@pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(6, 6, 1), (8, 2, 1), (8, 4, 2)])
+def test_a_recurrence_whose_heads_can_not_be_shared_out_is_refused(heads: int, kv_heads: int, tp: int) -> None:
+    class Recurrent(nn.Module):
+        def recurrence(self) -> None: ...
+
+    unit = Recurrent()
+    unit.heads, unit.kv_heads = heads, kv_heads  # type: ignore[assignment]
+    says = rf"heads of values \({heads // tp}\) and of keys \({kv_heads // tp}\) of unit \(Recurrent\)"
+    with pytest.raises(ConfigError, match=says):
+        check_recurrence("unit", unit, 4, tp)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import Tensor
 import fakes
 from forge_train import ConfigError, Layer
 from forge_train.composition.initialise import materialise
+from forge_train.nn import hidden_matrices
 from forge_train_plugins.attention._delta_net.module import GatedDeltaNet
 from forge_train_plugins.attention._delta_net.rule import in_chunks, in_steps
 from forge_train_plugins.attention.delta_net import DeltaNet
@@ -198,6 +199,25 @@ def test_bf16_trains_and_is_near_fp32() -> None:
     assert (found - exact).norm() <= 0.05 * exact.norm()
     found.float().square().sum().backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in attention.parameters())
+
+
+def test_recomputation_changes_no_gradient_and_keeps_less() -> None:
+    found, kept = [], []
+    for recompute in (True, False):
+        attention, sizes = module(recompute=recompute), list[int]()
+        x = torch.randn(2, 30, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, held=sizes: held.append(t.numel()) or t, lambda t: t):
+            out = attention(x)
+        found.append(torch.autograd.grad(out.square().sum(), [x, *attention.parameters()]))
+        kept.append(sum(sizes))
+    assert all(map(torch.equal, *found))
+    assert kept[0] < kept[1] / 2
+
+
+def test_optimizers_of_matrices_leave_convolutions_and_decays_alone() -> None:
+    attention = module()
+    names = hidden_matrices(fakes.part_model(attention))
+    assert names == {f"{one}.weight" for one in ("q", "k", "v", "gate", "alpha", "beta", "o")}
 
 
 def test_it_starts_as_published_and_each_layer_differently() -> None:

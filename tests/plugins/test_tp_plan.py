@@ -51,6 +51,12 @@ def test_every_entry_is_read() -> None:
         (planned({}, heads=6, kv_heads=6, head_dim=4), 4, "it has 6 heads of 4 features"),
         (planned({}, hidden=50), 4, "'layers.0.feed_forward.gate': its 50 outputs can't be split evenly; tp (4)"),
         (planned({}, vocabulary=5, kv_heads=4), 4, "'embedding': its 5 rows in 4 pieces of 2 leave none for the last"),
+        (planned({"norm": "channels"}), 3, "'norm': its 32 channels can't be split evenly; tp (3) must divide them."),
+        (
+            planned({"layers": "channels"}),
+            2,
+            "'layers' (channels): expected parameters of one length along their",
+        ),
         (nn.Linear(2, 2), 2, "the model (Linear) declares no tensor_plan()"),
     ],
 )

@@ -18,10 +18,12 @@ OF_ATTENTION = ("qkv_bias", "o_bias")
 class DeltaNet(Plugin):
     """Gated delta-rule linear attention, in some layers or in all (Gated DeltaNet, arXiv:2412.06464).
 
-    A layer keeps a state of `k_dim` × `v_dim` numbers per head instead of keys and values, so that time grows linearly
-    with the sequence, and generation needs the same memory at any length. The other layers keep their attention: by
-    default every fourth, as in Qwen3-Next. Biases, `decoder.qk_norm` and rotary positions are theirs; linear
-    attention always normalises queries and keys, and needs no positions. The states of packed documents, and their convolutions, begin anew with each document.
+    Use it for long sequences and long generated texts: a layer keeps a state of `k_dim` × `v_dim` numbers per head
+    instead of keys and values, so that time grows linearly with the sequence, and generation needs the same memory at
+    any length. Below a few thousand tokens attention is faster, and takes less memory in training. The other layers
+    keep their attention: by default every fourth, as in Qwen3-Next. Biases, `decoder.qk_norm` and rotary positions
+    are theirs; linear attention always normalises queries and keys, and needs no positions. The states of packed
+    documents, and their convolutions, begin anew with each document.
 
     `tp` splits the heads. Under `cp`, ranks exchange slices of all heads for whole sequences of some, whatever
     `cp.method` says for the other layers: `parallel.cp` × `parallel.tp` must divide `k_heads`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,6 @@ from forge_train import Init, Layer
 from forge_train.ground.tensors import local
 from forge_train.nn import Linear, RMSNorm, TensorStyle, flops_per_token
 
-from .._heads import HeadsLinear
 from .rule import in_chunks, in_steps
 
 Part = tuple[int, int]
@@ -157,10 +157,11 @@ class GatedDeltaNet(nn.Module):
         self.heads, self.kv_heads, self.sizes, self.chunk = sizes.heads, sizes.k_heads, sizes, chunk
         dim, std, name = layer.dim, layer.std, f"layers.{layer.index}"
         keys, values = sizes.k_heads * sizes.k_dim, sizes.heads * sizes.v_dim
-        self.q = HeadsLinear(dim, keys, sizes.k_dim, std=std)
-        self.k = HeadsLinear(dim, keys, sizes.k_dim, std=std)
-        self.v = HeadsLinear(dim, values, sizes.v_dim, std=std)
-        self.gate = HeadsLinear(dim, values, sizes.v_dim, std=std)
+        # Tensor parallelism keeps a head's features together, as the convolutions say.
+        self.q = Linear(dim, keys, std=std)
+        self.k = Linear(dim, keys, std=std)
+        self.v = Linear(dim, values, std=std)
+        self.gate = Linear(dim, values, std=std)
         self.alpha = Linear(dim, sizes.heads, std=std)
         self.beta = Linear(dim, sizes.heads, std=std)
         self.q_conv = ShortConvolution(keys, sizes.taps, f"{name}.q_conv", sizes.k_dim)
@@ -168,7 +169,7 @@ class GatedDeltaNet(nn.Module):
         self.v_conv = ShortConvolution(values, sizes.taps, f"{name}.v_conv", sizes.v_dim)
         self.decay = Decay(sizes.heads, f"{name}.decay")
         self.norm = RMSNorm(sizes.v_dim, layer.norm_eps)
-        self.o = HeadsLinear(values, dim, sizes.v_dim, std=layer.output_std)
+        self.o = Linear(values, dim, std=layer.output_std)
         taken = (one.weight.numel() for one in self.modules() if isinstance(one, nn.Linear | ShortConvolution))
         self.weights = sum(taken)
 
@@ -210,10 +211,13 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         """All that looks along the sequence: `[batch, sequence, heads of its kind, features]` each, → as `v`."""
         given = (q, k, v, alpha, beta), document_ids, part
-        if not self.recompute or not torch.is_grad_enabled():
+
+        def run(*given: Any) -> Tensor:
             return self._run(*given)[0].to(v.dtype)
-        kept = {"use_reentrant": False, "preserve_rng_state": False}
-        mixed: Tensor = checkpoint(lambda *inputs: self._run(*inputs)[0].to(v.dtype), *given, **kept)
+
+        if not self.recompute or not torch.is_grad_enabled():
+            return run(*given)
+        mixed: Tensor = checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
         return mixed
 
     def new_cache(self, batch: int, length: int) -> DeltaCache:

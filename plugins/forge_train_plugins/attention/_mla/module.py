@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from forge_train import AttentionKernel, Layer
 from forge_train.nn import KVCache, Linear, RMSNorm, RoPE, TensorStyle, flops_per_token
 
-from .._heads import HeadsLinear
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -35,6 +33,14 @@ class Sizes:
     def widest(self) -> int:
         """Of everything that a kernel is given."""
         return max(self.head, self.value)
+
+
+class HeadsLinear(Linear):
+    """A projection to or from heads, each of so many features, which tensor parallelism keeps together."""
+
+    def __init__(self, in_features: int, out_features: int, head_dim: int, *, std: float, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias, std=std)
+        self.head_dim = head_dim
 
 
 class LatentCache(KVCache):

@@ -44,10 +44,11 @@ def wrap(part: nn.Module, job: Job, method: str, ulysses: int = 0) -> Applied:
     """
     size = job.dist.layout.cp
     modules, recurrent = with_kernels(part, size), with_recurrences(part)
-    whole = ranks_of(job, size) if recurrent else None
+    if recurrent:
+        all_heads = ranks_of(job, size)
     for name, module in recurrent.items():
         check_recurrence(name, module, size, job.dist.layout.tp)
-        module.recurrence = ContextRecurrence(module.recurrence, whole)
+        module.recurrence = ContextRecurrence(module.recurrence, all_heads)
     if not modules and recurrent:
         return Applied(part, tuple(recurrent), f"{size} ranks: heads of {len(recurrent)} recurrences exchanged")
     if not modules:  # a pipeline's part without a block
@@ -64,7 +65,7 @@ def wrap(part: nn.Module, job: Job, method: str, ulysses: int = 0) -> Applied:
     for name, one in heads.items():
         if problem := undivided(one.queries, one.keys, by_heads):
             raise ConfigError(f"cp.method = {method!r}: {problem} of {name}. {_way_out(one, size)}", key="cp.method")
-    ranks = whole if whole is not None and by_heads == size else ranks_of(job, by_heads)
+    ranks = all_heads if recurrent and by_heads == size else ranks_of(job, by_heads)
     for module in modules.values():
         module.kernel = ContextKernel(module.kernel, ranks, "ring" if "ring" in method else "gather")
     shape = f"{by_heads} × {size // by_heads} " if method == "ulysses_ring" else ""
