@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +17,11 @@ from forge_train.composition.initialise import initial, tied_groups
 from forge_train.config.layers import Request, preset
 from forge_train.contract.job import Job
 from forge_train.contract.protocols import HFModel
+from forge_train.ground import disk
 from forge_train.ground.errors import ConfigError
 from forge_train.ground.files import write_json
 from forge_train.ground.present import few
+from forge_train.ground.world import World
 from forge_train.loop.weights import Patterns, places
 from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
@@ -28,15 +32,16 @@ from forge_train.storage.model_files import TOKENIZER
 from forge_train.storage.ranges import Weights
 from forge_train.storage.run import plugin_list
 
+from ..launching.launch import WorkerCommand, launch
 from .hf_files import (
     Exchanged,
+    TensorFiles,
     appearing,
     comments_in,
     common_dtype,
     in_order,
     put_beside,
     special_tokens,
-    write_tensors,
 )
 from .hf_request import PRESET, bring
 from .opening import compose_meta, lone_job, setup_of
@@ -168,7 +173,12 @@ def _tokenizer_notes(folder: Folder, job: Job) -> tuple[str, ...]:
 
 
 def export_checkpoint(
-    source: Path, target: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    nproc: int = 1,
 ) -> Exchanged:
     """Write the model of a run (its newest whole checkpoint) or of a checkpoint in Hugging Face layout.
 
@@ -177,27 +187,74 @@ def export_checkpoint(
         target: a folder that is not there yet, or empty.
         dtype: of the weights; by default, what the checkpoint has.
         shard_bytes: the most that is put into one file.
+        nproc: local processes that each write a share of the tensors; one is this one.
 
     Raises:
         ConfigError: for a model that the layout can't express, a target that is in use.
+        ForgeError: if the disk refuses; with several processes, the message of the one that failed first.
     """
     source = checkpoint.resolve(source)
-    setup = setup_of(source, checkpoint.read_state(source))
-    beside = model_files.of(setup.config, setup.hooks, source)
-    job = lone_job(setup, source, "cpu")
-    model = compose_meta(job, text=False)
-    layout = job.hooks.export_hf()
-    if layout is None:
-        raise ConfigError(f"{source}: no plugin of it can write its model in Hugging Face layout (export_hf).")
-    where = places(source, job.dist, setup.config.train.init_from)
-    stored = Weights({name: where[name] for name in model.state_dict()})
-    plan = hf_fit.plan_export(source, layout, stored.views)
-    tensors = in_order(plan, dtype)
+    export = _Export.of(source, dtype, shard_bytes)
     with appearing(target) as part:
-        described = {**special_tokens(beside, job), **layout.config, "torch_dtype": common_dtype(tensors)}
-        write_json(part / CONFIG, described)
-        files = write_tensors(part, tensors, lambda name: plan.read(name, stored.read), shard_bytes=shard_bytes)
-        put_beside(part, beside)
-    notes = () if TOKENIZER in beside else (f"The run has no {TOKENIZER} to put beside the weights.",)
-    parameters = sum(tensor.numel() for tensor in model.state_dict().values())
-    return Exchanged(target, parameters, tuple(file.name for file in files), notes)
+        write_json(part / CONFIG, export.config)
+        export.files.create(part)
+        if nproc == 1:
+            export.files.write(part, export.read)
+        else:
+            _write_together(source, part, dtype, shard_bytes, nproc)
+        put_beside(part, export.beside)
+    notes = () if TOKENIZER in export.beside else (f"The run has no {TOKENIZER} to put beside the weights.",)
+    return Exchanged(target, export.parameters, tuple(export.files.files), notes)
+
+
+@dataclass(frozen=True)
+class _Export:
+    """What is going to be written, of a checkpoint that is whole."""
+
+    config: Mapping[str, Any]
+    files: TensorFiles
+    read: Callable[[str], Tensor]
+    beside: Mapping[str, Path]
+    parameters: int
+
+    @classmethod
+    def of(cls, source: Path, dtype: torch.dtype | None, shard_bytes: int) -> _Export:
+        setup = setup_of(source, checkpoint.read_state(source))
+        beside = model_files.of(setup.config, setup.hooks, source)
+        job = lone_job(setup, source, "cpu")
+        model = compose_meta(job, text=False)
+        layout = job.hooks.export_hf()
+        if layout is None:
+            raise ConfigError(f"{source}: no plugin of it can write its model in Hugging Face layout (export_hf).")
+        where = places(source, job.dist, setup.config.train.init_from)
+        stored = Weights({name: where[name] for name in model.state_dict()})
+        plan = hf_fit.plan_export(source, layout, stored.views)
+        tensors = in_order(plan, dtype)
+        config = {**special_tokens(beside, job), **layout.config, "torch_dtype": common_dtype(tensors)}
+        files = TensorFiles.of(tensors, shard_bytes)
+        parameters = sum(tensor.numel() for tensor in model.state_dict().values())
+        return cls(config, files, lambda name: plan.read(name, stored.read), beside, parameters)
+
+
+def _write_together(source: Path, part: Path, dtype: torch.dtype | None, shard_bytes: int, nproc: int) -> None:
+    arguments = {
+        "source": str(source.absolute()),
+        "part": str(part.absolute()),
+        "dtype": str(dtype).removeprefix("torch.") if dtype else "",
+        "shard_bytes": shard_bytes,
+    }
+    with tempfile.TemporaryDirectory(prefix="forge-export-") as name:
+        folder = Path(name)
+        command = WorkerCommand(f"{__name__}:export_share", arguments, folder / "launch", folder / "log", quiet=True)
+        launch(command, nproc).check()
+
+
+def export_share(source: str, part: str, dtype: str, shard_bytes: int) -> dict[str, Any]:
+    """What each process of an export does."""
+    here = World.here()
+    export = _Export.of(Path(source), getattr(torch, dtype) if dtype else None, shard_bytes)
+    try:
+        export.files.write(Path(part), export.read, rank=here.rank, world=here.size)
+    except OSError as error:
+        raise disk.refused(Path(part), error) from error
+    return {"code": 0}
