@@ -12,6 +12,7 @@
     python benchmarks/run.py planning        # plans of large models: benchmarks/results/planning.md
     python benchmarks/run.py presets         # plans of published models: benchmarks/results/presets.md
     python benchmarks/run.py checkpoints     # what a save costs: benchmarks/results/checkpoints.md
+    python benchmarks/run.py huggingface     # exchange with transformers: benchmarks/results/huggingface.md
     python benchmarks/run.py surviving       # a killed rank, and those that watch: benchmarks/results/surviving.md
     python benchmarks/run.py chaos           # 100 misfortunes on two ranks: benchmarks/results/chaos.md
 
@@ -43,6 +44,7 @@ OBSERVING = HERE / "results" / "observing.md"
 PLANNING = HERE / "results" / "planning.md"
 PRESETS = HERE / "results" / "presets.md"
 CHECKPOINTS = HERE / "results" / "checkpoints.md"
+HUGGING_FACE = HERE / "results" / "huggingface.md"
 SURVIVING = HERE / "results" / "surviving.md"
 FORGE = [sys.executable, "-m", "forge_train_cli"]
 
@@ -389,6 +391,18 @@ def checkpoints() -> list[Row]:
     return [Row(*row) for row in bars(found)]
 
 
+def huggingface() -> list[Row]:
+    """Weights from and to Hugging Face layout."""
+    sys.path.insert(0, str(HERE))
+    from huggingface import bars, note, parts
+
+    found = parts(Path(tempfile.gettempdir()))
+    rows = [Row(*row) for row in bars(found)]
+    page = table(rows, "Exchange with Hugging Face layout", "python benchmarks/run.py huggingface", note(found))
+    HUGGING_FACE.write_text(page, encoding="utf-8")
+    return rows
+
+
 def surviving() -> list[Row]:
     """How soon a run goes on, and what it costs to watch one."""
     sys.path.insert(0, str(HERE))
@@ -433,12 +447,12 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     for part in (
         *(startup, first, loop, transformers, loss, text, quickstart, trials),
         *(parallel, experts, low_precision, optimizers, attention, observing, data, planning),
-        *(presets, checkpoints, surviving, chaos),
+        *(presets, checkpoints, huggingface, surviving, chaos),
     )
 }
 APART = {
     *("parallel", "experts", "low_precision", "optimizers", "attention", "observing", "data", "planning"),
-    *("presets", "checkpoints", "surviving", "chaos"),
+    *("presets", "checkpoints", "huggingface", "surviving", "chaos"),
 }
 """Those that have a table of their own."""
 

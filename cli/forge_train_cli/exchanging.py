@@ -12,7 +12,7 @@ import click
 from forge_train.ground.strict_json import dumps
 
 from .addresses import FETCHED
-from .options import json_option, plugin_options, set_option
+from .options import json_option, nproc_option, plugin_options, set_option
 
 if TYPE_CHECKING:
     import torch
@@ -128,8 +128,11 @@ def import_(
 @click.argument("hf_dir", type=PATH)
 @dtype_option
 @shard_option
+@nproc_option()
 @json_option
-def export(path: Path, hf_dir: Path, dtype: torch.dtype | None, shard_size: int, as_json: bool) -> None:
+def export(
+    path: Path, hf_dir: Path, dtype: torch.dtype | None, shard_size: int, nproc: int | None, as_json: bool
+) -> None:
     """Write the model of PATH to HF_DIR: config.json, safetensors files, and the files of the run's tokenizer."""
     from forge_train.ground.artifacts import Recorder
     from forge_train.storage import checkpoint
@@ -137,7 +140,7 @@ def export(path: Path, hf_dir: Path, dtype: torch.dtype | None, shard_size: int,
     from forge_train_tools.offline.huggingface import export_checkpoint
     from forge_train_tools.offline.opening import run_folder
 
-    done = export_checkpoint(path, hf_dir, dtype=dtype, shard_bytes=shard_size)
+    done = export_checkpoint(path, hf_dir, dtype=dtype, shard_bytes=shard_size, nproc=nproc or 1)
     if is_run(run := run_folder(checkpoint.resolve(path))):
         recorder = Recorder(run)
         for file in done.files:

@@ -14,6 +14,7 @@ from forge_train import ConfigError
 from forge_train.composition.initialise import declared_init, fill
 from forge_train.storage.checkpoint import shapes
 from forge_train_cli.app import run as forge
+from forge_train_tools.offline.hf_files import TensorFiles
 from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
 from forge_train_tools.offline.opening import open_model
 
@@ -107,3 +108,37 @@ def test_a_tied_flag_that_contradicts_the_files_is_told(hf: Path, tmp_path: Path
     change(hf, lm_head__weight=None)
     with pytest.raises(ConfigError, match=r"lm_head\.weight: missing"):
         import_checkpoint(hf, tmp_path / "no")
+
+
+def test_several_processes_write_their_shares_of_the_same_files(hf: Path, tmp_path: Path) -> None:
+    import_checkpoint(hf, tmp_path / "start")
+    alone = export_checkpoint(tmp_path / "start", tmp_path / "alone", shard_bytes=20_000)
+    asked = ["checkpoint", "export", str(tmp_path / "start"), str(tmp_path / "two"), "--shard-size", "20KB"]
+    assert forge([*asked, "--nproc", "2"]) == 0
+    assert len(alone.files) > 2
+    names = sorted(file.name for file in (tmp_path / "alone").iterdir())
+    assert sorted(file.name for file in (tmp_path / "two").iterdir()) == names
+    assert all((tmp_path / "two" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes() for name in names)
+
+
+def test_shares_are_about_as_large_and_all_of_it(tmp_path: Path) -> None:
+    tensors = {str(n): ((size, 3), torch.float32) for n, size in enumerate((1, 9, 2, 30, 5, 5, 7, 1, 0))}
+    files = TensorFiles.of(tensors, 200)
+    for world in (1, 2, 3, 20):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        files.create(folder)
+        asked: list[list[str]] = []
+        for rank in range(world):
+            asked.append([])
+
+            def read(name: str, own: list[str] = asked[-1]) -> Tensor:
+                own.append(name)
+                return torch.full(tensors[name][0], float(name))
+
+            files.write(folder, read, rank=rank, world=world)
+        assert sorted(name for own in asked for name in own) == sorted(tensors)
+        found = {name: one for file in files.files for name, one in load_file(folder / file).items()}
+        assert all(torch.equal(one, torch.full_like(one, float(name))) for name, one in found.items())
+        shares = [sum(tensors[name][0][0] for name in own) for own in asked]
+        assert max(shares) <= 60 / world + 30, "one more tensor than its share at most"

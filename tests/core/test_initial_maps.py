@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from forge_train import ConfigError
+from forge_train.config.layers import Request
+from forge_train.registry.setup import resolve
 from forge_train.testing import run_forge
 from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model
@@ -118,10 +121,21 @@ def test_a_map_that_does_not_fit_is_told_how(folder: Path, mistake: str, source:
 
 
 def test_a_path_begins_where_it_is_written_and_a_module_is_no_path(folder: Path, tmp_path: Path) -> None:
-    from forge_train.config.layers import Request
-    from forge_train.registry.setup import resolve
-
     file = tmp_path / "my.toml"
     for written, read in (("./maps.py:DEEPER", f"{tmp_path}/maps.py:DEEPER"), ("maps:DEEPER", "maps:DEEPER")):
         file.write_text(f'[train]\nsteps = 1\ninit_from = "{folder}/run"\ninit_map = "{written}"\n')
         assert resolve(Request(config=str(file)), data=False).config.train.init_map == read
+
+
+def test_a_map_that_came_with_a_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
+    """The folder of somebody's run, which is only looked at."""
+    shutil.copytree(folder / "run", tmp_path / "run")
+    (tmp_path / "run" / "maps.py").write_text("raise SystemExit('run')")
+    checkpoint = next((tmp_path / "run" / "checkpoints").glob("step-*"))
+    for file in (tmp_path / "run" / "config.toml", checkpoint / "config.toml"):
+        text = file.read_text()
+        assert 'init_map = ""' in text
+        file.write_text(text.replace('init_map = ""', 'init_map = "../../maps.py:MAP"'))
+    request = Request(config=str(checkpoint / "config.toml"), foreign=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"maps\.py:MAP' came with this folder, and no code of it is run"):
+        resolve(request, training=False)

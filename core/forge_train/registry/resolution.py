@@ -130,10 +130,7 @@ class Resolution:
                 return None
             if where.kind not in ("file", "preset") or not _came_with(self.request.foreign, found, spec):
                 return found
-            self.mistakes.append(
-                f"{where}: {spec!r} came with this folder, and no code of it is run. If you trust that file, put it "
-                "elsewhere and name it here by its absolute path."
-            )
+            self.mistakes.append(_refused(where, spec))
         return None
 
     def _wanted_defaults(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -221,6 +218,24 @@ def _idle(explicit: Iterable[EnabledPlugin], unneeded: AbstractSet[str]) -> dict
     """Plugins that fill nothing but slots that no enabled plugin asks for, each with one of them."""
     does = {plugin.name: plugin.provides - {"check_config"} for plugin in explicit}
     return {name: min(slots) for name, slots in does.items() if slots and slots <= unneeded}
+
+
+def foreign_map(tree: Tree, folder: str) -> list[str]:
+    """What is said of a state map whose file came with a folder that is only read; see `Request.foreign`."""
+    value = tree.values.get(("train", "init_map"))
+    if not folder or value is None or value.origin.kind != "file" or not is_file(str(value.value)):
+        return []
+    file = Path(split(str(value.value))[0])
+    if file.is_absolute() and not file.resolve().is_relative_to(Path(folder).resolve()):
+        return []
+    return [_refused(value.origin, str(value.value))]
+
+
+def _refused(where: Origin, spec: str) -> str:
+    return (
+        f"{where}: {spec!r} came with this folder, and no code of it is run. If you trust that file, put it "
+        "elsewhere and name it here by its absolute path."
+    )
 
 
 def _came_with(folder: str, found: PluginRef, spec: str) -> bool:

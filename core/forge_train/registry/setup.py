@@ -19,7 +19,7 @@ from ..ground.failure import during
 from ..ground.names import canonical
 from . import kernels
 from .discovery import discover
-from .resolution import Resolution
+from .resolution import Resolution, foreign_map
 
 log = logging.getLogger(PROJECT)
 
@@ -49,6 +49,7 @@ def resolve(request: Request, *, world: int = 1, training: bool = True, data: bo
     layered = _lay(request)
     resolution = Resolution(layered.tree, request, training, world, layered.tree.mistakes)
     enabled = resolution.enable()
+    resolution.mistakes += foreign_map(layered.tree, request.foreign)
     _raise(resolution.mistakes, resolution.hints)
     sections = _sections(layered.tree, enabled, resolution)
     if not resolution.mistakes and _bring(layered.tree, enabled, sections):

@@ -174,14 +174,15 @@ class Files:
                 for item in mine:
                     assert item.tensor_data is not None
                     place, chunk = self.places[item.index.fqn], item.tensor_data.chunk
-                    for offset, piece in pieces(place, chunk.offsets, chunk.sizes, _bytes(values(item))):
-                        _write_at(handle, piece, offset)
+                    for offset, piece in pieces(place, chunk.offsets, chunk.sizes, as_bytes(values(item))):
+                        write_at(handle, piece, offset)
                 os.fsync(handle)
             finally:
                 os.close(handle)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The values of a tensor, in the order of a contiguous one."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
@@ -210,7 +211,8 @@ def pieces(
         yield first + sum(row), data[number * length : (number + 1) * length]
 
 
-def _write_at(handle: int, data: memoryview, offset: int) -> None:
+def write_at(handle: int, data: memoryview, offset: int) -> None:
+    """Write all of it to an open file."""
     while data:
         written = os.pwrite(handle, data, offset)
         data, offset = data[written:], offset + written

@@ -22,7 +22,7 @@ from forge_train.storage import hf_fit, model_files
 from forge_train.storage.consolidated import DTYPES, SHARD_BYTES
 from forge_train.storage.hf_folder import CONFIG, PACKED, Folder, indented
 
-from .hf_files import Exchanged, appearing, common_dtype, in_order, put_beside, special_tokens, write_tensors
+from .hf_files import Exchanged, TensorFiles, appearing, common_dtype, in_order, put_beside, special_tokens
 from .hf_request import PRESET, bring
 from .opening import compose_meta, lone_job
 
@@ -67,16 +67,13 @@ def convert_folder(
     else:
         plan, config = _to_map(folder, state_map) if state_map else (_as_it_is(folder, dtype), folder.config)
     tensors = in_order(plan, dtype)
-    beside = model_files.files(source)
+    beside, files = model_files.files(source), TensorFiles.of(tensors, shard_bytes)
     with appearing(target) as part:
         write_json(part / CONFIG, _with_dtype(config, common_dtype(tensors)))
-        files = write_tensors(part, tensors, lambda name: plan.read(name, folder.read), shard_bytes=shard_bytes)
+        files.create(part)
+        files.write(part, lambda name: plan.read(name, folder.read))
         put_beside(part, beside)
-    return Exchanged(target, sum(torch.Size(shape).numel() for shape, _ in tensors.values()), _names(files))
-
-
-def _names(files: list[Path]) -> tuple[str, ...]:
-    return tuple(file.name for file in files)
+    return Exchanged(target, sum(torch.Size(shape).numel() for shape, _ in tensors.values()), tuple(files.files))
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

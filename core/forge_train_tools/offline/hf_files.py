@@ -19,7 +19,7 @@ from forge_train.contract.job import Job
 from forge_train.ground import disk
 from forge_train.ground.errors import ConfigError, ForgeError
 from forge_train.state_map import Plan
-from forge_train.storage.consolidated import SHARD_BYTES, Shapes, cut, header, size_of, write_index
+from forge_train.storage.consolidated import Shapes, as_bytes, cut, header, size_of, write_at, write_index
 from forge_train.storage.hf_folder import CONFIG, SINGLE, table
 from forge_train.storage.seal import sync
 
@@ -38,43 +38,63 @@ class Exchanged:
     """What the user should know."""
 
 
-def write_tensors(
-    folder: Path, tensors: Shapes, read: Callable[[str], Tensor], *, shard_bytes: int = SHARD_BYTES
-) -> list[Path]:
-    """Write tensors, one at a time, into as few files as their sizes allow, and flush them.
+@dataclass(frozen=True)
+class TensorFiles:
+    """The safetensors files of a model, as they are going to be. The library's own writer wants all tensors at once."""
 
-    Args:
-        folder: where to; it exists.
-        tensors: name → shape, and the dtype to store, in the order in which they are written.
-        read: gives a tensor by its name.
-        shard_bytes: the most that is put into a file.
-    """
-    sizes = {name: size_of(*one) for name, one in tensors.items()}
-    shards = cut(sizes, shard_bytes)
-    files = [
-        folder / (SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors")
-        for number in range(1, len(shards) + 1)
-    ]
-    for file, names in zip(files, shards, strict=True):
-        _write_file(file, {name: tensors[name] for name in names}, read)
-    if len(files) > 1:
-        held = {n: file.name for file, names in zip(files, shards, strict=True) for n in names}
-        write_index(folder, held, sum(sizes.values()))
-    return files
+    tensors: Shapes
+    """Name → shape, and the dtype to store, in the order in which they lie there."""
+    files: Mapping[str, tuple[str, ...]]
+    """File → its tensors."""
 
+    @classmethod
+    def of(cls, tensors: Shapes, shard_bytes: int) -> TensorFiles:
+        """As few files as the sizes of the tensors allow, each of at most so many bytes."""
+        shards = cut({name: size_of(*one) for name, one in tensors.items()}, shard_bytes)
+        count = len(shards)
+        names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        return cls(tensors, dict(zip(names, map(tuple, shards), strict=True)))
 
-def _write_file(file: Path, tensors: Shapes, read: Callable[[str], Tensor]) -> None:
-    """The library's own writer wants all tensors at once."""
-    with file.open("wb") as out:
-        out.write(header(tensors))
-        for name, (shape, dtype) in tensors.items():
-            tensor = read(name).to(dtype).contiguous()
-            if tuple(tensor.shape) != shape:
-                raise ForgeError(f"{name!r} was made with shape {[*tensor.shape]}, and {[*shape]} was planned.")
-            out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            del tensor  # before the next one is read
-        out.flush()
-        os.fsync(out.fileno())
+    def create(self, folder: Path) -> None:
+        """Write the index, and each file with its header and room for its tensors, before anyone writes those."""
+        for file, names in self.files.items():
+            head = header({name: self.tensors[name] for name in names})
+            with (folder / file).open("wb") as out:
+                out.write(head)
+                out.truncate(len(head) + sum(size_of(*self.tensors[name]) for name in names))
+        if len(self.files) > 1:
+            total = sum(size_of(*one) for one in self.tensors.values())
+            write_index(folder, {name: file for file, names in self.files.items() for name in names}, total)
+
+    def write(self, folder: Path, read: Callable[[str], Tensor], *, rank: int = 0, world: int = 1) -> None:
+        """Write a share of the tensors to their places, one at a time, and flush them.
+
+        Args:
+            folder: of the files that `create` made.
+            read: gives a tensor by its name.
+            rank: which of the shares, which have about as many bytes each.
+            world: how many there are.
+        """
+        total, begins = sum(size_of(*one) for one in self.tensors.values()), 0
+        for file, names in self.files.items():
+            offset = len(header({name: self.tensors[name] for name in names}))
+            handle = os.open(folder / file, os.O_WRONLY)
+            try:
+                for name in names:
+                    size = size_of(*self.tensors[name])
+                    if min((begins + size // 2) * world // max(total, 1), world - 1) == rank:
+                        write_at(handle, self._bytes(name, read), offset)
+                    begins, offset = begins + size, offset + size
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+    def _bytes(self, name: str, read: Callable[[str], Tensor]) -> memoryview:
+        shape, dtype = self.tensors[name]
+        tensor = read(name)
+        if tuple(tensor.shape) != shape:
+            raise ForgeError(f"{name!r} was made with shape {[*tensor.shape]}, and {[*shape]} was planned.")
+        return as_bytes(tensor.to(dtype))
 
 
 @contextmanager

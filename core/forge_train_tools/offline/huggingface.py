@@ -6,7 +6,8 @@ import dataclasses
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from forge_train.composition.initialise import initial, tied_groups
 from forge_train.config.layers import Request, preset
 from forge_train.contract.job import Job
 from forge_train.contract.protocols import HFModel
+from forge_train.ground import disk
 from forge_train.ground.errors import ConfigError
 from forge_train.ground.files import write_json
 from forge_train.ground.present import few
+from forge_train.ground.world import World
 from forge_train.loop.weights import Patterns, places
 from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
@@ -30,15 +33,16 @@ from forge_train.storage.model_files import TOKENIZER
 from forge_train.storage.ranges import Weights
 from forge_train.storage.run import plugin_list
 
+from ..launching.launch import WorkerCommand, launch
 from .hf_files import (
     Exchanged,
+    TensorFiles,
     appearing,
     comments_in,
     common_dtype,
     in_order,
     put_beside,
     special_tokens,
-    write_tensors,
 )
 from .hf_request import PRESET, bring
 from .opening import compose_meta, lone_job, setup_of
@@ -170,7 +174,12 @@ def _tokenizer_notes(folder: Folder, job: Job) -> tuple[str, ...]:
 
 
 def export_checkpoint(
-    source: Path, target: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    nproc: int = 1,
 ) -> Exchanged:
     """Write the model of a run (its newest whole checkpoint) or of a checkpoint in Hugging Face layout.
 
@@ -179,35 +188,87 @@ def export_checkpoint(
         target: a folder that is not there yet, or empty.
         dtype: of the weights; by default, what the checkpoint has.
         shard_bytes: the most that is put into one file.
+        nproc: local processes that each write a share of the tensors; one is this one.
 
     Raises:
         ConfigError: for a model that the layout can't express, a target that is in use.
+        ForgeError: if the disk refuses; with several processes, the message of the one that failed first.
     """
     source = checkpoint.resolve(source)
-    setup = setup_of(source, checkpoint.read_state(source))
-    beside = model_files.of(setup.config, setup.hooks, source)
-    job = lone_job(setup, source, "cpu")
-    model = compose_meta(job, text=False)
-    layout = job.hooks.export_hf()
-    if layout is None:
-        raise ConfigError(f"{source}: no plugin of it can write its model in Hugging Face layout (export_hf).")
-    where = places(source, job.dist, setup.config.train.init_from)
-    left_out = [name for name in model.state_dict() if any(re.fullmatch(one, name) for one in layout.left_out)]
-    stored = Weights({name: where[name] for name in model.state_dict() if name not in left_out})
-    plan = hf_fit.plan_export(source, layout, stored.views)
-    tensors = in_order(plan, dtype)
+    export = _Export.of(source, dtype, shard_bytes)
     with appearing(target) as part:
+        write_json(part / CONFIG, export.config)
+        export.files.create(part)
+        if nproc == 1:
+            export.files.write(part, export.read)
+        else:
+            _write_together(source, part, dtype, shard_bytes, nproc)
+        put_beside(part, export.beside)
+    notes: tuple[str, ...] = ()
+    if TOKENIZER not in export.beside:
+        notes += (f"The run has no {TOKENIZER} to put beside the weights.",)
+    if export.left_out:
+        notes += (f"Left out, because the layout has no place for them: {few(export.left_out)}.",)
+    return Exchanged(target, export.parameters, tuple(export.files.files), notes)
+
+
+@dataclass(frozen=True)
+class _Export:
+    """What is going to be written, of a checkpoint that is whole."""
+
+    config: Mapping[str, Any]
+    files: TensorFiles
+    read: Callable[[str], Tensor]
+    beside: Mapping[str, Path]
+    parameters: int
+    left_out: Sequence[str]
+    """Weights that the layout has no place for."""
+
+    @classmethod
+    def of(cls, source: Path, dtype: torch.dtype | None, shard_bytes: int) -> _Export:
+        setup = setup_of(source, checkpoint.read_state(source))
+        beside = model_files.of(setup.config, setup.hooks, source)
+        job = lone_job(setup, source, "cpu")
+        model = compose_meta(job, text=False)
+        layout = job.hooks.export_hf()
+        if layout is None:
+            raise ConfigError(f"{source}: no plugin of it can write its model in Hugging Face layout (export_hf).")
+        where = places(source, job.dist, setup.config.train.init_from)
+        left_out = [name for name in model.state_dict() if any(re.fullmatch(one, name) for one in layout.left_out)]
+        weights = {name: one for name, one in model.state_dict().items() if name not in left_out}
+        stored = Weights({name: where[name] for name in weights})
+        plan = hf_fit.plan_export(source, layout, stored.views)
+        tensors = in_order(plan, dtype)
         special = special_tokens(beside, job)
         padding = _padding(special, layout, job)
-        described = {**special, **layout.config, **padding, "torch_dtype": common_dtype(tensors)}
-        write_json(part / CONFIG, described)
-        files = write_tensors(part, tensors, lambda name: plan.read(name, stored.read), shard_bytes=shard_bytes)
-        put_beside(part, beside)
-    notes: tuple[str, ...] = () if TOKENIZER in beside else (f"The run has no {TOKENIZER} to put beside the weights.",)
-    if left_out:
-        notes += (f"Left out, because the layout has no place for them: {few(left_out)}.",)
-    parameters = sum(tensor.numel() for name, tensor in model.state_dict().items() if name not in left_out)
-    return Exchanged(target, parameters, tuple(file.name for file in files), notes)
+        config = {**special, **layout.config, **padding, "torch_dtype": common_dtype(tensors)}
+        files = TensorFiles.of(tensors, shard_bytes)
+        parameters = sum(tensor.numel() for tensor in weights.values())
+        return cls(config, files, lambda name: plan.read(name, stored.read), beside, parameters, left_out)
+
+
+def _write_together(source: Path, part: Path, dtype: torch.dtype | None, shard_bytes: int, nproc: int) -> None:
+    arguments = {
+        "source": str(source.absolute()),
+        "part": str(part.absolute()),
+        "dtype": str(dtype).removeprefix("torch.") if dtype else "",
+        "shard_bytes": shard_bytes,
+    }
+    with tempfile.TemporaryDirectory(prefix="forge-export-") as name:
+        folder = Path(name)
+        command = WorkerCommand(f"{__name__}:export_share", arguments, folder / "launch", folder / "log", quiet=True)
+        launch(command, nproc).check()
+
+
+def export_share(source: str, part: str, dtype: str, shard_bytes: int) -> dict[str, Any]:
+    """What each process of an export does."""
+    here = World.here()
+    export = _Export.of(Path(source), getattr(torch, dtype) if dtype else None, shard_bytes)
+    try:
+        export.files.write(Path(part), export.read, rank=here.rank, world=here.size)
+    except OSError as error:
+        raise disk.refused(Path(part), error) from error
+    return {"code": 0}
 
 
 def _padding(special: Mapping[str, Any], layout: HFModel, job: Job) -> dict[str, Any]:
