@@ -36,7 +36,9 @@ def test_has_the_published_number_of_parameters(preset: Preset, tmp_path: Path) 
     assert sum(sizes.values()) - further == preset.parameters
     if preset.name == "deepseek-v3":
         layer = sum(size for name, size in sizes.items() if name.startswith("layers.60."))
-        assert further == layer + 2 * 7168**2 + 3 * 7168, "a layer, a projection and three norms (arXiv:2412.19437, §2.2)"
+        assert further == layer + 2 * 7168**2 + 3 * 7168, (
+            "a layer, a projection and three norms (arXiv:2412.19437, §2.2)"
+        )
     layout = job.hooks.export_hf()
     assert layout is not None
     config = dict(layout.config)

@@ -62,8 +62,14 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
         pair = {"anchor": "say", "positive": "yes", "prompt": "say", "chosen": "yes", "rejected": "no"}
         lines = [json.dumps({key: f"{text} {number}" for key, text in pair.items()}) for number in range(400)]
         (folder / "pairs.jsonl").write_text("\n".join(lines))
-        kind = {"text_pairs.kind": "embedding", "embed.group": 1} if name == "embed" else {"text_pairs.template": "plain"}
-        more = {"text_pairs.long": "right", "text_pairs.path": str(folder / "pairs.jsonl"), "text_pairs.cache": str(folder / "cache")}
+        kind = (
+            {"text_pairs.kind": "embedding", "embed.group": 1} if name == "embed" else {"text_pairs.template": "plain"}
+        )
+        more = {
+            "text_pairs.long": "right",
+            "text_pairs.path": str(folder / "pairs.jsonl"),
+            "text_pairs.cache": str(folder / "cache"),
+        }
         return {**more, **kind, "plugins": ["text_pairs"]}
     if name in ("tokens", "mixture"):
         (folder / "text.txt").write_text("".join(f"line {number}\n" for number in range(4000)))

@@ -17,7 +17,16 @@ pytest.importorskip("transformers")
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.accept("families", 6)]
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "heads.md"
-FEW = ["-s", "train.steps=4", "-s", "train.sequence=256", "-s", "train.global_batch=8", "-s", "text_labels.held_out=0.2"]
+FEW = [
+    "-s",
+    "train.steps=4",
+    "-s",
+    "train.sequence=256",
+    "-s",
+    "train.global_batch=8",
+    "-s",
+    "text_labels.held_out=0.2",
+]
 """What the page leaves out, so that its commands are fast here."""
 
 

@@ -112,7 +112,10 @@ class TextLabels(DataPlugin):
                 found = open_prepared(wanted.out, key="text_labels.path").sides
                 known = "; " + ", ".join(f"{one.count // 2:,} texts for {side}" for side, one in found.items())
             yield "source", f"{counted(files)}{known}"
-            yield "decode", f"text from {labels.text!r}, labels from {labels.label!r}: {len(labels.classes.names)} classes"
+            yield (
+                "decode",
+                f"text from {labels.text!r}, labels from {labels.label!r}: {len(labels.classes.names)} classes",
+            )
         except ConfigError as error:
             yield "source", str(error)
 
