@@ -11,7 +11,6 @@ from forge_train_data.plugin import DataPlugin, Prefetch, ahead, check_prefetch
 
 if TYPE_CHECKING:
     from forge_train import Job
-    from forge_train.config import Config as RunConfig
     from forge_train_data.documents import Documents
     from forge_train_data.held_out import Side
     from forge_train_data.labels import Labels

@@ -6,14 +6,16 @@ is that of a tied model, which has no tensor for its head, and the other head be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from forge_train import Classes, ConfigError, HFModel
-from forge_train.state_map import Rename
+from forge_train.state_map import Rename, StateMap
+
+from .families import FAMILIES
 
 CAUSAL = "ForCausalLM"
 TRUNK = "model."
@@ -35,11 +37,11 @@ class Kind:
     missing: tuple[str, ...] = ()
 
 
-TEXT = Kind("ForSequenceClassification", ("score.weight",), ("Granite",))
+TEXT = Kind("ForSequenceClassification", ("score.weight",), ("Granite", "Olmoe"))
 TOKENS = Kind(
     "ForTokenClassification",
     ("score.weight", "score.bias"),
-    ("Granite", "Olmo2", "Olmo3", "Gemma3Text", "DeepseekV2"),
+    ("Granite", "Olmo2", "Olmo3", "Olmoe", "Gemma3Text", "DeepseekV2"),
 )
 KINDS = {"text_class_logits": TEXT, "token_class_logits": TOKENS, "rewards": TEXT, "embeddings": Kind("Model")}
 """What a head gives → its class. `embeddings` stands last: its suffix is that of no other."""
@@ -52,7 +54,7 @@ def gives(table: Mapping[str, Any]) -> tuple[str, str]:
     named: Sequence[str] = table.get("architectures") or ()
     for given, kind in KINDS.items():
         for one in named:
-            if one.endswith(kind.suffix) and len(named) == 1:
+            if one.endswith(kind.suffix) and one not in FAMILIES and len(named) == 1:
                 stem = one.removesuffix(kind.suffix)
                 if given == "text_class_logits" and len(_names(table)) == 1:
                     given = "rewards"
@@ -75,13 +77,18 @@ def imported(found: HFModel, given: str, table: Mapping[str, Any]) -> HFModel:
     sections: dict[str, Mapping[str, Any]] = {**found.sections}
     sections["decoder"] = {**sections["decoder"], "tied": False, "logit_soft_cap": 0.0, "logit_divisor": 1.0}
     if kind.suffix == "Model":
-        return replace(found, map=Rename({"{name*}": f"{TRUNK}{{name*}}"}) >> found.map, sections=sections)
+        return _mapped(found, lambda one: Rename({"{name*}": f"{TRUNK}{{name*}}"}) >> one, sections=sections)
     if (problem := table.get("problem_type")) not in (None, "single_label_classification") and given != "rewards":
         raise ConfigError(f"config.json: problem_type = {problem!r} can't be imported: a text has one class here.")
     plugin = {"rewards": "reward", "text_class_logits": "classify"}.get(given, "token_classify")
     sections[plugin] = {} if given == "rewards" else {"classes": _names(table)}
     head = Rename({name: f"head.{name}" for name in kind.parameters})
-    return replace(found, map=found.map | head, sections=sections)
+    return _mapped(found, lambda one: one | head, sections=sections)
+
+
+def _mapped(found: HFModel, change: Callable[[StateMap], StateMap], **more: Any) -> HFModel:
+    """With each of its maps changed."""
+    return replace(found, map=change(found.map), others=tuple(map(change, found.others)), **more)
 
 
 def _names(table: Mapping[str, Any]) -> list[str]:
