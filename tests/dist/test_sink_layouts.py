@@ -29,6 +29,7 @@ LEARNED: Settings = {
     "decoder.embedding_dropout": 0.1,
     "swiglu.activation": "gelu_tanh",
 }
+PARALLEL: Settings = {"decoder.parallel": True, "decoder.norm": "layer", "decoder.bias": True}
 LONG: Settings = {
     "decoder.rope.scaling": "longrope",
     "decoder.rope.original_sequence": 8,
@@ -53,6 +54,7 @@ CASES: dict[str, tuple[str, str, Settings]] = {
     "learned, packed, fsdp2": ("fsdp2", "sdpa", {**LEARNED, **PACKED}),
     "learned, pp2": ("pp2", "sdpa", {**LEARNED, **PACKED}),
     "learned, cp2": ("cp2", "sdpa", {**LEARNED, **PACKED}),
+    "parallel, tp2": ("tp2", "sdpa", {**PARALLEL, **ALONE}),
     "longrope, packed, tp2": ("tp2", "sdpa", {**LONG, **PACKED}),
     "longrope, packed, fsdp2": ("fsdp2", "sdpa", {**LONG, **PACKED}),
     "dynamic, pp2": ("pp2", "sdpa", {**DYNAMIC, **PACKED}),

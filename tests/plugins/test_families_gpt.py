@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fakes
-from forge_train import ConfigError
+from forge_train import ConfigError, HFModel
 from forge_train.nn import decays, hidden_matrices
+from forge_train.state_map import Rename, Split
 from forge_train_plugins.attention.eager import Eager
 from forge_train_plugins.attention.flex import Flex
 from forge_train_plugins.attention.sdpa import SDPA
@@ -139,6 +140,40 @@ def test_transformers_reads_fused_layouts_that_are_exported(case: str) -> None:
     torch.testing.assert_close(again(TOKENS).logits, reference(TOKENS).logits)
     reread = fakes.make(Decoder).import_hf(json.loads(json.dumps(exported.config)))
     assert reread.sections == found.sections
+
+
+def test_parallel_blocks_are_those_of_gpt_neox() -> None:
+    values = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
+    reference = theirs(transformers, "GPTNeoX", **values, hidden_act="gelu")
+    model = fakes.decoder(
+        activation="gelu",
+        layers=4,
+        kv_heads=4,
+        max_sequence=96,
+        norm="layer",
+        norm_eps=1e-5,
+        parallel=True,
+        **dict.fromkeys(("bias", "qkv_bias", "o_bias"), True),
+        rope=Rope(fraction=0.25),
+    )
+    block = {
+        "attention_norm": "input_layernorm",
+        "feed_forward_norm": "post_attention_layernorm",
+        "attention.o": "attention.dense",
+        "feed_forward.up": "mlp.dense_h_to_4h",
+        "feed_forward.down": "mlp.dense_4h_to_h",
+    }
+    outer = {"embedding": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "lm_head"}
+    inside = {f"layers.{{i}}.{ours}": f"gpt_neox.layers.{{i}}.{name}" for ours, name in block.items()}
+    names = {f"{name}.{{kind}}": f"{ours}.{{kind}}" for ours, name in (outer | inside).items()}
+    fused = "gpt_neox.layers.{i}.attention.query_key_value.{kind}"
+    heads = Split(fused, tuple(f"layers.{{i}}.attention.{one}.{{kind}}" for one in "qkv"), groups=4)
+    weights = mapped(HFModel(Rename(names) | heads), dict(reference.named_parameters()))
+    assert weights.keys() == dict(model.named_parameters()).keys()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    assert (model.head(model(TOKENS)) - reference(TOKENS).logits).abs().max() <= 1e-5
 
 
 # -- what is refused, and what is chosen -------------------------------------------------------------------------------

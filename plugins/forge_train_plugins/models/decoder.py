@@ -147,6 +147,9 @@ class Decoder(Plugin):
         sinks: bool = False
         """A learned logit for each head takes part in its softmax and has no value, so that a head can attend to
         nothing (GPT-OSS)."""
+        parallel: bool = False
+        """Attention and feed-forward of a layer both read what comes into it, as in GPT-NeoX, instead of one what the
+        other gives (arXiv:2204.02311, §2)."""
 
     config: Config
 

@@ -75,6 +75,7 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
             norm_at=config.norm_at,
             dropout=[dropout(config.dropout, f"{name}.{one}") for one in ("attention", "feed_forward")],
             multiplier=config.residual_multiplier,
+            parallel=config.parallel,
         )
 
     def dropout(rate: float, name: str) -> Dropout | None:

@@ -24,6 +24,7 @@ class Block(nn.Module):
         norm_at: before the mixers, after them, or both.
         multiplier: factor on what they add.
         dropout: after the token mixer, and after the channel mixer.
+        parallel: whether the channel mixer reads what the token mixer reads, not what that gives.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Block(nn.Module):
         norm_at: Literal["pre", "post", "both"] = "pre",
         dropout: Sequence[nn.Module | None] = (None, None),
         multiplier: float = 1.0,
+        parallel: bool = False,
     ) -> None:
         super().__init__()
         before, after = norm_at != "post", norm_at != "pre"
@@ -44,7 +46,7 @@ class Block(nn.Module):
         self.feed_forward_norm = norm() if before else None
         self.feed_forward = feed_forward
         self.feed_forward_post_norm = norm() if after else None
-        self.multiplier = multiplier
+        self.multiplier, self.parallel = multiplier, parallel
         self.attention_dropout, self.feed_forward_dropout = dropout
 
     def forward(
@@ -52,8 +54,9 @@ class Block(nn.Module):
     ) -> Tensor:
         h = x if self.attention_norm is None else self.attention_norm(x)
         h = self.attention(h, position_ids=position_ids, document_ids=document_ids, cache=cache)
-        x = self._added(x, h, self.attention_post_norm, self.attention_dropout)
-        h = x if self.feed_forward_norm is None else self.feed_forward_norm(x)
+        given, x = x, self._added(x, h, self.attention_post_norm, self.attention_dropout)
+        h = given if self.parallel else x
+        h = h if self.feed_forward_norm is None else self.feed_forward_norm(h)
         return self._added(x, self.feed_forward(h), self.feed_forward_post_norm, self.feed_forward_dropout)
 
     def new_cache(self, batch: int, length: int) -> Any:
