@@ -24,7 +24,7 @@ MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-def trained(folder: Path, plugins: tuple[str, ...], config: dict[str, Any], steps: int = 40) -> TinyRun:
+def trained(folder: Path, plugins: tuple[str, ...], config: dict[str, Any], steps: int = 25) -> TinyRun:
     values = {"mtp.depths": 3, "adamw.lr": 0.02, **config}
     return run_forge(("mtp", *plugins), values, steps=steps, folder=folder, name="drafts")
 
@@ -59,8 +59,8 @@ def accepted_by_hand(run: TinyRun, ids: list[int], start: int, drafts: int) -> t
     return proposed, right
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 3])
-@pytest.mark.parametrize("prompt", ["a", "th", "the model reads a "])
+@pytest.mark.parametrize("drafts", [1, 3])
+@pytest.mark.parametrize("prompt", ["a", "the model reads a "])
 def test_the_text_is_the_same_and_so_are_the_guesses(run: TinyRun, drafts: int, prompt: str) -> None:
     tokens = 45 - len(prompt)
     plain, drafted = completed(run, prompt, tokens=tokens), completed(run, prompt, tokens=tokens, drafts=drafts)
@@ -74,7 +74,7 @@ def test_the_text_is_the_same_and_so_are_the_guesses(run: TinyRun, drafts: int, 
 
 
 def test_drafts_save_passes_of_the_model(tmp_path: Path) -> None:
-    run = trained(tmp_path, (), {}, steps=120)
+    run = trained(tmp_path, (), {}, steps=80)
     passes = 0
 
     def count(*_: Any) -> None:

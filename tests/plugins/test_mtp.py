@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import toys
 from forge_train import MASKED, Batch, ConfigError, Job, Model, Plugin, Update, hookimpl
 from forge_train.ground.records import TIMINGS
 from forge_train.testing import TinyRun, run_forge
@@ -110,6 +111,16 @@ class Gradients(Plugin):
             self.weights.setdefault(name, one.detach().clone())
             if one.grad is not None:
                 self.found.setdefault(name, one.grad.clone())
+
+
+class Bare(Plugin):
+    """A model without a place for a tail."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def build_model(self, job: Job) -> Any:
+        return toys.Tower(1)
 
 
 # -- the paper, one document at a time, in plain torch ----------------------------------------------------------------
@@ -265,3 +276,5 @@ def test_weights_go_to_a_model_without_and_back(tmp_path: Path, caplog: pytest.L
 def test_what_can_not_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mtp\.depths: no token of a sequence of 16 \(train\.sequence\) has 16"):
         trained(tmp_path, config={"mtp.depths": 16})
+    with pytest.raises(ConfigError, match=r"mtp: the model of plugin 'bare' has no place for layers behind its last"):
+        run_forge([Rows, Bare, "mtp"], {"train.sequence": 16}, steps=1, folder=tmp_path, without=("tokenizer",))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated
 
-from forge_train import Ge, Gt, Metric, Plugin, Preparation, Problem, Tail, Task, Trunk, hookimpl, section
+from forge_train import ConfigError, Ge, Gt, Metric, Plugin, Preparation, Problem, Tail, Task, Trunk, hookimpl, section
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from forge_train import Job, Model
@@ -54,11 +55,13 @@ class MultiTokenPrediction(Plugin):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._measures: Measures | None = None
+        self._asked = False
 
     @hookimpl
     def tail(self, trunk: Trunk, job: Job) -> Tail:
         from ._mtp.modules import Depths
 
+        self._asked = True
         return Depths(trunk, self.config.depths, job.step_state)
 
     @hookimpl
@@ -73,6 +76,14 @@ class MultiTokenPrediction(Plugin):
 
         mine = self.config
         return MultiTokenTask(job.hooks.loss(), mine.depths, mine.weight, mine.chunk, self._observe)
+
+    @hookimpl
+    def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        if not self._asked:
+            raise ConfigError(
+                f"mtp: the model of plugin {job.hooks.provider('build_model')!r} has no place for layers behind its "
+                "last one (it asks for no tail); leave mtp out, or take a model that does, such as decoder."
+            )
 
     @hookimpl
     def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
