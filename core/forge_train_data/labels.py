@@ -87,9 +87,13 @@ class Labels:
             raise ConfigError(f"{where}: label {label!r} is none of the classes {few(names)}.{hint}")
         if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(names):
             return label
-        raise ConfigError(f"{where}: label {label!r} is not the name of a class, or its number from 0 to {len(names) - 1}.")
+        raise ConfigError(
+            f"{where}: label {label!r} is not the name of a class, or its number from 0 to {len(names) - 1}."
+        )
 
-    def _aligned(self, words: list[str], numbers: list[int | None], tokenizer: Tokenizer, where: str) -> tuple[str, Any, Any]:
+    def _aligned(
+        self, words: list[str], numbers: list[int | None], tokenizer: Tokenizer, where: str
+    ) -> tuple[str, Any, Any]:
         """Words with a space between them, encoded in one piece."""
         if not isinstance(tokenizer, OffsetEncoder):
             raise ConfigError(

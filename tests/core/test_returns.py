@@ -139,9 +139,11 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     ],
     "example_batch": [(torch.zeros(1), "found a Tensor of shape [1]"), (Batch(1, 2), "whose `inputs` is not a torch")],  # type: ignore[arg-type]
     "tokenizer": [(Encodes(), "which lacks encode"), (Encodes, "the class Encodes itself")],
-    "classes": [(["ham", "spam"], "expected a Classes, found a list"),
+    "classes": [
+        (["ham", "spam"], "expected a Classes, found a list"),
         (Classes(("a", "b"), "word"), "found one whose `of` is not 'text' or 'token': found 'word'"),  # type: ignore[arg-type]
-        (None, "found None")],
+        (None, "found None"),
+    ],
     "prepare_batch": [
         ("mask", "expected a PrepareBatch, a PrepareStep, a list of PrepareBatch or PrepareStep or None, found 'mask'"),
         (PrepareBatch(BatchPhase.MASK, 3), "found one whose `apply` is not a function: found 3"),

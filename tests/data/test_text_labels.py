@@ -96,7 +96,8 @@ def test_a_text_that_is_cut_keeps_its_class_at_its_last_token(tmp_path: Path, lo
 
 
 @pytest.mark.parametrize(
-    ("align", "places"), [("first", [0, 3, 11]), ("last", [1, 9, 11]), ("", [1, 9, 11]), ("all", [0, 1, *range(3, 10), 11])]
+    ("align", "places"),
+    [("first", [0, 3, 11]), ("last", [1, 9, 11]), ("", [1, 9, 11]), ("all", [0, 1, *range(3, 10), 11])],
 )
 def test_words_have_their_labels_where_they_are_wanted(tmp_path: Path, align: str, places: list[int]) -> None:
     record = {"tokens": ["is", "Größe", "?", "x"], "labels": ["ham", 1, 0, None]}
@@ -128,9 +129,17 @@ def test_every_token_of_a_real_tokenizer_finds_its_word(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("of", "record", "says"),
     [
-        ("text", {"text": "a", "label": "spm"}, "line 2: label 'spm' is none of the classes ham, spam. Did you mean 'spam'?"),
+        (
+            "text",
+            {"text": "a", "label": "spm"},
+            "line 2: label 'spm' is none of the classes ham, spam. Did you mean 'spam'?",
+        ),
         ("text", {"text": "a", "label": 2}, "line 2: label 2 is not the name of a class, or its number from 0 to 1."),
-        ("text", {"text": "a", "label": True}, "line 2: expected a label under 'label'; the fields are 'text', 'label'."),
+        (
+            "text",
+            {"text": "a", "label": True},
+            "line 2: expected a label under 'label'; the fields are 'text', 'label'.",
+        ),
         ("text", {"body": "a", "label": 0}, "line 2: expected a text under 'text'; the fields are 'body', 'label'."),
         ("text", {"text": "", "label": 0}, "line 2: the text has no token."),
         ("text", {"text": "a", "label": -100}, "line 2: the text has no label."),

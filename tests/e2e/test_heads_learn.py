@@ -64,9 +64,14 @@ def compared(run: Path, folder: Path, loader: Any) -> Any:
     with torch.no_grad():
         ours, found = part.head(part(ids)), theirs(ids)
         expected = found.logits if hasattr(found, "logits") else found.last_hidden_state
-        torch.testing.assert_close(ours[:, -1:] if expected.dim() == 2 else ours, expected.view(1, -1, expected.shape[-1]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ours[:, -1:] if expected.dim() == 2 else ours,
+            expected.view(1, -1, expected.shape[-1]),
+            rtol=1e-5,
+            atol=1e-5,
+        )
+    opened = open_model(run, device="cpu")
     with pytest.raises(ConfigError, match="Text is generated from token logits; the head of this model gives"):
-        opened = open_model(run, device="cpu")
         Completion(opened.job, opened.model, "a", Sampling())
     return theirs
 
@@ -104,7 +109,13 @@ def test_two_halves_of_a_passage(tmp_path: Path) -> None:
         tmp_path,
         ("embed", "text_pairs"),
         60,
-        **{"text_pairs.kind": "embedding", "text_pairs.path": str(file), "train.sequence": 64, "train.global_batch": 64, "decoder.layers": 1},
+        **{
+            "text_pairs.kind": "embedding",
+            "text_pairs.path": str(file),
+            "train.sequence": 64,
+            "train.global_batch": 64,
+            "decoder.layers": 1,
+        },
     )
     chance = 1 / 32
     assert found["embed.recall_at_1"] > 4 * chance, found

@@ -15,9 +15,9 @@ from forge_train import ConfigError, HFModel, Model
 from forge_train.composition.compose import compose
 from forge_train.config import Request
 from forge_train.registry.setup import resolve
+from forge_train.state_map import Rename
 from forge_train.storage import hf_fit
 from forge_train.storage.hf_folder import Folder, fill
-from forge_train.state_map import Rename
 from forge_train_plugins.models._decoder import heads
 from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
 from forge_train_tools.offline.opening import lone_job
@@ -66,7 +66,9 @@ def plugins_of(name: str, kind: str) -> tuple[str, ...]:
 def written(folder: Path, name: str, kind: str, **more: Any) -> Any:
     """A random model of transformers, in a folder."""
     torch.manual_seed(0)
-    labels = {} if kind == BASE else {"id2label": dict(enumerate(NAMES)), "label2id": {n: k for k, n in enumerate(NAMES)}}
+    labels = (
+        {} if kind == BASE else {"id2label": dict(enumerate(NAMES)), "label2id": {n: k for k, n in enumerate(NAMES)}}
+    )
     values = {**SHAPE, "pad_token_id": 0, "attn_implementation": "eager", **labels, **FAMILIES[name], **more}
     config = getattr(transformers, f"{name}Config")(**values)
     model = getattr(transformers, f"{name}{kind}")(config).eval()
@@ -174,7 +176,9 @@ def test_what_can_not_be_imported_is_told(tmp_path: Path, more: dict[str, Any], 
 
 def test_a_folder_asks_for_the_plugin_of_its_head(tmp_path: Path) -> None:
     written(tmp_path / "hf", "Llama", TEXTS)
-    with pytest.raises(ConfigError, match=r"\[classify\] belongs to a plugin that is not enabled: add --plugins classify"):
+    with pytest.raises(
+        ConfigError, match=r"\[classify\] belongs to a plugin that is not enabled: add --plugins classify"
+    ):
         import_checkpoint(tmp_path / "hf", tmp_path / "forge")
 
 

@@ -11,7 +11,6 @@ A hook is of one kind:
 * **questions**: every answer is collected.
 
 What an implementation must return is its spec's annotation: `forge_train.contract.returns` holds every value to it.
-
 Adding an argument to a spec is compatible. Removing one goes through `warn_on_impl_args` for one minor version.
 """
 
@@ -100,10 +99,7 @@ def _hook(
 
 @_hook("slot")
 def build_model(job: Job) -> nn.Module:
-    """The model; called with the meta device as default, so that nothing is allocated.
-
-    What a model declares about itself is in docs: “How to design a model”.
-    """
+    """The model; called with the meta device as default, so that nothing is allocated."""
     raise AssertionError
 
 

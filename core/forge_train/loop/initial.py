@@ -50,7 +50,9 @@ def load_initial(model: Model, job: Job) -> Initial | None:
         taken = _from_hugging_face(model, job, Path(train.init_from).absolute())
     else:
         path = checkpoint.resolve(Path(train.init_from), job.dist)
-        fit = load_weights(model, job, path, missing=train.init_missing, unexpected=train.init_unexpected, free=_head(job))
+        fit = load_weights(
+            model, job, path, missing=train.init_missing, unexpected=train.init_unexpected, free=_head(job)
+        )
         taken = Initial(str(path.absolute()), Base.of(path), fit.missing, fit.unexpected)
     for what, names in (("keep their initial values", taken.missing), ("were left out", taken.unexpected)):
         if names and job.dist.main:

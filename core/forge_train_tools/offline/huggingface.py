@@ -248,7 +248,12 @@ def export_checkpoint(
     try:
         part.mkdir(parents=True)
         special = _special_tokens(beside, job)
-        described = {**special, **layout.config, **_padding(special, layout, job), "torch_dtype": str(dtype).removeprefix("torch.")}
+        described = {
+            **special,
+            **layout.config,
+            **_padding(special, layout, job),
+            "torch_dtype": str(dtype).removeprefix("torch."),
+        }
         write_json(part / CONFIG, described)
         files = write_tensors(
             part,

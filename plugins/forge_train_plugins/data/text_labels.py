@@ -11,7 +11,6 @@ from forge_train_data.plugin import DataPlugin, Prefetch, ahead, check_prefetch
 
 if TYPE_CHECKING:
     from forge_train import Job
-    from forge_train.config import Config as RunConfig
     from forge_train_data.documents import Documents
     from forge_train_data.held_out import Side
     from forge_train_data.labels import Labels
@@ -112,7 +111,10 @@ class TextLabels(DataPlugin):
                 found = open_prepared(wanted.out, key="text_labels.path").sides
                 known = "; " + ", ".join(f"{one.count // 2:,} texts for {side}" for side, one in found.items())
             yield "source", f"{counted(files)}{known}"
-            yield "decode", f"text from {labels.text!r}, labels from {labels.label!r}: {len(labels.classes.names)} classes"
+            yield (
+                "decode",
+                f"text from {labels.text!r}, labels from {labels.label!r}: {len(labels.classes.names)} classes",
+            )
         except ConfigError as error:
             yield "source", str(error)
 

@@ -34,7 +34,9 @@ class _Classifier(Plugin):
     def check_config(self) -> Iterator[Problem]:
         names, key = self.config.classes, f"{self.name}.classes"
         if len(names) < 2:
-            yield Problem(key, f'expected the names of two classes or more, such as ["ham", "spam"]; found {len(names)}.')
+            yield Problem(
+                key, f'expected the names of two classes or more, such as ["ham", "spam"]; found {len(names)}.'
+            )
         if twice := sorted({name for name in names if names.count(name) > 1}):
             yield Problem(key, f"{twice[0]!r} stands there twice.")
 

@@ -15,7 +15,9 @@ class CrossEntropy(Plugin):
     """Cross-entropy in fp32 that never holds all logits at once, with z-loss and label smoothing on request."""
 
     api = (1, 0)
-    takes: ClassVar[Mapping[str, tuple[str, ...]]] = {"head": ("token_logits", "text_class_logits", "token_class_logits")}
+    takes: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "head": ("token_logits", "text_class_logits", "token_class_logits")
+    }
 
     @section
     class Config:
