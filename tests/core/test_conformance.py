@@ -78,13 +78,11 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
     if name == "hf":
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         return {"hf.type": "gpt_neox", "hf.set": sizes}
-    if name == "mla":
-        return {"decoder.kv_heads": 4}
     if name == "hf_datasets":
         records = [{"text": f"line {number}\n" * 20} for number in range(400)]
         datasets.Dataset.from_list(records).save_to_disk(folder / "records")
         return {"hf_datasets.path": str(folder / "records"), "hf_datasets.cache": str(folder / "cache")}
-    return {}
+    return {"decoder.kv_heads": 4} if name == "mla" else {}
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -6,7 +6,7 @@ computes is lost, and core calls both once memory is there.
 
 What optimizers share is here too: parameter groups, and updates of full matrices; and what attention kernels share:
 which keys a query sees, documents' bounds, and exact attention in tiles for where no fused kernel runs; and what losses
-share: sums over chunks of a sequence, and one vector for each of them. Techniques stay out of this package. Importing it
+share: sums over chunks of a sequence, and a vector for each of them. Techniques stay out of this package. Importing it
 imports torch.
 """
 
