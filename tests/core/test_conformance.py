@@ -32,6 +32,25 @@ CHEAPER = {"compile": {"compile.backend": "aot_eager"}}
 """Without inductor's C++: tests/plugins/test_compile.py and tests/dist/test_compositions.py have that."""
 
 
+def of_a_head(name: str, folder: Path) -> dict[str, Any]:
+    """Data for a head, or a head for the data."""
+    texts = [f"say {number}" for number in range(400)]
+    if name in ("embed", "reward"):
+        pairs = [{"anchor": one, "positive": one, "prompt": one, "chosen": "yes", "rejected": "no"} for one in texts]
+        (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+        kind = (
+            {"text_pairs.kind": "embedding", "embed.group": 1} if name == "embed" else {"text_pairs.template": "plain"}
+        )
+        more = {"text_pairs.path": str(folder / "pairs.jsonl"), "text_pairs.cache": str(folder / "cache")}
+        return {**more, **kind, "text_pairs.long": "right", "train.micro_batch": 4, "plugins": ["text_pairs"]}
+    plugin = "classify" if name == "text_labels" else name
+    words = [{"tokens": text.split(), "labels": [0, 1], "text": text, "label": 1} for text in texts]
+    (folder / "labelled.jsonl").write_text("\n".join(map(json.dumps, words)))
+    more = {"text_labels.path": str(folder / "labelled.jsonl"), "text_labels.cache": str(folder / "cache")}
+    classes = {f"{plugin}.classes": ["no", "yes"], "text_labels.held_out": 0.3}
+    return {**more, **classes, "plugins": ["classify" if name == "text_labels" else "text_labels"]}
+
+
 def needed(name: str, folder: Path) -> dict[str, Any]:
     """What a plugin can't be tried without."""
     if name == "distill":
@@ -49,28 +68,8 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
             "plugins": ["pair_task:Contrast"],
         }
         return {"text_pairs.path": str(folder / "pairs.jsonl"), **more}
-    if name in ("classify", "token_classify", "text_labels"):
-        plugin = "classify" if name == "text_labels" else name
-        texts = [f"say {number}" for number in range(400)]
-        words = [{"tokens": text.split(), "labels": [0, 1], "text": text, "label": 1} for text in texts]
-        lines = [json.dumps(one) for one in words]
-        (folder / "labelled.jsonl").write_text("\n".join(lines))
-        more = {"text_labels.path": str(folder / "labelled.jsonl"), "text_labels.cache": str(folder / "cache")}
-        more |= {f"{plugin}.classes": ["no", "yes"], "text_labels.held_out": 0.3}
-        return {**more, "plugins": [{"text_labels": plugin}.get(name, "text_labels")]}
-    if name in ("embed", "reward"):
-        pair = {"anchor": "say", "positive": "yes", "prompt": "say", "chosen": "yes", "rejected": "no"}
-        lines = [json.dumps({key: f"{text} {number}" for key, text in pair.items()}) for number in range(400)]
-        (folder / "pairs.jsonl").write_text("\n".join(lines))
-        kind = (
-            {"text_pairs.kind": "embedding", "embed.group": 1} if name == "embed" else {"text_pairs.template": "plain"}
-        )
-        more = {
-            "text_pairs.long": "right",
-            "text_pairs.path": str(folder / "pairs.jsonl"),
-            "text_pairs.cache": str(folder / "cache"),
-        }
-        return {**more, **kind, "plugins": ["text_pairs"]}
+    if name in ("classify", "token_classify", "text_labels", "embed", "reward"):
+        return of_a_head(name, folder)
     if name in ("tokens", "mixture"):
         (folder / "text.txt").write_text("".join(f"line {number}\n" for number in range(4000)))
         prepare(Preparation((str(folder / "text.txt"),), folder / "tokens", held_out=0.2), Progress())
@@ -79,13 +78,11 @@ def needed(name: str, folder: Path) -> dict[str, Any]:
     if name == "hf":
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         return {"hf.type": "gpt_neox", "hf.set": sizes}
-    if name == "mla":
-        return {"decoder.kv_heads": 4}
     if name == "hf_datasets":
         records = [{"text": f"line {number}\n" * 20} for number in range(400)]
         datasets.Dataset.from_list(records).save_to_disk(folder / "records")
         return {"hf_datasets.path": str(folder / "records"), "hf_datasets.cache": str(folder / "cache")}
-    return {}
+    return {"decoder.kv_heads": 4} if name == "mla" else {}
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -70,8 +70,8 @@ def compared(run: Path, folder: Path, loader: Any) -> Any:
             rtol=1e-5,
             atol=1e-5,
         )
+    opened = open_model(run, device="cpu")
     with pytest.raises(ConfigError, match="Text is generated from token logits; the head of this model gives"):
-        opened = open_model(run, device="cpu")
         Completion(opened.job, opened.model, "a", Sampling())
     return theirs
 

@@ -17,16 +17,7 @@ pytest.importorskip("transformers")
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.accept("families", 6)]
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "heads.md"
-FEW = [
-    "-s",
-    "train.steps=4",
-    "-s",
-    "train.sequence=256",
-    "-s",
-    "train.global_batch=8",
-    "-s",
-    "text_labels.held_out=0.2",
-]
+FEW = ["-s", "train.steps=4", "-s", "train.sequence=256", "-s", "train.global_batch=8"]
 """What the page leaves out, so that its commands are fast here."""
 
 
@@ -45,7 +36,7 @@ def test_the_page_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     heads_data.preferences(tmp_path / "preferences.jsonl", 120)
     heads_data.write(tmp_path / "text.jsonl", ({"text": text} for text in heads_data.passages("email", 40)))
     small = ["decoder.dim=32", "decoder.layers=1", "decoder.heads=2", "text.path=text.jsonl", "text.held_out=0.2"]
-    typed(["train", "--quiet", "--name", "lm", *(word for one in small for word in ("-s", one)), *FEW[:6]])
+    typed(["train", "--quiet", "--name", "lm", *(word for one in small for word in ("-s", one)), *FEW])
     typed(["checkpoint", "export", "runs/lm", "MODEL"])
     text = PAGE.read_text(encoding="utf-8")
     blocks: list[str] = re.findall(r"```(?:bash|python)\n(.*?)```", text, re.DOTALL)
@@ -57,7 +48,8 @@ def test_the_page_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             continue
         for line in block.splitlines():
             _, *command = shlex.split(line)
-            more = FEW[: 8 if "text_labels" in line else 6] if command[0] == "train" else []
+            held_out = f"text_{'labels' if 'text_labels' in line else 'pairs'}.held_out=0.2"
+            more = [*FEW, "-s", held_out] if command[0] == "train" else []
             told = typed([*command, *more, *(["--quiet"] if more else [])])
             commands += 1
             assert command[0] != "eval" or any(one in told for one in ("accuracy", "recall_at_1"))

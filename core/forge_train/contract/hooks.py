@@ -55,8 +55,7 @@ class Hooks(Events):
 
     def __init__(self, plugins: Sequence[tuple[EnabledPlugin, Plugin]], defaults: Mapping[str, str]) -> None:
         self.plugins = {enabled.name: plugin for enabled, plugin in plugins}
-        self.enabled = {enabled.name: enabled for enabled, _ in plugins}
-        self.defaults = dict(defaults)
+        self.enabled, self.defaults = {enabled.name: enabled for enabled, _ in plugins}, dict(defaults)
         self.unused: set[str] = set()
         """Plugins that turned out to have nothing to do; see `registry.unused`."""
         self.used: set[tuple[str, str]] = set()  # slot or chain, and a plugin whose answer was taken

@@ -97,10 +97,7 @@ def _hook(
 
 @_hook("slot")
 def build_model(job: Job) -> nn.Module:
-    """The model; called with the meta device as default, so that nothing is allocated.
-
-    What a model declares about itself is in docs: “How to design a model”.
-    """
+    """The model; called with the meta device as default, so that nothing is allocated."""
     raise AssertionError
 
 

@@ -6,7 +6,8 @@ computes is lost, and core calls both once memory is there.
 
 What optimizers share is here too: parameter groups, and updates of full matrices; and what attention kernels share:
 which keys a query sees, documents' bounds, and exact attention in tiles for where no fused kernel runs; and what losses
-share: sums over chunks of a sequence, one vector for each of them. Techniques stay out of this package. Importing it imports torch.
+share: sums over chunks of a sequence, and a vector for each of them. Techniques stay out of this package. Importing it
+imports torch.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .tiled import LargestLogit, TiledAttention
 from .update_rule import Kept, UpdateRule
 
 __all__ = [
+    "POOLING",
     "AtRest",
     "Dropout",
     "DynamicRoPE",
@@ -45,7 +47,6 @@ __all__ = [
     "LongRoPE",
     "MatrixOptimizer",
     "NarrowState",
-    "POOLING",
     "OffsetRMSNorm",
     "PerBatch",
     "Pooling",

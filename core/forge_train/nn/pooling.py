@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,9 @@ def pool(values: Tensor, batch: Batch, job: Job) -> Tensor:
     Under context parallelism every rank gets the vectors of whole sequences, and passes its part of the gradient on.
     """
     pooled = (values.float() * batch.targets[POOLING].unsqueeze(-1)).sum(1)
-    return _Sum.apply(pooled, job.dist.mesh("dense", "cp").get_group()) if job.dist.layout.cp > 1 else pooled
+    if job.dist.layout.cp == 1:
+        return pooled
+    return cast(Tensor, _Sum.apply(pooled, job.dist.mesh("dense", "cp").get_group()))  # type: ignore[no-untyped-call]
 
 
 def gather_rows(rows: Tensor, job: Job) -> Tensor:
@@ -60,7 +62,9 @@ def gather_rows(rows: Tensor, job: Job) -> Tensor:
     A gradient is the sum of what all ranks pass back, so that a sum of losses over the ranks has the gradient of the
     same loss on one process. All ranks have equally many rows.
     """
-    return _Gather.apply(rows, job.dist.mesh("batch", "dp").get_group()) if job.dist.data_ranks > 1 else rows
+    if job.dist.data_ranks == 1:
+        return rows
+    return cast(Tensor, _Gather.apply(rows, job.dist.mesh("batch", "dp").get_group()))  # type: ignore[no-untyped-call]
 
 
 class _Sum(torch.autograd.Function):

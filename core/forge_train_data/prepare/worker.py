@@ -112,17 +112,10 @@ def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told:
 
         for piece in task.pieces:
             try:
-                if wanted.labels is not None:
-                    for text, two in labelled(_placed(piece), wanted.labels, maker.tokenizer):
-                        for ids in two:
-                            side(side_of(text, wanted.held_out)).add_encoded(ids, None, len(text))
-                elif wanted.pairs:
-                    for text, members in pairs(piece, maker.template, maker.tokenizer):
+                if wanted.labels or wanted.pairs or wanted.chat:
+                    for text, members in encoded(piece, wanted, maker):
                         for ids, trained in members:
                             side(side_of(text, wanted.held_out)).add_encoded(ids, trained, len(text))
-                elif maker.template is not None:
-                    for text, ids, trained in chats(piece, maker.template, maker.tokenizer, wanted.learn):
-                        side(side_of(text, wanted.held_out)).add_encoded(ids, trained, len(text))
                 else:
                     for document in documents(piece, wanted.field):
                         for name, text in divided(document, wanted.held_out, whole=whole):
@@ -166,6 +159,21 @@ class Maker:
         folder = None if tokenizer == BYTES else Path(tokenizer)
         template = open_template(wanted.template, folder, now=TODAY) if wanted.chat else None
         return cls(opened, template, maps)
+
+
+def encoded(
+    piece: Piece, wanted: Preparation, maker: Maker
+) -> Iterator[tuple[bytes, list[tuple[Ids, NDArray[np.uint8] | None]]]]:
+    """The text of each record of a piece, and its documents, each with what of it is learned, if not all."""
+    if wanted.labels is not None:
+        for text, two in labelled(_placed(piece), wanted.labels, maker.tokenizer):
+            yield text, [(ids, None) for ids in two]
+    elif wanted.pairs:
+        for text, members in pairs(piece, maker.template, maker.tokenizer):
+            yield text, [*members]
+    elif maker.template is not None:
+        for text, ids, trained in chats(piece, maker.template, maker.tokenizer, wanted.learn):
+            yield text, [(ids, trained)]
 
 
 def chats(

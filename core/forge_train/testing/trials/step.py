@@ -21,7 +21,10 @@ VOCABULARY = 61
 def task_sums(bench: Bench) -> None:
     """Loss and weight of a batch are those of its rows together, so that any micro-batching gives the same mean."""
     model, task, (batch,) = bench.model(), bench.answer("task"), bench.batches(1)
-    whole, parts = [batch], cut_at(batch, getattr(task, "rows_together", 1))
+    together = getattr(task, "rows_together", 1)
+    if 1 < together >= len(batch.inputs):
+        raise SkippedError(f"its losses are of {together} rows, and a micro-batch has no more; set train.micro_batch")
+    whole, parts = [batch], cut_at(batch, together)
     weights = [sum(float(task.weight(one)) for one in some) for some in (whole, parts)]
     require(weights[0] > 0, f"the weight of a batch is {weights[0]}")
     require(weights[0] == weights[1], f"the weight of a batch is {weights[0]}, that of its rows {weights[1]}")
