@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "pp2": (("pp",), {"parallel.pp": 2}),
     "cp2, packed, gather": (("cp", "fsdp2"), {**CP, **PACKED, "cp.method": "gather"}),
     "cp2, all layers": (("cp", "fsdp2"), {**CP, "delta_net.layers": []}),
+    "tp2 × cp2, packed": (("tp", "cp", "fsdp2"), {**CP, **PACKED, "parallel.tp": 2, "delta_net.k_heads": 4}),
     "ep2": (("moe", "ep", "fsdp2"), EXPERTS),
     "compiled": (("fsdp2", "compile"), {"compile.backend": "aot_eager", **PACKED, "decoder.layers": 2}),
 }
@@ -40,7 +41,8 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_agrees_with_one_process(layout: str, verify: Verifier, composition_file: Path) -> None:
     plugins, settings = LAYOUTS[layout]
-    verdict = verify(compositions._request(composition_file, ("delta_net", *plugins), MODEL | settings), 2, steps=2)
+    request = compositions._request(composition_file, ("delta_net", *plugins), MODEL | settings)
+    verdict = verify(request, 4 if "×" in layout else 2, steps=2)
     assert verdict.agree, verdict
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
+import hf_models
 from forge_train import ConfigError
+from forge_train.config import Request
 from forge_train.testing import Verifier
-from hf_layouts import Foreign
+from hf_layouts import LAYOUTS, Foreign
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.dist]
@@ -37,3 +42,17 @@ def test_what_a_class_does_not_declare_is_named(verify: Verifier, kind: str, lay
     case = Foreign(kind, layout)
     with pytest.raises(ConfigError, match=text):
         verify(case.request(), 2, steps=1)
+
+
+@pytest.mark.accept("families", 3)
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "cp2"])
+def test_masks_of_dropout_are_the_same_on_every_layout(verify: Verifier, layout: str) -> None:
+    plugins, more = LAYOUTS[layout]
+    model = {"set": {**hf_models.MODELS["gpt_neox"], "hidden_dropout": 0.3}}
+
+    def request(plugins: tuple[str, ...], more: Mapping[str, Mapping[str, Any]]) -> Request:
+        sections = hf_models.sections("gpt_neox", hf=model, **more)
+        return Request(plugins=(*hf_models.PLUGINS, *plugins), without=hf_models.WITHOUT, sections=sections)
+
+    verdict = verify(request(plugins, more), 2, steps=3, reference=request((), {}))
+    assert verdict.agree, verdict

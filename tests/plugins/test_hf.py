@@ -12,6 +12,7 @@ from torch import Tensor
 
 import hf_models
 from forge_train import ConfigError, Model
+from forge_train.nn import Dropout
 from forge_train.nn.chunks import chosen
 
 transformers = pytest.importorskip("transformers")
@@ -180,6 +181,12 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ("falcon", {"vocab_size": 61, "hiden_size": 32}, "hf.set.hiden_size.*Did you mean 'hidden_size'"),
         ("falcon", {}, "hf.set.vocab_size: no enabled plugin provides a tokenizer"),
         ("opt", {**hf_models.MODELS["opt"], "dropout": 0.1}, r"switch them off: hf\.set\.dropout = 0\.0\."),
+        ("phi", {**hf_models.SHAPE, "resid_pdrop": 0.1}, r"switch them off: hf\.set\.resid_pdrop = 0\.0\."),
+        (
+            "gpt_neox",
+            {**hf_models.SHAPE, "attention_dropout": 0.3, "hidden_dropout": 0.1},
+            r"off: hf\.set\.attention_dropout",
+        ),
         ("apertus", hf_models.GROUPED, "only in its constructor"),
         ("cohere", {**hf_models.GROUPED, "num_attention_heads": "four"}, "transformers refuses this configuration"),
     ],
@@ -206,3 +213,12 @@ def test_the_library_is_named_where_it_is_missing() -> None:
     from forge_train_plugins.models.hf import HF
 
     assert HF.needs == {"transformers": "pip install 'forge-train[hf]'"}
+
+
+@pytest.mark.accept("families", 3)
+def test_modules_of_dropout_are_replaced_by_forges(tmp_path: Path) -> None:
+    changes = {**hf_models.MODELS["gpt_neox"], "hidden_dropout": 0.3}
+    _, model = hf_models.composed(tmp_path, "gpt_neox", changes=changes)
+    found = {name: module.rate for name, module in model.named_modules() if isinstance(module, Dropout)}
+    layers = [f"gpt_neox.layers.{at}.post_{what}_dropout" for at in (0, 1) for what in ("attention", "mlp")]
+    assert found == dict.fromkeys(["gpt_neox.emb_dropout", *layers], 0.3)

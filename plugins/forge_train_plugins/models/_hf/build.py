@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from transformers import PreTrainedConfig
 from forge_train import ConfigError
 from forge_train.ground.errors import describe
 from forge_train.ground.present import few
+from forge_train.nn import Dropout
 
 from . import attention
 from .config import model_class
@@ -41,11 +43,13 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     if not isinstance(getattr(model, base, None), nn.Module):
         raise ConfigError(f"hf: {name} has no module {base!r}, which its base_model_prefix names.")
     _check_values(model)
-    _check_dropout(model)
     inner = getattr(model, base)
     units = _units(model)
+    dropouts = _watched_dropout(model)
     asked = attention.probe(inner, lambda: _run(inner))
     _forget(model)
+    _swap_dropout(model, dropouts, job)
+    _check_dropout(model)
     width, kernel = 0, False
     if asked is not None and (chosen := job.hooks.provider("attention_kernel")):
         width = sum(heads * features for heads, _, features in asked.heads.values())
@@ -100,6 +104,26 @@ def _forget(model: nn.Module) -> None:
 def _random(name: str) -> bool:
     """Whether a value of this name switches random numbers on: dropout, or noise in the choice of experts."""
     return "drop" in name or "jitter" in name
+
+
+def _watched_dropout(model: nn.Module) -> dict[str, list[torch.Size]]:
+    """Path → what each call of a module of dropout is given, filled from now on."""
+    found: dict[str, list[torch.Size]] = {}
+    for path, module in model.named_modules():
+        if type(module) is nn.Dropout and module.p:
+            shapes = found[path] = []
+            module.register_forward_pre_hook(lambda _, args, own=shapes: own.append(args[0].shape))
+    return found
+
+
+def _swap_dropout(model: nn.Module, calls: Mapping[str, list[torch.Size]], job: Job) -> None:
+    """Put Forge's dropout, whose masks are the same on every layout, in the place of modules that zero features of
+    hidden states. One that is called twice stays: both calls would have one mask."""
+    for path, shapes in calls.items():
+        if [shape[:-1] for shape in shapes] == [(1, _PROBED)]:
+            parent, _, name = path.rpartition(".")
+            rate = cast(nn.Dropout, model.get_submodule(path)).p
+            setattr(model.get_submodule(parent), name, Dropout(rate, job, path))
 
 
 def _check_dropout(model: Any) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from forge_train import Specialisation
 from forge_train.ground.present import few
-from forge_train.nn import TensorStyle
+from forge_train.nn import Dropout, TensorStyle
 
 STYLES: Mapping[str, TensorStyle] = {
     "colwise": "colwise",
@@ -82,6 +82,12 @@ def _complete(part: Any, base: str, plan: dict[str, TensorStyle]) -> None:
     """Name what lies outside of blocks: norms work on each token alone, the embedding and the head are split."""
     blocks = [path for path, style in plan.items() if style in BLOCKS]
     for path, module in part.named_modules():
+        if isinstance(module, Dropout):
+            if any(path.startswith(f"{block}.") for block in blocks):
+                raise TypeError(
+                    f"{type(part.get_submodule(base)).__name__} of transformers has dropout in a split block"
+                )
+            plan[path] = "sequence"
         own = [*module.parameters(recurse=False)]
         if not own or path in plan or any(path.startswith(f"{block}.") for block in blocks):
             continue
