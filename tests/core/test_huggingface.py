@@ -353,7 +353,7 @@ def test_a_model_of_an_outside_plugin_is_exchanged(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(ConfigError, match=r"knows the architecture \['ToyForCausalLM'\] \(asked: decoder\)") as caught:
         import_checkpoint(tmp_path / "hf", tmp_path / "other")
-    assert "Known: Gemma2ForCausalLM, Gemma3ForCausalLM" in str(caught.value)
+    assert "Gemma2ForCausalLM, Gemma3ForCausalLM" in str(caught.value)
 
 
 @pytest.mark.unit
@@ -402,7 +402,7 @@ MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda hf: change_config(hf, architectures=["MambaForCausalLM"]),
         (
             "no enabled plugin knows the architecture ['MambaForCausalLM']",
-            "asked: decoder). Known: Gemma2ForCausalLM, ",
+            "asked: decoder). Known: ",
         ),
     ),
     "a value it has no counterpart for": (

@@ -108,3 +108,13 @@ def test_weights_that_may_differ_are_named(hf: Path, run_forge: RunForge) -> Non
         run_forge((), {"decoder.tied": False, "train.init_from": str(hf), "decoder.dim": 64}, steps=1)
     with pytest.raises(ConfigError, match=r"checkpoint\.only needs a checkpoint .* forge checkpoint import .*hf NEW"):
         run_forge((), {"decoder.tied": False, "train.init_from": str(hf), "checkpoint.only": ["embedding.*"]}, steps=1)
+
+
+def test_weights_that_the_folder_lacks_may_keep_their_initial_values(hf: Path, run_forge: RunForge) -> None:
+    config = {"decoder.tied": False, "train.init_from": str(hf), "decoder.layers": 3}
+    with pytest.raises(ConfigError, match=r"model\.layers\.2\.input_layernorm\.weight: missing"):
+        run_forge((), config, steps=1)
+    run = run_forge((), {**config, "train.init_missing": ["layers.2.*"]}, steps=1)
+    (event,) = [one for one in run.events if one["event"] == "initialised"]
+    assert event["missing"]
+    assert {name.split(".")[1] for name in event["missing"]} == {"2"}

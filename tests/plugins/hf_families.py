@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import fakes
 from forge_train import HFModel, Plugin
-from forge_train.storage.hf_fit import _fitting
 from forge_train_plugins.attention.mla import MLA
 from forge_train_plugins.attention.sdpa import SDPA
 from forge_train_plugins.experts._alltoall.transport import Local
@@ -68,7 +67,8 @@ def _with_experts(job: Any, moe: Any) -> None:
 def mapped(found: HFModel, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors under transformers' names → those under forge's."""
     described = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    plan = _fitting(found, described).map.plan(described)
+    fitting = max((found.map, *found.others), key=lambda one: len(one.trace(described).taken))
+    plan = fitting.plan(described)
     return dict(plan.stream(lambda name, box: tensors[name][tuple(slice(*bounds) for bounds in box)]))
 
 

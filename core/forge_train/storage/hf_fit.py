@@ -50,8 +50,7 @@ def plan(
         needed = {source for name in everything.targets if name in wanted for source, _ in everything.reads(name)}
         leftovers = [name for name in leftovers if name not in needed]
     stored = {name: one for name, one in folder.described().items() if name not in leftovers}
-    layout = _fitting(layout, stored)
-    step = layout.map.trace(stored)
+    layout, step = _fitting(layout, stored, wanted)
     made = Plan(step.given)
     sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
     absent = {*missing(sorted(wanted.keys() - made.targets.keys()))}
@@ -73,11 +72,14 @@ def plan(
     return Plan({name: view for name, view in made.targets.items() if name in wanted})
 
 
-def _fitting(layout: HFModel, stored: Described) -> HFModel:
-    """With the map of that layout, of those which files may have, that takes most of the tensors."""
-    if not layout.others:
-        return layout
-    return replace(layout, map=max((layout.map, *layout.others), key=lambda one: len(one.trace(stored).taken)))
+def _fitting(layout: HFModel, stored: Described, wanted: Described) -> tuple[HFModel, Step]:
+    """With the map of that layout, of those which files may have, that gives most weights, applied to the tensors."""
+    tried: list[tuple[HFModel, Step]] = []
+    for one in (layout.map, *layout.others):
+        tried.append((replace(layout, map=one), one.trace(stored)))
+        if wanted.keys() <= tried[-1][1].given.keys():
+            return tried[-1]
+    return max(tried, key=lambda pair: len(wanted.keys() & pair[1].given.keys()))
 
 
 def _expected(folder: Folder, layout: HFModel, wanted: Described, whose: str) -> dict[str, Shape] | None:

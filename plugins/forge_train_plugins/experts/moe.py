@@ -74,6 +74,14 @@ class MoE(Plugin):
         group_best: Annotated[int, Gt(0)] = 2
         """How many of a group's scores that sum has: 2 in DeepSeek-V3, 1 in DeepSeek-V2 (arXiv:2405.04434, §2.2.2)."""
 
+        def layers(self, count: int) -> list[int]:
+            """The layers that have experts, of so many."""
+            return list(range(self.dense_first, count))[self.every - 1 :: self.every]
+
+        def width(self, dense: int) -> int:
+            """Of one expert, where a dense block has this width."""
+            return self.hidden or -(-dense // (16 * (self.top_k + self.shared))) * 16
+
     config: Config
 
     def __init__(self, config: Config) -> None:
@@ -82,9 +90,7 @@ class MoE(Plugin):
 
     @hookimpl
     def feed_forward(self, layer: Layer, job: Job) -> FeedForward | None:
-        from ._moe.rules import layers
-
-        sparse = layers(self.config, layer.num_layers)
+        sparse = self.config.layers(layer.num_layers)
         if not sparse:
             raise ConfigError(
                 f"moe: none of the {layer.num_layers} layers has experts with "

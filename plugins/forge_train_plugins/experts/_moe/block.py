@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from forge_train import Layer, TokenDispatch, attach_loss, record_choices
 from forge_train.nn import Linear, TensorStyle, flops_per_token
 
-from . import rules
 from .experts import GATES, Experts
 from .losses import balance, entropy, z_loss
 from .router import Choice, Router, Routing, kept, loads
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 def build(config: MoE.Config, layer: Layer, job: Job, *, of: int) -> MoEFeedForward:
     """The module of a layer, one `of` so many with experts."""
-    hidden = rules.hidden(config, layer.ffn_dim)
+    hidden = config.width(layer.ffn_dim)
     router = Router(
         layer.dim,
         config.experts,

@@ -13,16 +13,6 @@ if TYPE_CHECKING:
     from ..moe import MoE
 
 
-def layers(config: MoE.Config, count: int) -> list[int]:
-    """The layers that have experts, of so many."""
-    return list(range(config.dense_first, count))[config.every - 1 :: config.every]
-
-
-def hidden(config: MoE.Config, dense: int) -> int:
-    """Width of one expert, where a dense block has so many features."""
-    return config.hidden or -(-dense // (16 * (config.top_k + config.shared))) * 16
-
-
 def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
     """What only several values together show."""
     experts, parallel, train = config.experts, run.parallel, run.train

@@ -6,15 +6,12 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ....experts._moe.rules import layers
 from . import experts
 from .family import ATTENTION_BIAS, BLOCK, Family, Key, Part, Sections
 from .positions import LLAMAS
 from .reader import Reader
 
 if TYPE_CHECKING:
-    from ....attention.mla import MLA
-    from ....experts.moe import MoE
     from ...decoder import Decoder
 
 NAMES = {
@@ -57,7 +54,7 @@ def _latent(*, interleaved: bool | None) -> Part:
         found["interleaved"] = config.flag("rope_interleave", True) if interleaved is None else interleaved
         return found
 
-    def write(section: MLA.Config, decoder: Decoder.Config) -> dict[str, Any]:
+    def write(section: Any, decoder: Decoder.Config) -> dict[str, Any]:
         found: dict[str, Any] = {theirs: getattr(section, ours) for theirs, ours in ranks.items()}
         found |= {"v_head_dim": section.v_dim or decoder.head_dim, "q_lora_rank": section.q_rank or None}
         found |= {"rope_interleave": section.interleaved} if interleaved is None else {}
@@ -66,7 +63,7 @@ def _latent(*, interleaved: bool | None) -> Part:
             found["rope_scaling"] = {**table, **_mscales(section.mscale, decoder)}
         return found
 
-    def resolved(section: MLA.Config, decoder: Decoder.Config) -> MLA.Config:
+    def resolved(section: Any, decoder: Decoder.Config) -> Any:
         return replace(section, v_dim=section.v_dim or decoder.head_dim)
 
     return Part("mla", read, write, resolved=resolved)
@@ -114,7 +111,7 @@ def _read_method(config: Reader, count: int) -> dict[str, Any]:
     return {"groups": config.integer("n_group"), "top_groups": config.integer("topk_group"), "group_best": 1}
 
 
-def _write_method(section: MoE.Config, count: int) -> dict[str, Any]:
+def _write_method(section: Any, count: int) -> dict[str, Any]:
     dense = _write_dense(section, count)
     if section.groups == 1:
         return {**dense, "topk_method": "greedy"}
@@ -122,8 +119,8 @@ def _write_method(section: MoE.Config, count: int) -> dict[str, Any]:
     return {**dense, "topk_method": "group_limited_greedy", **groups}
 
 
-def _write_dense(section: MoE.Config, count: int) -> dict[str, Any]:
-    return {"first_k_dense_replace": count - len(layers(section, count))}
+def _write_dense(section: Any, count: int) -> dict[str, Any]:
+    return {"first_k_dense_replace": count - len(section.layers(count))}
 
 
 DEEPSEEK2 = Family(

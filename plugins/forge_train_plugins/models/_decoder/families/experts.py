@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from forge_train.state_map import Rename, Split, Stack, StateMap, Together
 
-from ....experts._moe.rules import hidden, layers
 from .family import ACTIVATIONS, Key, Part, Sections
 from .reader import Reader
 
 if TYPE_CHECKING:
-    from ....experts.moe import MoE
     from ...decoder import Decoder
 
 NEUTRAL = ("balance", "balance_over", "z_loss", "capacity", "jitter", "matmul", "metrics")
@@ -30,7 +28,7 @@ def part(
     fixed: Mapping[str, Any] | None = None,
     balance: float = 0.001,
     read_more: Callable[[Reader, int], dict[str, Any]] = lambda config, count: {},
-    write_more: Callable[[MoE.Config, int], dict[str, Any]] = lambda section, count: {},
+    write_more: Callable[[Any, int], dict[str, Any]] = lambda section, count: {},
 ) -> Part:
     """Experts as a family writes them.
 
@@ -57,9 +55,9 @@ def part(
             section["balance"] = short(config.number(BALANCE, balance) * section["top_k"])
         return section | read_more(config, sections["decoder"]["layers"])
 
-    def write(section: MoE.Config, decoder: Decoder.Config) -> dict[str, Any]:
+    def write(section: Any, decoder: Decoder.Config) -> dict[str, Any]:
         found = {name: key.theirs(getattr(section, key.options[0])) for name, key in keys.items()} | dict(fixed or {})
-        if len(layers(section, decoder.layers)) == decoder.layers:
+        if len(section.layers(decoder.layers)) == decoder.layers:
             found["hidden_act"] = next(theirs for theirs, ours in ACTS.items() if ours == section.activation)
         if not any("balance" in key.options for key in keys.values()):
             found[BALANCE] = short(section.balance / section.top_k)
@@ -68,10 +66,10 @@ def part(
     return Part("moe", read, write, NEUTRAL, _resolved)
 
 
-def _resolved(section: MoE.Config, decoder: Decoder.Config) -> MoE.Config:
+def _resolved(section: Any, decoder: Decoder.Config) -> Any:
     """With everything filled in that follows from other options, so that equal models are equal."""
-    first, every = _pattern(layers(section, decoder.layers), decoder.layers) or (section.dense_first, section.every)
-    width, speed = hidden(section, decoder.hidden), 0.001 * (section.bias_speed > 0)
+    first, every = _pattern(section.layers(decoder.layers), decoder.layers) or (section.dense_first, section.every)
+    width, speed = section.width(decoder.hidden), 0.001 * (section.bias_speed > 0)
     return replace(section, hidden=width, dense_first=first, every=every, bias_speed=speed)
 
 
@@ -100,8 +98,8 @@ def read_sparse(config: Reader, count: int) -> dict[str, Any]:
     return {"dense_first": found[0], "every": found[1]}
 
 
-def write_sparse(section: MoE.Config, count: int) -> dict[str, Any]:
-    sparse = layers(section, count)
+def write_sparse(section: Any, count: int) -> dict[str, Any]:
+    sparse = section.layers(count)
     return {"decoder_sparse_step": 1, "mlp_only_layers": [index for index in range(count) if index not in sparse]}
 
 
