@@ -196,9 +196,9 @@ def test_every_gradient_is_that_of_the_papers_equations(tied: bool, tmp_path: Pa
         assert weight.grad is not None
         gap = (kept.found[name] - weight.grad).norm() / weight.grad.norm()
         assert gap <= 1e-5, (name, float(gap))
-    assert run.losses[0] == pytest.approx(float(main) / counts[0], rel=1e-6)
+    assert run.losses[0] == pytest.approx(main.item() / counts[0], rel=1e-6)
     for depth, (loss, count) in enumerate(zip(further, counts[1:], strict=True), start=1):
-        assert run.metrics[0][f"mtp.loss.{depth}"] == pytest.approx(float(loss) / count, rel=1e-6)
+        assert run.metrics[0][f"mtp.loss.{depth}"] == pytest.approx(loss.item() / count, rel=1e-6)
 
 
 def test_what_follows_stays_in_its_document_and_its_row() -> None:
