@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import toys
-from forge_train import MASKED, Batch, Job, Model, Plugin, Task, hookimpl
+from forge_train import MASKED, Batch, Classes, Job, Model, Plugin, Task, hookimpl
 
 VOCABULARY = 256
 
@@ -36,6 +36,8 @@ class OutsideData(Outside):
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Any:
+        if job.hooks.provider("classes"):
+            assert len(job.hooks.classes().names) == 2
         return OutsideLoader(job, self)
 
 
@@ -48,6 +50,15 @@ class OutsideLoader(toys.PlacedLoader):
         self.owner.use()
         tokens = (places[:, None] * 7 + torch.arange(self.job.config.train.sequence + 1)) % VOCABULARY
         return Batch(tokens[:, :-1], tokens[:, 1:])
+
+
+class OutsideClasses(Outside):
+    """Two classes."""
+
+    @hookimpl
+    def classes(self, job: Job) -> Classes:
+        self.use()
+        return Classes(("even", "odd"), "text")
 
 
 class OutsideTokenizer(Outside):

@@ -31,6 +31,7 @@ CASES: dict[str, tuple[type[outside.Outside], ...]] = {
     "token_dispatch": (outside_layers.OutsideDispatch, outside_layers.OutsideFeedForward),
     "build_data": (outside.OutsideData,),
     "tokenizer": (outside.OutsideTokenizer, outside.OutsideData),
+    "classes": (outside.OutsideClasses, outside.OutsideData),
     "task": (outside.OutsideTask,),
     "loss": (outside.OutsideLoss,),
     "executor": (outside.OutsideExecutor,),

@@ -51,6 +51,14 @@ def gives_batches(bench: Bench) -> str:
     return f"{shape[0]} × {shape[1]}"
 
 
+def names_classes(bench: Bench) -> str:
+    first, again = (bench.answer("classes") for _ in range(2))
+    require(first == again, "two calls give different classes")
+    require(len(first.names) > 1, f"expected the names of two classes or more, found {len(first.names)}")
+    require(len({*first.names}) == len(first.names), "a name stands there twice")
+    return f"{len(first.names)} classes of {first.of}s"
+
+
 def is_the_same_every_time(bench: Bench) -> None:
     first, second = (_take(bench.loader("train"), 4) for _ in range(2))
     require(_same(first, second), "two loaders of one job give different batches")
@@ -167,6 +175,7 @@ def prepares(bench: Bench) -> None:
 
 
 TRIALS: Trials = {
+    "classes": [("names classes", names_classes)],
     "build_data": [
         ("gives batches", gives_batches),
         ("is the same every time", is_the_same_every_time),
