@@ -60,6 +60,12 @@ def guarded(function: Callable[..., Any], kind: Kind, whose: Whose, name: str) -
     return checked
 
 
+def first_state(stateful: Any, whose: Whose) -> dict[str, Any]:
+    """What the object of a slot would save; asked for at once, so that a mistake is not found at the first save."""
+    state: dict[str, Any] = guarded(stateful.state_dict, kind_of(dict[str, Any]), whose, "state_dict")()
+    return state
+
+
 def preparing(source: Whose, given: Sequence[tuple[str, Preparation]], calls: Calls, state: StepState) -> Prepare:
     """What plugins do to the batches of a step, as one function.
 

@@ -13,7 +13,7 @@ from .blame import note_plugin
 from .calls import Calls, EnabledPlugin, Whose, at_home, without
 from .extra import ExtraModel
 from .fit import check_fit, gives
-from .guards import Guarded, Prepare, guarded, nesting, preparing
+from .guards import Guarded, Prepare, first_state, guarded, nesting, preparing
 from .hookspecs import KINDS, OPTIONAL, TAKES
 from .layers import FeedForward, Head, HeadSpec, Layer
 from .losses import with_rows
@@ -34,7 +34,7 @@ from .protocols import (
     TokenDispatch,
     Tokenizer,
 )
-from .returns import kind_of, results
+from .returns import results
 from .tail import Tail, Trunk
 from .transform import Transform
 
@@ -55,7 +55,8 @@ class Hooks(Events):
 
     def __init__(self, plugins: Sequence[tuple[EnabledPlugin, Plugin]], defaults: Mapping[str, str]) -> None:
         self.plugins = {enabled.name: plugin for enabled, plugin in plugins}
-        self.enabled, self.defaults = {enabled.name: enabled for enabled, _ in plugins}, dict(defaults)
+        self.enabled = {enabled.name: enabled for enabled, _ in plugins}
+        self.defaults = dict(defaults)
         self.unused: set[str] = set()
         """Plugins that turned out to have nothing to do; see `registry.unused`."""
         self.used: set[tuple[str, str]] = set()  # slot or chain, and a plugin whose answer was taken
@@ -155,7 +156,8 @@ class Hooks(Events):
 
     def build_data(self, split: Literal["train", "validation"]) -> Loader:
         loader = cast(Loader, self._slot("build_data", split=split))
-        if not isinstance((state := self._state("build_data", loader)).get("sequences"), int):
+        state = first_state(loader, self.whose("build_data"))
+        if not isinstance(state.get("sequences"), int):
             raise PluginError(
                 f"{self.whose('build_data')}: state_dict must have the integer 'sequences', found {state}."
             )
@@ -186,7 +188,7 @@ class Hooks(Events):
 
     def lr_schedule(self, optimizer: torch.optim.Optimizer) -> Schedule:
         schedule = cast(Schedule, self._slot("lr_schedule", optimizer=optimizer))
-        self._state("lr_schedule", schedule)
+        first_state(schedule, self.whose("lr_schedule"))
         return schedule
 
     def loss_scale(self) -> LossScale | None:
@@ -262,11 +264,6 @@ class Hooks(Events):
         if slot in TAKES:
             check_fit(list(self.enabled.values()), {slot for slot, _ in self.used})
         return answer
-
-    def _state(self, slot: str, stateful: Any) -> dict[str, Any]:
-        """What the object of a slot would save; asked for at once, so that a mistake is not found at the first save."""
-        state_dict = guarded(stateful.state_dict, kind_of(dict[str, Any]), self.whose(slot), "state_dict")
-        return cast("dict[str, Any]", state_dict())
 
     def _chain(self, chain: str, layer: Layer) -> Any:
         arguments = {"layer": layer, "job": self.job}

@@ -11,23 +11,22 @@ A hook is of one kind:
 * **questions**: every answer is collected.
 
 What an implementation must return is its spec's annotation: `forge_train.contract.returns` holds every value to it.
+
 Adding an argument to a spec is compatible. Removing one goes through `warn_on_impl_args` for one minor version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
-
-import pluggy
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..ground.errors import Problem
 from .attention import Attention, AttentionKernel, KernelCapabilities
 from .batch import Batch, Preparation
 from .extra import ExtraModel
+from .kinds import ASKED, GIVES, KINDS, OPTIONAL, TAKES, Stage, hook
 from .layers import FeedForward, Head, HeadSpec, Layer
 from .metric import Metric
-from .plugin import PROJECT
 from .protocols import (
     Classes,
     Evaluator,
@@ -55,102 +54,71 @@ if TYPE_CHECKING:
     from .job import Job
     from .model import Model
 
-Kind = Literal["slot", "chain", "phases", "steps", "spans", "event", "questions"]
-KINDS: dict[str, Kind] = {}
-"""Hook name → kind."""
-OPTIONAL: set[str] = set()
-"""Slots that may stay empty."""
-Stage = Literal["composition", "step"]
-GIVES: dict[str, str] = {}
-"""Slot → what its provider gives to others, unless `Plugin.gives` says something else."""
-TAKES: dict[str, dict[str, tuple[str, ...]]] = {}
-"""Slot → what its provider takes from the providers of other slots, unless `Plugin.takes` says something else."""
-ASKED: dict[str, Stage] = {}
-"""Hook → when it has been asked for, if it ever is: once the model is composed, or once a step is ready to be taken."""
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-_spec = pluggy.HookspecMarker(PROJECT)
-
-
-def _hook(
-    kind: Kind,
-    *,
-    optional: bool = False,
-    asked: Stage | None = None,
-    gives: str = "",
-    takes: Mapping[str, tuple[str, ...]] | None = None,
-) -> Callable[[_F], _F]:
-    def mark(function: _F) -> _F:
-        name = function.__name__
-        KINDS[name] = kind
-        GIVES.update({name: gives} if gives else {})
-        TAKES.update({name: dict(takes)} if takes else {})
-        ASKED.update({name: asked} if asked else {})
-        OPTIONAL.update({name} if optional else ())
-        return _spec(function)
-
-    return mark
+__all__ = ["ASKED", "GIVES", "KINDS", "OBSERVERS", "OPTIONAL", "TAKES", "Stage"]
 
 
 # -- the model ------------------------------------------------------------------------------------
 
 
-@_hook("slot")
+@hook("slot")
 def build_model(job: Job) -> nn.Module:
-    """The model; called with the meta device as default, so that nothing is allocated."""
+    """The model; called with the meta device as default, so that nothing is allocated.
+
+    What a model declares about itself is in docs: “How to design a model”.
+    """
     raise AssertionError
 
 
-@_hook("chain", asked="composition")
+@hook("chain", asked="composition")
 def attention(layer: Layer, job: Job) -> Attention | None:
     """The token mixer of one layer, or None to leave it to the default."""
 
 
-@_hook("chain", asked="composition")
+@hook("chain", asked="composition")
 def feed_forward(layer: Layer, job: Job) -> FeedForward | None:
     """The channel mixer of one layer, or None to leave it to the default."""
 
 
-@_hook("slot", optional=True, asked="composition", gives="token_logits")
+@hook("slot", optional=True, asked="composition", gives="token_logits")
 def head(spec: HeadSpec, job: Job) -> Head:
     """The module that turns the model's hidden states into outputs."""
     raise AssertionError
 
 
-@_hook("slot", optional=True, asked="composition")
+@hook("slot", optional=True, asked="composition")
 def tail(trunk: Trunk, job: Job) -> Tail:
     """More layers behind the model's last one, in training."""
     raise AssertionError
 
 
-@_hook("slot", optional=True, asked="composition")
+@hook("slot", optional=True, asked="composition")
 def attention_kernel(job: Job) -> AttentionKernel:
     """The function that computes attention."""
     raise AssertionError
 
 
-@_hook("slot", optional=True, asked="composition")
+@hook("slot", optional=True, asked="composition")
 def token_dispatch(job: Job) -> TokenDispatch:
     """The transport of tokens to their experts."""
     raise AssertionError
 
 
-@_hook("phases")
+@hook("phases")
 def parallelize(job: Job) -> Transform | Iterable[Transform] | None:
     """Changes of the model, each in its phase; None where there is nothing to do at this size."""
 
 
-@_hook("questions")
+@hook("questions")
 def extra_models(job: Job) -> Iterable[ExtraModel] | None:
     """Other models that the run needs, such as a teacher: composed as the first is, they are in `job.models`."""
 
 
-@_hook("questions")
+@hook("questions")
 def import_hf(config: Mapping[str, Any]) -> HFModel | None:
     """How a model with this `config.json` is built and named here, or None if it is not one of this plugin's."""
 
 
-@_hook("questions")
+@hook("questions")
 def export_hf(job: Job) -> HFModel | None:
     """How this job's model is configured and named in Hugging Face layout, or None."""
 
@@ -158,31 +126,31 @@ def export_hf(job: Job) -> HFModel | None:
 # -- the data -------------------------------------------------------------------------------------
 
 
-@_hook("slot", gives="token_rows")
+@hook("slot", gives="token_rows")
 def build_data(job: Job, split: Literal["train", "validation"]) -> Loader:
     """A stateful loader of this rank's micro-batches."""
     raise AssertionError
 
 
-@_hook("questions")
+@hook("questions")
 def example_batch(job: Job) -> Batch | None:
     """A micro-batch of the shape that `build_data` gives for training, without opening the data; `forge plan` asks it
     of the plugin that fills that slot."""
 
 
-@_hook("slot", optional=True)
+@hook("slot", optional=True)
 def tokenizer(job: Job) -> Tokenizer:
     """Text to token ids and back, for generation and evaluation."""
     raise AssertionError
 
 
-@_hook("slot", optional=True)
+@hook("slot", optional=True)
 def classes(job: Job) -> Classes:
     """The classes that labels stand for, for the data and the head."""
     raise AssertionError
 
 
-@_hook("steps")
+@hook("steps")
 def prepare_batch(job: Job) -> Preparation | Iterable[Preparation] | None:
     """Changes of every micro-batch, each in its phase, and looks at a step's; resolved once, at start-up."""
 
@@ -190,63 +158,63 @@ def prepare_batch(job: Job) -> Preparation | Iterable[Preparation] | None:
 # -- the step -------------------------------------------------------------------------------------
 
 
-@_hook("slot", gives="token_labels", takes={"head": ("token_logits",), "build_data": ("token_rows",)})
+@hook("slot", gives="token_labels", takes={"head": ("token_logits",), "build_data": ("token_rows",)})
 def task(job: Job) -> Task:
     """The logic of a step."""
     raise AssertionError
 
 
-@_hook("slot", optional=True, asked="step", takes={"head": ("token_logits",), "task": ("token_labels",)})
+@hook("slot", optional=True, asked="step", takes={"head": ("token_logits",), "task": ("token_labels",)})
 def loss(job: Job) -> LossFunction:
     """The loss of hidden states against labels."""
     raise AssertionError
 
 
-@_hook("slot")
+@hook("slot")
 def executor(model: Model, task: Task, job: Job) -> Executor:
     """What runs forward and backward over the step's micro-batches."""
     raise AssertionError
 
 
-@_hook("slot")
+@hook("slot")
 def optimizer(model: Model, job: Job) -> torch.optim.Optimizer:
     """The optimizer over `model.named_parameters()`."""
     raise AssertionError
 
 
-@_hook("slot")
+@hook("slot")
 def lr_schedule(optimizer: torch.optim.Optimizer, job: Job) -> Schedule:
     """The schedule of learning rates."""
     raise AssertionError
 
 
-@_hook("slot", optional=True)
+@hook("slot", optional=True)
 def loss_scale(job: Job) -> LossScale:
     """Scaling of the loss, off if no plugin provides it."""
     raise AssertionError
 
 
-@_hook("spans")
+@hook("spans")
 def around(span: SpanName, job: Job) -> Span | None:
     """A factory of context managers around a span of the run, or None."""
 
 
-@_hook("questions")
+@hook("questions")
 def evaluators(job: Job) -> Evaluator | Iterable[Evaluator] | None:
     """Evaluations beside the loss on held-out data, each with its own data and metrics; asked once, at start-up."""
 
 
-@_hook("questions")
+@hook("questions")
 def evaluation_weights(job: Job) -> Mapping[str, float] | None:
     """The weights that a checkpoint is evaluated and exported with, if not its own: factors of its tensors in a sum."""
 
 
-@_hook("questions")
+@hook("questions")
 def metrics(model: Model, job: Job) -> Mapping[str, Metric] | None:
     """Numbers that this plugin observes, by name, added up over ranks, logged as `plugin.name`; asked at start-up."""
 
 
-@_hook("questions")
+@hook("questions")
 def kernel_needs(config: Config) -> KernelCapabilities | None:
     """What this plugin's part of the run will ask of the attention kernel. Called before anything slow is imported."""
 
@@ -254,47 +222,47 @@ def kernel_needs(config: Config) -> KernelCapabilities | None:
 # -- the run --------------------------------------------------------------------------------------
 
 
-@_hook("questions")
+@hook("questions")
 def check_config(config: Config) -> Iterable[Problem] | None:
     """Mistakes that only several values together show. Called before anything slow is imported."""
 
 
-@_hook("event")
+@hook("event")
 def on_start(job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
     """The run is composed and about to be resumed: the place to look modules up and to make state."""
 
 
-@_hook("event")
+@hook("event")
 def on_gradients(update: Update) -> None:
     """After backward and the global norm, before clipping: look, scale, veto."""
 
 
-@_hook("event")
+@hook("event")
 def on_step(step: StepResult) -> None:
     """After every optimizer step, skipped ones included."""
 
 
-@_hook("event")
+@hook("event")
 def on_log(record: LogRecord) -> None:
     """A line of metrics.jsonl was written."""
 
 
-@_hook("event")
+@hook("event")
 def on_evaluate(evaluation: Evaluation) -> None:
     """An evaluation on held-out data is done."""
 
 
-@_hook("event")
+@hook("event")
 def on_checkpoint(event: CheckpointEvent) -> None:
     """A checkpoint is being saved, was saved, loaded or pruned."""
 
 
-@_hook("event")
+@hook("event")
 def on_finish(finished: Finished) -> None:
     """The run ended in good order: done, or interrupted after a whole checkpoint."""
 
 
-@_hook("event")
+@hook("event")
 def on_error(error: BaseException) -> None:
     """The run failed, or diverged (`DivergedError`); `error` is raised again afterwards."""
 

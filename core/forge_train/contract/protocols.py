@@ -242,6 +242,7 @@ class HFModel:
         config: the `config.json`, for export.
         sections: plugin name → its configuration, for import.
         leftovers: patterns of tensors that files may hold beside these, and that the model does not need.
+        exact: patterns of tensors that an export stores in their own dtype, whichever is asked for.
         others: maps from other layouts of this model's tensors, which files may have instead, for import.
         left_out: patterns of the model's weights that the layout has no place for, and an export does without.
     """
@@ -252,6 +253,7 @@ class HFModel:
     leftovers: tuple[str, ...] = ()
     others: tuple[StateMap, ...] = ()
     left_out: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()
 
     def is_leftover(self, name: str) -> bool:
         """Whether a tensor of this name may be there, and is not needed."""

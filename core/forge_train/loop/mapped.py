@@ -22,7 +22,7 @@ KEY = "train.init_map"
 def from_folder(model: Model, job: Job, folder: Folder, layout: HFModel) -> tuple[list[str], list[str]]:
     """Fill a model from a folder in Hugging Face layout, as `train.init_map` says; see `_take`."""
     stored = {name: one for name, one in folder.described().items() if not layout.is_leftover(name)}
-    step = layout.map.trace(stored)
+    step = max((one.trace(stored) for one in (layout.map, *layout.others)), key=lambda one: len(one.taken))
     if step.wrong:
         raise ConfigError(f"{folder.path}: the tensors are not those of its model:{indented(step.wrong)}")
     left = {name: step.tensors[name] for name in step.left}

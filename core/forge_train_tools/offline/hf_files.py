@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,11 +125,13 @@ def appearing(target: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def in_order(plan: Plan, dtype: torch.dtype | None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def in_order(plan: Plan, dtype: torch.dtype | None, exact: Iterable[str] = ()) -> Shapes:
     """The tensors of a plan, group by group, and the dtype to store each in: the one that was asked for, or its own.
-    What is no floating-point number keeps its dtype."""
+    What is no floating-point number keeps its dtype, and so do names that match one of the patterns `exact`."""
     views = {name: plan.targets[name] for group in plan.groups for name in group.targets}
-    return {n: (v.shape, dtype if dtype and v.dtype.is_floating_point else v.dtype) for n, v in views.items()}
+    kept = {name for name in views if any(re.fullmatch(one, name) for one in exact)}
+    cast = {name for name, view in views.items() if dtype and view.dtype.is_floating_point and name not in kept}
+    return {name: (view.shape, dtype if dtype and name in cast else view.dtype) for name, view in views.items()}
 
 
 def put_beside(folder: Path, beside: Mapping[str, Path]) -> None:

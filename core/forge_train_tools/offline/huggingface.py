@@ -238,7 +238,7 @@ class _Export:
         weights = {name: one for name, one in model.state_dict().items() if name not in left_out}
         stored = Weights({name: where[name] for name in weights})
         plan = hf_fit.plan_export(source, layout, stored.views)
-        tensors = in_order(plan, dtype)
+        tensors = in_order(plan, dtype, layout.exact)
         special = special_tokens(beside, job)
         padding = _padding(special, layout, job)
         config = {**special, **layout.config, **padding, "torch_dtype": common_dtype(tensors)}

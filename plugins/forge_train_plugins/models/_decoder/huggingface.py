@@ -87,7 +87,7 @@ def write(config: Decoder.Config, vocabulary: int, model: nn.Module, sections: M
                 wrong = list(_without_place(layout, model, left_out))
             if not wrong:
                 found |= {AHEAD: ahead} if family.ahead else {}
-                return HFModel(map=layout, config=found, left_out=left_out)
+                return HFModel(map=layout, config=found, left_out=left_out, exact=family.exact)
             differing[family.architecture] = wrong
     lines = "\n".join(f"  {name}: {'; '.join(wrong)}" for name, wrong in sorted(differing.items(), key=_fewest))
     way_out = ' Set decoder.architecture to "" to allow all of them.' if config.architecture else ""

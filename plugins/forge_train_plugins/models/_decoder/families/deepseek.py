@@ -154,6 +154,7 @@ DEEPSEEK2 = Family(
 DEEPSEEK3 = Family(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
+    exact=(r".*\.e_score_correction_bias",),
     keys=KEYS,
     ignored=IGNORED,
     spellings={"num_local_experts": "n_routed_experts"},

@@ -145,6 +145,7 @@ class Family:
         grouped: whether keys and values may have fewer heads, and heads other widths than `hidden_size` / heads.
         activations: `hidden_act` → `swiglu.activation`.
         fixed: keys that a file is given beside those.
+        exact: patterns of tensors that are never stored in a narrower dtype.
         unused: options of `[decoder]` that make no difference to its models.
         spellings: other names of keys → those that are read and written here.
     """
@@ -170,6 +171,7 @@ class Family:
     grouped: bool = True
     activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
     fixed: Mapping[str, Any] = field(default_factory=lambda: {"attention_dropout": 0.0, "use_cache": True})
+    exact: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     spellings: Mapping[str, str] = field(default_factory=dict)
     by_sections: Callable[[Sections], Mapping[str, str]] = lambda sections: {}
