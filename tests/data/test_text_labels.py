@@ -16,6 +16,7 @@ from forge_train.testing import run_forge
 from forge_train_data.tokenizers import open_tokenizer
 from forge_train_plugins.data.text_labels import TextLabels
 from forge_train_plugins.data.tokenizer import Tokenizer
+from forge_train_tools.offline.huggingface import export_checkpoint
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 6)]
 
@@ -186,8 +187,13 @@ def test_what_does_not_go_together_is_refused(
         run_forge(plugins, config, folder=tmp_path)
 
 
-def test_a_new_head_begins_on_a_language_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    start = run_forge([], steps=1, folder=tmp_path / "lm")
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_new_head_begins_on_a_language_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, exported: bool
+) -> None:
+    start = run_forge([], {"decoder.vocabulary": 257}, steps=1, folder=tmp_path / "lm")
+    if exported:
+        export_checkpoint(start.run, tmp_path / "hf")
     file = heads_data.write(tmp_path / "labelled.jsonl", texts())
     config = {
         "classify.classes": NAMES,
@@ -195,7 +201,8 @@ def test_a_new_head_begins_on_a_language_model(tmp_path: Path, caplog: pytest.Lo
         "text_labels.cache": str(tmp_path / "cache"),
         "text_labels.held_out": 0.3,
         "text_labels.long": "right",
-        "train.init_from": str(start.run),
+        "train.init_from": str(tmp_path / "hf" if exported else start.run),
+        "decoder.vocabulary": 257,
     }
     caplog.clear()
     run = run_forge(["classify", "text_labels"], {**config, "adamw.lr": 1e-9}, steps=1, folder=tmp_path / "runs")
@@ -205,8 +212,9 @@ def test_a_new_head_begins_on_a_language_model(tmp_path: Path, caplog: pytest.Lo
     before = dict(start.model.parts[0].named_parameters())
     for name, parameter in run.model.parts[0].named_parameters():
         assert name.startswith("head.") or torch.allclose(parameter, before[name], atol=1e-6)
-    with pytest.raises(ConfigError, match=r"head\.score\.weight: absent in the checkpoint|holds another model"):
-        run_forge([], {"train.init_from": str(run.run)}, steps=1, folder=tmp_path / "back")
+    back = {"train.init_from": str(run.run), "decoder.vocabulary": 257}
+    with pytest.raises(ConfigError, match=r"holds another model:\n  head\.score\.weight"):
+        run_forge([], back, steps=1, folder=tmp_path / "back")
     lines = [json.loads(line) for line in (run.run / "metrics.jsonl").read_text().splitlines()]
     assert 0 <= lines[-1]["classify.accuracy"] <= 1
     assert 0 <= lines[-1]["classify.macro_f1"] <= 1
