@@ -46,7 +46,7 @@ def plan(
     """
     leftovers = [name for name in folder.tensors if any(re.fullmatch(one, name) for one in layout.leftovers)]
     if leftovers:
-        everything = Plan(_fitting(layout, folder.described()).map.trace(folder.described()).given)
+        everything = Plan(_fitting(layout, folder.described(), wanted)[1].given)
         needed = {source for name in everything.targets if name in wanted for source, _ in everything.reads(name)}
         leftovers = [name for name in leftovers if name not in needed]
     stored = {name: one for name, one in folder.described().items() if name not in leftovers}
