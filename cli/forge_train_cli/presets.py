@@ -15,6 +15,7 @@ import click
 from forge_train.ground.axes import of_domain
 from forge_train.ground.presets import presets as installed
 from forge_train.ground.strict_json import dumps
+from forge_train_tools.present import short
 
 from .options import json_option
 
@@ -51,8 +52,9 @@ class Preset:
     def wants(self) -> str:
         """Processes, device and what else it needs, in a phrase."""
         if self.parameters:
-            size = self.parameters / 1e9
-            return f"{size:.3g}B parameters; fits {self.hardware}" + (f"; {self.needs}" if self.needs else "")
+            return f"{short(self.parameters).replace('G', 'B')} parameters; fits {self.hardware}" + (
+                f"; {self.needs}" if self.needs else ""
+            )
         several = f"{self.processes} process{'es' if self.processes > 1 else ''}"
         device = "" if self.device == "auto" else f", {self.device}"
         return f"{several}{device}" + (f"; {self.needs}" if self.needs else "")
