@@ -53,7 +53,7 @@ def test_fits_on_the_hardware_that_it_names(forge: Forge) -> None:
     """The smallest; `python benchmarks/run.py presets` plans all."""
     preset = min(MODELS, key=lambda one: one.parameters)
     world, device = _devices(preset)
-    sizes = ("--world", str(world), "--device", device, "-s", "train.global_batch=2")
+    sizes = ("--world", str(world), "--device", device, "-s", "train.global_batch=2", "-s", "train.micro_batch=1")
     made = forge("plan", preset.name, *sizes, "--json").json
     assert made["parameters"]["total"] == preset.parameters
     assert made["roofline"]["fits"]

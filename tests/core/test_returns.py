@@ -125,6 +125,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     ],
     "kernel_needs": [({"documents": True}, "expected a KernelCapabilities or None, found a dict")],
     "head": [(None, "found None"), (nn.Linear, "the class Linear itself"), (torch.tanh, "function tanh")],
+    "tail": [(None, "found None"), (nn.Linear, "the class Linear itself"), (nn.Identity(), "which lacks ")],
     "attention_kernel": [(None, "found None"), (lambda query: query, "can't be called with (query, key, value")],
     "token_dispatch": [(Bare(), "found a Bare, which lacks dispatch, combine"), (lambda x: x, "which lacks dispatch")],
     "parallelize": [
@@ -243,6 +244,7 @@ NOT_ASKED = {
     "head",
     "attention_kernel",
     "token_dispatch",
+    "tail",
     "classes",
     "example_batch",
     "import_hf",

@@ -1,4 +1,4 @@
-"""Twelve trials, one of each kind or two; `make bench ARGS=chaos` does a hundred."""
+"""Ten trials, one of each kind; `make bench ARGS=chaos` does a hundred."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.accept("resilience", 1),
 ]
 SEED = int(os.environ.get("FORGE_SEED", "0"))
-TRIALS = 12
+TRIALS = 10
 
 
 @pytest.fixture(scope="module")

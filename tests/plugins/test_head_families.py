@@ -174,11 +174,9 @@ def test_what_can_not_be_imported_is_told(tmp_path: Path, more: dict[str, Any], 
         import_checkpoint(tmp_path / "hf", tmp_path / "forge", plugins=PLUGINS[TEXTS])
 
 
-def test_a_folder_asks_for_the_plugin_of_its_head(tmp_path: Path) -> None:
+def test_a_folder_enables_the_plugin_of_its_head_which_asks_for_labels(tmp_path: Path) -> None:
     written(tmp_path / "hf", "Llama", TEXTS)
-    with pytest.raises(
-        ConfigError, match=r"\[classify\] belongs to a plugin that is not enabled: add --plugins classify"
-    ):
+    with pytest.raises(ConfigError, match="'classify' .* takes 'labelled_rows' from the slot 'build_data'"):
         import_checkpoint(tmp_path / "hf", tmp_path / "forge")
 
 

@@ -87,30 +87,37 @@ FAMILIES = [
     *("apertus", "cohere", "cwm", "diffllama", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "granite"),
     *("helium", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2"),
     *("qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    *("deepseek_v2", "deepseek_v3", "gpt_oss", "gpt2", "olmoe", "qwen2_moe", "phimoe", "granitemoe"),
 ]
 
 
 @pytest.mark.unit
 @pytest.mark.accept("trial", 3)
-@pytest.mark.parametrize("family", [name.removesuffix("ForCausalLM") for name in Decoder.architectures])
-def test_a_family_in_anothers_clothes_is_the_same_or_refused_by_key(family: str) -> None:
+@pytest.mark.parametrize("architecture", Decoder.architectures)
+def test_a_family_in_anothers_clothes_is_the_same_or_refused_by_key(architecture: str) -> None:
     """Configurations of many families that say they are another: transformers' model for that, or a key."""
-    made = getattr(transformers, f"{'Gemma3Text' if family == 'Gemma3' else family}Config")
+    made = getattr(transformers, architecture).config_class
+    family = architecture.removesuffix("ForCausalLM")
     equal = []
     for kind in FAMILIES:
         config = transformers.AutoConfig.for_model(kind, **SHAPE).to_diff_dict()
-        config |= {"architectures": [f"{family}ForCausalLM"], "model_type": made.model_type}
+        config |= {"architectures": [architecture], "model_type": made.model_type}
         if refused := refusal(config):
             key = re.match(r"config\.json: (\w+)[\w.]* = .* can't be imported", refused)
             assert (key and key[1] in config) or "is missing" in refused, refused
             continue
         values = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
-        reference = theirs(transformers, family, **{**values, "pad_token_id": None})
-        _, model = copied(reference, config, Eager)
         tokens = torch.arange(40)[None]
-        assert (model.head(model(tokens)) - reference(tokens).logits).abs().max() <= 1e-5, kind
+        try:
+            reference = theirs(transformers, family, **{**values, "pad_token_id": None})
+            expected = reference(tokens).logits
+        except (TypeError, RuntimeError):  # there is no such model: heads without a width, or norms of another one
+            continue
+        _, model = copied(reference, config, Eager)
+        assert (model.head(model(tokens)) - expected).abs().max() <= 1e-5, kind
         equal.append(kind)
-    assert made.model_type in equal
+    other_shape = made.model_type in ("gpt2", "deepseek_v2", "deepseek_v3")  # tried in the tests of these families
+    assert other_shape or made.model_type in equal
 
 
 def refusal(config: dict[str, Any]) -> str:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from forge_train import Classes, ConfigError, HFModel
 from forge_train.state_map import Rename, StateMap
 
 from .families import FAMILIES
+
+if TYPE_CHECKING:
+    from torch import nn
 
 CAUSAL = "ForCausalLM"
 TRUNK = "model."
