@@ -63,7 +63,7 @@ class Sampling:
                 ("seed", 0 <= self.seed < 2**63, "a number from 0 up to 2⁶³ - 1"),
                 ("stop", all(self.stop), "texts that are not empty"),
                 ("drafts", self.drafts >= 0, "at least 0 (which is off)"),
-                ("temperature", not (self.drafts and self.temperature), "0, because drafts are greedy"),
+                ("temperature", not (self.drafts and self.temperature), "0, with drafts (they are greedy)"),
             )
             if not fits
         ]
