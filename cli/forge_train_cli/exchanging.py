@@ -38,7 +38,7 @@ class Dtype(click.ParamType):  # type: ignore[type-arg]  # click before 8.2 has 
 
         full = DTYPES.get(value, value)
         if full not in DTYPES.values():
-            self.fail(f"{value!r} is none of {KEEP}, {', '.join(DTYPES)}.", param, ctx)
+            self.fail(f"{value!r} is not one of {KEEP}, {', '.join(DTYPES)}.", param, ctx)
         found: torch.dtype = getattr(torch, full)
         return found
 
@@ -54,19 +54,19 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # as above
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
         unit = UNITS.get(found[2].upper(), 0) if found and found[2] else 1
         if not found or not unit or not (size := int(float(found[1]) * unit)):
-            self.fail(f"{value!r} is no size; write it as 5GB, 500MB or a number of bytes.", param, ctx)
+            self.fail(f"{value!r} is not a size; write it as 5GB, 500MB or a number of bytes.", param, ctx)
         return size
 
 
 def dtype_option(function: _F) -> _F:
     """--dtype."""
-    text = "Of the weights that are written: keep, fp32, bf16 or fp16."
+    text = "Dtype of the written weights: keep, fp32, bf16 or fp16."
     return click.option("--dtype", type=Dtype(), default=KEEP, show_default=True, metavar="DTYPE", help=text)(function)
 
 
 def shard_option(function: _F) -> _F:
     """--shard-size, as `shard_size`."""
-    text = "The most that is put into one file, as 500MB."
+    text = "Largest size of one file, such as 500MB."
     return click.option("--shard-size", type=Size(), default="5GB", show_default=True, metavar="SIZE", help=text)(
         function
     )
@@ -88,7 +88,7 @@ def shard_option(function: _F) -> _F:
     "--allow-extra",
     multiple=True,
     metavar="PATTERN",
-    help="Tensors that HF_DIR may have beside the model's; they are left out.",
+    help="Tensors that HF_DIR may have in addition to the model's; they are left out.",
 )
 @json_option
 def import_(
@@ -152,13 +152,15 @@ def export(
 @click.command(short_help="Rewrite a Hugging Face folder in another layout, dtype or number of files.")
 @click.argument("source", type=PATH)
 @click.argument("out", type=PATH)
-@click.option("--architecture", default="", metavar="NAME", help="Of the folder OUT, as MistralForCausalLM.")
+@click.option(
+    "--architecture", default="", metavar="NAME", help="Architecture of the folder OUT, such as MistralForCausalLM."
+)
 @click.option(
     "--map",
     "state_map",
     default="",
     metavar="FILE.py:NAME",
-    help="A state map from SOURCE's tensors to OUT's, or an HFModel with the config.json too.",
+    help="A state map from SOURCE's tensors to OUT's, or an HFModel that also has the config.json.",
 )
 @dtype_option
 @shard_option
@@ -176,7 +178,7 @@ def convert(
     as_json: bool,
 ) -> None:
     """Write the model of SOURCE to OUT, both Hugging Face folders. No model is built, and tensors are read a few at a
-    time. The tokenizer, the chat template and the generation config go along.
+    time. The tokenizer, the chat template and the generation config are copied.
 
     \b
     forge checkpoint convert Qwen3-0.6B small-files --shard-size 500MB --dtype bf16

@@ -44,7 +44,7 @@ ENDED = {
     "--drafts",
     default=0,
     metavar="N",
-    help="Have the model's own modules guess N tokens at once; with --temperature 0.",
+    help="Let the model's own modules draft N tokens at once; needs --temperature 0.",
 )
 @click.option(
     "--chat", is_flag=True, help="The prompt is a user's message; the model's chat template is put around it."

@@ -22,7 +22,7 @@ from .options import json_option
 BASE = "base"
 TILING = of_domain("dense")
 """The axes whose sizes multiply to the number of processes; those of experts tile the same ones again."""
-MODELS = "Published models. Each wants its own tokenizer and your text: -s tokenizer.path=FOLDER -s text.path=TEXT"
+MODELS = "Published models. Each needs its own tokenizer and your text: -s tokenizer.path=FOLDER -s text.path=TEXT"
 LAST = 1000
 """The lesson of a preset that names none: after all that do."""
 

@@ -1,4 +1,4 @@
-"""Texts with labels: records to tokens and classes, and rows of them.
+"""Texts with labels: turns records into tokens and classes, and packs them into rows.
 
 A prepared folder has two documents for each record: its tokens, and for each token 1 + its class, or 0 for none.
 """
@@ -84,11 +84,11 @@ class Labels:
             if label in names:
                 return names.index(label)
             hint = nearest(label, names)
-            raise ConfigError(f"{where}: label {label!r} is none of the classes {few(names)}.{hint}")
+            raise ConfigError(f"{where}: label {label!r} is not one of the classes {few(names)}.{hint}")
         if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(names):
             return label
         raise ConfigError(
-            f"{where}: label {label!r} is not the name of a class, or its number from 0 to {len(names) - 1}."
+            f"{where}: label {label!r} is neither the name of a class nor a number from 0 to {len(names) - 1}."
         )
 
     def _aligned(

@@ -65,7 +65,7 @@ def test_kept_both_ways_or_as_asked(hf: Path, tmp_path: Path, capsys: pytest.Cap
     assert forge(["checkpoint", "export", str(tmp_path / "wide"), str(tmp_path / "out"), "--dtype", "float16"]) == 0
     assert {one.dtype for one in stored(tmp_path / "out").values()} == {torch.float16}
     assert forge(["checkpoint", "export", str(tmp_path / "wide"), str(tmp_path / "no"), "--dtype", "int8"]) == 2
-    assert "'int8' is none of keep, fp32, bf16, fp16" in capsys.readouterr().err
+    assert "'int8' is not one of keep, fp32, bf16, fp16" in capsys.readouterr().err
 
 
 def test_what_may_be_missing_starts_as_in_a_new_model(hf: Path, tmp_path: Path) -> None:

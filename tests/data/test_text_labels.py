@@ -133,9 +133,9 @@ def test_every_token_of_a_real_tokenizer_finds_its_word(tmp_path: Path) -> None:
         (
             "text",
             {"text": "a", "label": "spm"},
-            "line 2: label 'spm' is none of the classes ham, spam. Did you mean 'spam'?",
+            "line 2: label 'spm' is not one of the classes ham, spam. Did you mean 'spam'?",
         ),
-        ("text", {"text": "a", "label": 2}, "line 2: label 2 is not the name of a class, or its number from 0 to 1."),
+        ("text", {"text": "a", "label": 2}, "line 2: label 2 is neither the name of a class nor a number from 0 to 1."),
         (
             "text",
             {"text": "a", "label": True},
@@ -147,8 +147,8 @@ def test_every_token_of_a_real_tokenizer_finds_its_word(tmp_path: Path) -> None:
         ("token", {"tokens": ["a"], "labels": [0, 1]}, "line 2: 1 words ('tokens') and 2 labels ('labels')."),
         ("token", {"tokens": "a b", "labels": [0, 1]}, "line 2: expected a list of words under 'tokens'"),
         ("token", {"tokens": [], "labels": []}, "line 2: 'tokens': expected a list of words, at least one."),
-        ("token", {"tokens": ["a"], "labels": ["x"]}, "line 2: label 'x' is none of the classes"),
-        ("token", {"tokens": ["a"], "labels": [0.5]}, "line 2: label 0.5 is not the name of a class"),
+        ("token", {"tokens": ["a"], "labels": ["x"]}, "line 2: label 'x' is not one of the classes"),
+        ("token", {"tokens": ["a"], "labels": [0.5]}, "line 2: label 0.5 is neither the name of a class"),
     ],
 )
 def test_a_mistake_is_told_by_file_and_line(tmp_path: Path, of: str, record: object, says: str) -> None:
@@ -169,8 +169,8 @@ def test_options_without_an_effect_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plugins", "config", "says"),
     [
-        (("classify", "text_labels"), {}, r"classify\.classes: expected the names of two classes or more"),
-        (("classify", "text_labels"), {"classify.classes": ["a", "a"]}, r"classify\.classes: 'a' stands there twice"),
+        (("classify", "text_labels"), {}, r"classify\.classes: expected the names of at least two classes"),
+        (("classify", "text_labels"), {"classify.classes": ["a", "a"]}, r"classify\.classes: 'a' appears twice"),
         (("text_labels",), {}, r"'text_labels' .* requires 'classes'"),
         (("classify",), {"classify.classes": ["a", "b"]}, "takes 'labelled_rows' from the slot 'build_data'"),
         (

@@ -62,7 +62,7 @@ def test_ranks_with_some_of_the_heads_generate_what_one_process_does(ranks: Pool
     ("axis", "says"),
     [
         ("tp", "'layers.0.attention.k_conv': it has 3 heads of 6 features, and every rank needs whole ones"),
-        ("cp", "2 ranks can't share out heads of values (3) and of keys (3) of layers.0.attention (GatedDeltaNet)"),
+        ("cp", "2 ranks can't divide the 3 value heads and 3 key heads of layers.0.attention (GatedDeltaNet)"),
     ],
 )
 def test_heads_that_ranks_can_not_share_out_are_refused(composition_file: Path, axis: str, says: str) -> None:

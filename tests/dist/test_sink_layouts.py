@@ -83,7 +83,7 @@ def test_what_slices_of_a_sequence_or_of_an_expert_can_not_do_is_refused(
     verify: Verifier, composition_file: Path
 ) -> None:
     request, _ = requests(composition_file, "cp2", "sdpa", {**LONG, **ALONE})
-    with pytest.raises(ConfigError, match=r"parallel\.cp: decoder\.rope\.scaling = 'longrope' goes by the length"):
+    with pytest.raises(ConfigError, match=r"parallel\.cp: decoder\.rope\.scaling = 'longrope' depends on the length"):
         verify(request, 2, steps=1)
     request, _ = requests(composition_file, "tp2", "sdpa", {**SINKS, **ALONE})
     with pytest.raises(ConfigError, match="sinks"):

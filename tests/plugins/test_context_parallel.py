@@ -84,7 +84,7 @@ def test_a_recurrence_whose_heads_can_not_be_shared_out_is_refused(heads: int, k
 
     unit = Recurrent()
     unit.heads, unit.kv_heads = heads, kv_heads  # type: ignore[assignment]
-    says = rf"heads of values \({heads // tp}\) and of keys \({kv_heads // tp}\) of unit \(Recurrent\)"
+    says = rf"divide the {heads // tp} value heads and {kv_heads // tp} key heads of unit \(Recurrent\)"
     with pytest.raises(ConfigError, match=says):
         check_recurrence("unit", unit, 4, tp)
 

@@ -161,7 +161,7 @@ def test_one_label_is_a_reward(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"problem_type": "multi_label_classification"}, "a text has one class here"),
+        ({"problem_type": "multi_label_classification"}, "Forge supports one class per text"),
         ({"id2label": {"0": "a", "2": "b"}}, "id2label must name the labels 0, 1, …, each once"),
         ({"hidden_act": "tanh"}, "hidden_act"),
     ],

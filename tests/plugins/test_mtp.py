@@ -274,7 +274,9 @@ def test_weights_go_to_a_model_without_and_back(tmp_path: Path, caplog: pytest.L
 
 
 def test_what_can_not_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mtp\.depths: no token of a sequence of 16 \(train\.sequence\) has 16"):
+    with pytest.raises(
+        ConfigError, match=r"mtp\.depths: sequences of 16 tokens \(train\.sequence\) are too short for 16 depths"
+    ):
         trained(tmp_path, config={"mtp.depths": 16})
-    with pytest.raises(ConfigError, match=r"mtp: the model of plugin 'bare' has no place for layers behind its last"):
+    with pytest.raises(ConfigError, match=r"mtp: the model of plugin 'bare' has no place for layers after its last"):
         run_forge([Rows, Bare, "mtp"], {"train.sequence": 16}, steps=1, folder=tmp_path, without=("tokenizer",))

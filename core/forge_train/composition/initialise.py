@@ -71,7 +71,7 @@ def allocate(part: nn.Module, device: torch.device) -> None:
 
 
 def _resetting(part: nn.Module, name: str) -> str:
-    """The module that fills the buffers of a module: itself, or the nearest around it."""
+    """The module that fills the buffers of a module: the module itself, or the nearest one around it."""
     for path in _outwards(name):
         if hasattr(part.get_submodule(path), "reset_buffers"):
             return path
@@ -114,13 +114,13 @@ def declared_init(part: nn.Module, name: str) -> Init:
 
 
 def initial(model: Model, name: str, out: Tensor, seed: int) -> None:
-    """Write the value that a parameter or a buffer of a composed model starts with, without memory for the others.
+    """Write the initial value of one parameter or buffer of a composed model, without memory for the others.
 
     Args:
-        model: which may lie on the meta device.
-        name: of the parameter or buffer.
-        out: memory of its shape, on the CPU.
-        seed: the run's.
+        model: the model, which may be on the meta device.
+        name: name of the parameter or buffer.
+        out: a tensor of its shape, on the CPU, to write to.
+        seed: seed of the run.
     """
     part = next(part for part in model.parts if name in part.state_dict())
     owner, _, attribute = name.rpartition(".")

@@ -35,7 +35,7 @@ class FilePath:
 
     Args:
         words: values that are no paths.
-        dotted: whether the value may name an object too: `package.module:NAME` is no path, `file.py:NAME` is one.
+        dotted: whether the value may also name an object: `file.py:NAME` has a path, `package.module:NAME` has none.
     """
 
     words: tuple[str, ...] = ()

@@ -73,8 +73,8 @@ class TrainSection:
     init_unexpected: Annotated[tuple[str, ...], Volatile()] = ()
     """Patterns of tensor names that `init_from` may have in addition to the model's; these tensors are ignored."""
     init_map: Annotated[str, FilePath(dotted=True), Volatile()] = ""
-    """`FILE.py:NAME` or `package.module:NAME` of a state map from the names and shapes of `init_from` to this model's;
-    what it does not take stays as it is."""
+    """`FILE.py:NAME` or `package.module:NAME` of a state map from the weights in `init_from` to those of this model;
+    tensors that it does not take keep their names."""
 
     @property
     def tokens_per_step(self) -> int:

@@ -98,29 +98,29 @@ class AttentionKernel(Protocol):
 
 
 class Recurrence(Protocol):
-    """What a token mixer without a kernel exposes as `.recurrence`: all that it does along the sequence, head by head.
+    """What a token mixer without a kernel exposes as `.recurrence`: everything it does along the sequence, per head.
 
-    Its module has the attributes `heads` and `kv_heads`, the numbers of the whole model. Context parallelism puts
-    another in its place, which exchanges slices of all heads for whole sequences of some.
+    Its module has the attributes `heads` and `kv_heads`, the numbers of the whole model. Context parallelism wraps it,
+    so that each rank exchanges its slices of all heads for whole sequences of some heads.
     """
 
     def __call__(self, *inputs: Tensor, document_ids: Tensor | None = None, part: tuple[int, int] = (0, 1)) -> Tensor:
-        """From the first position to the last, each document from a state of its own.
+        """Runs from the first position to the last; each document starts from its own state.
 
         Args:
-            inputs: `[batch, sequence, heads, features]` each, of one dtype, with heads and features of its own.
+            inputs: `[batch, sequence, heads, features]` each, of one dtype; heads and features may differ.
             document_ids: `[batch, sequence]` int64.
-            part: which of how many equal parts of each input's heads these are; parameters are to be taken likewise.
+            part: index and number of equal parts of each input's heads; take the same part of the parameters.
 
         Returns:
-            `[batch, sequence, heads, features]`, of some input's heads.
+            `[batch, sequence, heads, features]`, with the heads of one of the inputs.
         """
         ...
 
 
 class Attention(Protocol):
-    """`attention`: a layer's token mixer, an `nn.Module`. Where it has a kernel it exposes it as `.kernel`; where it
-    carries a state along the sequence instead, as `.recurrence`."""
+    """`attention`: a layer's token mixer, an `nn.Module`. It exposes its kernel, if it has one, as `.kernel`. If it
+    carries a state along the sequence instead, it exposes that computation as `.recurrence`."""
 
     def __call__(
         self,

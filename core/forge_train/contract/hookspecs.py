@@ -87,7 +87,7 @@ def head(spec: HeadSpec, job: Job) -> Head:
 
 @hook("slot", optional=True, asked="composition")
 def tail(trunk: Trunk, job: Job) -> Tail:
-    """More layers behind the model's last one, in training."""
+    """More layers after the model's last one, in training."""
     raise AssertionError
 
 

@@ -1,4 +1,4 @@
-"""The kinds of hooks, and what their specs say of them beside their signatures; filled by `hookspecs`."""
+"""The kinds of hooks, and what their specs declare besides their signatures; filled by `hookspecs`."""
 
 from __future__ import annotations
 

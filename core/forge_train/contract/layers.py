@@ -65,8 +65,8 @@ class Layer:
     output_std: float = 0.02
     """The same for projections that write into the residual stream."""
     sinks: bool = False
-    """Whether each head has a learned logit that takes part in its softmax and has no value. Attention that does so has
-    an attribute `sinks` that is true."""
+    """Whether each head has a learned logit that takes part in its softmax and has no value. Attention that has them
+    sets its attribute `sinks` to true."""
 
 
 class FeedForward(Protocol):

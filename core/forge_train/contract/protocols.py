@@ -109,12 +109,12 @@ class OffsetEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """What labels stand for (`classes`)."""
+    """The classes that labels stand for (`classes`)."""
 
     names: tuple[str, ...]
-    """Of the classes: label k is the k-th."""
+    """Names of the classes; label k is the k-th, from 0."""
     of: Literal["text", "token"]
-    """What has a label: each text, or each of its tokens."""
+    """Whether each text has a label, or each of its tokens."""
 
 
 class TokenDispatch(Protocol):
@@ -149,8 +149,8 @@ class LossFunction(Protocol):
 class Task(Protocol):
     """`task`: the logic of a step, for training and for forward-only jobs.
 
-    A task whose losses are of several consecutive rows, such as pairs, says how many in an attribute `rows_together`:
-    the conformance suite then cuts batches between them.
+    If each loss belongs to several consecutive rows, such as a pair, the task gives their number in an attribute
+    `rows_together`. The conformance suite then does not split them.
     """
 
     def weight(self, batch: Batch) -> int | float:
@@ -241,10 +241,10 @@ class HFModel:
         map: from tensors in Hugging Face layout to Forge's parameters; a tied one is given once. Export inverts it.
         config: the `config.json`, for export.
         sections: plugin name → its configuration, for import.
-        leftovers: patterns of tensors that files may hold beside these, and that the model does not need.
-        exact: patterns of tensors that an export stores in their own dtype, whichever is asked for.
-        others: maps from other layouts of this model's tensors, which files may have instead, for import.
-        left_out: patterns of the model's weights that the layout has no place for, and an export does without.
+        leftovers: patterns of further tensors that files may hold, and that the model does not need.
+        exact: patterns of tensors that an export stores in their own dtype, whatever dtype is requested.
+        others: maps from other layouts that files of this model may have, for import.
+        left_out: patterns of the model's weights that the layout has no place for; an export leaves them out.
     """
 
     map: StateMap
@@ -256,5 +256,5 @@ class HFModel:
     exact: tuple[str, ...] = ()
 
     def is_leftover(self, name: str) -> bool:
-        """Whether a tensor of this name may be there, and is not needed."""
+        """Whether files may hold a tensor of this name that the model does not need."""
         return any(re.fullmatch(one, name) for one in self.leftovers)

@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Trunk:
-    """What a model tells the plugin that builds its tail, and makes for it."""
+    """What a model tells the plugin that builds its tail, and the parts that it makes for it."""
 
     dim: int
     """Features of the hidden states."""
     layers: int
-    """Number of the model's own."""
+    """Number of the model's own layers."""
     norm: Callable[[], nn.Module]
     """Makes a norm like the final one."""
     embedding: Callable[[], nn.Module]
-    """Makes a look-up in the model's own table: its `weight` is the embedding's."""
+    """Makes a look-up in the model's embedding table; its `weight` is the embedding's."""
     layer: Callable[[int, int], nn.Module]
-    """Makes one more layer: its number, from 0, and how many there will be → a module with the arguments of a layer,
-    `layer(hidden, position_ids, document_ids, cache)`, that declares `tensor_plan()`, `flops_per_token(sequence)` and
+    """Makes one more layer, from its number (from 0) and the number of all further layers. The module is called as
+    `layer(hidden, position_ids, document_ids, cache)`, and declares `tensor_plan()`, `flops_per_token(sequence)` and
     `new_cache(batch, length)`."""
     std: float = 0.02
     """Standard deviation of initial weights."""
@@ -36,45 +36,46 @@ class Trunk:
 class Tail(Protocol):
     """`tail`: what follows a model's last layer in training, an `nn.Module`, which the model keeps as `tail`.
 
-    The model calls it in training mode, with the hidden states that are otherwise for the head. What it needs of the
-    batch beyond that is in `job.step_state.micro`; without a step, it returns its input. It declares `units`, its own
-    layers by name, `tensor_plan()` and `flops_per_token(sequence)`, as models do.
+    In training mode, the model calls it with the hidden states for the head. It finds whatever else it needs of the
+    batch in `job.step_state.micro`; outside a step, it returns its input. Like a model, it declares `units` (the names
+    of its layers), `tensor_plan()` and `flops_per_token(sequence)`.
     """
 
     @property
     def units(self) -> tuple[str, ...]: ...
     def __call__(self, hidden: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor:
-        """`[batch, sequence, dim]` → `[n · batch, sequence, dim]`: the same, and behind it more rows for the head."""
+        """`[batch, sequence, dim]` → `[n · batch, sequence, dim]`: the same rows, then further rows for the head."""
         ...
 
     def tensor_plan(self) -> dict[str, Any]: ...
     def flops_per_token(self, sequence: int) -> int:
-        """Of its layers; the model adds what the head costs for the further rows."""
+        """FLOPs of its layers; the model adds the head's for the further rows."""
         ...
 
 
 @runtime_checkable
 class Drafting(Protocol):
-    """A tail that can guess the tokens after the next one, for generation; it need not."""
+    """A tail that can also draft the tokens after the next one, for generation."""
 
     depths: int
-    """Tokens that it can guess at once."""
+    """Tokens that it can draft at once."""
 
     def new_cache(self, batch: int, length: int) -> Any:
-        """A cache for each depth, as of `Trunk.layer`."""
+        """A cache for each depth, as a layer of `Trunk.layer` makes it."""
         ...
 
     def draft(self, depth: int, hidden: Tensor, ids: Tensor, position_ids: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
-        """One depth, from 0.
+        """Computes one depth.
 
         Args:
-            depth: which.
-            hidden: `[batch, sequence, dim]`: at depth 0 what the model gives the head, else what the depth before gave.
-            ids: of the token `depth + 1` after each position, `[batch, sequence]`.
-            position_ids: of these positions, `[batch, sequence]`.
-            cache: of this depth.
+            depth: its number, from 0.
+            hidden: `[batch, sequence, dim]`: at depth 0 the hidden states for the head, then those of the depth before.
+            ids: ids of the tokens `depth + 1` after each position, `[batch, sequence]`.
+            position_ids: the positions, `[batch, sequence]`.
+            cache: the cache of this depth.
 
         Returns:
-            What the next depth is given, and what the head is given for the token `depth + 2` after each position.
+            The hidden states for the next depth, and those for the head, which predict the token `depth + 2` after each
+            position.
         """
         ...

@@ -39,7 +39,7 @@ class Initial:
 def load_initial(model: Model, job: Job) -> Initial | None:
     """Take the weights that `train.init_from` names, if it names any.
 
-    A head of another kind than token logits may be new: weights of a language model begin all but the head.
+    A head that gives anything but token logits may be new: a language model's weights then start all but the head.
 
     Raises:
         ConfigError: if there are no weights there, or those of another model.
@@ -106,7 +106,7 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
 
 
 def _head(job: Job) -> tuple[str, ...]:
-    """Patterns of parameters that a language model may lack, or have beside the model."""
+    """Patterns of parameters that a language model may lack, or have in addition to the model's."""
     return () if job.hooks.gives("head") in ("", GIVES["head"]) else ("head.*",)
 
 

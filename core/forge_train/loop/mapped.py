@@ -1,4 +1,4 @@
-"""Initial weights through a state map: another number of layers, experts or token ids than the weights have."""
+"""Initial weights through a state map, for a model with other layers, experts or token ids than the weights."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def _take(
     may_exceed = Patterns("train.init_unexpected", train.init_unexpected)
     missing = may_lack.take(sorted(wanted.keys() - given.keys()))
     unexpected = may_exceed.take(sorted(given.keys() - wanted.keys() - aliases))
-    lines = [f"{name}: nothing gives it ({_words(wanted[name])})" for name in sorted(wanted.keys() - given.keys())]
+    lines = [f"{name}: missing ({_words(wanted[name])})" for name in sorted(wanted.keys() - given.keys())]
     lines = [line for line in lines if line.partition(":")[0] not in missing]
     lines += [
-        f"{name}: given, and not in this model"
+        f"{name}: not in this model"
         for name in sorted(given.keys() - wanted.keys() - aliases)
         if name not in unexpected
     ]
@@ -91,7 +91,7 @@ def _apply(found: object, views: Mapping[str, View]) -> dict[str, View]:
         raise ConfigError(f"{KEY} names a {type(found).__name__}; expected a StateMap.")
     step = Step(views)
     Chain((found,)).apply(step)
-    wrong = [*step.wrong, *(f"{name}: given, and there is one already" for name in step.left if name in step.given)]
+    wrong = [*step.wrong, *(f"{name}: given, but there is one already" for name in step.left if name in step.given)]
     if wrong:
         raise ConfigError(f"{KEY}: the map does not fit the weights:{indented(wrong)}")
     return {**{name: views[name] for name in step.left}, **step.given}

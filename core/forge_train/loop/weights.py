@@ -70,7 +70,7 @@ def load_weights(
         base: see `places`.
         missing: patterns of names that the checkpoint need not hold.
         unexpected: patterns of names that it may hold beside the model's.
-        free: patterns of names that may be in one of the two alone, or in neither.
+        free: patterns of names that only the checkpoint, only the model, or neither may have.
 
     Raises:
         ConfigError: if they are of another model, and for a pattern that fits nothing.
@@ -175,7 +175,7 @@ class Patterns:
     key: str
     given: Sequence[str]
     free: Sequence[str] = ()
-    """These may fit nothing."""
+    """Further patterns, which may match nothing."""
     fitting: set[str] = field(default_factory=set)
 
     def take(self, names: Iterable[str]) -> list[str]:

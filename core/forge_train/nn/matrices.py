@@ -132,8 +132,8 @@ def _chunk(span: Span, index: int, count: int) -> Span:
 
 def hidden_matrices(model: Model) -> set[str]:
     """Names of the parameters that are matrices between hidden states: those without a role (embedding, head), and the
-    stacks `[experts, out, in]` of modules whose `domain` is "expert". Vectors, also the biases of many experts
-    together, and convolutions are none."""
+    stacks `[experts, out, in]` of modules whose `domain` is "expert". Vectors, including the stacked
+    biases of experts, and convolutions are not matrices."""
     experts = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""One vector for each sequence, and those of all ranks: what heads for texts, pairs and rewards have in common."""
+"""One vector for each sequence, gathered over ranks; used by heads for texts, pairs and rewards."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ POOLING = "pooling"
 def prepare_pooling(pooling: Pooling) -> PrepareBatch:
     """For `prepare_batch`: adds the target `pooling`, the weight of each position in the vector of its sequence.
 
-    The text of a row is what has the document id of its first token, and all of it without document ids. Weights are
-    made of whole sequences, so that they are right where context parallelism cuts them afterwards.
+    The text of a row is the document of its first token, or the whole row if there are no document ids. The weights are
+    computed on whole sequences, so they stay correct when context parallelism cuts them afterwards.
 
     Args:
         pooling: `mean` of the text's tokens, its `last` token, or its first one (`cls`).
@@ -46,9 +46,9 @@ def _weigh(pooling: Pooling, batch: Batch) -> Batch:
 
 
 def pool(values: Tensor, batch: Batch, job: Job) -> Tensor:
-    """`[batch, sequence, features]` → `[batch, features]` fp32, by the target that `prepare_pooling` made.
+    """`[batch, sequence, features]` → `[batch, features]` fp32, by the target of `prepare_pooling`.
 
-    Under context parallelism every rank gets the vectors of whole sequences, and passes its part of the gradient on.
+    Under context parallelism, every rank gets the vectors of whole sequences, and propagates its part of the gradient.
     """
     pooled = (values.float() * batch.targets[POOLING].unsqueeze(-1)).sum(1)
     if job.dist.layout.cp == 1:
@@ -57,10 +57,10 @@ def pool(values: Tensor, batch: Batch, job: Job) -> Tensor:
 
 
 def gather_rows(rows: Tensor, job: Job) -> Tensor:
-    """`[rows, features]` of each data-parallel rank → those of all, in order of ranks; differentiable.
+    """`[rows, features]` of each data-parallel rank → the rows of all ranks, in rank order; differentiable.
 
-    A gradient is the sum of what all ranks pass back, so that a sum of losses over the ranks has the gradient of the
-    same loss on one process. All ranks have equally many rows.
+    A gradient is the sum of the gradients from all ranks, so the sum of the ranks' losses has the same gradient as the
+    loss on one process. All ranks must have the same number of rows.
     """
     if job.dist.data_ranks == 1:
         return rows

@@ -12,11 +12,11 @@ from .rope import powers, rotated
 
 
 class LengthRoPE(nn.Module):
-    """As `RoPE`, with frequencies that each sequence's length decides: its largest position, and one.
+    """`RoPE` whose frequencies depend on the length of each sequence: its largest position + 1.
 
-    A row of packed documents is as long as the longest of them. `transformers` goes by the longest row of a batch; here
-    each row goes by its own, so that its numbers do not depend on the rows beside it. cos and sin are computed at each
-    call, and nothing is read from the device.
+    A row of packed documents is as long as its longest document. `transformers` uses the length of the longest row of a
+    batch. Here each row uses its own, so that its numbers do not depend on other rows. cos and sin are computed at each
+    call, without waiting for the device.
 
     Args:
         head_dim: number of rotated features, the first of each head; even.
@@ -39,7 +39,7 @@ class LengthRoPE(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Rotate `x [batch, sequence, heads, head_dim]`; `positions [batch, sequence]` int64, 0, 1, … by default.
+        """Rotate `x [batch, sequence, heads, head_dim]`; `position_ids [batch, sequence]` int64, 0, 1, … by default.
 
         Raises:
             ValueError: if the sequence is longer than `length`.
@@ -94,11 +94,11 @@ class LongRoPE(LengthRoPE):
 
 
 class DynamicRoPE(LengthRoPE):
-    """“Dynamic NTK”: a base that grows with the sequence once it is longer than the original context, such that the
-    slowest frequency is stretched as `linear` would (described in arXiv:2309.00071, §3.3).
+    """“Dynamic NTK”: once a sequence is longer than the original context, the base grows with it, so that the slowest
+    frequency is stretched as `linear` would stretch it (described in arXiv:2309.00071, §3.3).
 
     Args:
-        factor: how fast it grows.
+        factor: how fast the base grows.
     """
 
     def __init__(self, head_dim: int, *, length: int, theta: float, original_length: int, factor: float) -> None:

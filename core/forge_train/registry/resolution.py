@@ -221,7 +221,7 @@ def _idle(explicit: Iterable[EnabledPlugin], unneeded: AbstractSet[str]) -> dict
 
 
 def foreign_map(tree: Tree, folder: str) -> list[str]:
-    """What is said of a state map whose file came with a folder that is only read; see `Request.foreign`."""
+    """The refusal of a state map whose file came with a folder that is only read; see `Request.foreign`."""
     value = tree.values.get(("train", "init_map"))
     if not folder or value is None or value.origin.kind != "file" or not is_file(str(value.value)):
         return []

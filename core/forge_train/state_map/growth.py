@@ -1,4 +1,4 @@
-"""Operations that make a larger or a smaller model: copies of tensors, and other numbers of layers."""
+"""Operations that make a larger or a smaller model: they copy tensors and renumber layers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Repeat(StateMap):
-    """Stacks copies of each tensor along a new first dimension: experts that all begin as one dense block
+    """Stacks copies of each tensor along a new first dimension: experts that all start as one dense block
     (arXiv:2212.05055). It has no inverse, because the copies may differ once they are trained.
 
     Args:
-        name: such as `layers.{i}.up.weight`.
-        whole: such as `layers.{i}.experts.up`, with the same placeholders.
+        name: the tensor to copy, such as `layers.{i}.up.weight`.
+        whole: the stack, such as `layers.{i}.experts.up`, with the same placeholders.
         count: number of copies.
     """
 
@@ -45,11 +45,11 @@ class Repeat(StateMap):
 
 @dataclass(frozen=True)
 class Renumber(StateMap):
-    """Numbers tensors anew, such as the layers of a deeper or a shallower model.
+    """Renumbers tensors, such as the layers of a deeper or a shallower model.
 
     Args:
         names: such as `layers.{i}.{rest*}`; `{i}` is the number, from 0.
-        order: for each new number, the old one. A number that is repeated copies tensors; one that is left out drops
+        order: for each new number, the old one. Repeating a number copies its tensors; leaving one out drops
             them.
     """
 

@@ -26,7 +26,7 @@ class Step:
     given: dict[str, View] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     optional: Set[str] = frozenset()
-    """Names that may be missing; what is made of them is not given then."""
+    """Names that may be missing; the map then does not give what it would make from them."""
 
     def take(self, *names: str) -> list[View]:
         """The tensors of these names, which nothing else may take afterwards; none if one of them is missing."""

@@ -124,7 +124,7 @@ class Concat(StateMap):
         dim: the dimension, from 0.
         shares: proportions of the parts' lengths, which the inverse needs; equal by default.
         groups: number of groups that each part is cut into; the first group of every part comes first, then the second.
-            0 has the parts take turns: groups are as small as the shares allow.
+            0 interleaves the parts entry by entry, or as finely as the shares allow.
     """
 
     parts: tuple[str, ...]

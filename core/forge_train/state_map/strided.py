@@ -1,4 +1,4 @@
-"""Views of tensors whose entries along a dimension take turns."""
+"""Views of tensors whose parts are interleaved entry by entry along a dimension."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Resize(StateMap):
         names: of the embedding and the head.
         before: number of rows before.
         after: number of rows after.
-        fill: value of added rows, or `mean`, which is the mean of the rows that are there.
+        fill: value of added rows, or `mean` for the mean of the old rows.
     """
 
     names: tuple[str, ...]

@@ -38,10 +38,10 @@ def plan(
         wanted: shape and dtype of every weight of the model, those of other ranks and stages too.
         whose: what describes the model, for messages.
         tied: groups of names that share one parameter; the folder may hold copies of its tensor.
-        missing: chooses, of the weights that no tensor gives, and of the tensors that are missing or have another
-            shape, those that leave initial values as they are.
-        unexpected: chooses, of the tensors that the layout does not use, those that may be there.
-        ignored: chooses, of the weights that the layout names and the model does not have, those that are left out.
+        missing: chooses, among the weights that no tensor gives and the tensors that are missing or have another
+            shape, those that may be absent; the weights then keep their initial values.
+        unexpected: chooses, among the tensors that the layout does not use, those that may be there.
+        ignored: chooses, among the weights that the layout names and the model lacks, those that are left out.
 
     Raises:
         ConfigError: naming every difference.
@@ -85,7 +85,7 @@ def plan(
 
 
 def _fitting(layout: HFModel, stored: Described, wanted: Described) -> tuple[HFModel, Step]:
-    """With the map of that layout, of those which files may have, that gives most weights, applied to the tensors."""
+    """The layout with the map, of those that files may have, that gives the most weights, and its step."""
     tried: list[tuple[HFModel, Step]] = []
     for one in (layout.map, *layout.others):
         tried.append((replace(layout, map=one), one.trace(stored)))
@@ -95,7 +95,7 @@ def _fitting(layout: HFModel, stored: Described, wanted: Described) -> tuple[HFM
 
 
 def _expected(folder: Folder, layout: HFModel, wanted: Described, whose: str) -> dict[str, Shape] | None:
-    """The tensors that a folder of this model has; None if the map has no way back, so that it can't be told."""
+    """The tensors that a folder of this model has; None if the map has no inverse, so they are unknown."""
     try:
         back = layout.map.inverse()
     except ConfigError:
@@ -115,7 +115,7 @@ def _way_out(folder: Folder, whose: str) -> str:
 
 
 def _unfit(folder: Folder, expected: Mapping[str, Shape], whose: str) -> dict[str, str]:
-    """The tensors that are missing or have another shape, and how that is said."""
+    """The tensors that are missing or have another shape, each with a description."""
     unfit: dict[str, str] = {}
     for name, shape in expected.items():
         entry = folder.tensors.get(name)
@@ -135,7 +135,7 @@ def _not_given(step: Step, wanted: Described, whose: str) -> list[str]:
             wrong.append(f"{name}: no tensor gives it ({_words(shape)})")
         elif view.shape != shape:
             wrong.append(f"{name}: {_words(view.shape)} in the files, {_words(shape)} by {whose}")
-    return wrong + [f"{name}: given, and not in the model" for name in step.given if name not in wanted]
+    return wrong + [f"{name}: not in the model" for name in step.given if name not in wanted]
 
 
 def _odd(folder: Folder, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Ranges of a checkpoint's weights, as they are evaluated: only the bytes that are asked for are read."""
+"""Ranges of a checkpoint's weights, as evaluation uses them. Only the requested bytes are read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Weights:
 
     @cached_property
     def views(self) -> dict[str, View]:
-        """Each of them, as a state map takes it."""
+        """Each weight, as a state map takes it."""
         shapes = {path: checkpoint.shapes(path) for path in set(self._where.values())}
         return {name: Stored(*shapes[path][f"{MODEL}{name}"], name) for name, path in self._where.items()}
 
@@ -42,7 +42,7 @@ class Weights:
         return {path: evaluated.sums(path) for path in set(self._where.values())}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A range of one of them, on the CPU."""
+        """A range of one weight, on the CPU."""
         path, own = self._where[name], f"{MODEL}{name}"
         weight = _read(path, own, box)
         if terms := self._sums[path].get(name):

@@ -1,4 +1,4 @@
-"""From one Hugging Face layout to another, a few tensors at a time."""
+"""Converts one Hugging Face layout to another, a few tensors at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .opening import compose_meta, lone_job
 
 STORED = {name: dtype for dtype, name in DTYPES.items()}
 DTYPE_KEYS = ("dtype", "torch_dtype")
-"""What transformers calls the dtype in a `config.json`, new and old."""
+"""Keys of the dtype in a `config.json`, new and old."""
 
 
 def convert_folder(
@@ -42,16 +42,16 @@ def convert_folder(
     plugins: tuple[str, ...] = (),
     without: tuple[str, ...] = (),
 ) -> Exchanged:
-    """Write a model in Hugging Face layout again, in another layout, dtype or number of files.
+    """Rewrite a model in Hugging Face layout: in another layout, another dtype or other files.
 
     Args:
         source: the folder to read.
-        target: the folder to write, which is not there yet, or empty.
+        target: the folder to write, which must be new or empty.
         architecture: the new `architectures` of the `config.json`; a plugin must know it and the source's.
         state_map: `FILE.py:NAME` or `package.module:NAME` of a state map from the source's tensors to the target's, of
             an `HFModel` with the new `config.json` too, or of a function that makes either from the old one.
         dtype: of the weights; by default, that of each tensor.
-        shard_bytes: the most that is put into one file.
+        shard_bytes: largest size of one file, in bytes.
         plugins: to enable for `architecture`, beside the defaults.
         without: to disable.
 

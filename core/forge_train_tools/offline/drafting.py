@@ -1,4 +1,4 @@
-"""Greedy generation in which the modules of a model's tail guess tokens, and the model checks them all at once."""
+"""Greedy generation in which the modules of a model's tail draft tokens, and the model checks them in one pass."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Drafts:
     """How drafting went."""
 
     proposed: int = 0
-    """Tokens that were guessed."""
+    """Drafted tokens."""
     accepted: int = 0
-    """Of these, tokens that the model chose too."""
+    """Drafted tokens that the model chose too."""
 
     def __str__(self) -> str:
         return f"{self.accepted} of {self.proposed} drafts accepted"
@@ -37,16 +37,15 @@ def check(job: Job, part: nn.Module, drafts: int) -> None:
     """
     own = getattr(part, "tail", None)
     if not isinstance(own, tail.Drafting):
-        raise ConfigError("The model was trained without modules that guess further tokens; leave drafts out.")
+        raise ConfigError("The model was trained without modules that predict further tokens; leave drafts out.")
     if drafts > own.depths:
-        raise ConfigError(f"{drafts} drafts were asked for; the model's modules guess at most {own.depths} tokens.")
+        raise ConfigError(f"{drafts} drafts were requested; the model's modules can draft at most {own.depths} tokens.")
     if job.dist.world > 1:
-        raise ConfigError("Drafts are for a model that is whole in one process; leave them out.")
+        raise ConfigError("Drafts need the whole model in one process; leave them out.")
     if not all(hasattr(one, "crop") for one in _caches(part, own, job)):
         raise ConfigError(
-            "This model can't take tokens back that were guessed wrong: drafts need attention with keys and values "
-            "in a cache that can be cropped (forge_train.nn.KVCache), and a kernel that goes on from it. Leave drafts "
-            "out."
+            "This model can't take back wrong drafts: they need attention with a cache of keys and values that can be "
+            "cropped (forge_train.nn.KVCache), and a kernel that can continue from it. Leave drafts out."
         )
 
 
@@ -56,11 +55,11 @@ def _caches(part: Any, own: tail.Drafting, job: Job) -> Iterable[Any]:
 
 
 class Drafting:
-    """Rounds of guessing and checking (arXiv:2211.17192, with greedy choice on both sides).
+    """Rounds of drafting and checking (arXiv:2211.17192, with greedy choice on both sides).
 
-    At the beginning of a round the model has seen tokens 0 … n − 1, and chosen token n. Module k, from 0, guesses token
-    n + 1 + k from what the module before it gave for the tokens up to n − 1; then the model sees token n and the
-    guesses.
+    At the start of a round the model has seen tokens 0 … n − 1 and chosen token n. Module k, from 0, drafts token
+    n + 1 + k from the output of the module before it for the tokens up to n − 1. Then the model sees token n and the
+    drafts.
     """
 
     def __init__(self, job: Job, part: Any, drafts: int, length: int, vocabulary: int, told: Drafts) -> None:
@@ -68,10 +67,10 @@ class Drafting:
         Args:
             job: whose task gives the logits.
             part: the model.
-            drafts: tokens to guess at once.
-            length: the most tokens, the prompt's too.
-            vocabulary: token ids to choose from.
-            told: what is told how it goes.
+            drafts: tokens to draft at once.
+            length: largest number of tokens, including the prompt's.
+            vocabulary: number of token ids to choose from.
+            told: counts drafted and accepted tokens.
         """
         self._part = part
         self._tail: tail.Drafting = part.tail
@@ -82,27 +81,27 @@ class Drafting:
         self._ids: list[int] = []
         """Tokens that are certain."""
         self._given: list[Tensor | None] = [None] * (drafts + 1)
-        """What each module has yet to be given, `[1, positions, dim]`, from the end of its cache on."""
+        """Inputs that each module has not seen yet, `[1, positions, dim]`, from the end of its cache on."""
 
     def tokens(self, prompt: Sequence[int]) -> Iterator[int]:
-        """The tokens after a prompt, for ever or until there are `length`."""
+        """The tokens after a prompt; ends only once there are `length` tokens."""
         self._ids = list(prompt)
         chosen = self._seen(prompt)[-1:]
         while True:
             self._ids += chosen
             yield from chosen
-            room = self._length - len(self._ids) - 1  # beside the token of the model's own
+            room = self._length - len(self._ids) - 1  # besides the token that the model adds
             chosen = self._checked(self._guesses()[:room] if room > 0 else [])
 
     @torch.no_grad()
     def _seen(self, ids: Sequence[int]) -> list[int]:
-        """Have the model see tokens; what it would choose after each."""
+        """Show tokens to the model; returns its choice after each."""
         hidden = self._part(torch.tensor([ids], device=self._device), cache=self._cache)
         self._keep(0, hidden)
         return self._choices(hidden)
 
     def _checked(self, guesses: list[int]) -> list[int]:
-        """The tokens that follow: guesses that the model would have chosen, and one more of its own."""
+        """The next tokens: the drafts that the model would have chosen, and one more that it chooses."""
         known = len(self._ids)
         choices = self._seen([self._ids[-1], *guesses])
         right = next((at for at, guess in enumerate(guesses) if choices[at] != guess), len(guesses))
@@ -126,7 +125,7 @@ class Drafting:
             after, normed = self._tail.draft(depth, hidden, new, positions, cache)
             ids += self._choices(normed[:, -1:])
             self._keep(depth + 1, after)
-            # What the last positions were given may be a wrong guess: they are given again in the next round.
+            # The last positions may have seen a wrong draft: they are computed again in the next round.
             cache.crop(max(known - depth, 0))
             certain = self._caches[depth - 1].length if depth else cache.length
             self._given[depth] = hidden[:, cache.length - start : certain - start]

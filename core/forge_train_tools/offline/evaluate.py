@@ -40,7 +40,7 @@ def evaluate(path: Path, *, wanted: Wanted | None = None, nproc: int = 1) -> Eva
     """Evaluate the checkpoint, or a run's newest, as its run does.
 
     Args:
-        path: a run, a checkpoint, or a folder in Hugging Face layout, which has the configuration of fine-tuning.
+        path: a run, a checkpoint, or a folder in Hugging Face layout, which gets the configuration for fine-tuning.
         wanted: plugins and values beside the run's own.
         nproc: local processes to start; one is this one.
 
@@ -51,7 +51,7 @@ def evaluate(path: Path, *, wanted: Wanted | None = None, nproc: int = 1) -> Eva
     wanted = wanted or Wanted()
     if nproc == 1:
         return _evaluate(path, wanted)
-    find(path, world=nproc, wanted=wanted)  # so that a mistake is told once
+    find(path, world=nproc, wanted=wanted)  # so that a mistake is reported once
     arguments = {"path": str(path), "wanted": dataclasses.asdict(wanted)}
     with tempfile.TemporaryDirectory(prefix="forge-eval-") as name:
         folder = Path(name)

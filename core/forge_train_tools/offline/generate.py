@@ -37,8 +37,8 @@ class Sampling:
             arXiv:1904.09751); after top_k.
         seed: of the generator that draws.
         stop: texts that end the generation, and are not part of it.
-        drafts: tokens that the modules of the model's tail guess at once and the model then checks together; the text
-            is the same. 0 is off. Only for temperature 0.
+        drafts: tokens that the modules of the model's tail draft at once, and that the model then checks in one pass;
+            the text is the same. 0 is off. Needs temperature 0.
 
     Raises:
         ConfigError: with every value that is out of range.
@@ -63,7 +63,7 @@ class Sampling:
                 ("seed", 0 <= self.seed < 2**63, "a number from 0 up to 2⁶³ - 1"),
                 ("stop", all(self.stop), "texts that are not empty"),
                 ("drafts", self.drafts >= 0, "at least 0 (which is off)"),
-                ("temperature", not (self.drafts and self.temperature), "0, with drafts: likeliest tokens are guessed"),
+                ("temperature", not (self.drafts and self.temperature), "0, with drafts (they are greedy)"),
             )
             if not fits
         ]

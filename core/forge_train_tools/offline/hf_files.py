@@ -41,23 +41,23 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """The safetensors files of a model, as they are going to be. The library's own writer wants all tensors at once."""
+    """The safetensors files to write for a model. The writer of `safetensors` needs all tensors at once."""
 
     tensors: Shapes
-    """Name → shape, and the dtype to store, in the order in which they lie there."""
+    """Name → shape and stored dtype, in the order of the file."""
     files: Mapping[str, tuple[str, ...]]
     """File → its tensors."""
 
     @classmethod
     def of(cls, tensors: Shapes, shard_bytes: int) -> TensorFiles:
-        """As few files as the sizes of the tensors allow, each of at most so many bytes."""
+        """As few files as possible, each of at most `shard_bytes` unless a single tensor is larger."""
         shards = cut({name: size_of(*one) for name, one in tensors.items()}, shard_bytes)
         count = len(shards)
         names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
         return cls(tensors, dict(zip(names, map(tuple, shards), strict=True)))
 
     def create(self, folder: Path) -> None:
-        """Write the index, and each file with its header and room for its tensors, before anyone writes those."""
+        """Write the index, and each file with its header and space for its tensors, before any process fills it."""
         for file, names in self.files.items():
             head = header({name: self.tensors[name] for name in names})
             with (folder / file).open("wb") as out:
@@ -68,13 +68,13 @@ class TensorFiles:
             write_index(folder, {name: file for file, names in self.files.items() for name in names}, total)
 
     def write(self, folder: Path, read: Callable[[str], Tensor], *, rank: int = 0, world: int = 1) -> None:
-        """Write a share of the tensors to their places, one at a time, and flush them.
+        """Write one rank's share of the tensors to their places, one at a time, and flush them.
 
         Args:
-            folder: of the files that `create` made.
+            folder: the folder of the files that `create` made.
             read: gives a tensor by its name.
-            rank: which of the shares, which have about as many bytes each.
-            world: how many there are.
+            rank: number of the share; all shares have about the same number of bytes.
+            world: number of shares.
         """
         total, begins = sum(size_of(*one) for one in self.tensors.values()), 0
         for file, names in self.files.items():
@@ -94,16 +94,16 @@ class TensorFiles:
         shape, dtype = self.tensors[name]
         tensor = read(name)
         if tuple(tensor.shape) != shape:
-            raise ForgeError(f"{name!r} was made with shape {[*tensor.shape]}, and {[*shape]} was planned.")
+            raise ForgeError(f"{name!r} has shape {[*tensor.shape]}, but {[*shape]} was planned.")
         return as_bytes(tensor.to(dtype))
 
 
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """A new folder that gets its name once it is whole. What failed or was killed leaves nothing under that name.
+    """A new folder that gets its name once it is complete. A failed or killed write leaves nothing under that name.
 
     Args:
-        target: a folder that is not there yet, or empty.
+        target: a folder that doesn't exist yet, or is empty.
 
     Raises:
         ConfigError: if the target is in use.
@@ -127,7 +127,7 @@ def appearing(target: Path) -> Iterator[Path]:
 
 def in_order(plan: Plan, dtype: torch.dtype | None, exact: Iterable[str] = ()) -> Shapes:
     """The tensors of a plan, group by group, and the dtype to store each in: the one that was asked for, or its own.
-    What is no floating-point number keeps its dtype, and so do names that match one of the patterns `exact`."""
+    Tensors that are not floating-point keep their dtype, and so do names that match one of the patterns `exact`."""
     views = {name: plan.targets[name] for group in plan.groups for name in group.targets}
     kept = {name for name in views if any(re.fullmatch(one, name) for one in exact)}
     cast = {name for name, view in views.items() if dtype and view.dtype.is_floating_point and name not in kept}
@@ -143,7 +143,7 @@ def put_beside(folder: Path, beside: Mapping[str, Path]) -> None:
 
 
 def common_dtype(tensors: Shapes) -> str:
-    """The dtype that most bytes of a model's tensors have, as a `config.json` names it."""
+    """The dtype of most bytes of a model's tensors, as a `config.json` names it."""
     held: Counter[torch.dtype] = Counter()
     for shape, dtype in tensors.values():
         held[dtype] += size_of(shape, dtype)

@@ -1,4 +1,4 @@
-"""What a folder in Hugging Face layout asks for: the configuration that its model and tokenizer need."""
+"""The configuration that the model and tokenizer of a folder in Hugging Face layout need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRESET = "finetune"
 
 
 def starting_from(request: Request) -> Request:
-    """A request with the model and tokenizer of the folder that it is to start from; no tensor is read.
+    """A request with the model and tokenizer of the folder that it starts from; no tensor is read.
 
     Args:
         request: whose `model_from` is in Hugging Face layout. Without a configuration it has that of fine-tuning.
@@ -50,7 +50,7 @@ def bring(folder: Folder, request: Request) -> tuple[Request, HFModel]:
     except ForgeError as error:
         raise ConfigError(f"{folder.path}: {error}") from error
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-        raise ConfigError(f"{file}: a value has another type than is expected: {describe(error)}") from error
+        raise ConfigError(f"{file}: a value has the wrong type: {describe(error)}") from error
     if layout is None:
         raise ConfigError(f"{file}: {_unknown(folder.config, hooks)}")
     longest = folder.config.get("max_position_embeddings", folder.config.get("n_positions"))

@@ -77,7 +77,7 @@ def import_checkpoint(
         dtype: to store; by default, that of each tensor. A model has fp32 parameters, whatever its checkpoint holds.
         allow_missing: patterns of tensors that may be missing or have another shape; their weights start as in a new
             model.
-        allow_extra: patterns of tensors that may be there beside the model's; they are left out.
+        allow_extra: patterns of tensors that may be there in addition to the model's; they are left out.
 
     Raises:
         ConfigError: for a folder, an architecture or tensors that can't be imported, and for a pattern that fits
@@ -163,7 +163,7 @@ def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list
 
 def _tokenizer_notes(folder: Folder, job: Job) -> tuple[str, ...]:
     if not (folder.path / TOKENIZER).is_file():
-        text = f"{folder.path} has no {TOKENIZER}: the configuration reads bytes, as few models have learned to."
+        text = f"{folder.path} has no {TOKENIZER}: the configuration reads bytes, which few models were trained on."
         return (f"{text} Name its tokenizer before training on text.",)
     if not job.hooks.provider("tokenizer"):
         return (f"{folder.path / TOKENIZER} can't be used with this model; name another before training on text.",)
@@ -187,7 +187,7 @@ def export_checkpoint(
         source: a run, or a checkpoint; what it holds is verified first.
         target: a folder that is not there yet, or empty.
         dtype: of the weights; by default, what the checkpoint has.
-        shard_bytes: the most that is put into one file.
+        shard_bytes: largest size of one file, in bytes.
         nproc: local processes that each write a share of the tensors; one is this one.
 
     Raises:

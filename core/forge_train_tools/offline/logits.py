@@ -16,7 +16,7 @@ from forge_train.ground.tensors import full_tensor
 
 
 class Logits:
-    """Logits of the next token, given the tokens that are new."""
+    """Logits of the next token, from the new tokens."""
 
     def __init__(self, job: Job, part: nn.Module, length: int) -> None:
         self._part, self._device = part, job.device
@@ -29,7 +29,7 @@ class Logits:
         """`[vocabulary]` fp32 on the CPU.
 
         Raises:
-            ForgeError: if they are no numbers.
+            ForgeError: if they are NaN.
         """
         self._ids += new
         ids = torch.tensor([self._ids if self._cache is None else new], device=self._device)
@@ -38,16 +38,16 @@ class Logits:
 
 
 def logits_of(task: Task, part: nn.Module, hidden: Tensor, seen: int) -> Tensor:
-    """What the head gives for `hidden [1, sequence, dim]`: `[sequence, vocabulary]` fp32 on the CPU.
+    """The logits for `hidden [1, sequence, dim]`: `[sequence, vocabulary]` fp32 on the CPU.
 
     Args:
-        task: whose outputs they are.
-        part: with the head.
-        hidden: as it goes into the head.
-        seen: tokens that the model has been given, for the message.
+        task: computes them as its outputs.
+        part: the part of the model that has the head.
+        hidden: hidden states for the head.
+        seen: number of tokens that the model has seen, for the message.
 
     Raises:
-        ForgeError: if they are no numbers.
+        ForgeError: if they are NaN.
     """
     ids = torch.full(hidden.shape[:2], MASKED, device=hidden.device)
     logits = full_tensor(task.outputs(part, hidden, Batch(inputs=ids, labels=ids)))[0].float().cpu()
@@ -57,13 +57,13 @@ def logits_of(task: Task, part: nn.Module, hidden: Tensor, seen: int) -> Tensor:
 
 
 def continues(job: Job) -> bool:
-    """Whether attention can go on from a cache, with fewer queries than keys."""
+    """Whether attention can continue from a cache, with fewer queries than keys."""
     name = job.hooks.provider("attention_kernel")
     return name is None or job.hooks.enabled[name].cls.kernel_capabilities.offsets
 
 
 def new_cache(part: nn.Module, length: int) -> Any:
-    """A cache for one sequence, or None where the model, or one of its layers (TypeError), keeps none."""
+    """A cache for one sequence, or None if the model, or one of its layers (TypeError), has none."""
     make = getattr(part, "new_cache", None)
     try:
         return make(1, length) if make is not None else None

@@ -117,7 +117,7 @@ class Source:
         return self.saved["progress"]["tokens"] if self.saved is not None else 0
 
     def load(self, model: Model, job: Job) -> None:
-        """Fill a composed model, which has its memory."""
+        """Fill a composed model whose memory is allocated."""
         if self.saved is None:
             load_initial(model, job)
         else:
@@ -128,8 +128,8 @@ def find(path: Path, *, world: int = 1, wanted: Wanted | None = None) -> Source:
     """What a path means: a run's newest whole checkpoint, a checkpoint, or a folder in Hugging Face layout.
 
     Args:
-        path: any of them.
-        world: see `setup_of`, as for `wanted`.
+        path: a run, a checkpoint or a folder.
+        world: see `setup_of`; `wanted` likewise.
 
     Raises:
         ConfigError: for a path that is none of them, and as `setup_of`.
@@ -137,7 +137,7 @@ def find(path: Path, *, world: int = 1, wanted: Wanted | None = None) -> Source:
     if is_hugging_face(path):
         asked_for = wanted or Wanted()
         if not (path / TOKENIZER).is_file():
-            log.warning("%s has no %s: text is read as bytes, as few models have learned to.", path, TOKENIZER)
+            log.warning("%s has no %s: text is read as bytes, which few models were trained on.", path, TOKENIZER)
         request = Request(model_from=str(path), plugins=asked_for.plugins, set=asked_for.set)
         return Source(path, resolve(starting_from(request), world=world, training=wanted is not None), None)
     path = checkpoint.resolve(path)

@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from forge_train import Job
 
 OF_ATTENTION = ("qkv_bias", "o_bias")
-"""Options of a decoder that only layers with attention obey."""
+"""Options of a decoder that apply only to layers with attention."""
 
 
 class DeltaNet(Plugin):
-    """Gated delta-rule linear attention, in some layers or in all (Gated DeltaNet, arXiv:2412.06464).
+    """Gated delta-rule linear attention, in some or all layers (Gated DeltaNet, arXiv:2412.06464).
 
-    Use it for long sequences and long generated texts: a layer keeps a state of `k_dim` × `v_dim` numbers per head
-    instead of keys and values, so that time grows linearly with the sequence, and generation needs the same memory at
-    any length. Below a few thousand tokens attention is faster, and takes less memory in training. The other layers
+    Use it for long sequences and long generated texts. Each layer keeps a state of `k_dim` × `v_dim` numbers per head
+    instead of keys and values, so time grows linearly with the sequence, and generation needs the same memory at any
+    length. Below a few thousand tokens, attention is faster; in training it also takes less memory. The other layers
     keep their attention: by default every fourth, as in Qwen3-Next. Biases, `decoder.qk_norm` and rotary positions
-    are theirs; linear attention always normalises queries and keys, and needs no positions. The states of packed
-    documents, and their convolutions, begin anew with each document.
+    apply to those layers only; linear attention always normalises queries and keys, and needs no positions. In packed
+    rows, states and convolutions start again with each document.
 
-    `tp` splits the heads. Under `cp`, ranks exchange slices of all heads for whole sequences of some, whatever
-    `cp.method` says for the other layers: `parallel.cp` × `parallel.tp` must divide `k_heads`.
+    `tp` splits the heads. Under `cp`, ranks exchange slices of all heads for whole sequences of some heads, whatever
+    `cp.method` says for the other layers. `parallel.cp` × `parallel.tp` must divide `k_heads`.
     """
 
     api = (1, 0)
@@ -38,19 +38,19 @@ class DeltaNet(Plugin):
         """Which layers have linear attention: the list is repeated from the first layer to the last; empty means
         all."""
         heads: Annotated[int, Ge(0)] = 0
-        """Heads of values, each with a state of its own; 0 is `decoder.heads`."""
+        """Number of value heads, each with its own state; 0 is `decoder.heads`."""
         k_heads: Annotated[int, Ge(0)] = 0
-        """Heads of queries and keys, a divisor of heads; 0 is as many as heads."""
+        """Number of query and key heads, a divisor of `heads`; 0 is the same as `heads`."""
         k_dim: Annotated[int, Ge(0)] = 0
         """Features of a head's query and key; 0 is `decoder.head_dim`."""
         v_dim: Annotated[int, Ge(0)] = 0
         """Features of a head's value; 0 is `decoder.head_dim`."""
         convolution: Annotated[int, Gt(0)] = 4
-        """Tokens that the convolutions on queries, keys and values see."""
+        """Kernel size, in tokens, of the causal convolutions on queries, keys and values."""
         chunk: Annotated[int, Gt(0)] = 64
         """Tokens that training computes at once. It changes memory and speed, but no result."""
         recompute: bool = True
-        """Keep the projections of a layer only, and compute what follows from them again in the backward pass."""
+        """Keep only the projections of a layer, and recompute the rest in the backward pass."""
 
     config: Config
 

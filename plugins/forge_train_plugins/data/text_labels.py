@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class TextLabels(DataPlugin):
-    """Texts with labels for `classify` and `token_classify`, from every file format there is.
+    """Texts with labels for `classify` and `token_classify`, from any file format that Forge reads.
 
     For `classify`, records have a text and its label: `{"text": …, "label": …}`. For `token_classify`, they have words
-    and a label for each: `{"tokens": […], "labels": […]}`; a space is put between the words. A label is the name of
-    a class or its number; null and −100 are left out. Texts are never cut into two rows, and attention stays inside a
-    text. `labels`, `[batch, sequence]`, has the class at a text's last token, or at tokens of its words; all others are
-    masked.
+    and a label for each: `{"tokens": […], "labels": […]}`; words are joined by spaces. A label is the name of a class
+    or its number; the labels null and −100 are not learned. Texts are never split over rows, and attention stays inside
+    each text. `labels`, `[batch, sequence]`, has the class at a text's last token, or at tokens of its words; all other
+    positions are masked.
     """
 
     api = (1, 0)
@@ -34,7 +34,7 @@ class TextLabels(DataPlugin):
     @section
     class Config:
         path: str | tuple[str, ...] = ""
-        """Files, folders, patterns or addresses with a labelled text in each record."""
+        """Files, folders, patterns or addresses; each record has a labelled text."""
         text: str = ""
         """Field of the text, or of the list of words; empty is `text`, or `tokens`."""
         label: str = ""

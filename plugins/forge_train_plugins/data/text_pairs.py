@@ -22,8 +22,8 @@ class TextPairs(Plugin):
     Rows 2i and 2i + 1 of a micro-batch are the chosen and the rejected answer, each after the prompt; or the anchor
     and its positive text. `targets["member"]`, `[batch]`, is 0 for the first row of a pair and 1 for the second. The
     labels are the tokens of the answer, or of the whole text; all other labels are masked. `document_ids` is 0 for
-    text; the padding after it has another id. `reward` and `embed` learn from them. A task of your own distinguishes
-    the two rows, and declares `takes = {"build_data": ("pairs",)}`.
+    text; the padding after it has another id. `reward` and `embed` learn from pairs. Your own task distinguishes the
+    two rows, and declares `takes = {"build_data": ("pairs",)}`.
     """
 
     api = (1, 0)

@@ -37,8 +37,9 @@ class MoE(Plugin):
         every: Annotated[int, Gt(0)] = 1
         """Of the other layers, every n-th has experts, the last of each n."""
         activation: Literal["swiglu", "geglu", "reglu", "clamped_swiglu"] = "swiglu"
-        """Of the experts: `down(act(gate(x)) · up(x))`; clamped_swiglu, with g = gate(x) of at most `limit` and
-        u = up(x) within ±`limit`, is `down((u + 1) · g · sigmoid(alpha · g))` (GPT-OSS)."""
+        """Of the experts: `down(act(gate(x)) · up(x))`. clamped_swiglu (GPT-OSS) is
+        `down((u + 1) · g · sigmoid(alpha · g))`, with g = gate(x) clamped to at most `limit` and u = up(x) clamped to
+        ±`limit`."""
         router: Literal["softmax", "sigmoid", "expert_choice"] = "softmax"
         """How scores come from logits; under `expert_choice` each expert takes its best tokens of the micro-batch
         (arXiv:2202.09368), so that a token's output depends on later tokens: not for generation."""
@@ -79,7 +80,8 @@ class MoE(Plugin):
         """Biases of the router's logits, and of the experts' projections."""
 
         group_best: Annotated[int, Gt(0)] = 2
-        """How many of a group's scores that sum has: 2 in DeepSeek-V3, 1 in DeepSeek-V2 (arXiv:2405.04434, §2.2.2)."""
+        """Number of best scores that are summed for a group: 2 in DeepSeek-V3, 1 in DeepSeek-V2 (arXiv:2405.04434,
+        §2.2.2)."""
 
         def layers(self, count: int) -> list[int]:
             """The layers that have experts, of so many."""

@@ -43,9 +43,10 @@ class Rope:
     truncate: bool = True
     """Round the borders between stretched and kept features to whole ones (yarn)."""
     short: tuple[float, ...] = ()
-    """What divides the frequency of each pair of features in sequences within the original context (longrope)."""
+    """Factors that divide the frequency of each pair of features, in sequences within the original context
+    (longrope)."""
     long: tuple[float, ...] = ()
-    """The same in longer sequences (longrope)."""
+    """The same factors for longer sequences (longrope)."""
 
 
 class Decoder(Plugin):
@@ -143,13 +144,13 @@ class Decoder(Plugin):
         rope: Rope = Rope()
         """Rotary positions."""
         positions: Literal["rotary", "learned"] = "rotary"
-        """Rotate queries and keys, or add a learned row of a table to each embedding (GPT-2)."""
+        """Rotate queries and keys, or add a learned embedding of each position (GPT-2)."""
         sinks: bool = False
-        """A learned logit for each head takes part in its softmax and has no value, so that a head can attend to
-        nothing (GPT-OSS)."""
+        """Add a learned logit without a value to each head's softmax, so that a head can attend to nothing
+        (GPT-OSS)."""
         parallel: bool = False
-        """Attention and feed-forward of a layer both read what comes into it, as in GPT-NeoX, instead of one what the
-        other gives (arXiv:2204.02311, §2)."""
+        """Attention and feed-forward both read the input of the layer, as in GPT-NeoX, instead of running one after the
+        other (arXiv:2204.02311, §2)."""
 
     config: Config
 

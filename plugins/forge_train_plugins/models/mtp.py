@@ -18,20 +18,22 @@ if TYPE_CHECKING:
 
 
 class MultiTokenPrediction(Plugin):
-    """Multi-token prediction: modules behind the last layer predict the tokens after the next (arXiv:2412.19437, §2.2).
+    """Multi-token prediction: modules after the last layer predict the tokens after the next (arXiv:2412.19437, §2.2).
 
-    Module k joins what the module before it gave (the first: what the model gives its head) and the embedding of the
-    token k positions later, both normed, by a projection; one more layer of the model's kind and a norm follow. All
-    share the model's embedding and head. The logged loss, evaluation and generation are those of the next token alone;
-    `mtp.loss.k` and `mtp.accuracy.k` are logged for each module, the latter being the share of tokens that it guesses.
+    Module k projects two normed inputs to one: the output of module k − 1 (for the first module, the hidden states for
+    the model's head) and the embedding of the token k positions later. One more layer of the model's kind and a norm
+    follow. All modules share the model's embedding and head. The logged loss, evaluation and generation use the next
+    token alone. `mtp.loss.k` and `mtp.accuracy.k`, the share of tokens that it predicts correctly, are logged for each
+    module.
 
-    A token is predicted only from its own document. A depth's summed loss is divided by the number of labels of the
-    next token, so that tokens without one weigh nothing.
+    A token is predicted only from its own document. A depth's summed loss is divided by the number of next-token
+    labels, so that tokens without a label have no weight.
 
-    The modules are the model's `tail`. To begin without them from weights that have them, set
-    `train.init_unexpected = ["tail.*"]`; to add them to other weights, `train.init_missing = ["tail.*"]`.
-    `forge generate --temperature 0 --drafts N` has the first N guess tokens that the model then checks at once; the
-    text is the same. The layout of DeepSeek-V3 has a place for them; other exports leave them out, and say so.
+    The modules are the model's `tail`. To start without them from weights that have them, set
+    `train.init_unexpected = ["tail.*"]`. To add them to other weights, set `train.init_missing = ["tail.*"]`.
+    With `forge generate --temperature 0 --drafts N`, the first N modules draft tokens and the model checks them in one
+    pass; the text is the same. An export in the layout of DeepSeek-V3 has the modules. Other exports leave them out and
+    say so.
 
     A module costs as much as a layer, a projection and another pass through the head. Under `fsdp2`, the shared
     embedding stays gathered during the step, as tied weights do.
@@ -44,11 +46,11 @@ class MultiTokenPrediction(Plugin):
     @section
     class Config:
         depths: Annotated[int, Gt(0)] = 1
-        """Modules, one for each further token."""
+        """Number of modules, one for each further token."""
         weight: Annotated[float, Ge(0)] = 0.3
-        """Of the mean of their losses (λ of the paper's eq. 25, which has 0.3 at first and 0.1 at the end)."""
+        """Weight of the mean of their losses (λ in eq. 25; the paper uses 0.3 at first and 0.1 at the end)."""
         chunk: Annotated[int, Ge(0)] = 0
-        """Tokens whose logits exist at once; 0 chooses by vocabulary and batch."""
+        """Tokens whose logits are in memory at once; 0 chooses by vocabulary and batch."""
 
     config: Config
 
@@ -81,8 +83,8 @@ class MultiTokenPrediction(Plugin):
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
         if not self._asked:
             raise ConfigError(
-                f"mtp: the model of plugin {job.hooks.provider('build_model')!r} has no place for layers behind its "
-                "last one (it asks for no tail); leave mtp out, or take a model that does, such as decoder."
+                f"mtp: the model of plugin {job.hooks.provider('build_model')!r} has no place for layers after its "
+                "last one (it asks for no tail); leave mtp out, or use a model that has, such as decoder."
             )
 
     @hookimpl
@@ -97,8 +99,8 @@ class MultiTokenPrediction(Plugin):
         if self.config.depths >= config.train.sequence:
             yield Problem(
                 "mtp.depths",
-                f"no token of a sequence of {config.train.sequence} (train.sequence) has {self.config.depths} others "
-                "and one to predict after it; take fewer.",
+                f"sequences of {config.train.sequence} tokens (train.sequence) are too short for {self.config.depths} "
+                "depths; use fewer.",
             )
 
     def _observe(self, seen: Tensor) -> None:

@@ -32,8 +32,8 @@ class ContextParallel(Plugin):
     ranks get the same number of tokens of each row and about the same attention work. Each rank gets a chunk from the
     front and its mirror image from the end; if rows are packed documents, chunks are assigned by their attention work.
     A SHARD plugin such as `fsdp2` averages gradients and shards parameters over `cp` too. If a layer has a recurrence
-    instead of a kernel (linear attention), ranks exchange heads, whatever the method. A unit with neither, such as a
-    state-space block, is refused.
+    instead of a kernel (linear attention), ranks exchange heads, whatever `cp.method` says. A unit with
+    neither, such as a state-space block, is refused.
     """
 
     api = (1, 0)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class _Classifier(Plugin):
-    """What both have in common: a score for each class at each position, learned where there is a label."""
+    """The common part of both: a score for each class at each position, learned where there is a label."""
 
     api = (1, 0)
     requires = ("loss",)
@@ -25,7 +25,7 @@ class _Classifier(Plugin):
     @section
     class Config:
         classes: tuple[str, ...] = ()
-        """Names of the classes: label k is the k-th. An export writes them into `config.json`."""
+        """Names of the classes; label k is the k-th, from 0. An export writes them into `config.json`."""
 
     config: Config
     _observed: Observed | None = None
@@ -35,10 +35,10 @@ class _Classifier(Plugin):
         names, key = self.config.classes, f"{self.name}.classes"
         if len(names) < 2:
             yield Problem(
-                key, f'expected the names of two classes or more, such as ["ham", "spam"]; found {len(names)}.'
+                key, f'expected the names of at least two classes, such as ["ham", "spam"]; found {len(names)}.'
             )
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            yield Problem(key, f"{twice[0]!r} stands there twice.")
+            yield Problem(key, f"{twice[0]!r} appears twice.")
 
     @hookimpl
     def classes(self, job: Job) -> Classes:
@@ -67,8 +67,9 @@ class _Classifier(Plugin):
 class Classify(_Classifier):
     """Sequence classification: the class of a text, from the hidden state of its last token.
 
-    As `…ForSequenceClassification` of transformers, with a linear head without a bias. The mean is over texts, which
-    may be packed into rows. The metrics are `classify.accuracy` and `classify.macro_f1`, the mean of the classes' F1.
+    Like `…ForSequenceClassification` of transformers, it has a linear head without a bias. The loss is the mean over
+    texts, which may be packed into rows. The metrics are `classify.accuracy` and `classify.macro_f1`, the mean of the
+    classes' F1 scores.
     """
 
     name = "classify"
@@ -83,8 +84,8 @@ class Classify(_Classifier):
 class TokenClassify(_Classifier):
     """Token classification: a class for each token that has a label.
 
-    As `…ForTokenClassification` of transformers, with a linear head with a bias. The mean is over labelled tokens;
-    others are left out. The metrics are `token_classify.accuracy` and `token_classify.macro_f1`.
+    Like `…ForTokenClassification` of transformers, it has a linear head with a bias. The loss is the mean over labelled
+    tokens. The metrics are `token_classify.accuracy` and `token_classify.macro_f1`.
     """
 
     name = "token_classify"

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class Embed(Plugin):
-    """Text embeddings by contrastive learning: an anchor's positive text is to be nearer than those of other anchors.
+    """Text embeddings by contrastive learning: an anchor should be nearer to its own positive than to others.
 
-    The loss is InfoNCE (arXiv:1807.03748, eq. 4) of cosine similarities, with the positives of other pairs as
-    negatives, gathered over all data-parallel ranks; its mean is over pairs. `embed.recall_at_1` is the share of
-    anchors whose positive is the nearest, `embed.mrr` the mean of 1 / its rank. An export is the model without a head
-    (`…Model` of transformers): pooling and normalisation are the reader's.
+    The loss is InfoNCE (arXiv:1807.03748, eq. 4) of cosine similarities, averaged over pairs. The negatives are the
+    positives of other pairs, gathered over all data-parallel ranks. `embed.recall_at_1` is the share of
+    anchors whose positive is the nearest, and `embed.mrr` is the mean of 1 / rank. An export is the model without a
+    head (`…Model` of transformers); pool and normalise its hidden states yourself.
     """
 
     api = (1, 0)
@@ -32,8 +32,8 @@ class Embed(Plugin):
         temperature: Annotated[float, Gt(0)] = 0.05
         """Similarities are divided by this."""
         group: Annotated[int, Ge(0)] = 0
-        """Pairs that are each other's negatives, next to each other in the global batch; 0 is the whole global batch,
-        which then has to be one micro-batch of each rank."""
+        """Number of neighbouring pairs in the global batch that are each other's negatives; 0 is the whole global
+        batch, which must then be one micro-batch of each rank."""
 
     config: Config
     _observed: Mapping[str, Metric] | None = None
@@ -59,7 +59,7 @@ class Embed(Plugin):
         if not group and job.dist.layout.micro_batches(train.global_batch, train.micro_batch) > 1:
             raise ConfigError(
                 f"embed.group: the global batch of {train.global_batch // 2} pairs is computed {together} pairs at a "
-                f"time, and the others are no negatives then; set embed.group to {together} or a divisor of it, or "
+                f"time, so the others can't be negatives; set embed.group to {together} or a divisor of it, or "
                 "train.micro_batch to the rank's share."
             )
         if group and together % group:

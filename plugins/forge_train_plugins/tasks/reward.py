@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 class Reward(Plugin):
     """A reward model: one number for a text, from the hidden state of its last token.
 
-    The loss is that of Bradley and Terry, `−log σ(r(chosen) − r(rejected))` (InstructGPT, arXiv:2203.02155, eq. 1), and
-    its mean is over pairs. As `…ForSequenceClassification` of transformers with one label. `reward.accuracy` is the
-    share of pairs whose chosen answer has the higher reward, `reward.margin` the mean of the difference.
+    The loss is that of Bradley and Terry, `−log σ(r(chosen) − r(rejected))` (InstructGPT, arXiv:2203.02155, eq. 1),
+    averaged over pairs. The head is that of `…ForSequenceClassification` of transformers with one label.
+    `reward.accuracy` is the share of pairs whose chosen answer has the higher reward, and `reward.margin` is the mean
+    difference of the two.
     """
 
     api = (1, 0)

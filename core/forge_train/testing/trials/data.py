@@ -54,8 +54,8 @@ def gives_batches(bench: Bench) -> str:
 def names_classes(bench: Bench) -> str:
     first, again = (bench.answer("classes") for _ in range(2))
     require(first == again, "two calls give different classes")
-    require(len(first.names) > 1, f"expected the names of two classes or more, found {len(first.names)}")
-    require(len({*first.names}) == len(first.names), "a name stands there twice")
+    require(len(first.names) > 1, f"expected the names of at least two classes, found {len(first.names)}")
+    require(len({*first.names}) == len(first.names), "a name appears twice")
     return f"{len(first.names)} classes of {first.of}s"
 
 

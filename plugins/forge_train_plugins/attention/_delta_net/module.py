@@ -24,10 +24,10 @@ Part = tuple[int, int]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Heads and their features."""
+    """Numbers of heads and features."""
 
     heads: int
-    """Of values and of the state."""
+    """Value heads, each with a state."""
     k_heads: int
     k_dim: int
     v_dim: int
@@ -36,18 +36,18 @@ class Sizes:
 
 
 class DeltaCache:
-    """The states of one layer, and the last inputs of its convolutions: as large for any number of positions.
+    """The states of one layer and the last inputs of its convolutions. Its size does not depend on the length.
 
     Args:
-        batch: sequences that are generated side by side.
-        length: the most positions it may be given.
+        batch: number of sequences that are generated side by side.
+        length: largest number of positions.
     """
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch = batch
         self.capacity = length
         self.length = 0
-        """Positions it has been given."""
+        """Number of positions so far."""
         self.state: Tensor | None = None
         """`[batch, heads, k_dim, v_dim]` in fp32."""
         self.tails: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
@@ -67,12 +67,12 @@ class DeltaCache:
 
 
 class ShortConvolution(nn.Module):
-    """Each feature's own causal convolution over a few tokens, then SiLU: `[batch, sequence, features]` → the same.
+    """A depthwise causal convolution over a few tokens, then SiLU: `[batch, sequence, features]` → the same.
 
     Args:
         features: their number.
-        taps: tokens that it sees, the last of them its own.
-        name: of the parameter in this model, so that each starts with values of its own.
+        taps: kernel size: a token, and those before it.
+        name: name of the parameter in this model, so that each has its own initial values.
         head_dim: features that tensor parallelism keeps together.
     """
 
@@ -124,8 +124,8 @@ class ShortConvolution(nn.Module):
 
 
 class Decay(nn.Module):
-    """How much a head forgets at a token, `g = −exp(A_log) · softplus(x + dt_bias)`: `[…, heads]` → the same, in fp32
-    at least (Mamba 2, arXiv:2405.21060, §7)."""
+    """The log decay of each head at a token, `g = −exp(A_log) · softplus(x + dt_bias)`: `[…, heads]` → the same, in
+    fp32 at least (Mamba 2, arXiv:2405.21060, §7)."""
 
     def __init__(self, heads: int, name: str) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class GatedDeltaNet(nn.Module):
         document_ids: Tensor | None = None,
         part: Part = (0, 1),
     ) -> Tensor:
-        """All that looks along the sequence: `[batch, sequence, heads of its kind, features]` each, → as `v`."""
+        """Everything that looks along the sequence: `[batch, sequence, heads of its kind, features]` each, → as `v`."""
         given = (q, k, v, alpha, beta), document_ids, part
 
         def run(*given: Any) -> Tensor:
@@ -224,7 +224,7 @@ class GatedDeltaNet(nn.Module):
         return DeltaCache(batch, length)
 
     def flops_per_token(self, sequence: int) -> int:
-        """A state is read for the key and for the query, and written once; the same at any length."""
+        """Counts the state as read for the key and for the query, and written once, at any length."""
         return flops_per_token(sequence, weights=self.weights + 3 * self.heads * self.sizes.k_dim * self.sizes.v_dim)
 
     def tensor_plan(self) -> dict[str, TensorStyle]:
@@ -262,12 +262,12 @@ class GatedDeltaNet(nn.Module):
 
 
 def unit(x: Tensor) -> Tensor:
-    """Of length one, but for a vector of zeros; with Qwen3-Next's epsilon."""
+    """Normalised to length one, except a vector of zeros; with Qwen3-Next's epsilon."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def of_part(x: Tensor, part: Part) -> Tensor:
-    """A part of the first axis."""
+    """One part along the first axis."""
     return x if part[1] == 1 else x.chunk(part[1])[part[0]]
 
 
@@ -279,7 +279,7 @@ def uniform(name: str, shape: tuple[int, ...], bound: float, seed: int) -> Tenso
 
 
 def log_rates(name: str, heads: int, seed: int) -> Tensor:
-    """Kept off zero, whose logarithm is −∞."""
+    """Kept away from zero, whose logarithm is −∞."""
     return torch.empty(heads).uniform_(0, 16, generator=_generator(name, seed)).clamp(min=1e-4).log()
 
 

@@ -26,7 +26,7 @@ def in_chunks(
     state: Tensor | None = None,
     document_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Chunk after chunk; the tokens of one at once, through the WY representation (§3.3; arXiv:2406.06484, §3.2).
+    """Chunk by chunk, all tokens of a chunk at once, by the WY representation (§3.3; arXiv:2406.06484, §3.2).
 
     Args:
         query: `[batch, sequence, k_heads, k_dim]`, scaled.
@@ -34,9 +34,9 @@ def in_chunks(
         value: `[batch, sequence, heads, v_dim]`; heads is a multiple of k_heads, each serving neighbours.
         log_decay: g, `[batch, sequence, heads]`, at most 0.
         beta: `[batch, sequence, heads]`, from 0 to 1.
-        size: tokens of a chunk.
-        state: to begin with, `[batch, heads, k_dim, v_dim]`; zeros by default.
-        document_ids: `[batch, sequence]`: each document begins with a state of zeros, but the first with `state`.
+        size: tokens in a chunk.
+        state: initial state, `[batch, heads, k_dim, v_dim]`; zeros by default.
+        document_ids: `[batch, sequence]`: each document starts with a state of zeros, the first one with `state`.
 
     Returns:
         Outputs as `value`, and the state after the last token.
@@ -89,7 +89,7 @@ def in_chunks(
 def in_steps(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Token after token; see `in_chunks`."""
+    """Token by token; see `in_chunks`."""
     each = value.shape[2] // query.shape[2]
     query, key = (x.to(state.dtype).repeat_interleave(each, 2) for x in (query, key))
     found = []

@@ -80,7 +80,9 @@ def imported(found: HFModel, given: str, table: Mapping[str, Any]) -> HFModel:
     if kind.suffix == "Model":
         return _mapped(found, lambda one: Rename({"{name*}": f"{TRUNK}{{name*}}"}) >> one, sections=sections)
     if (problem := table.get("problem_type")) not in (None, "single_label_classification") and given != "rewards":
-        raise ConfigError(f"config.json: problem_type = {problem!r} can't be imported: a text has one class here.")
+        raise ConfigError(
+            f"config.json: problem_type = {problem!r} can't be imported: Forge supports one class per text."
+        )
     plugin = {"rewards": "reward", "text_class_logits": "classify"}.get(given, "token_classify")
     sections[plugin] = {} if given == "rewards" else {"classes": _names(table)}
     head = Rename({name: f"head.{name}" for name in kind.parameters})

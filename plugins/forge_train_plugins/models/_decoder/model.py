@@ -24,7 +24,7 @@ class Block(nn.Module):
         norm_at: before the mixers, after them, or both.
         multiplier: factor on what they add.
         dropout: after the token mixer, and after the channel mixer.
-        parallel: whether the channel mixer reads what the token mixer reads, not what that gives.
+        parallel: whether the channel mixer reads the input of the token mixer, not its output.
     """
 
     def __init__(

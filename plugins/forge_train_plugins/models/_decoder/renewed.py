@@ -12,12 +12,12 @@ from forge_train.nn import DynamicRoPE, LengthRoPE
 
 
 class RenewedCaches(dict[str, Any]):
-    """Of each layer. They begin anew once, where a sequence becomes longer than the original context: from there on all
-    its positions have other frequencies, and so other keys, values and hidden states.
+    """The caches of all layers. They start again once, when a sequence becomes longer than the original context: from
+    then on all its positions have other frequencies, and so other keys, values and hidden states.
 
     Args:
-        caches: of each layer.
-        after: tokens of the original context.
+        caches: one for each layer.
+        after: length of the original context, in tokens.
     """
 
     def __init__(self, caches: Mapping[str, Any], after: int) -> None:
@@ -25,7 +25,7 @@ class RenewedCaches(dict[str, Any]):
         self._after, self._ids = after, torch.empty(0)
 
     def take(self, ids: Tensor) -> Tensor:
-        """What the layers have to be given, with these ids the newest: them, or all ids so far."""
+        """The ids that the layers must see: the new ones, or all ids so far."""
         held = next(iter(self.values())).length
         self._ids = torch.cat([self._ids, ids], 1) if held else ids
         if not 0 < held <= self._after < self._ids.shape[1]:
@@ -36,7 +36,7 @@ class RenewedCaches(dict[str, Any]):
 
 
 def renewed(caches: dict[str, Any], attention: Sequence[Any], length: int) -> dict[str, Any]:
-    """The same caches, or ones that begin anew where positions need it.
+    """The same caches, or ones that start again if the positions need it.
 
     Raises:
         TypeError: where no cache of that length can be kept.
@@ -46,5 +46,5 @@ def renewed(caches: dict[str, Any], attention: Sequence[Any], length: int) -> di
     if rope is None or length <= rope.original_length:
         return caches
     if isinstance(rope, DynamicRoPE):
-        raise TypeError("the scaling 'dynamic' changes all keys with each token; there is nothing to keep")
+        raise TypeError("the scaling 'dynamic' changes all keys with each token, so they can't be cached")
     return RenewedCaches(caches, rope.original_length)

@@ -134,7 +134,7 @@ def _check_by_length(config: Decoder.Config, run: RunConfig) -> Iterator[Problem
     if parallel is not None and parallel.cp > 1 and run.train.sequence > rope.original_sequence:
         yield Problem(
             "parallel.cp",
-            f"decoder.rope.scaling = {rope.scaling!r} goes by the length of each sequence, of which a rank would have "
-            f"a slice; set parallel.cp = 1, or train.sequence to at most decoder.rope.original_sequence "
+            f"decoder.rope.scaling = {rope.scaling!r} depends on the length of each sequence, but a rank would have "
+            f"only a slice of it; set parallel.cp = 1, or train.sequence to at most decoder.rope.original_sequence "
             f"({rope.original_sequence}).",
         )

@@ -117,8 +117,8 @@ def _watched_dropout(model: nn.Module) -> dict[str, list[torch.Size]]:
 
 
 def _swap_dropout(model: nn.Module, calls: Mapping[str, list[torch.Size]], job: Job) -> None:
-    """Put Forge's dropout, whose masks are the same on every layout, in the place of modules that zero features of
-    hidden states. One that is called twice stays: both calls would have one mask."""
+    """Replace dropout modules by Forge's dropout, whose masks are the same on every layout. A module that is called
+    twice stays, because both calls would have the same mask."""
     for path, shapes in calls.items():
         if [shape[:-1] for shape in shapes] == [(1, _PROBED)]:
             parent, _, name = path.rpartition(".")

@@ -1,4 +1,4 @@
-"""The tokens that follow: what each module reads, and what it has to predict."""
+"""The following tokens: the inputs of each module, and its labels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _write(depths: int, batches: Sequence[Batch]) -> None:
 
 
 def following(batch: Batch, by: int) -> tuple[Tensor, Tensor]:
-    """The token so many positions later, and its label: masked where it lies in another document, or beyond the row."""
+    """The token `by` positions later, and its label; masked in another document and beyond the row."""
     ids, labels = torch.zeros_like(batch.inputs), torch.full_like(batch.labels, MASKED)
     ids[:, :-by], labels[:, :-by] = batch.inputs[:, by:], batch.labels[:, by:]
     if batch.document_ids is not None:

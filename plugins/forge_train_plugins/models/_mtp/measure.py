@@ -1,4 +1,4 @@
-"""What is logged of each depth."""
+"""The metrics of each depth."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forge_train.metrics import Ratio
 
 
 class Measures:
-    """Mean loss, and share of tokens that would be guessed, of every depth."""
+    """Mean loss and share of correctly predicted tokens of each depth."""
 
     def __init__(self, depths: int) -> None:
         self.depths = depths

@@ -1,4 +1,4 @@
-"""The modules behind the last layer."""
+"""The modules after the last layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .ahead import IDS
 
 
 class Depth(nn.Module):
-    """The hidden states of the depth before and the embeddings of the tokens that follow, joined, and one layer.
+    """Projects the hidden states of the depth before and the embeddings of the following tokens, then runs one layer.
 
     `h'ᵢᵏ = Mₖ [RMSNorm(Emb(tᵢ₊ₖ)); RMSNorm(hᵢᵏ⁻¹)]`, `hᵏ = TRMₖ(h'ᵏ)` (arXiv:2412.19437, eq. 21 and 22). The halves
     are in the order of the published weights.
@@ -56,8 +56,8 @@ class Depths(nn.Module):
 
     Args:
         trunk: of the model.
-        depths: how many.
-        state: of the step, where the tokens that follow are.
+        depths: number of modules.
+        state: the state of the step, which has the following tokens.
     """
 
     def __init__(self, trunk: Trunk, depths: int, state: StepState) -> None:

@@ -42,7 +42,7 @@ class MultiTokenTask:
         if len(hidden) != rows * (1 + depths):
             raise PluginError(
                 f"mtp: the model gave {len(hidden)} rows of hidden states for {rows} sequences in training, where "
-                f"{1 + depths} for each were expected: the model must call its tail, and the executor "
+                f"{1 + depths} for each were expected. The model must call its tail, and the executor "
                 "model.on_micro_batch(…, batch=batch)."
             )
         labels = torch.cat(batch.state[LABELS].unbind(-1))

@@ -103,13 +103,13 @@ def check_recurrence(name: str, module: Any, size: int, tp: int) -> None:
     """Whether ranks can exchange heads for sequences.
 
     Raises:
-        ConfigError: for heads that they can't share out.
+        ConfigError: if the heads can't be divided among them.
     """
     heads, keys = module.heads // tp, module.kv_heads // tp
     if heads % size or keys % size:
         raise ConfigError(
-            f"parallel.cp = {size}: {size} ranks can't share out heads of values ({heads}) and of keys ({keys}) of "
-            f"{name} ({type(module).__name__}), a recurrence of which each rank needs whole sequences of some heads. "
+            f"parallel.cp = {size}: {size} ranks can't divide the {heads} value heads and {keys} key heads of {name} "
+            f"({type(module).__name__}). Its recurrence needs whole sequences, so each rank takes some of the heads. "
             "Set parallel.cp to a divisor of both."
         )
 

@@ -25,7 +25,7 @@ NAMES = {
     **{f"feed_forward.shared.{one}": f"mlp.shared_experts.{one}_proj" for one in ("gate", "up", "down")},
 }
 AHEAD = 16
-"""Modules for multi-token prediction that files may hold behind the last layer, at most."""
+"""Modules for multi-token prediction that files may hold after the last layer, at most."""
 
 
 def _queries(sections: Sections) -> dict[str, str]:
@@ -79,7 +79,7 @@ def _mscales(mscale: float, decoder: Decoder.Config) -> dict[str, float]:
 
 
 def _leftovers(decoder: Decoder.Config) -> tuple[str, ...]:
-    """Modules for multi-token prediction, which files have behind the last layer."""
+    """Modules for multi-token prediction, which files have after the last layer."""
     return tuple(rf"model\.layers\.{decoder.layers + ahead}\..*" for ahead in range(AHEAD))
 
 

@@ -133,7 +133,7 @@ class Family:
         windows: how sliding windows are written; a family without has none.
         block: module in a layer → its name in the family's layout.
         by_sections: those of such names that go by the sections of other parts.
-        ahead: the same for a model's tail, whose layers the family has behind the last one; empty if it has none.
+        ahead: the same for a model's tail, whose layers the family has after the last one; empty if it has none.
         ignored: keys that transformers does not look at.
         parts: other plugins that its models need.
         outer: module outside layers → its name in the family's layout.
