@@ -53,7 +53,9 @@ def part(
             config.refuse("hidden_act", f"experts have {', '.join(ACTS)}")
         if "balance" not in section:  # here it is 1 where loads are even, there `top_k`
             section["balance"] = short(config.number(BALANCE, balance) * section["top_k"])
-        return section | read_more(config, sections["decoder"]["layers"])
+        section |= read_more(config, sections["decoder"]["layers"])
+        _check_choice(config, section, next(name for name, key in keys.items() if "top_k" in key.options))
+        return section
 
     def write(section: Any, decoder: Decoder.Config) -> dict[str, Any]:
         found = {name: key.theirs(getattr(section, key.options[0])) for name, key in keys.items()} | dict(fixed or {})
@@ -64,6 +66,18 @@ def part(
         return found | write_more(section, decoder.layers)
 
     return Part("moe", read, write, NEUTRAL, _resolved)
+
+
+def _check_choice(config: Reader, section: Mapping[str, Any], top_k: str) -> None:
+    """Refuse a choice that can't be made: a folder is also opened without the checks of a training run."""
+    experts, chosen = section["experts"], section["top_k"]
+    groups, top_groups = section.get("groups", 1), section.get("top_groups", 1)
+    if not 1 <= chosen <= experts:
+        config.refuse(top_k, f"expected a number from 1 to the {experts} experts")
+    if groups < 1 or experts % groups:
+        config.refuse("n_group", f"expected a divisor of the {experts} experts")
+    if not 1 <= top_groups <= groups or top_groups * (experts // groups) < chosen:
+        config.refuse("topk_group", f"expected at most {groups} groups, with {chosen} experts between them")
 
 
 def _resolved(section: Any, decoder: Decoder.Config) -> Any:
