@@ -218,6 +218,7 @@ def test_deepseek_v3_as_published_is_understood() -> None:
         ("DeepseekV3", {**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq = 2"),
         ("DeepseekV3", {**DEEPSEEK, "n_shared_experts": 0}, "n_shared_experts = 0"),
         ("DeepseekV3", {**DEEPSEEK, "num_key_value_heads": 2}, "num_key_value_heads = 2"),
+        ("DeepseekV3", {**DEEPSEEK, "head_dim": 2}, "head_dim = 2 .*qk_rope_head_dim is"),
         ("DeepseekV3", {**DEEPSEEK, "qk_head_norm": True}, "qk_head_norm = True"),
         ("Qwen3Moe", {**QWEN, "quantization_config": {"quant_method": "gptq"}}, "quantization_config = .*dequantise"),
         (

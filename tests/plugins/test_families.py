@@ -175,6 +175,8 @@ def test_packed_documents_and_windows_agree(kernel: Any) -> None:
         ("SmolLM3", {"no_rope_layers": [1, 2, 0, 1]}, "no_rope_layers"),
         ("SmolLM3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval = 0"),
         ("Granite", {"logits_scaling": "8"}, "logits_scaling = '8'"),
+        ("Granite", {"logits_scaling": 0.0}, "logits_scaling = 0.0 .*greater than 0"),
+        ("Granite", {"attention_multiplier": 0.0}, "attention_multiplier = 0.0 .*greater than 0"),
         ("Olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
     ],
 )

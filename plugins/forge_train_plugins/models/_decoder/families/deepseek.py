@@ -47,6 +47,8 @@ def _latent(*, interleaved: bool | None) -> Part:
         if decoder["kv_heads"] != decoder["heads"]:
             config.refuse("num_key_value_heads", f"latent attention has as many as heads, {decoder['heads']}")
         found: dict[str, Any] = {ours: config.integer(theirs, missing[theirs]) for theirs, ours in ranks.items()}
+        if interleaved is None and config.table.get("head_dim") not in (None, found["rope_dim"]):
+            config.refuse("head_dim", f"transformers rotates as many features; qk_rope_head_dim is {found['rope_dim']}")
         null = "q_lora_rank" in config.table and config.get("q_lora_rank", None) is None
         found["q_rank"] = 0 if null else config.integer("q_lora_rank", 1536)
         table = config.table.get("rope_scaling") or config.table.get("rope_parameters") or {}

@@ -10,9 +10,9 @@ GRANITE = Family(
     keys={
         **ATTENTION_BIAS,
         **MLP_BIAS,
-        "embedding_multiplier": Key(("embedding_multiplier",), float, 1.0),
-        "residual_multiplier": Key(("residual_multiplier",), float, 1.0),
-        "attention_multiplier": Key(("scale",), float, 1.0),
-        "logits_scaling": Key(("logit_divisor",), float, 1.0),
+        "embedding_multiplier": Key(("embedding_multiplier",), float, 1.0, positive=True),
+        "residual_multiplier": Key(("residual_multiplier",), float, 1.0, positive=True),
+        "attention_multiplier": Key(("scale",), float, 1.0, positive=True),
+        "logits_scaling": Key(("logit_divisor",), float, 1.0, positive=True),
     },
 )
