@@ -95,7 +95,10 @@ class TensorFiles:
         tensor = read(name)
         if tuple(tensor.shape) != shape:
             raise ForgeError(f"{name!r} was made with shape {[*tensor.shape]}, and {[*shape]} was planned.")
-        return as_bytes(tensor.to(dtype))
+        stored = tensor.to(dtype)
+        if dtype == torch.float16 and bool((stored.isinf() & tensor.isfinite()).any()):
+            raise ConfigError(f"--dtype fp16: {name!r} has numbers beyond ±65504, which fp16 can't hold; take bf16.")
+        return as_bytes(stored)
 
 
 @contextmanager
