@@ -13,7 +13,7 @@ from forge_train.ground.errors import ConfigError
 from forge_train.ground.strict_json import dumps
 
 from . import screen
-from .options import json_option
+from .options import json_option, plugins_option
 
 if TYPE_CHECKING:
     from forge_train_tools.offline.generate import Completion
@@ -49,8 +49,9 @@ ENDED = {
 @click.option(
     "--chat", is_flag=True, help="The prompt is a user's message; the model's chat template is put around it."
 )
+@plugins_option
 @json_option
-def generate(path: Path, prompt: str, chat: bool, as_json: bool, **choices: Any) -> None:
+def generate(path: Path, prompt: str, chat: bool, plugins: tuple[str, ...], as_json: bool, **choices: Any) -> None:
     """Continue a text with the model of PATH: a run (its newest whole checkpoint), a checkpoint, or a Hugging Face
     folder.
 
@@ -58,6 +59,7 @@ def generate(path: Path, prompt: str, chat: bool, as_json: bool, **choices: Any)
     forge generate runs/first --prompt "def "
     forge generate runs/first --prompt "import " --temperature 0 --stop $'\\n'
     forge generate Qwen3-0.6B --prompt "Once upon a time"
+    forge generate gpt-oss-20b -p flex --prompt "Once upon a time"
     forge generate runs/first --prompt "import " --temperature 0 --drafts 1
     forge generate runs/tuned --chat --prompt "Who are you?"
     """
@@ -66,7 +68,7 @@ def generate(path: Path, prompt: str, chat: bool, as_json: bool, **choices: Any)
 
     sampling = Sampling(**choices)
     prompt = _stdin() if prompt == "-" else prompt
-    opened = open_model(path)
+    opened = open_model(path, plugins=plugins)
     given = _as_chat(opened, prompt) if chat else prompt
     completion = Completion(opened.job, opened.model, given, sampling, whole=chat)
     started = time.perf_counter()

@@ -39,6 +39,22 @@ class Exchanged:
     """What the user should know."""
 
 
+def check_range(name: str, stored: Tensor, original: Callable[[], Tensor]) -> None:
+    """Refuse fp16 for finite numbers that it turns into infinities.
+
+    Args:
+        name: of the tensor.
+        stored: in the dtype that was asked for.
+        original: gives its values as they were, where that must be known.
+
+    Raises:
+        ConfigError: naming the tensor.
+    """
+    if stored.dtype == torch.float16 and bool((infinite := stored.isinf()).any()):
+        if bool((infinite & original().isfinite()).any()):
+            raise ConfigError(f"--dtype fp16: {name!r} has numbers beyond ±65504, which fp16 can't hold; take bf16.")
+
+
 @dataclass(frozen=True)
 class TensorFiles:
     """The safetensors files to write for a model. The writer of `safetensors` needs all tensors at once."""
@@ -95,7 +111,9 @@ class TensorFiles:
         tensor = read(name)
         if tuple(tensor.shape) != shape:
             raise ForgeError(f"{name!r} has shape {[*tensor.shape]}, but {[*shape]} was planned.")
-        return as_bytes(tensor.to(dtype))
+        stored = tensor.to(dtype)
+        check_range(name, stored, lambda: tensor)
+        return as_bytes(stored)
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from .hf_files import (
     Exchanged,
     TensorFiles,
     appearing,
+    check_range,
     comments_in,
     common_dtype,
     in_order,
@@ -118,6 +119,7 @@ def import_checkpoint(
         tensor = torch.empty(weights[own].shape, dtype=weights[own].dtype)
         if own in plan.targets:
             plan.read_into(tensor, own, folder.read)
+            check_range(own, tensor, lambda: plan.read(own, folder.read))
         else:
             initial(model, own, tensor, job.seed)
         return tensor

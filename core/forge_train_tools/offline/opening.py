@@ -66,7 +66,7 @@ class ReadOnlyRun(Run):
         raise ForgeError(f"{self.dir} is only being looked at; {what} can't be written.")
 
 
-def open_model(path: Path, *, device: Device | None = None, text: bool = True) -> Opened:
+def open_model(path: Path, *, device: Device | None = None, text: bool = True, plugins: tuple[str, ...] = ()) -> Opened:
     """The model of a run (its newest whole checkpoint), of a checkpoint or of a Hugging Face folder, with its weights,
     on this process alone.
 
@@ -76,11 +76,12 @@ def open_model(path: Path, *, device: Device | None = None, text: bool = True) -
         path: a run, a checkpoint, or a folder in Hugging Face layout.
         device: where to; by default where it was trained, or what there is here.
         text: whether the tokenizer is needed. Weights alone are there also where it is gone.
+        plugins: to enable with the model of a folder, such as an attention kernel that it needs.
 
     Raises:
         ConfigError: for a path that is none of these, a plugin that is not installed, a checkpoint of another model.
     """
-    source = find(path)
+    source = find(path, plugins=plugins)
     job = lone_job(source.setup, source.path, device)
     model = compose_meta(job, text=text)
     for part in model.parts:
@@ -124,23 +125,26 @@ class Source:
             load_weights(model, job, self.path, base=job.config.train.init_from)
 
 
-def find(path: Path, *, world: int = 1, wanted: Wanted | None = None) -> Source:
+def find(path: Path, *, world: int = 1, wanted: Wanted | None = None, plugins: tuple[str, ...] = ()) -> Source:
     """What a path means: a run's newest whole checkpoint, a checkpoint, or a folder in Hugging Face layout.
 
     Args:
         path: a run, a checkpoint or a folder.
         world: see `setup_of`; `wanted` likewise.
+        plugins: to enable with the model of a folder; a checkpoint has its own.
 
     Raises:
-        ConfigError: for a path that is none of them, and as `setup_of`.
+        ConfigError: for a path that is none of them, for plugins beside those of a checkpoint, and as `setup_of`.
     """
     if is_hugging_face(path):
         asked_for = wanted or Wanted()
         if not (path / TOKENIZER).is_file():
             log.warning("%s has no %s: text is read as bytes, which few models were trained on.", path, TOKENIZER)
-        request = Request(model_from=str(path), plugins=asked_for.plugins, set=asked_for.set)
+        request = Request(model_from=str(path), plugins=(*asked_for.plugins, *plugins), set=asked_for.set)
         return Source(path, resolve(starting_from(request), world=world, training=wanted is not None), None)
     path = checkpoint.resolve(path)
+    if plugins:
+        raise ConfigError(f"--plugins: {path} brings the plugins that it was trained with; leave the option out.")
     saved = checkpoint.read_state(path)
     return Source(path, setup_of(path, saved, world=world, wanted=wanted), saved)
 
