@@ -50,9 +50,11 @@ def check_range(name: str, stored: Tensor, original: Callable[[], Tensor]) -> No
     Raises:
         ConfigError: naming the tensor.
     """
-    if stored.dtype == torch.float16 and bool((infinite := stored.isinf()).any()):
-        if bool((infinite & original().isfinite()).any()):
-            raise ConfigError(f"--dtype fp16: {name!r} has numbers beyond ±65504, which fp16 can't hold; take bf16.")
+    if stored.dtype != torch.float16:
+        return
+    infinite = stored.isinf()
+    if bool(infinite.any()) and bool((infinite & original().isfinite()).any()):
+        raise ConfigError(f"--dtype fp16: {name!r} has numbers beyond ±65504, which fp16 can't hold; take bf16.")
 
 
 @dataclass(frozen=True)
