@@ -21,10 +21,10 @@ class TextLabels(DataPlugin):
     """Texts with labels for `classify` and `token_classify`, from any file format that Forge reads.
 
     For `classify`, records have a text and its label: `{"text": …, "label": …}`. For `token_classify`, they have words
-    and a label for each: `{"tokens": […], "labels": […]}`. Words are joined by spaces; those with the label null or −100
-    are not learned. A label is the name of a class or its number. Texts are never split over rows, and attention stays
-    inside each text. `labels`, `[batch, sequence]`, has the class at a text's last token, or at tokens of its words; all
-    other positions are masked.
+    and a label for each: `{"tokens": […], "labels": […]}`. Words are joined by spaces; those with the label null or
+    −100 are not learned. A label is the name of a class or its number. Texts are never split over rows, and attention
+    stays inside each text. `labels`, `[batch, sequence]`, has the class at a text's last token, or at tokens of its
+    words; all other positions are masked.
     """
 
     api = (1, 0)
