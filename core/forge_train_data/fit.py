@@ -34,9 +34,8 @@ def fitted(documents: Documents, sequence: int, *, long: Long, packing: str, key
     lengths = documents.lengths()
     longer = lengths > sequence
     if long == "refuse" and longer.any():
-        what = "conversations" if key == "sft" else "texts"
         raise ConfigError(
-            f"{key}.long: {int(longer.sum()):,} of {len(lengths):,} {what} are longer than a row of "
+            f"{key}.long: {int(longer.sum()):,} of {len(lengths):,} texts are longer than a row of "
             f"{sequence:,} tokens, the longest has {int(lengths.max()):,}. Raise train.sequence, or choose "
             "drop, left or right."
         )

@@ -174,7 +174,7 @@ def test_another_template_in_the_same_place_is_rendered_anew(here: Path) -> None
         ({"text": "x"}, r"chats.jsonl, line 2: its fields \(text\) are no conversation's"),
         (several(" "), r"chats.jsonl, line 2: the assistant's turn is empty"),
         ({"messages": [{"role": "user", "content": "x"}]}, r"chats.jsonl, line 2: there is no turn of the assistant"),
-        (several("long " * 50), r"sft.long: 1 of 2 conversations are longer than a row of 48 tokens"),
+        (several("long " * 50), r"sft.long: 1 of 2 texts are longer than a row of 48 tokens"),
     ],
 )
 def test_a_record_that_can_not_be_learned_is_named(here: Path, record: object, said: str) -> None:
