@@ -12,7 +12,7 @@ import torch
 import compositions
 from expert_models import DEEPSEEK, GROUPS, MIXTRAL, OLMOE, QWEN, YARN
 from forge_train.config import Request
-from forge_train_tools.offline.huggingface import starting_from
+from forge_train_tools.offline.hf_request import starting_from
 
 SHAPE: Mapping[str, Any] = {
     "vocab_size": 300,
