@@ -299,7 +299,7 @@ def test_conversations_are_not_cut_but_by_a_stated_policy() -> None:
     assert conversations(lengths, "drop") == whole
     assert conversations(lengths, "right") == sorted([*whole, list(range(17, 29))])
     assert conversations(lengths, "left") == sorted([*whole, list(range(25, 37))])
-    with pytest.raises(ConfigError, match=r"1 of 4 conversations are longer than a row of 12 tokens, .* has 20"):
+    with pytest.raises(ConfigError, match=r"1 of 4 texts are longer than a row of 12 tokens, .* has 20"):
         conversations(lengths, "refuse")
 
 
