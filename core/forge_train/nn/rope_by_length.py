@@ -35,8 +35,8 @@ class LengthRoPE(nn.Module):
         self.register_buffer("table", torch.empty(0), persistent=False)
 
     def frequencies(self, length: Tensor) -> Tensor:
-        """`[…, 1]` lengths → `[…, head_dim / 2]` fp32."""
-        raise NotImplementedError
+        """`[…, 1]` lengths → `[…, head_dim / 2]` fp32; each scaling below has its own."""
+        raise NotImplementedError  # of this base alone, which no model has
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Rotate `x [batch, sequence, heads, head_dim]`; `position_ids [batch, sequence]` int64, 0, 1, … by default.
