@@ -370,7 +370,8 @@ def presets() -> list[Row]:
         command = [*FORGE, "plan", preset.name, "--world", world, "--device", device, "--json"]
         plan = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
         name, peak, roofline = f"`{preset.name}` on {preset.hardware}", plan["memory"]["peak"], plan["roofline"]
-        count = plan["parameters"]["total"]
+        sizes = plan["parameters"]
+        count = sizes["total"] - sizes["by_module"].get("tail", 0)  # as published: without mtp
         rows.append(Row(f"{name}: parameters", f"{count:,}", f"{preset.parameters:,}", count == preset.parameters))
         bar = f"≤ {roofline['memory_bytes'] / 2**30:.1f} GiB"
         rows.append(Row(f"{name}: memory of a rank at its peak", f"{peak / 2**30:.1f} GiB", bar, roofline["fits"]))
