@@ -93,7 +93,7 @@ class Shards:
         """Write the shards' files, those of full tensors, and the index into a folder that is there.
 
         Returns:
-            On rank 0, the sha256 of the shards' files, by name of the file.
+            On rank 0, the hash of the shards' files, by name of the file.
 
         Raises:
             OSError: on every rank, if the disk refuses one of them.

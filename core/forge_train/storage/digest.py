@@ -1,0 +1,50 @@
+"""What tells whether a file of a checkpoint is as it was saved. It detects damage, and not malice: see
+`docs/guarantees.md`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import BinaryIO, Protocol, cast
+
+ALGORITHM = "xxh3_128"
+"""Of checkpoints that are written now."""
+FIRST = "sha256"
+"""Of manifests that don't name theirs."""
+
+
+class Hasher(Protocol):
+    """A hash that is still being computed."""
+
+    def update(self, data: memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def hasher(algorithm: str = ALGORITHM) -> Hasher:
+    """A hash of nothing yet. Both kinds let other threads run while they read a large piece."""
+    return _KNOWN[algorithm]()
+
+
+def of_file(file: BinaryIO, algorithm: str = ALGORITHM) -> str:
+    """The hash of a file that was opened for reading, from its beginning to its end."""
+    return hashlib.file_digest(file, cast("Callable[[], hashlib._Hash]", _KNOWN[algorithm])).hexdigest()
+
+
+def known(algorithm: object) -> bool:
+    """Whether files can be compared by it."""
+    return isinstance(algorithm, str) and algorithm in _KNOWN
+
+
+def names() -> str:
+    """All algorithms, for messages."""
+    return ", ".join(_KNOWN)
+
+
+def _xxh3_128() -> Hasher:
+    import xxhash  # a listing does without
+
+    return xxhash.xxh3_128()
+
+
+_KNOWN: Mapping[str, Callable[[], Hasher]] = {FIRST: hashlib.sha256, ALGORITHM: _xxh3_128}
