@@ -183,8 +183,8 @@ def bars(found: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
 
 def note(found: dict[str, Any]) -> str:
     hashes, size = found["seconds"]["hashed"]["cpu"], found["size"] / 1e9
-    text = f"Reading and hashing the {size:.2f} GB once takes {hashes:.2f} CPU seconds. An import hashes a checkpoint twice"
-    text += " (as it is\nwritten, and as it is read back from the disk), and an export once (before it is trusted)."
+    text = f"Reading and hashing the {size:.2f} GB once takes {hashes:.2f} CPU seconds. An import hashes a checkpoint"
+    text += " twice (as it is\nwritten, and as it is read back), and an export once (before it is trusted)."
     return f"{text}\nA conversion and `--from` make no checkpoint."
 
 

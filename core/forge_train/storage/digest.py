@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import BinaryIO, Protocol, cast
+from io import BufferedIOBase
+from typing import Protocol, cast
 
 ALGORITHM = "xxh3_128"
 """Of checkpoints that are written now."""
@@ -26,7 +27,7 @@ def hasher(algorithm: str = ALGORITHM) -> Hasher:
     return _KNOWN[algorithm]()
 
 
-def of_file(file: BinaryIO, algorithm: str = ALGORITHM) -> str:
+def of_file(file: BufferedIOBase, algorithm: str = ALGORITHM) -> str:
     """The hash of a file that was opened for reading, from its beginning to its end."""
     return hashlib.file_digest(file, cast("Callable[[], hashlib._Hash]", _KNOWN[algorithm])).hexdigest()
 
