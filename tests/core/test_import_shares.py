@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import chat_model
 from forge_train import ConfigError
+from forge_train.storage import digest
 from forge_train.storage.hf_folder import Folder
 from forge_train.storage.seal import check
 from forge_train_tools.offline.hf_import import _Asked, _Import
@@ -73,3 +75,12 @@ def test_one_that_fails_ends_all_with_one_message_and_leaves_nothing(hf: Path, t
         import_checkpoint(hf, tmp_path / "here" / "narrow", dtype=torch.float16, nproc=2)
     assert str(caught.value).count("'norm.weight' has numbers beyond") == 1
     assert not any((tmp_path / "here").iterdir())
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, (4 << 20) + 5])
+def test_what_is_read_past_the_cache_has_the_same_hash(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"abc" * (size // 3) + b"d" * (size % 3))
+    with file.open("rb+") as data:
+        os.fsync(data.fileno())
+        assert digest.of_disk(file) in (digest.of_file(data), None)  # None: on a file system in memory

@@ -177,6 +177,8 @@ def _hashes(
 
     def read(name: str) -> str | OSError:
         try:
+            if from_disk and (found := digest.of_disk(path / name, algorithm)) is not None:
+                return found
             with (path / name).open("rb") as data:
                 if flush:
                     os.fsync(data.fileno())
