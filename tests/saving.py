@@ -69,6 +69,7 @@ def overwritten(step: int) -> Iterator[list[str]]:
 
 
 def contents(checkpoint: Path) -> dict[str, str]:
-    """The sha256 of a checkpoint's files, by name; of those that hold state."""
-    files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name not in ("config.toml", "plugins.json")}
+    """The hash of a checkpoint's files, by name; of those that hold state."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    kind, files = manifest["hash"], manifest["files"]
+    return {name: entry[kind] for name, entry in files.items() if name not in ("config.toml", "plugins.json")}

@@ -153,7 +153,7 @@ def inspect(path: Path, as_json: bool) -> None:
 @click.argument("path", type=PLACE)
 @json_option
 def verify(path: Path | str, as_json: bool) -> int:
-    """Read every file of a checkpoint, or of all checkpoints of a run, and compare sizes and sha256 sums.
+    """Read every file of a checkpoint, or of all checkpoints of a run, and compare sizes and hashes.
 
     Then see whether its state, its index and its tensors are what a checkpoint holds. What lies at an address is
     fetched to a temporary folder, one checkpoint after the other. The exit code is 1 if one is damaged.

@@ -90,6 +90,7 @@ def shard_option(function: _F) -> _F:
     metavar="PATTERN",
     help="Tensors that HF_DIR may have in addition to the model's; they are left out.",
 )
+@nproc_option()
 @json_option
 def import_(
     hf_dir: Path,
@@ -100,6 +101,7 @@ def import_(
     dtype: torch.dtype | None,
     allow_missing: tuple[str, ...],
     allow_extra: tuple[str, ...],
+    nproc: int | None,
     as_json: bool,
 ) -> None:
     """Make the checkpoint PATH of HF_DIR, which holds config.json and safetensors files.
@@ -119,6 +121,7 @@ def import_(
         dtype=dtype,
         allow_missing=allow_missing,
         allow_extra=allow_extra,
+        nproc=nproc or 1,
     )
     _say(done, as_json, f"Train it further with: forge train {path / 'config.toml'} -s text.path=…")
 
@@ -178,7 +181,7 @@ def convert(
     as_json: bool,
 ) -> None:
     """Write the model of SOURCE to OUT, both Hugging Face folders. No model is built, and tensors are read a few at a
-    time. The tokenizer, the chat template and the generation config are copied.
+    time. The tokenizer, the chat template, the generation config, README and LICENSE are copied.
 
     \b
     forge checkpoint convert Qwen3-0.6B small-files --shard-size 500MB --dtype bf16

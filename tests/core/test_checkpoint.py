@@ -180,7 +180,7 @@ def test_what_a_path_means(tmp_path: Path) -> None:
         resolve(tmp_path / "absent")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "5", '{"format": 2}', '{"step": 1}', "{"])
+@pytest.mark.parametrize("text", ["", "[]", "5", '{"format": 3}', '{"step": 1}', "{"])
 def test_a_format_that_is_not_ours(tmp_path: Path, text: str) -> None:
     (tmp_path / "state.json").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match="format|not a checkpoint of forge"):

@@ -8,34 +8,33 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from forge_train import ConfigError
 from forge_train.storage import checkpoint
-from forge_train.storage.manifest import FORMAT
-from forge_train.storage.seal import ALONE
+from forge_train.storage.manifest import FORMAT, READ
+from forge_train.storage.manifest import FORMATS as KNOWN
+from forge_train.storage.seal import ALONE, weights_digest
 from forge_train_tools.offline.examine import examine
-from tiny_models import reseal
+from tiny_models import flip, reseal
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", "format")]
 
 FORMATS = Path(__file__).parents[1] / "formats"
-RELEASED = {"0.1.0": 1}
-"""The first version that writes it → format."""
 
 
 def test_every_format_has_its_checkpoint() -> None:
-    assert sorted(path.name for path in FORMATS.iterdir()) == sorted(RELEASED)
-    assert set(RELEASED.values()) == set(range(1, FORMAT + 1))
+    assert sorted(path.name for path in FORMATS.iterdir()) == [*map(str, READ)] == [*map(str, range(1, FORMAT + 1))]
     for path in FORMATS.iterdir():
         assert sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) < 30_000
 
 
-@pytest.mark.parametrize("version", RELEASED)
-def test_a_released_format_is_read_as_it_was_written(version: str) -> None:
-    path = FORMATS / version
+@pytest.mark.parametrize("number", READ)
+def test_a_released_format_is_read_as_it_was_written(number: int) -> None:
+    path = FORMATS / str(number)
     assert examine(path).problem == ""
     assert checkpoint.resolve(path) == path
-    assert checkpoint.read_state(path)["format"] == RELEASED[version]
+    assert checkpoint.read_state(path)["format"] == number
     weight = torch.arange(12.0).reshape(3, 4)
     read = checkpoint.load(path, {"model.weight": torch.zeros(3, 4)}, ALONE)
     assert torch.equal(read["model"]["weight"], weight)
@@ -61,7 +60,7 @@ def test_a_newer_format_is_refused_by_name(tmp_path: Path, where: str) -> None:
     (path / where).write_text(json.dumps({**table, "format": FORMAT + 1}))
     if where == "state.json":
         reseal(path)
-    said = f"^{path}: written by a newer forge: format {FORMAT + 1}, this reads {FORMAT}. Update forge-train"
+    said = f"^{path}: written by a newer forge: format {FORMAT + 1}, this reads {KNOWN}. Update forge-train"
     with pytest.raises(ConfigError, match=said):
         checkpoint.read_state(checkpoint.resolve(path))
     with pytest.raises(ConfigError, match=said):  # and no older one is taken instead, or the run would go back
@@ -69,8 +68,32 @@ def test_a_newer_format_is_refused_by_name(tmp_path: Path, where: str) -> None:
 
 
 def test_a_manifest_without_a_format_is_of_the_first(tmp_path: Path) -> None:
-    path = shutil.copytree(FORMATS / "0.1.0", tmp_path / "moved")
+    path = shutil.copytree(FORMATS / "1", tmp_path / "moved")
     table = json.loads((path / "manifest.json").read_text())
     table.pop("format", None)
     (path / "manifest.json").write_text(json.dumps(table))
     assert examine(path).problem == ""
+
+
+@pytest.mark.parametrize("number", READ)
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "state.json"])
+def test_one_bit_of_a_checkpoint_of_any_format_is_noticed(tmp_path: Path, number: int, file: str) -> None:
+    path = shutil.copytree(FORMATS / str(number), tmp_path / "damaged")
+    flip(path / file)
+    assert examine(path).problem == f"{file} has other contents than were saved"
+    with pytest.raises(ConfigError, match=f"{file} has other contents than were saved"):
+        checkpoint.resolve(path)
+
+
+def test_weights_are_known_by_the_same_digest_as_ever() -> None:
+    """An adapter's checkpoint names its base by it."""
+    assert weights_digest(FORMATS / "1") == "4c189c5aeda84cd18f3c78f1e29551ee4f20b6369d77625ed23a5e9a529206eb"
+
+
+def test_an_older_forge_refuses_what_is_written_now_by_its_format(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, {"model": {"a": torch.ones(2)}}, ALONE, beside=[]).path
+    table = json.loads((path / "manifest.json").read_text())
+    assert (table["format"], table["hash"]) == (2, "xxh3_128")
+    assert json.loads((path / "state.json").read_text())["format"] == 2
+    held = {name: xxhash.xxh3_128((path / name).read_bytes()).hexdigest() for name in table["files"]}
+    assert {name: entry["xxh3_128"] for name, entry in table["files"].items()} == held

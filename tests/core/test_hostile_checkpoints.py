@@ -410,7 +410,7 @@ def sealed(change: Callable[[Any], object]) -> Callable[[Path], object]:
 
 
 def file(name: str) -> Callable[[Path], object]:
-    return sealed(lambda manifest: manifest["files"].update({name: {"bytes": 1, "sha256": "0"}}))
+    return sealed(lambda manifest: manifest["files"].update({name: {"bytes": 1, manifest["hash"]: "0"}}))
 
 
 def link(name: str, target: str) -> Callable[[Path], object]:
@@ -469,9 +469,14 @@ MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a link to itself": (link("state.json", "state.json"), "state.json can't be read: it is a link"),
     "a link out of the folder": (moved_out, "state.json can't be read: it is a link, and links are not followed"),
     "a folder that is a link": (linked_folder, "tokenizer/x is in a folder that is a link"),
+    "an unknown hash": (
+        sealed(lambda m: m.update(hash="crc32")),
+        "manifest.json names the hash 'crc32'; this forge knows sha256, xxh3_128",
+    ),
+    "a hash that is a list": (sealed(lambda m: m.update(hash=[])), "names the hash '[]'; this forge knows"),
     "a newer format": (
-        sealed(lambda m: m.update(format=2)),
-        "written by a newer forge: format 2, this reads 1. Update forge-train to read it.",
+        sealed(lambda m: m.update(format=3)),
+        "written by a newer forge: format 3, this reads 1 and 2. Update forge-train to read it.",
     ),
 }
 
@@ -515,8 +520,8 @@ STATES: dict[str, tuple[Callable[[Path], object], str]] = {
         state(evaluation={f"{{name}}.{n}": 1.0 for n in range(1000)}),
         "'evaluation' holds something else than at most 100 factors",
     ),
-    "a newer format": (state(format=2), "written by a newer forge: format 2, this reads 1"),
-    "no format": (state(format=None), "checkpoint format 'None'; this forge reads 1"),
+    "a newer format": (state(format=3), "written by a newer forge: format 3, this reads 1 and 2"),
+    "no format": (state(format=None), "checkpoint format 'None'; this forge reads 1 and 2"),
 }
 
 

@@ -517,7 +517,7 @@ def test_a_target_in_use_is_left_alone(llama: Path, tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_not_exported(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "start"
     import_checkpoint(llama, path)
-    file = max(path.glob("*.distcp"), key=lambda one: one.stat().st_size)
+    file = max(path.glob("*.safetensors"), key=lambda one: one.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from forge_train.contract.job import Job
 from forge_train.contract.model import Model
 from forge_train.engine import train
 from forge_train.registry.setup import resolve
+from forge_train.storage import digest
 from forge_train_tools.offline.opening import lone_job
 
 DECODER = (
@@ -48,9 +49,10 @@ def trained(folder: Path, *values: str, **more: Any) -> Path:
 def reseal(checkpoint: Path) -> Path:
     """Have a checkpoint's manifest say what its files hold now, as somebody would who means harm."""
     manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    kind = manifest.get("hash", "sha256")
     for name in manifest["files"]:
         content = (checkpoint / name).read_bytes()
-        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        manifest["files"][name] = {"bytes": len(content), kind: digest.of_file(io.BytesIO(content), kind)}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     return checkpoint
 

@@ -280,8 +280,9 @@ def damage(run: Path, trial: Trial) -> None:
     whole = [one for one in found(run / "checkpoints") if not check(one.path, contents=True)]
     if len(whole) < 2:  # there is none to fall back to
         return
-    sealed = json.loads((whole[0].path / "manifest.json").read_text(encoding="utf-8"))["files"]
-    names = [*sorted(name for name, entry in sealed.items() if entry.get("sha256")), "manifest.json"]
+    sealed = json.loads((whole[0].path / "manifest.json").read_text(encoding="utf-8"))
+    listed = sealed["files"].items()
+    names = [*sorted(name for name, entry in listed if entry.get(sealed["hash"])), "manifest.json"]
     file = whole[0].path / dice.choice(names)
     data = bytearray(file.read_bytes())
     at = dice.randrange(len(data))

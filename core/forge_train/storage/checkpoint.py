@@ -1,7 +1,7 @@
 """Checkpoints: one fresh folder per step, whole or invisible, verified before it replaces anything.
 
 It holds tensors (torch.distributed.checkpoint), `state.json` with everything else, the run's `config.toml` and
-`plugins.json`, and `manifest.json` with the size and sha256 of each.
+`plugins.json`, and `manifest.json` with the size and hash of each.
 """
 
 from __future__ import annotations

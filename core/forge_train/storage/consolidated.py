@@ -5,11 +5,9 @@ Each rank writes its shards to their places in the full tensors, so no rank hold
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from ..ground.files import write_json
 from ..ground.strict_json import dumps
+from .in_place import Place, as_bytes, fill, pieces, size_of, write_at
 from .tree import MODEL
 
 if TYPE_CHECKING:
@@ -52,21 +51,6 @@ _PAGE = 4096
 """NFS clients may write whole pages: the one with the header must not hold values of another rank."""
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor lies."""
-
-    file: str
-    start: int
-    """Byte of the file."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return size_of(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -156,6 +140,17 @@ class Files:
         values = sum(place.bytes for place in self.places.values())
         write_index(folder, {name.removeprefix(MODEL): place.file for name, place in self.places.items()}, values)
 
+    def fill(self, folder: Path, values: Callable[[str], Tensor], *, rank: int = 0, world: int = 1) -> dict[str, str]:
+        """Write full tensors to their places, one at a time, and flush them; the hashes of files that are whole then.
+
+        Args:
+            folder: holds the files that `create` made.
+            values: gives a tensor by its name in the checkpoint.
+            rank: number of the share; see `fill`.
+            world: number of shares.
+        """
+        return fill(folder, self.headers, self.places, lambda name: as_bytes(values(name)), rank=rank, world=world)
+
     def write(self, folder: Path, items: Sequence[WriteItem], values: Callable[[WriteItem], Any]) -> None:
         """Write shards to their places, and flush them.
 
@@ -181,49 +176,7 @@ class Files:
                 os.close(handle)
 
 
-def as_bytes(tensor: Tensor) -> memoryview:
-    """The values of a tensor, in the order of a contiguous one."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def pieces(
-    place: Place, offsets: Sequence[int], sizes: Sequence[int], data: memoryview
-) -> Iterator[tuple[int, memoryview]]:
-    """The parts of a shard that lie together in the file, with the byte where each begins.
-
-    Args:
-        place: of the full tensor.
-        offsets: where in it the shard begins.
-        sizes: of the shard.
-        data: the bytes of the shard, in the order of a contiguous tensor.
-    """
-    shape, item = place.shape, place.dtype.itemsize
-    strides = [item * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    inner = len(shape)  # dimensions from here on are whole
-    while inner and sizes[inner - 1] == shape[inner - 1]:
-        inner -= 1
-    outer = range(max(inner - 1, 0))
-    first = place.start + sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    length = item * math.prod(sizes[len(outer) :])
-    rows = itertools.product(*(range(0, sizes[dim] * strides[dim], strides[dim]) for dim in outer)) if data else ()
-    for number, row in enumerate(rows):
-        yield first + sum(row), data[number * length : (number + 1) * length]
-
-
-def write_at(handle: int, data: memoryview, offset: int) -> None:
-    """Write all of it to an open file."""
-    while data:
-        written = os.pwrite(handle, data, offset)
-        data, offset = data[written:], offset + written
-
-
 # -- the format ---------------------------------------------------------------------------------------------------
-
-
-def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of a tensor."""
-    return dtype.itemsize * math.prod(shape)
 
 
 def cut(sizes: Mapping[str, int], limit: int) -> list[list[str]]:

@@ -47,11 +47,7 @@ def plan(
         ConfigError: naming every difference.
         PluginError: if the layout does not name the parameters of the model that was built from it.
     """
-    leftovers = [name for name in folder.tensors if layout.is_leftover(name)]
-    if leftovers:
-        everything = Plan(_fitting(layout, folder.described(), wanted)[1].given)
-        needed = {source for name in everything.targets if name in wanted for source, _ in everything.reads(name)}
-        leftovers = [name for name in leftovers if name not in needed]
+    leftovers = _leftovers(folder, layout, wanted)
     stored = {name: one for name, one in folder.described().items() if name not in leftovers}
     layout, step = _fitting(layout, stored, wanted)
     given = step.given
@@ -64,12 +60,39 @@ def plan(
     lacking = {*missing(sorted(unfit))}
     if lacking:
         step = layout.map.trace({name: one for name, one in stored.items() if name not in lacking}, optional=lacking)
-    made = Plan(step.given)
-    sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
     wrong = [line for name, line in unfit.items() if name not in lacking]
     if expected is None:
         wrong = _not_given(step, described, whose)
     wrong += [_odd(folder, name) for name in folder.tensors if name not in {*stored, *leftovers, *lacking}]
+    wrong += _unused(folder, step, expected, tied, unexpected)
+    if wrong or (wrong := step.wrong):
+        told = f"{folder.path}: the tensors are not those of the model in {whose}:{indented(wrong)}"
+        raise ConfigError(told + _way_out(folder, whose))
+    return Plan({name: view for name, view in step.given.items() if name in wanted})
+
+
+def _leftovers(folder: Folder, layout: HFModel, wanted: Described) -> list[str]:
+    """The tensors that the layout knows to be of no use, unless a weight needs one."""
+    leftovers = [name for name in folder.tensors if layout.is_leftover(name)]
+    if not leftovers:
+        return []
+    everything = Plan(_fitting(layout, folder.described(), wanted)[1].given)
+    needed = {source for name in everything.targets if name in wanted for source, _ in everything.reads(name)}
+    return [name for name in leftovers if name not in needed]
+
+
+def _unused(
+    folder: Folder,
+    step: Step,
+    expected: Mapping[str, Shape] | None,
+    tied: Iterable[Collection[str]],
+    unexpected: Choose,
+) -> list[str]:
+    """What is wrong with what a map makes of the tensors that are there: dtypes that no weight has, and tensors that no
+    weight takes."""
+    made = Plan(step.given)
+    sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
+    wrong: list[str] = []
     for name, view in made.targets.items():
         if view.dtype not in DTYPES.values():
             wrong += [_odd(folder, one) for one in sources[name] if folder.tensors[one].dtype not in DTYPES]
@@ -78,10 +101,7 @@ def plan(
     extra = {*step.left, *(used - expected.keys() if expected is not None else ())}
     for name in sorted(extra.difference(unexpected(sorted(extra)))):
         wrong += _is_a_copy(folder, name, copied)
-    if wrong or (wrong := step.wrong):
-        told = f"{folder.path}: the tensors are not those of the model in {whose}:{indented(wrong)}"
-        raise ConfigError(told + _way_out(folder, whose))
-    return Plan({name: view for name, view in made.targets.items() if name in wanted})
+    return wrong
 
 
 def _fitting(layout: HFModel, stored: Described, wanted: Described) -> tuple[HFModel, Step]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..ground.untrusted import load_json, regular_size
+from . import digest
 
 MANIFEST = "manifest.json"
-FORMAT = 1
-"""Of a checkpoint, as `docs/checkpoint-format.md` describes it."""
+FORMAT, READ = 2, (1, 2)
+"""Of a checkpoint that is written, and of those that are read, as `docs/checkpoint-format.md` describes them."""
 NAME = re.compile(r"step-(\d{8,})$")
 """How a checkpoint in a run's folder is called."""
 STATE, INDEX = "state.json", ".metadata"
@@ -28,6 +28,8 @@ SHARDS = (".distcp", ".safetensors")
 _LONGEST_NAME = 1000
 NEWER = "written by a newer forge:"
 """How a format of the future is told."""
+FORMATS = " and ".join(map(str, READ))
+"""In words."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class Entry:
     """A file as it was sealed."""
 
     bytes: int
-    sha256: str
+    hash: str
+    """Hexadecimal."""
+    algorithm: str
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,9 @@ def listed(read: Callable[[], Any], path: Path) -> Sealed | str:
         table = read()
         if problem := newer(table.get("format", 1)):
             return problem
-        files = {name: _entry(entry) for name, entry in table["files"].items()}
+        if not digest.known(algorithm := table.get("hash", digest.FIRST)):
+            return f"{MANIFEST} names the hash {str(algorithm)[:40]!r}; this forge knows {digest.names()}"
+        files = {name: _entry(entry, algorithm) for name, entry in table["files"].items()}
         editable, step = list(table.get("editable", ())), table.get("step")
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
@@ -86,7 +92,7 @@ def listed(read: Callable[[], Any], path: Path) -> Sealed | str:
 def newer(found: object) -> str:
     """A phrase, if a format is one of the future."""
     future = isinstance(found, int) and found > FORMAT
-    return f"{NEWER} format {str(found)[:20]}, this reads {FORMAT}" if future else ""
+    return f"{NEWER} format {str(found)[:20]}, this reads {FORMATS}" if future else ""
 
 
 def edited(path: Path) -> Iterator[str]:
@@ -94,15 +100,17 @@ def edited(path: Path) -> Iterator[str]:
     sealed = inspect(path)
     known = sealed.editable if isinstance(sealed, Sealed) else {}
     for name, entry in known.items():
-        if entry and hashlib.sha256((path / name).read_bytes()).hexdigest() != entry.sha256:
-            yield name
+        if entry:
+            with (path / name).open("rb") as file:
+                if digest.of_file(file, entry.algorithm) != entry.hash:
+                    yield name
 
 
-def _entry(entry: Mapping[str, Any]) -> Entry:
-    size, digest = entry["bytes"], entry["sha256"]
-    if type(size) is not int or not isinstance(digest, str):
+def _entry(entry: Mapping[str, Any], algorithm: str) -> Entry:
+    size, found = entry["bytes"], entry[algorithm]
+    if type(size) is not int or not isinstance(found, str):
         raise TypeError
-    return Entry(size, digest)
+    return Entry(size, found, algorithm)
 
 
 def _first_line(error: ValueError) -> str:

@@ -16,7 +16,7 @@ from ..ground.errors import ConfigError
 from ..ground.untrusted import load_json
 from ..processes.distributed import DistributedContext
 from . import dcp
-from .manifest import EDITABLE, FORMAT, LARGEST, NEWER, STATE, newer
+from .manifest import EDITABLE, FORMATS, LARGEST, NEWER, READ, STATE, newer
 from .metadata import read_index
 from .placement import place
 from .tree import join, named, without
@@ -60,8 +60,8 @@ def read_state(path: Path) -> dict[str, Any]:
     found = state.get("format")
     if problem := newer(found):
         raise unusable(path, problem)
-    if found != FORMAT:
-        raise ConfigError(f"{path}: checkpoint format {str(found)[:20]!r}; this forge reads {FORMAT}.")
+    if found not in READ:
+        raise ConfigError(f"{path}: checkpoint format {str(found)[:20]!r}; this forge reads {FORMATS}.")
     if problem := _odd(state):
         raise ConfigError(f"{path}: {STATE} is not as forge writes it: {problem}.")
     return state

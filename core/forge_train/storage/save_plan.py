@@ -41,6 +41,8 @@ HEADER = 1600
 
 Copies = dict[MetadataIndex, Tensor]
 """Shards on the host, by their places; given again, they are filled again."""
+Fill = Callable[[Path, Files], Mapping[str, str]]
+"""Writes full tensors into their files in a folder, where they have room; gives the hashes that it knows."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,16 @@ class Shards:
         self._planner.take_from(into)
         self._copied = True
 
-    def write(self, folder: Path, dist: DistributedContext) -> dict[str, str]:
+    def write(self, folder: Path, dist: DistributedContext, fill: Fill | None = None) -> dict[str, str]:
         """Write the shards' files, those of full tensors, and the index into a folder that is there.
 
+        Args:
+            folder: the folder.
+            dist: who writes.
+            fill: writes the full tensors instead, if this is the only process.
+
         Returns:
-            On rank 0, the sha256 of the shards' files, by name of the file.
+            On rank 0, the hash of the shards' files, by name of the file.
 
         Raises:
             OSError: on every rank, if the disk refuses one of them.
@@ -117,14 +124,15 @@ class Shards:
                 hashes.update(one.hashes)
             return [None] * len(everybody)
 
-        dist.through_main(self._write_mine(writer, folder, dist), gathered)
+        hashes.update(fill(folder, files) if fill and files else {})
+        dist.through_main(self._write_mine(writer, folder, dist, filled=fill is not None), gathered)
         return hashes
 
-    def _write_mine(self, writer: Writer, folder: Path, dist: DistributedContext) -> _Written:
+    def _write_mine(self, writer: Writer, folder: Path, dist: DistributedContext, *, filled: bool) -> _Written:
         """This rank's part. An error is kept: the other ranks must hear of it, or they would wait for ever."""
         plan, files = self._planner.finish_plan(self.plan.mine), self.plan.files
         threads = 1 if self._one_each else _threads(plan, dist)
-        full = _shares(files.full(plan.items), threads) if files else []
+        full = _shares(files.full(plan.items), threads) if files and not filled else []
         parts = _parts(replace(plan, items=files.shards(plan.items)) if files else plan, threads)
 
         def write_full(items: list[WriteItem]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A checkpoint's manifest: size and sha256 of every sealed file, written once and verified before each use."""
+"""A checkpoint's manifest: size and hash of every sealed file, written once and verified before each use."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..ground.errors import ConfigError
 from ..ground.files import write_json
 from ..ground.layout import Layout
 from ..processes.distributed import DistributedContext
+from . import digest
 from .manifest import FORMAT, INDEX, MANIFEST, SHARDS, Entry, inspect
 
 ALONE = DistributedContext(Layout(), torch.device("cpu"))
@@ -31,7 +32,7 @@ def check(path: Path, *, contents: bool = False) -> str:
     inspected = _inspect(path)
     if isinstance(inspected, str) or not contents:
         return inspected if isinstance(inspected, str) else ""
-    return _compare(inspected, _hashes(path, _sizes(inspected)))
+    return _compare(inspected, _hashes(path, _sizes(inspected), algorithm=_algorithm(inspected)))
 
 
 def verify(path: Path, dist: DistributedContext = ALONE, *, from_disk: bool = False) -> str:
@@ -47,7 +48,8 @@ def verify(path: Path, dist: DistributedContext = ALONE, *, from_disk: bool = Fa
     sealed = dist.on_main(lambda: _unverified(path))
     if isinstance(sealed, str):
         return sealed
-    problem = _compare(sealed, _hashes(path, _sizes(sealed), dist, from_disk=from_disk))
+    found = _hashes(path, _sizes(sealed), dist, algorithm=_algorithm(sealed), from_disk=from_disk)
+    problem = _compare(sealed, found)
     if not problem and dist.main:
         _verified[path.absolute()] = _signature(path)
     return problem
@@ -79,10 +81,11 @@ def seal(
     found = _hashes(path, {name: sizes[name] for name in sizes if name not in known}, dist, flush=True) | known
     if refusal := next((one for one in found.values() if isinstance(one, OSError)), None):
         raise refusal
-    entries = {name: {"bytes": sizes[name], "sha256": found[name]} for name in sorted(sizes) if name not in editable}
+    held = [name for name in sorted(sizes) if name not in editable]
+    entries = {name: {"bytes": sizes[name], digest.ALGORITHM: found[name]} for name in held}
 
     def write() -> None:
-        listed = {"format": FORMAT, "step": step, "files": entries}
+        listed = {"format": FORMAT, "hash": digest.ALGORITHM, "step": step, "files": entries}
         write_json(path / MANIFEST, {**listed, "editable": list(editable)} if editable else listed)
         for folder in {file.parent for file in _files(path)}:
             sync(folder)
@@ -96,7 +99,7 @@ def weights_digest(path: Path) -> str:
     sealed = _inspect(path)
     if isinstance(sealed, str):
         raise ConfigError(f"{path}: not a whole checkpoint: {sealed}.")
-    files = sorted((n, e.sha256) for n, e in sealed.items() if n == INDEX or n.endswith(SHARDS))
+    files = sorted((n, e.hash) for n, e in sealed.items() if n == INDEX or n.endswith(SHARDS))
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
@@ -132,7 +135,7 @@ def _compare(sealed: Mapping[str, Entry], found: Mapping[str, str | OSError]) ->
     for name, entry in sealed.items():
         if isinstance(one := found[name], OSError):
             return f"{name} can't be read: {one.strerror or one}"
-        if one != entry.sha256:
+        if one != entry.hash:
             return f"{name} has other contents than were saved"
     return ""
 
@@ -164,27 +167,34 @@ def _hashes(
     sizes: Mapping[str, int],
     dist: DistributedContext = ALONE,
     *,
+    algorithm: str = digest.ALGORITHM,
     flush: bool = False,
     from_disk: bool = False,
 ) -> dict[str, str | OSError]:
-    """Each file's sha256, or why there is none. Files are spread over processes, and there over threads."""
+    """Each file's hash, or why there is none. Files are spread over processes, and there over threads."""
     ordered = sorted(sizes, key=lambda name: (-sizes[name], name))
     mine = ordered[dist.rank :: dist.world]
 
     def read(name: str) -> str | OSError:
         try:
+            if from_disk and (found := digest.of_disk(path / name, algorithm)) is not None:
+                return found
             with (path / name).open("rb") as data:
                 if flush:
                     os.fsync(data.fileno())
                 if from_disk and hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                return hashlib.file_digest(data, "sha256").hexdigest()
+                return digest.of_file(data, algorithm)
         except OSError as error:
             return error
 
     with ThreadPoolExecutor(max(min(_cores() // dist.place.local_size, len(mine)), 1)) as pool:
         found = dict(zip(mine, pool.map(read, mine), strict=True))
     return {name: digest for one in dist.gather_objects(found) for name, digest in one.items()}
+
+
+def _algorithm(sealed: Mapping[str, Entry]) -> str:
+    return next(iter(sealed.values())).algorithm
 
 
 def _sizes(sealed: Mapping[str, Entry]) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
+
+from . import digest
 
 
 class Writer(FileSystemWriter):
@@ -56,15 +57,15 @@ class _Hashed:
     """A file that is written from its beginning to its end."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self._sha256 = stream, hashlib.sha256()
+        self._stream, self._hash = stream, digest.hasher()
 
     def write(self, data: Any) -> int:
-        self._sha256.update(data)
+        self._hash.update(data)
         written: int = self._stream.write(data)
         return written
 
     def digest(self) -> str:
-        return self._sha256.hexdigest()
+        return self._hash.hexdigest()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..ground.errors import ConfigError
 from ..ground.untrusted import parse_json
 from . import entries
-from .consolidated import DTYPES, ENDING, Place, pieces, size_of
+from .consolidated import DTYPES, ENDING
+from .in_place import Place, pieces, size_of
 from .metadata import read_index
 from .tree import MODEL
 

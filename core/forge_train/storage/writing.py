@@ -29,7 +29,7 @@ from .tree import merged, split
 
 if TYPE_CHECKING:
     from .consolidated import Format
-    from .save_plan import Plan, Shards
+    from .save_plan import Fill, Plan, Shards
 
 
 class Copies:
@@ -100,9 +100,12 @@ def write(
     beside: list[Path],
     contents: Callable[[str], Tensor] | None = None,
     editable: Sequence[str] = (),
+    form: Format = "sharded",
+    fill: Fill | None = None,
 ) -> Saved:
     """Write one checkpoint so that it appears whole or not at all; see `stage` and `commit`."""
-    return commit(stage(target, step, state, dist, contents=contents), dist, beside=beside, editable=editable)
+    staged = stage(target, step, state, dist, contents=contents, form=form)
+    return commit(staged, dist, beside=beside, editable=editable, fill=fill)
 
 
 def stage(
@@ -148,6 +151,7 @@ def commit(
     beside: list[Path],
     latest: Path | None = None,
     editable: Sequence[str] = (),
+    fill: Fill | None = None,
 ) -> Saved:
     """Write what was staged so that it appears whole or not at all.
 
@@ -157,6 +161,7 @@ def commit(
         beside: see `save`.
         latest: the file that names the newest checkpoint, if there is one.
         editable: files beside the tensors that are meant to be edited.
+        fill: see `Shards.write`.
 
     Raises:
         ForgeError: on every process, if the disk refuses.
@@ -165,7 +170,7 @@ def commit(
     part = target.with_name(f".{target.name}.partial")
     try:
         dist.on_main(lambda: _make_anew(part))
-        hashes = staged.shards.write(part, dist)
+        hashes = staged.shards.write(part, dist, fill)
         dist.on_main(lambda: _describe(part, {"format": FORMAT, "step": step, **staged.state}, beside))
         size = seal(part, step, dist, editable=editable, known=hashes)
         if problem := verify(part, dist, from_disk=True):

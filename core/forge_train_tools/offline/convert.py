@@ -27,6 +27,8 @@ from .hf_request import PRESET, bring
 from .opening import compose_meta, lone_job
 
 STORED = {name: dtype for dtype, name in DTYPES.items()}
+DOCUMENTS = ("README*", "LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Files about a model that go where it goes."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
 """Keys of the dtype in a `config.json`, new and old."""
 
@@ -67,7 +69,8 @@ def convert_folder(
     else:
         plan, config = _to_map(folder, state_map) if state_map else (_as_it_is(folder, dtype), folder.config)
     tensors = in_order(plan, dtype)
-    beside, files = model_files.files(source), TensorFiles.of(tensors, shard_bytes)
+    documents = {file.name: file for one in DOCUMENTS for file in sorted(source.glob(one)) if file.is_file()}
+    beside, files = model_files.files(source) | documents, TensorFiles.of(tensors, shard_bytes)
     with appearing(target) as part:
         write_json(part / CONFIG, _with_dtype(config, common_dtype(tensors)))
         files.create(part)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections import Counter
@@ -20,8 +19,9 @@ from forge_train.contract.job import Job
 from forge_train.ground import disk
 from forge_train.ground.errors import ConfigError, ForgeError
 from forge_train.state_map import Plan
-from forge_train.storage.consolidated import Shapes, as_bytes, cut, header, size_of, write_at, write_index
+from forge_train.storage.consolidated import Shapes, cut, header, write_index
 from forge_train.storage.hf_folder import CONFIG, SINGLE, table
+from forge_train.storage.in_place import Place, as_bytes, fill, size_of
 from forge_train.storage.seal import sync
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -94,19 +94,14 @@ class TensorFiles:
             rank: number of the share; all shares have about the same number of bytes.
             world: number of shares.
         """
-        total, begins = sum(size_of(*one) for one in self.tensors.values()), 0
+        headers = {file: header({name: self.tensors[name] for name in names}) for file, names in self.files.items()}
+        places: dict[str, Place] = {}
         for file, names in self.files.items():
-            offset = len(header({name: self.tensors[name] for name in names}))
-            handle = os.open(folder / file, os.O_WRONLY)
-            try:
-                for name in names:
-                    size = size_of(*self.tensors[name])
-                    if min((begins + size // 2) * world // max(total, 1), world - 1) == rank:
-                        write_at(handle, self._bytes(name, read), offset)
-                    begins, offset = begins + size, offset + size
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            begins = len(headers[file])
+            for name in names:
+                places[name] = Place(file, begins, *self.tensors[name])
+                begins += places[name].bytes
+        fill(folder, headers, places, lambda name: self._bytes(name, read), rank=rank, world=world)
 
     def _bytes(self, name: str, read: Callable[[str], Tensor]) -> memoryview:
         shape, dtype = self.tensors[name]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train.composition.initialise import initial, tied_groups
-from forge_train.config.layers import Request, preset
 from forge_train.contract.job import Job
 from forge_train.contract.protocols import HFModel
 from forge_train.ground import disk
@@ -23,154 +19,26 @@ from forge_train.ground.errors import ConfigError
 from forge_train.ground.files import write_json
 from forge_train.ground.present import few
 from forge_train.ground.world import World
-from forge_train.loop.weights import Patterns, places
-from forge_train.registry.setup import Setup, resolve
-from forge_train.registry.write import to_toml
+from forge_train.loop.weights import places
 from forge_train.storage import checkpoint, hf_fit, model_files
 from forge_train.storage.consolidated import SHARD_BYTES
-from forge_train.storage.hf_folder import CONFIG, Folder
+from forge_train.storage.hf_folder import CONFIG
 from forge_train.storage.model_files import TOKENIZER
 from forge_train.storage.ranges import Weights
-from forge_train.storage.run import plugin_list
 
 from ..launching.launch import WorkerCommand, launch
 from .hf_files import (
     Exchanged,
     TensorFiles,
     appearing,
-    check_range,
-    comments_in,
     common_dtype,
     in_order,
     put_beside,
     special_tokens,
 )
-from .hf_request import PRESET, bring
+from .hf_import import EDITABLE as EDITABLE  # noqa: PLC0414  # what this module offers too
+from .hf_import import import_checkpoint as import_checkpoint  # noqa: PLC0414
 from .opening import compose_meta, lone_job, setup_of
-
-EDITABLE = "config.toml"
-"""What is meant to be edited in an imported checkpoint; everything else is sealed."""
-# -- import -------------------------------------------------------------------------------------------------------
-
-
-def import_checkpoint(
-    source: Path,
-    target: Path,
-    *,
-    plugins: tuple[str, ...] = (),
-    without: tuple[str, ...] = (),
-    settings: tuple[str, ...] = (),
-    dtype: torch.dtype | None = None,
-    allow_missing: Sequence[str] = (),
-    allow_extra: Sequence[str] = (),
-) -> Exchanged:
-    """Make a checkpoint, of weights only, of a folder in Hugging Face layout.
-
-    Its `config.toml` describes the model for forge and begins with these weights: `forge train TARGET/config.toml`
-    trains them further. The tensors pass through memory a few at a time.
-
-    Args:
-        source: `config.json` with `model.safetensors`, or with several files and their index.
-        target: the checkpoint's folder, which is not there yet.
-        plugins: to enable beside the defaults; one of all of them must know the architecture.
-        without: to disable.
-        settings: `key=value`, as `--set` takes them, over what the folder says.
-        dtype: to store; by default, that of each tensor. A model has fp32 parameters, whatever its checkpoint holds.
-        allow_missing: patterns of tensors that may be missing or have another shape; their weights start as in a new
-            model.
-        allow_extra: patterns of tensors that may be there in addition to the model's; they are left out.
-
-    Raises:
-        ConfigError: for a folder, an architecture or tensors that can't be imported, and for a pattern that fits
-            nothing; nothing is written then.
-    """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists; name a new folder.")
-    folder = Folder.open(source)
-    request = Request(config=PRESET, plugins=plugins, without=without, set=settings)
-    layout, setup = _understand(folder, target, request)
-    job = lone_job(setup, source, "cpu")
-    takes_file = model_files.option(setup.hooks) is not None
-    model = compose_meta(job, text=False)
-    wanted = {name: (tuple(one.shape), one.dtype) for name, one in model.state_dict().items()}
-    may_lack, may_exceed = Patterns("--allow-missing", allow_missing), Patterns("--allow-extra", allow_extra)
-    ties = tied_groups(*model.parts)
-    plan = hf_fit.plan(folder, layout, wanted, tied=ties, missing=may_lack.take, unexpected=may_exceed.take)
-    may_lack.check(f"{source} lacks")
-    may_exceed.check(f"{source} holds beside the model")
-    drawn = [name for name in wanted if name not in plan.targets]
-    notes = _tokenizer_notes(folder, job) if takes_file else ()
-    if drawn:
-        notes = (f"{few(drawn, 8)} start{'s' if len(drawn) == 1 else ''} as in a new model.", *notes)
-    weights = {name: torch.empty(shape, dtype=own, device="meta") for name, (shape, own) in wanted.items()}
-    for name, one in weights.items():
-        if one.is_floating_point():
-            weights[name] = one.to(dtype or (plan.targets[name].dtype if name in plan.targets else one.dtype))
-    state = {
-        "model": weights,
-        "progress": {"step": 0, "tokens": 0},
-        "config": setup.config.values(volatile=False),
-        "enabled": [entry for entry in plugin_list(setup.hooks) if entry["name"] not in setup.config.neutral],
-        "imported": {"from": str(source.absolute()), "architectures": folder.config.get("architectures")},
-    }
-
-    def contents(name: str) -> Tensor:
-        own = name.removeprefix("model.")
-        tensor = torch.empty(weights[own].shape, dtype=weights[own].dtype)
-        if own in plan.targets:
-            plan.read_into(tensor, own, folder.read)
-            check_range(own, tensor, lambda: plan.read(own, folder.read))
-        else:
-            initial(model, own, tensor, job.seed)
-        return tensor
-
-    with tempfile.TemporaryDirectory() as scratch:
-        beside = _describe(Path(scratch), folder, target, setup)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            checkpoint.write(target, 0, state, job.dist, beside=beside, contents=contents, editable=(EDITABLE,))
-        except OSError as error:
-            raise ConfigError(f"{target}: can't be written: {error.strerror or error}.") from error
-        finally:
-            shutil.rmtree(target.with_name(f".{target.name}.partial"), ignore_errors=True)
-    files = tuple(sorted({entry.file.name for entry in folder.tensors.values()}))
-    return Exchanged(target, sum(tensor.numel() for tensor in weights.values()), files, notes)
-
-
-def _understand(folder: Folder, target: Path, request: Request) -> tuple[HFModel, Setup]:
-    """How the model is built and named, and the configuration that trains it."""
-    request, layout = bring(folder, request)
-    setup = resolve(request, data=False)
-    started = dataclasses.replace(setup.config.train, init_from=str(target.absolute()))  # which asks for a text
-    return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
-
-
-def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list[Path]:
-    """The files that lie beside the tensors. The configuration names them as its neighbours, so that the checkpoint can
-    be moved."""
-    here = {"train": {**setup.config.as_written.get("train", {}), "init_from": "./"}}
-    config = dataclasses.replace(setup.config, as_written={**setup.config.as_written, **here})
-    beside = [scratch / EDITABLE, scratch / "plugins.json"]
-    if found := model_files.files(folder.path):
-        if TOKENIZER in found:
-            config = model_files.relative(config, setup.hooks, folder.path)
-        model_files.copy(found, scratch / model_files.FOLDER)
-        beside.append(scratch / model_files.FOLDER)
-    notes = comments_in(preset(PRESET)) | {("train", "init_from"): "the weights that were imported"}
-    text = f"# forge train {target.name}/{EDITABLE} -s text.path=YOUR_TEXT\n\n"
-    beside[0].write_text(text + to_toml(config, setup.hooks, notes=notes), encoding="utf-8")
-    write_json(beside[1], plugin_list(setup.hooks))
-    return beside
-
-
-def _tokenizer_notes(folder: Folder, job: Job) -> tuple[str, ...]:
-    if not (folder.path / TOKENIZER).is_file():
-        text = f"{folder.path} has no {TOKENIZER}: the configuration reads bytes, which few models were trained on."
-        return (f"{text} Name its tokenizer before training on text.",)
-    if not job.hooks.provider("tokenizer"):
-        return (f"{folder.path / TOKENIZER} can't be used with this model; name another before training on text.",)
-    return ()
-
 
 # -- export -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,120 @@
+"""Full tensors written to their places in files that are there already, in shares or in shards."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import digest
+
+_PIECE = 256 << 10
+"""Bytes that are hashed and written at once: they come from the processor's cache the second time, and their pages are
+there when the system copies them."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies."""
+
+    file: str
+    start: int
+    """Byte of the file."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return size_of(self.shape, self.dtype)
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The values of a tensor, in the order of a contiguous one."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def pieces(
+    place: Place, offsets: Sequence[int], sizes: Sequence[int], data: memoryview
+) -> Iterator[tuple[int, memoryview]]:
+    """The parts of a shard that lie together in the file, with the byte where each begins.
+
+    Args:
+        place: of the full tensor.
+        offsets: where in it the shard begins.
+        sizes: of the shard.
+        data: the bytes of the shard, in the order of a contiguous tensor.
+    """
+    shape, item = place.shape, place.dtype.itemsize
+    strides = [item * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    inner = len(shape)  # dimensions from here on are whole
+    while inner and sizes[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    outer = range(max(inner - 1, 0))
+    first = place.start + sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    length = item * math.prod(sizes[len(outer) :])
+    rows = itertools.product(*(range(0, sizes[dim] * strides[dim], strides[dim]) for dim in outer)) if data else ()
+    for number, row in enumerate(rows):
+        yield first + sum(row), data[number * length : (number + 1) * length]
+
+
+def fill(
+    folder: Path,
+    headers: Mapping[str, bytes],
+    places: Mapping[str, Place],
+    values: Callable[[str], memoryview],
+    *,
+    rank: int = 0,
+    world: int = 1,
+) -> dict[str, str]:
+    """Write one share of full tensors into files that are there with their headers, one at a time, and flush them.
+
+    Args:
+        folder: of the files.
+        headers: file → what it begins with.
+        places: tensor → place, in the order of the files and of the bytes in them.
+        values: gives the bytes of a tensor.
+        rank: number of the share; all shares have about the same number of bytes, and each tensor is in one.
+        world: number of shares.
+
+    Returns:
+        The hashes of the files, where there is one share.
+    """
+    total, begins = sum(place.bytes for place in places.values()), 0
+    hashes: dict[str, str] = {}
+    for file, head in headers.items():
+        handle, found = os.open(folder / file, os.O_WRONLY), digest.hasher()
+        found.update(memoryview(head))
+        try:
+            for name in (name for name, place in places.items() if place.file == file):
+                size = places[name].bytes
+                if min((begins + size // 2) * world // max(total, 1), world - 1) == rank:
+                    write_at(handle, values(name), places[name].start, found)
+                begins += size
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        hashes[file] = found.hexdigest()
+    return hashes if world == 1 else {}
+
+
+def write_at(handle: int, data: memoryview, offset: int, hashed: digest.Hasher | None = None) -> None:
+    """Write all of it to an open file, and hash it on its way."""
+    for start in range(0, len(data), _PIECE):
+        piece, at = data[start : start + _PIECE], offset + start
+        if hashed is not None:
+            hashed.update(piece)
+        while piece:
+            written = os.pwrite(handle, piece, at)
+            piece, at = piece[written:], at + written
+
+
+def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of a tensor."""
+    return dtype.itemsize * math.prod(shape)

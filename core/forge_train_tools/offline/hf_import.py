@@ -1,0 +1,263 @@
+"""Makes a checkpoint of a folder in Hugging Face layout. Which model is how named there, plugins tell (`import_hf`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_train.composition.initialise import initial, tied_groups
+from forge_train.config.layers import Request, preset
+from forge_train.contract.job import Job
+from forge_train.contract.model import Model
+from forge_train.contract.protocols import HFModel
+from forge_train.ground import disk
+from forge_train.ground.errors import ConfigError
+from forge_train.ground.files import write_json
+from forge_train.ground.present import few
+from forge_train.ground.world import World
+from forge_train.loop.weights import Patterns
+from forge_train.registry.setup import Setup, resolve
+from forge_train.registry.write import to_toml
+from forge_train.state_map import Plan
+from forge_train.state_map.views import Stored
+from forge_train.storage import checkpoint, hf_fit, model_files
+from forge_train.storage.consolidated import Files
+from forge_train.storage.hf_folder import Folder
+from forge_train.storage.model_files import TOKENIZER
+from forge_train.storage.run import plugin_list
+from forge_train.storage.tree import MODEL
+
+from ..launching.launch import WorkerCommand, launch
+from .hf_files import Exchanged, check_range, comments_in
+from .hf_request import PRESET, bring
+from .opening import compose_meta, lone_job
+
+EDITABLE = "config.toml"
+"""What is meant to be edited in an imported checkpoint; everything else is sealed."""
+
+
+def import_checkpoint(
+    source: Path,
+    target: Path,
+    *,
+    plugins: Sequence[str] = (),
+    without: Sequence[str] = (),
+    settings: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+    allow_missing: Sequence[str] = (),
+    allow_extra: Sequence[str] = (),
+    nproc: int = 1,
+) -> Exchanged:
+    """Make a checkpoint, of weights only, of a folder in Hugging Face layout.
+
+    Its `config.toml` describes the model for forge and begins with these weights: `forge train TARGET/config.toml`
+    trains them further. They are in safetensors files, whatever `checkpoint.format` is, and pass through memory one
+    tensor at a time.
+
+    Args:
+        source: `config.json` with `model.safetensors`, or with several files and their index.
+        target: the checkpoint's folder, which is not there yet.
+        plugins: to enable beside the defaults; one of all of them must know the architecture.
+        without: to disable.
+        settings: `key=value`, as `--set` takes them, over what the folder says.
+        dtype: to store; by default, that of each tensor. A model has fp32 parameters, whatever its checkpoint holds.
+        allow_missing: patterns of tensors that may be missing or have another shape; their weights start as in a new
+            model.
+        allow_extra: patterns of tensors that may be there in addition to the model's; they are left out.
+        nproc: local processes that each read and write a share of the tensors; one is this one.
+
+    Raises:
+        ConfigError: for a folder, an architecture or tensors that can't be imported, and for a pattern that fits
+            nothing; nothing is written then.
+        ForgeError: with several processes, the message of the one that failed first; nothing is left then either.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists; name a new folder.")
+    asked = _Asked(
+        str(source),
+        str(target.absolute()),
+        (*plugins,),
+        (*without,),
+        (*settings,),
+        str(dtype).removeprefix("torch.") if dtype else "",
+        (*allow_missing,),
+        (*allow_extra,),
+    )
+    made = _Import.of(asked)
+
+    def fill(part: Path, files: Files) -> Mapping[str, str]:
+        if nproc == 1:
+            return files.fill(part, made.read)
+        _fill_together(asked, part, nproc)
+        return {}
+
+    with tempfile.TemporaryDirectory() as scratch:
+        beside = _describe(Path(scratch), made.folder, target, made.setup)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            checkpoint.write(
+                target,
+                0,
+                made.state,
+                made.job.dist,
+                beside=beside,
+                contents=made.read,
+                editable=(EDITABLE,),
+                form="safetensors",
+                fill=fill,
+            )
+        except OSError as error:
+            raise ConfigError(f"{target}: can't be written: {error.strerror or error}.") from error
+        finally:
+            shutil.rmtree(target.with_name(f".{target.name}.partial"), ignore_errors=True)
+    files = tuple(sorted({entry.file.name for entry in made.folder.tensors.values()}))
+    return Exchanged(target, sum(tensor.numel() for tensor in made.weights.values()), files, made.notes)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments of an import, as JSON can hold them; see `import_checkpoint`."""
+
+    source: str
+    target: str
+    plugins: Sequence[str]
+    without: Sequence[str]
+    settings: Sequence[str]
+    dtype: str
+    allow_missing: Sequence[str]
+    allow_extra: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Import:
+    """What is going to be written; no tensor is in memory."""
+
+    folder: Folder
+    setup: Setup
+    job: Job
+    model: Model
+    plan: Plan
+    weights: Mapping[str, Tensor]
+    """On the meta device, in the dtype that is stored."""
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, asked: _Asked) -> _Import:
+        folder = Folder.open(Path(asked.source))
+        names = (*asked.plugins,), (*asked.without,), (*asked.settings,)
+        request = Request(config=PRESET, plugins=names[0], without=names[1], set=names[2])
+        layout, setup = _understand(folder, Path(asked.target), request)
+        job = lone_job(setup, folder.path, "cpu")
+        takes_file = model_files.option(setup.hooks) is not None
+        model = compose_meta(job, text=False)
+        wanted = {name: (tuple(one.shape), one.dtype) for name, one in model.state_dict().items()}
+        may_lack = Patterns("--allow-missing", asked.allow_missing)
+        may_exceed = Patterns("--allow-extra", asked.allow_extra)
+        ties = tied_groups(*model.parts)
+        plan = hf_fit.plan(folder, layout, wanted, tied=ties, missing=may_lack.take, unexpected=may_exceed.take)
+        may_lack.check(f"{folder.path} lacks")
+        may_exceed.check(f"{folder.path} holds beside the model")
+        drawn = [name for name in wanted if name not in plan.targets]
+        notes = _tokenizer_notes(folder, job) if takes_file else ()
+        if drawn:
+            notes = (f"{few(drawn, 8)} start{'s' if len(drawn) == 1 else ''} as in a new model.", *notes)
+        dtype = getattr(torch, asked.dtype) if asked.dtype else None
+        weights = {name: torch.empty(shape, dtype=own, device="meta") for name, (shape, own) in wanted.items()}
+        for name, one in weights.items():
+            if one.is_floating_point():
+                weights[name] = one.to(dtype or (plan.targets[name].dtype if name in plan.targets else one.dtype))
+        return cls(folder, setup, job, model, plan, weights, notes)
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """Of the checkpoint."""
+        enabled = [entry for entry in plugin_list(self.setup.hooks) if entry["name"] not in self.setup.config.neutral]
+        source = {"from": str(self.folder.path.absolute()), "architectures": self.folder.config.get("architectures")}
+        return {
+            "model": dict(self.weights),
+            "progress": {"step": 0, "tokens": 0},
+            "config": self.setup.config.values(volatile=False),
+            "enabled": enabled,
+            "imported": source,
+        }
+
+    @property
+    def files(self) -> Files:
+        """Of the checkpoint's tensors."""
+        return Files.of({f"{MODEL}{name}": (tuple(t.shape), t.dtype) for name, t in self.weights.items()}, alone=True)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its name in the checkpoint; what is stored as it is wanted stays mapped from the folder."""
+        own = name.removeprefix(MODEL)
+        one, view = self.weights[own], self.plan.targets.get(own)
+        if isinstance(view, Stored) and view.dtype == one.dtype:
+            return self.plan.read(own, self.folder.read)
+        tensor = torch.empty(one.shape, dtype=one.dtype)
+        if view is None:
+            initial(self.model, own, tensor, self.job.seed)
+        else:
+            self.plan.read_into(tensor, own, self.folder.read)
+            check_range(own, tensor, lambda: self.plan.read(own, self.folder.read))
+        return tensor
+
+
+def _fill_together(asked: _Asked, part: Path, nproc: int) -> None:
+    arguments = {"asked": dataclasses.asdict(asked), "part": str(part.absolute())}
+    with tempfile.TemporaryDirectory(prefix="forge-import-") as name:
+        folder = Path(name)
+        command = WorkerCommand(f"{__name__}:import_share", arguments, folder / "launch", folder / "log", quiet=True)
+        launch(command, nproc).check()
+
+
+def import_share(asked: dict[str, Any], part: str) -> dict[str, Any]:
+    """What each process of an import does."""
+    here, made = World.here(), _Import.of(_Asked(**asked))
+    try:
+        made.files.fill(Path(part), made.read, rank=here.rank, world=here.size)
+    except OSError as error:
+        raise disk.refused(Path(asked["target"]), error) from error
+    return {"code": 0}
+
+
+def _understand(folder: Folder, target: Path, request: Request) -> tuple[HFModel, Setup]:
+    """How the model is built and named, and the configuration that trains it."""
+    request, layout = bring(folder, request)
+    setup = resolve(request, data=False)
+    started = dataclasses.replace(setup.config.train, init_from=str(target.absolute()))  # which asks for a text
+    return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
+
+
+def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list[Path]:
+    """The files that lie beside the tensors. The configuration names them as its neighbours, so that the checkpoint can
+    be moved."""
+    here = {"train": {**setup.config.as_written.get("train", {}), "init_from": "./"}}
+    config = dataclasses.replace(setup.config, as_written={**setup.config.as_written, **here})
+    beside = [scratch / EDITABLE, scratch / "plugins.json"]
+    if found := model_files.files(folder.path):
+        if TOKENIZER in found:
+            config = model_files.relative(config, setup.hooks, folder.path)
+        model_files.copy(found, scratch / model_files.FOLDER)
+        beside.append(scratch / model_files.FOLDER)
+    notes = comments_in(preset(PRESET)) | {("train", "init_from"): "the weights that were imported"}
+    text = f"# forge train {target.name}/{EDITABLE} -s text.path=YOUR_TEXT\n\n"
+    beside[0].write_text(text + to_toml(config, setup.hooks, notes=notes), encoding="utf-8")
+    write_json(beside[1], plugin_list(setup.hooks))
+    return beside
+
+
+def _tokenizer_notes(folder: Folder, job: Job) -> tuple[str, ...]:
+    if not (folder.path / TOKENIZER).is_file():
+        text = f"{folder.path} has no {TOKENIZER}: the configuration reads bytes, which few models were trained on."
+        return (f"{text} Name its tokenizer before training on text.",)
+    if not job.hooks.provider("tokenizer"):
+        return (f"{folder.path / TOKENIZER} can't be used with this model; name another before training on text.",)
+    return ()
