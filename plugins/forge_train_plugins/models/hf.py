@@ -19,9 +19,9 @@ class HF(Plugin):
     """Any causal language model of `transformers`, built from its configuration by the library's own class.
 
     The class's own declarations decide which layouts work: `_no_split_modules` names the units, `base_model_tp_plan` is
-    the plan for tensor parallelism. If a class uses the library's attention interface, the run's attention kernel
-    computes its attention: it keeps documents apart and works with `cp`. Other classes compute attention
-    themselves.
+    the plan for tensor parallelism, and `base_model_pp_plan` names the stages of a pipeline. If a class uses the
+    library's attention interface, the run's attention kernel computes its attention: it keeps documents apart and works
+    with `cp`. Other classes compute attention themselves.
     """
 
     api = (1, 0)
