@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from forge_train import ConfigError
+from forge_train import ConfigError, HeadSpec
 from forge_train.ground.errors import describe
 from forge_train.ground.present import few
 from forge_train.nn import Dropout
@@ -66,9 +66,13 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     if asked is not None and kernel:
         attention.take(model, job.hooks.attention_kernel(), asked)
     drawn = Drawn(type(config).from_dict(config.to_dict()), units)
-    made = CausalLM(base, inner, head_of(model, base), drawn, Facts(kernel, isolates, widths, staging), units)
+    given = job.hooks.gives("head") if job.hooks.provider("head") else "token_logits"
+    text = config.get_text_config()
+    spec = HeadSpec(text.hidden_size, text.vocab_size, getattr(text, "initializer_range", None) or 0.02)
+    head: Any = head_of(model, base) if given == "token_logits" else job.hooks.head(spec)
+    made = CausalLM(base, inner, head, drawn, Facts(kernel, isolates, widths, staging), units)
     if weights:
-        made.stored = Stored(weights, model, base)
+        made.stored = Stored(weights, model, base, headless=given != "token_logits")
     return made
 
 
