@@ -30,7 +30,8 @@ def exported(
         config: of the model.
         given: what its head gives.
         classes: which it tells apart, if it does.
-        pad: the token id of padding, by which transformers finds the last token of a text.
+        pad: the token id of padding, by which transformers finds the last token of a text, where the configuration
+            has none.
 
     Raises:
         ConfigError: for a head that transformers has no class of.
@@ -40,7 +41,7 @@ def exported(
         names = classes.names if classes else ("reward",)
         described |= {"id2label": dict(enumerate(names)), "label2id": {name: k for k, name in enumerate(names)}}
         described |= {"problem_type": "single_label_classification" if classes else "regression"}
-        described |= {"pad_token_id": pad} if pad is not None else {}
+        described |= {"pad_token_id": pad} if described.get("pad_token_id") is None and pad is not None else {}
         config = type(config).from_dict(described)
     described["architectures"] = [model_class(config, given).__name__]
     return HFModel(map=Rename(_names(config, given)).inverse(), config=described)
