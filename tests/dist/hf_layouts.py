@@ -10,17 +10,24 @@ from typing import Any
 import hf_models
 from forge_train.config import Request
 
+HALVES = {"train": {"micro_batch": 2}}
 LAYOUTS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Mapping[str, Any]]]] = {
     "dp2": (("fsdp2",), {}),
     "tp2": (("tp",), {"parallel": {"tp": 2}}),
     "tp2, whole sequences": (("tp",), {"parallel": {"tp": 2}, "tp": {"sequence_parallel": False}}),
     "cp2": (("cp",), {"parallel": {"cp": 2}}),
+    "pp2": (("pp",), {"parallel": {"pp": 2}, **HALVES}),
+    "pp2, zbv, ac": (("pp", "ac"), {"parallel": {"pp": 2}, "pp": {"schedule": "zbv"}, **HALVES}),
+    "pp2×dp2": (("pp", "fsdp2"), {"parallel": {"pp": 2}, "train": {"micro_batch": 1}}),
+    "pp2×tp2": (("pp", "tp"), {"parallel": {"pp": 2, "tp": 2}, **HALVES}),
 }
-"""Name → plugins and sections, on two ranks."""
+"""Name → plugins and sections, on two ranks or, of two axes, on four."""
 PLANNED = frozenset(
     {"arcee", "cohere", "cohere2", "exaone4", "glm", "gpt_neox", "helium", "nemotron", "phi", "starcoder2"}
 )
 """Types whose class declares a plan of tensor parallelism."""
+CUT = PLANNED - {"nemotron"}
+"""Types whose class declares where a pipeline can cut it."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,12 @@ class Foreign:
     kind: str
     layout: str
     documents: bool = False
-    world = 2
+    changes: tuple[tuple[str, Any], ...] = ()
+    """Keys of the configuration."""
+
+    @property
+    def world(self) -> int:
+        return 4 if "×" in self.layout else 2
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.layout}{', documents' if self.documents else ''}"
@@ -49,7 +61,11 @@ class Foreign:
         return self._request((), {})
 
     def _request(self, plugins: tuple[str, ...], more: Mapping[str, Mapping[str, Any]]) -> Request:
-        sections = hf_models.sections(self.kind, synthetic={"isolate": self.documents}, **more)
+        train = {"global_batch": 4, **more.get("train", {})}
+        model = {"set": {**hf_models.MODELS[self.kind], **dict(self.changes)}}
+        sections = hf_models.sections(
+            self.kind, **{**more, "synthetic": {"isolate": self.documents}, "train": train, "hf": model}
+        )
         return Request(plugins=(*hf_models.PLUGINS, *plugins), without=hf_models.WITHOUT, sections=sections)
 
 
@@ -58,7 +74,7 @@ def product() -> Iterator[Foreign]:
     for kind in hf_models.MODELS:
         isolates = kind not in hf_models.JOINED
         for layout in LAYOUTS:
-            planned = kind in PLANNED or not layout.startswith("tp")
+            planned = (kind in PLANNED or "tp" not in layout) and (kind in CUT or "pp" not in layout)
             kernel = kind not in hf_models.OWN_ATTENTION or layout != "cp2"
             if planned and kernel:
                 yield from (

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import heads_data
+import hf_models
 from forge_train import ForgeError
 from forge_train.config import Request
 from forge_train.testing import Verifier
@@ -105,6 +107,25 @@ def test_a_head_agrees_with_one_process(verify: Verifier, data: Path, case: str,
     if layout == "pp2" and case.startswith("embed") and not group:
         cut |= {"train.micro_batch": 12, "pp.schedule": "gpipe"}
     verdict = verify(request(data, case, plugins, **cut), 2, steps=2, reference=request(data, case))
+    assert verdict.agree, verdict
+
+
+GLM = {key: one for key, one in hf_models.MODELS["glm"].items() if key != "vocab_size"}
+FOREIGN: Settings = {"hf.type": "glm", **{f"hf.set.{key}": one for key, one in GLM.items()}}
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [("classify", "pp2"), ("token_classify", "tp2"), ("embed", "cp2"), ("reward", "fsdp2")],
+    ids=lambda one: one,
+)
+def test_a_head_on_a_class_of_transformers_agrees(verify: Verifier, data: Path, case: str, layout: str) -> None:
+    pytest.importorskip("transformers")
+    plugins, settings = LAYOUTS[layout]
+    cut = {**FOREIGN, **settings, **({} if case == "embed" else ACCUMULATED)}
+    whole, split = request(data, case, ("hf",), **FOREIGN), request(data, case, ("hf", *plugins), **cut)
+    whole, split = (replace(one, without=("decoder", "console", "tensorboard")) for one in (whole, split))
+    verdict = verify(split, 2, steps=2, reference=whole)
     assert verdict.agree, verdict
 
 

@@ -15,12 +15,17 @@ from hf_layouts import LAYOUTS, Foreign
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.dist]
+TIED = (("tie_word_embeddings", True),)
 CASES = [
     Foreign("gpt_neox", "dp2", documents=True),
     Foreign("mamba", "dp2"),
     Foreign("cohere", "tp2"),
     Foreign("glm", "tp2", documents=True),
     Foreign("exaone4", "cp2"),
+    Foreign("cohere", "pp2", documents=True, changes=TIED),
+    Foreign("cohere2", "pp2, zbv, ac"),
+    Foreign("glm", "pp2×dp2", documents=True),
+    Foreign("cohere", "pp2×tp2", changes=TIED),
 ]
 
 
@@ -36,6 +41,7 @@ def test_a_layout_agrees(verify: Verifier, case: Foreign) -> None:
     [
         ("bloom", "tp2", "BloomModel of transformers declares no base_model_tp_plan"),
         ("mamba", "cp2", "shows no attention kernel"),
+        ("bloom", "pp2", "BloomModel of transformers declares no base_model_pp_plan; set parallel.pp = 1"),
     ],
 )
 def test_what_a_class_does_not_declare_is_named(verify: Verifier, kind: str, layout: str, text: str) -> None:
@@ -45,7 +51,7 @@ def test_what_a_class_does_not_declare_is_named(verify: Verifier, kind: str, lay
 
 
 @pytest.mark.accept("families", 3)
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "cp2"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "cp2", "pp2"])
 def test_masks_of_dropout_are_the_same_on_every_layout(verify: Verifier, layout: str) -> None:
     plugins, more = LAYOUTS[layout]
     model = {"set": {**hf_models.MODELS["gpt_neox"], "hidden_dropout": 0.3}}

@@ -43,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "SmolLM3": {"pad_token_id": 0},
     "Gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5},
     "Gemma3Text": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
 TEXTS, TOKENS, BASE = "ForSequenceClassification", "ForTokenClassification", "Model"
 HAS = [
@@ -69,7 +70,8 @@ def written(folder: Path, name: str, kind: str, **more: Any) -> Any:
     labels = (
         {} if kind == BASE else {"id2label": dict(enumerate(NAMES)), "label2id": {n: k for k, n in enumerate(NAMES)}}
     )
-    values = {**SHAPE, "pad_token_id": 0, "attn_implementation": "eager", **labels, **FAMILIES[name], **more}
+    shape = {"vocab_size": SHAPE["vocab_size"]} if name == "GPT2" else SHAPE
+    values = {**shape, "pad_token_id": 0, "attn_implementation": "eager", **labels, **FAMILIES[name], **more}
     config = getattr(transformers, f"{name}Config")(**values)
     model = getattr(transformers, f"{name}{kind}")(config).eval()
     with torch.no_grad():

@@ -19,9 +19,10 @@ class HF(Plugin):
     """Any causal language model of `transformers`, built from its configuration by the library's own class.
 
     The class's own declarations decide which layouts work: `_no_split_modules` names the units, `base_model_tp_plan` is
-    the plan for tensor parallelism. If a class uses the library's attention interface, the run's attention kernel
-    computes its attention: it keeps documents apart and works with `cp`. Other classes compute attention
-    themselves.
+    the plan for tensor parallelism, and `base_model_pp_plan` names the stages of a pipeline. If a class uses the
+    library's attention interface, the run's attention kernel computes its attention: it keeps documents apart and works
+    with `cp`. Other classes compute attention themselves. The heads of `classify`, `token_classify`, `embed` and
+    `reward` take the place of the class's own.
     """
 
     api = (1, 0)
@@ -68,15 +69,22 @@ class HF(Plugin):
     def export_hf(self, job: Job) -> HFModel:
         from ._hf.files import exported
 
-        return exported(self._config(job))
+        classes = job.hooks.classes() if job.hooks.provider("classes") else None
+        # As for the decoder: texts to be classified don't end with the token that ends documents.
+        pad = job.hooks.tokenizer().end if classes and job.hooks.provider("tokenizer") else None
+        given = job.hooks.gives("head") if job.hooks.provider("head") else "token_logits"
+        return exported(self._config(job), given, classes, pad)
 
     def _config(self, job: Job) -> PreTrainedConfig:
-        from ._hf.config import fits_folder, read
+        from ._hf.config import HEADS, fits_folder, read
 
         tokenizer = job.hooks.tokenizer() if job.hooks.provider("tokenizer") else None
         mine = self.config
-        if (given := job.hooks.provider("head")) and job.hooks.gives("head") != "token_logits":
-            raise ConfigError(f"hf: the class has its own head; leave plugin {given!r} out.")
+        if (given := job.hooks.provider("head")) and job.hooks.gives("head") not in HEADS:
+            raise ConfigError(
+                f"hf: heads of transformers' classes give {', '.join(HEADS)}; plugin {given!r} gives "
+                f"{job.hooks.gives('head')!r}."
+            )
         found = read(mine.config or ("" if mine.type else mine.weights), mine.type, mine.set, tokenizer)
         if mine.type and job.config.train.init_from:
             fits_folder(found, mine.set, job.config.train.init_from)

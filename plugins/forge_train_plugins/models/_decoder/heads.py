@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 CAUSAL = "ForCausalLM"
-TRUNK = "model."
-"""What names of the trunk's tensors begin with, but in the class without a head."""
+TRUNKS = {"GPT2": "transformer."}
+"""What names of the trunk's tensors begin with, where it is not `model.`; they have no prefix in the class without a
+head."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,10 @@ TOKENS = Kind(
 )
 KINDS = {"text_class_logits": TEXT, "token_class_logits": TOKENS, "rewards": TEXT, "embeddings": Kind("Model")}
 """What a head gives → its class. `embeddings` stands last: its suffix is that of no other."""
-STEMS = {"Gemma3Text": "Gemma3"}
-"""Stems of classes under other heads → those of the causal class, where they differ."""
+CAUSALS = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+"""Stem of classes under other heads → the causal class, where it has another name."""
+SCORES = {"GPT2ForTokenClassification": "classifier"}
+"""Class → the name of its head, where it is not `score`."""
 
 
 def gives(table: Mapping[str, Any]) -> tuple[str, str]:
@@ -59,7 +62,7 @@ def gives(table: Mapping[str, Any]) -> tuple[str, str]:
                 stem = one.removesuffix(kind.suffix)
                 if given == "text_class_logits" and len(_names(table)) == 1:
                     given = "rewards"
-                return given, STEMS.get(stem, stem) + CAUSAL
+                return given, CAUSALS.get(stem, stem + CAUSAL)
     return "", ""
 
 
@@ -75,18 +78,31 @@ def imported(found: HFModel, given: str, table: Mapping[str, Any]) -> HFModel:
         ConfigError: for labels that no plugin here learns.
     """
     kind = KINDS[given]
+    (architecture,) = table["architectures"]
     sections: dict[str, Mapping[str, Any]] = {**found.sections}
     sections["decoder"] = {**sections["decoder"], "tied": False, "logit_soft_cap": 0.0, "logit_divisor": 1.0}
     if kind.suffix == "Model":
-        return _mapped(found, lambda one: Rename({"{name*}": f"{TRUNK}{{name*}}"}) >> one, sections=sections)
+        trunk = _trunk(architecture.removesuffix(kind.suffix))
+        return _mapped(found, lambda one: trunk >> one, sections=sections)
     if (problem := table.get("problem_type")) not in (None, "single_label_classification") and given != "rewards":
         raise ConfigError(
             f"config.json: problem_type = {problem!r} can't be imported: Forge supports one class per text."
         )
     plugin = {"rewards": "reward", "text_class_logits": "classify"}.get(given, "token_classify")
     sections[plugin] = {} if given == "rewards" else {"classes": _names(table)}
-    head = Rename({name: f"head.{name}" for name in kind.parameters})
+    head = _head(kind, architecture)
     return _mapped(found, lambda one: one | head, sections=sections)
+
+
+def _trunk(stem: str) -> Rename:
+    """Names of the class without a head → those in the other classes."""
+    return Rename({"{name*}": f"{TRUNKS.get(stem, 'model.')}{{name*}}"})
+
+
+def _head(kind: Kind, architecture: str) -> Rename:
+    """Names of the head's tensors → those here."""
+    theirs = SCORES.get(architecture, "score")
+    return Rename({name.replace("score", theirs): f"head.{name}" for name in kind.parameters})
 
 
 def _mapped(found: HFModel, change: Callable[[StateMap], StateMap], **more: Any) -> HFModel:
@@ -119,10 +135,8 @@ def exported(found: HFModel, given: str, head: nn.Module, classes: Classes | Non
     """
     kind = KINDS[given]
     (architecture,) = found.config["architectures"]
-    if not architecture.endswith(CAUSAL):
-        raise ConfigError(f"{architecture} is exported with a head for language modelling only.")
-    stem = architecture.removesuffix(CAUSAL)
-    stem = next((ours for ours, theirs in STEMS.items() if theirs == stem), stem)
+    renamed = (stem for stem, causal in CAUSALS.items() if causal == architecture)
+    stem = next(renamed, architecture.removesuffix(CAUSAL))
     if stem in kind.missing:
         raise ConfigError(f"transformers has no {stem}{kind.suffix}; decoder.architecture names another family.")
     own = tuple(name for name, _ in head.named_parameters())
@@ -131,9 +145,9 @@ def exported(found: HFModel, given: str, head: nn.Module, classes: Classes | Non
         raise ConfigError(f"{stem}{kind.suffix} has a head with {needs}; the head of this model has {has}.")
     config = {**found.config, "architectures": [stem + kind.suffix], "tie_word_embeddings": False}
     if kind.suffix == "Model":
-        return replace(found, map=Rename({"{name*}": f"{TRUNK}{{name*}}"}) >> found.map, config=config)
+        return replace(found, map=_trunk(stem) >> found.map, config=config)
     names = classes.names if classes else ("reward",)
     config |= {"id2label": {str(k): name for k, name in enumerate(names)}, "pad_token_id": pad}
     config["label2id"] = {name: k for k, name in enumerate(names)}
     config["problem_type"] = "single_label_classification" if classes else "regression"
-    return replace(found, map=found.map | Rename({name: f"head.{name}" for name in kind.parameters}), config=config)
+    return replace(found, map=found.map | _head(kind, stem + kind.suffix), config=config)

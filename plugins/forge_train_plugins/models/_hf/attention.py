@@ -75,26 +75,16 @@ def probe(model: nn.Module, call: Any) -> Asked | None:
             asked.documents.add(id(module))
         return torch.empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1], device=query.device), None
 
-    AttentionInterface.register(_PROBE, record)
     masks: list[str] = []
     config: Any = model.config
-    own = config._attn_implementation
-    config._attn_implementation = _PROBE
-    experts = getattr(config, "_experts_implementation", None)
-    if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "batched_mm"  # of the library's own the one that needs no values
     try:
-        with _masks_noted(model, masks):
+        with attending(config, record), _masks_noted(model, masks):
             call()
     except ConfigError:
         raise
     except Exception as error:  # such a class reads values, which there are none of; its own attention is always right
         log.info("%s computes attention itself: %s", type(model).__name__, describe(error))
         return None
-    finally:
-        config._attn_implementation = own
-        if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = experts
     if not found or not _say_all(found, masks, getattr(config, "layer_types", None)):
         return None
     names = set().union(*found)
@@ -107,6 +97,29 @@ def probe(model: nn.Module, call: Any) -> Asked | None:
         head_dims=tuple(sorted(dims)),
     )
     return asked
+
+
+@contextmanager
+def attending(config: Any, function: Any) -> Iterator[None]:
+    """Have attention computed by a function of the library's interface, and experts on the meta device."""
+    AttentionInterface.register(_PROBE, function)
+    own = config._attn_implementation
+    config._attn_implementation = _PROBE
+    experts = getattr(config, "_experts_implementation", None)
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "batched_mm"  # of the library's own the one that needs no values
+    try:
+        yield
+    finally:
+        config._attn_implementation = own
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = experts
+
+
+def mixing(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
+    """A function of the interface, of the right shape and with a graph to all that it is given."""
+    given = query.sum() + key.sum() + value.sum()
+    return given.expand(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 @contextmanager

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from forge_train import ConfigError
+from forge_train import ConfigError, HeadSpec
 from forge_train.ground.errors import describe
 from forge_train.ground.present import few
 from forge_train.nn import Dropout
 
-from . import attention
+from . import attention, stages
 from .config import model_class
 from .head import head_of
 from .model import CausalLM, Facts, no_documents
@@ -45,14 +45,18 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     _check_values(model)
     inner = getattr(model, base)
     units = _units(model)
+    staging = stages.staged(inner)
+    if isinstance(staging, stages.Staging) and job.dist.layout.pp > 1:
+        staging = stages.separable(inner, staging, _inputs()) or staging
     dropouts = _watched_dropout(model)
-    asked = attention.probe(inner, lambda: _run(inner))
+    asked = attention.probe(inner, lambda: inner(**_inputs(), document_ids=_inputs()["position_ids"], use_cache=False))
     _forget(model)
     _swap_dropout(model, dropouts, job)
     _check_dropout(model)
-    width, kernel = 0, False
+    widths, kernel = dict[str, int](), False
     if asked is not None and (chosen := job.hooks.provider("attention_kernel")):
-        width = sum(heads * features for heads, _, features in asked.heads.values())
+        heads = {path: asked.heads[id(one)] for path, one in model.named_modules() if id(one) in asked.heads}
+        widths = {path: count * features for path, (count, _, features) in heads.items()}
         kernel = not [*job.hooks.enabled[chosen].cls.kernel_capabilities.lacks(asked.needs)]
     reached = asked.documents if asked is not None and kernel else set()
     isolates = all(any(id(one) in reached for one in model.get_submodule(unit).modules()) for unit in units)
@@ -62,15 +66,19 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     if asked is not None and kernel:
         attention.take(model, job.hooks.attention_kernel(), asked)
     drawn = Drawn(type(config).from_dict(config.to_dict()), units)
-    made = CausalLM(base, inner, head_of(model, base), drawn, Facts(kernel, isolates, width), units)
+    given = job.hooks.gives("head") if job.hooks.provider("head") else "token_logits"
+    text = config.get_text_config()
+    spec = HeadSpec(text.hidden_size, text.vocab_size, getattr(text, "initializer_range", None) or 0.02)
+    head: Any = head_of(model, base) if given == "token_logits" else job.hooks.head(spec)
+    made = CausalLM(base, inner, head, drawn, Facts(kernel, isolates, widths, staging), units)
     if weights:
-        made.stored = Stored(weights, model, base)
+        made.stored = Stored(weights, model, base, headless=given != "token_logits")
     return made
 
 
-def _run(inner: Any) -> None:
-    ids = torch.zeros(1, _PROBED, dtype=torch.int64, device="meta")
-    inner(input_ids=ids, position_ids=torch.empty_like(ids), document_ids=torch.empty_like(ids), use_cache=False)
+def _inputs() -> dict[str, torch.Tensor]:
+    """Of a run on the meta device."""
+    return {name: torch.zeros(1, _PROBED, dtype=torch.int64, device="meta") for name in ("input_ids", "position_ids")}
 
 
 def _units(model: Any) -> tuple[str, ...]:

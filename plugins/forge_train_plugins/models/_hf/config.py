@@ -11,6 +11,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
 )
 
 from forge_train import ConfigError, Tokenizer
@@ -19,6 +22,16 @@ from forge_train.ground.present import few
 from forge_train.storage.hf_folder import CONFIG, is_hugging_face, table
 
 VOCABULARY = "vocab_size"
+LABELS = ("id2label", "label2id", "num_labels", "problem_type")
+"""Keys of a head, which its plugin has."""
+HEADS: Mapping[str, tuple[str, Any]] = {
+    "token_logits": ("a causal language model", MODEL_FOR_CAUSAL_LM_MAPPING),
+    "text_class_logits": ("sequence classification", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
+    "token_class_logits": ("token classification", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING),
+    "rewards": ("sequence classification", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
+    "embeddings": ("a model without a head", MODEL_MAPPING),
+}
+"""What a head gives → what its class is for, and the classes."""
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -86,7 +99,7 @@ def fits_folder(config: PreTrainedConfig, changes: Mapping[str, Any], path: str)
     if stored.get("model_type") != config.model_type:
         return
     theirs, ours = of(config.model_type, stored).to_dict(), config.to_dict()
-    unlike = [key for key in ours if key not in (*changes, *SPECIAL) and ours[key] != theirs.get(key)]
+    unlike = [key for key in ours if key not in (*changes, *SPECIAL, *LABELS) and ours[key] != theirs.get(key)]
     lost = [key for key in unlike if key in stored and key not in ("architectures", "dtype", "transformers_version")]
     if lost:
         raise ConfigError(
@@ -113,9 +126,16 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
     )
 
 
-def model_class(config: PreTrainedConfig) -> Any:
-    """The class of the causal language model."""
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+def model_class(config: PreTrainedConfig, given: str = "token_logits") -> Any:
+    """The class of the causal language model, or of the model whose head gives something else.
+
+    Raises:
+        ConfigError: where transformers has none.
+    """
+    what, classes = HEADS[given]
+    if type(config) not in classes:
+        raise ConfigError(f"hf: transformers has no class for {what} of type {config.model_type!r}.")
+    found = classes[type(config)]
     return found[0] if isinstance(found, tuple) else found
 
 

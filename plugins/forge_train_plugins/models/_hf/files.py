@@ -9,28 +9,53 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from forge_train import ConfigError, HFModel
+from forge_train import Classes, ConfigError, HFModel
 from forge_train.ground.present import few
 from forge_train.state_map import Rename
 
-from .config import SPECIAL, model_class, of
+from .config import HEADS, LABELS, SPECIAL, model_class, of
 from .model import HEAD
 from .weights import leftovers, stored_names
 
+LABELLED = {"text_class_logits": "classify", "token_class_logits": "token_classify", "rewards": "reward"}
+"""What a head with labels gives → its plugin."""
 
-def exported(config: PreTrainedConfig) -> HFModel:
-    """The class's own configuration and names."""
-    return HFModel(map=Rename(_names(config)).inverse(), config=_described(config))
+
+def exported(
+    config: PreTrainedConfig, given: str = "token_logits", classes: Classes | None = None, pad: int | None = None
+) -> HFModel:
+    """The class's own configuration and names.
+
+    Args:
+        config: of the model.
+        given: what its head gives.
+        classes: which it tells apart, if it does.
+        pad: the token id of padding, by which transformers finds the last token of a text, where the configuration
+            has none.
+
+    Raises:
+        ConfigError: for a head that transformers has no class of.
+    """
+    described: dict[str, Any] = {k: v for k, v in config.to_dict().items() if v is not None or k not in SPECIAL}
+    if given in LABELLED:
+        names = classes.names if classes else ("reward",)
+        described |= {"id2label": dict(enumerate(names)), "label2id": {name: k for k, name in enumerate(names)}}
+        described |= {"problem_type": "single_label_classification" if classes else "regression"}
+        described |= {"pad_token_id": pad} if described.get("pad_token_id") is None and pad is not None else {}
+        config = type(config).from_dict(described)
+    described["architectures"] = [model_class(config, given).__name__]
+    return HFModel(map=Rename(_names(config, given)).inverse(), config=described)
 
 
 def imported(stored: Mapping[str, Any]) -> HFModel | None:
     """The section of a `config.json`; None for a type that transformers has no causal language model of."""
     config = of(str(stored.get("model_type", "")), stored)
+    given = _given(config)
     with torch.device("meta"):
-        patterns = leftovers(model_class(config)(config))
+        patterns = leftovers(model_class(config, given)(config))
     default, own = type(config)().to_dict(), config.to_dict()
     changed = {key: one for key, one in own.items() if key in SPECIAL or one != default.get(key)}
-    changed.pop("model_type", None)
+    changed = {key: one for key, one in changed.items() if key != "model_type" and key not in LABELS}
     if unset := [key for key, one in changed.items() if one is None and key not in SPECIAL]:
         raise ConfigError(
             f"hf: {few(unset)} is null in config.json, which a configuration in TOML can't express. Train from the "
@@ -38,27 +63,70 @@ def imported(stored: Mapping[str, Any]) -> HFModel | None:
         )
     changed = {key: one for key, one in changed.items() if one is not None}
     section = {"type": config.model_type, "set": changed}
-    names = _names(config)
+    sections: dict[str, Mapping[str, Any]] = {"hf": section, **_head_section(config, given)}
+    names = _names(config, given)
     # A pattern may match a parameter too, as "attn.bias" of GPT-2 does "attn.c_attn.bias".
     own = "|".join(re.escape(name) for name in names.values() if any(re.search(one, name) for one in patterns))
     beside = f"(?!(?:{own})$)" if own else ""
     return HFModel(
         map=Rename(names).inverse(),
-        sections={"hf": section},
+        sections=sections,
         leftovers=tuple(f"{beside}.*(?:{pattern}).*" for pattern in patterns),
     )
 
 
-def _names(config: PreTrainedConfig) -> dict[str, str]:
-    kind = model_class(config)
+def _given(config: PreTrainedConfig) -> str:
+    """What the head of the class gives that a folder was written by; a causal model's where the folder says none."""
+    named = config.architectures or ()
+    for given, (_, kinds) in HEADS.items():
+        if type(config) in kinds and model_class(config, given).__name__ in named:
+            return "rewards" if given == "text_class_logits" and config.num_labels == 1 else given
+    return "token_logits"
+
+
+def _head_section(config: PreTrainedConfig, given: str) -> dict[str, Mapping[str, Any]]:
+    """The section of the plugin that has such a head.
+
+    Raises:
+        ConfigError: for labels that no plugin here learns.
+    """
+    if given not in LABELLED:
+        return {}
+    problem = config.problem_type
+    if problem not in (None, "single_label_classification") and given != "rewards":
+        raise ConfigError(
+            f"config.json: problem_type = {problem!r} can't be imported: Forge supports one class per text."
+        )
+    names = [config.id2label[label] for label in range(config.num_labels)]
+    return {LABELLED[given]: {} if given == "rewards" else {"classes": names}}
+
+
+def _names(config: PreTrainedConfig, given: str) -> dict[str, str]:
+    """Names here → names in files.
+
+    Raises:
+        ConfigError: for a class whose head is more than one linear layer, or whose trunk is another one.
+    """
+    causal = model_class(config)
+    kind = model_class(config, given)
     with torch.device("meta"):
-        model = kind(config)
-    inner = f"{kind.base_model_prefix}."
-    return {name if name.startswith(inner) else f"{HEAD}{name}": other for name, other in stored_names(model).items()}
-
-
-def _described(config: PreTrainedConfig) -> dict[str, Any]:
-    """Special tokens that the configuration does not say are the tokenizer's."""
-    described: dict[str, Any] = {k: v for k, v in config.to_dict().items() if v is not None or k not in SPECIAL}
-    described["architectures"] = [model_class(config).__name__]
-    return described
+        model, base = kind(config), causal.base_model_prefix
+        trunk = type(getattr(causal(config), base))
+    own = f"{kind.base_model_prefix}." if given != "embeddings" else ""
+    found = getattr(model, kind.base_model_prefix) if own else model
+    if type(found) is not trunk:
+        raise ConfigError(
+            f"hf: {kind.__name__} has a {type(found).__name__}, and {causal.__name__} a {trunk.__name__}."
+        )
+    files = stored_names(model)
+    if given == "token_logits":
+        return {name if name.startswith(own) else f"{HEAD}{name}": other for name, other in files.items()}
+    names = {f"{base}.{name.removeprefix(own)}": other for name, other in files.items() if name.startswith(own)}
+    rest = {name: other for name, other in files.items() if not name.startswith(own)}
+    wanted = {"embeddings": [], "token_class_logits": ["weight", "bias"]}.get(given, ["weight"])
+    if [name.rpartition(".")[2] for name in rest] != wanted or len({name.rpartition(".")[0] for name in rest}) > 1:
+        raise ConfigError(
+            f"hf: the head of {kind.__name__} has {few(sorted(rest)) or 'no parameter'}; the plugin's head is one "
+            f"linear layer with {' and '.join(wanted)}."
+        )
+    return names | {f"{HEAD}score.{name.rpartition('.')[2]}": other for name, other in rest.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,12 @@ from forge_train import ConfigError, Init
 from forge_train.nn import TensorStyle, flops_per_token
 
 from . import plan
+from .stages import Staging
 from .weights import Drawn, Stored
 
 HEAD = "head."
+_LONG = 1 << 20
+"""Tokens of a sequence, of which the ranks of a tensor-parallel group hold pieces of about equal length."""
 
 
 def hf_name(name: str) -> str:
@@ -32,26 +36,31 @@ class Facts:
     """Whether the run's kernel computes attention."""
     isolates: bool
     """Whether documents reach attention in every unit."""
-    attention_width: int
-    """Query heads × features, summed over attention modules."""
+    attention_widths: Mapping[str, int]
+    """Attention module → query heads × features."""
+    staging: Staging | str
+    """Where a pipeline can cut the class, or why it can't."""
 
 
 class CausalLM(nn.Module):
     """The model without its head under its own name, such as `model` or `transformer`, and its head as `head`.
 
-    Names are those of transformers, with `head.` before those of the head.
+    Names are those of transformers, with `head.` before those of the head. A pipeline leaves holes: modules of other
+    parts are None, and layers are gone from their list.
     """
 
     def __init__(
         self, base: str, inner: Any, head: nn.Module, drawn: Drawn, facts: Facts, units: tuple[str, ...]
     ) -> None:
         super().__init__()
-        self.base, self.units, self._facts, self._drawn = base, units, facts, drawn
+        self.base, self._units, self._facts, self._drawn = base, units, facts, drawn
         self.stored: Stored | None = None
         """First weights from files, if there are any."""
         self.config = inner.config
         self.add_module(base, inner)
-        self.head = head
+        self.head: nn.Module | None = head
+        table = inner.get_input_embeddings()
+        self._table = next(f"{base}.{path}" for path, module in inner.named_modules() if module is table)
         known = inspect.signature(inspect.unwrap(type(inner).forward)).parameters
         self._takes = frozenset(known)
         longest = getattr(self.config, "max_position_embeddings", None)
@@ -66,7 +75,8 @@ class CausalLM(nn.Module):
         document_ids: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """Hidden states `[batch, sequence, dim]`, normed, of token ids `[batch, sequence]`."""
+        """Hidden states `[batch, sequence, dim]` of token ids `[batch, sequence]`, or of the hidden states that the
+        part before gave; normed in the last part."""
         asked: dict[str, Any] = {"use_cache": cache is not None}
         if document_ids is not None:
             if not self._facts.isolates:
@@ -74,13 +84,50 @@ class CausalLM(nn.Module):
             asked["document_ids"] = document_ids
         if position_ids is None and self._facts.kernel and cache is None:
             # Under sequence parallelism the class would count the tokens of this rank's piece.
-            position_ids = torch.arange(x.shape[1], device=x.device)[None]
+            position_ids = torch.arange(self._length(x), device=x.device)[None]
         if position_ids is not None and "position_ids" in self._takes:
             asked["position_ids"] = position_ids
         if cache is not None:
             asked["past_key_values"] = cache
-        hidden: Tensor = self._inner(input_ids=x, **asked)[0]
-        return hidden
+        if self.head is not None and self._first:
+            hidden: Tensor = self._inner(input_ids=x, **asked)[0]
+            return hidden
+        return self._piece(x, asked)
+
+    def _piece(self, x: Tensor, asked: Mapping[str, Any]) -> Tensor:
+        """The class's forward with the layers of this part."""
+        staging, inner, out = self._staging, self._inner, list[Tensor]()
+        layers = inner._modules[staging.layers]._modules
+        kept = {int(at): layer for at, layer in layers.items()}
+        with staging.standing_in(inner, kept, None if self._first else x, out):
+            found: Tensor = inner(**{"input_ids" if self._first else "inputs_embeds": x}, **asked)[0]
+        return found if self.head is not None else out[0]
+
+    def _length(self, x: Tensor) -> int:
+        """Of whole sequences; hidden states between parts may be pieces of them."""
+        return int(x.shape[1]) * (1 if self._first else round(_LONG / self.hidden_shape(1, _LONG)[1]))
+
+    @property
+    def _first(self) -> bool:
+        return self.embedding is not None
+
+    @property
+    def embedding(self) -> Any:
+        """The input embedding; None where it is in another part."""
+        return self._module(self._table)
+
+    @property
+    def _staging(self) -> Staging:
+        if isinstance(self._facts.staging, str):
+            raise TypeError(self._facts.staging)
+        return self._facts.staging
+
+    def _module(self, path: str) -> nn.Module | None:
+        """A module; None where it is in another part."""
+        found: nn.Module | None = self
+        for name in path.split("."):
+            found = None if found is None else found._modules.get(name)
+        return found
 
     @property
     def _inner(self) -> Any:
@@ -102,11 +149,31 @@ class CausalLM(nn.Module):
         self._drawn.drop()
 
     @property
+    def units(self) -> tuple[str, ...]:
+        """Modules to shard, recompute and compile one by one."""
+        return tuple(unit for unit in self._units if self._module(unit) is not None)
+
+    @property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """What is here of the stages that the class declares.
+
+        Raises:
+            TypeError: saying why the class can't be cut.
+        """
+        staging = self._staging
+        entries = [tuple(f"{self.base}.{one}" for one in staging.before)]
+        entries += [(f"{self.base}.{staging.layers}.{at}",) for at in range(len(staging.given))]
+        entries.append((*(f"{self.base}.{one}" for one in staging.after), "head"))
+        here = (tuple(name for name in entry if self._module(name) is not None) for entry in entries)
+        return tuple(entry for entry in here if entry)
+
+    @property
     def roles(self) -> dict[str, str]:
         """The input embedding and the parameters of the head; tied ones are the embedding."""
-        table = self._inner.get_input_embeddings().weight
+        table = getattr(self.embedding, "weight", None)
         found = {name: "embedding" for name, one in self.named_parameters() if one is table}
-        return found | {f"{HEAD}{n}": "head" for n, one in self.head.named_parameters() if one is not table}
+        head = self.head.named_parameters() if self.head is not None else ()
+        return found | {f"{HEAD}{n}": "head" for n, one in head if one is not table}
 
     def hidden_shape(self, batch: int, sequence: int) -> tuple[int, ...]:
         """Of what the head is given."""
@@ -123,14 +190,15 @@ class CausalLM(nn.Module):
     def flops_per_token(self, sequence: int) -> int:
         """Operations per token of a forward and a backward pass: each matrix once, of experts those that a token is
         given to, and causal attention that goes through the kernel."""
-        table, text = self._inner.get_input_embeddings().weight, self.config.get_text_config()
-        tied = any(one is table for one in self.head.parameters())
+        table, text = getattr(self.embedding, "weight", None), self.config.get_text_config()
+        tied = self.head is not None and any(one is table for one in self.head.parameters())
         chosen = getattr(text, "num_experts_per_tok", None)
         weights = 0.0
         for one in self.parameters():
             if one.ndim > 1 and (one is not table or tied):
                 weights += one.numel() * (chosen / one.shape[0] if chosen and one.ndim == 3 else 1)
-        return flops_per_token(sequence, weights=int(weights), width=self._facts.attention_width)
+        here = (width for path, width in self._facts.attention_widths.items() if self._module(path) is not None)
+        return flops_per_token(sequence, weights=int(weights), width=sum(here))
 
     def new_cache(self, batch: int, length: int) -> Any:
         """The library's cache.

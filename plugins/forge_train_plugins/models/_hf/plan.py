@@ -94,7 +94,7 @@ def _complete(part: Any, base: str, plan: dict[str, TensorStyle]) -> None:
         if path.startswith("head."):
             if type(module) is nn.Linear:
                 plan[path] = "logits"
-        elif module is part.get_submodule(base).get_input_embeddings():
+        elif module is part.embedding:
             plan[path] = "vocabulary"
         elif all(one.ndim == 1 for one in own):
             plan[path] = "sequence"

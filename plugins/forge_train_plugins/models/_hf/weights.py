@@ -110,8 +110,14 @@ def stored_names(model: Any) -> dict[str, str]:
 class Stored:
     """Initial weights from a folder's safetensors files, one tensor at a time."""
 
-    def __init__(self, path: str, model: nn.Module, base: str) -> None:
+    def __init__(self, path: str, model: nn.Module, base: str, *, headless: bool = False) -> None:
         """
+        Args:
+            path: of the folder.
+            model: on the meta device.
+            base: the name of the model without its head.
+            headless: whether the head starts anew.
+
         Raises:
             ConfigError: naming the tensors that are missing, of another shape, or of no parameter.
         """
@@ -124,6 +130,8 @@ class Stored:
         self._names: dict[str, str] = {}
         wrong = []
         for name, parameter in model.named_parameters():
+            if headless and not name.startswith(f"{base}."):
+                continue
             # Files of the model without its head leave the prefix out.
             tried = [files[name], *sorted(same[name])]
             spellings = [one for n in tried for one in (n, n.removeprefix(f"{base}."))]

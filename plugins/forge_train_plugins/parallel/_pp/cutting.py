@@ -98,7 +98,10 @@ def _timetable(config: PipelineParallel.Config, job: Job, batch: int) -> Timetab
 
 
 def _stages(model: nn.Module) -> Stages:
-    stages: Stages = getattr(model, "stages", ())
+    try:
+        stages: Stages = getattr(model, "stages", ())
+    except TypeError as error:  # a model's word for why it can't be cut
+        raise ConfigError(f"parallel.pp: {error}; set parallel.pp = 1.") from error
     name = type(model).__name__
     if not stages or not callable(getattr(model, "hidden_shape", None)):
         lacks = "no stages" if not stages else "no hidden_shape(batch, sequence)"
