@@ -195,7 +195,8 @@ def _run(asked: dict[str, Any] | None, base: list[str]) -> None:
 
 
 def _keep_apart(launcher: int) -> None:
-    """Hold none of the launcher's pipes open, and end with it."""
+    """Hold none of the launcher's pipes and folders open, and end with it."""
+    os.chdir("/")
     null = os.open(os.devnull, os.O_RDWR)
     for place in range(3):
         os.dup2(null, place)
