@@ -29,7 +29,7 @@ test: $(VENV)/.ready-dev ## run the tests on each change: all but test-dist, two
 	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile $(addprefix --ignore=,$(LAYOUTS)))
 
 test-dist: $(VENV)/.ready-dev ## run the other tests, in CI: layouts of two to eight processes, two files at a time
-	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile $(LAYOUTS))
+	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder $(LAYOUTS))
 
 verify-all: $(VENV)/.ready-dev ## now and then: verify every composition of layouts; ARGS="context tp4" picks some
 	@$(PY) benchmarks/verify_all.py $(ARGS)

@@ -10,11 +10,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import warm
 
 TESTS = Path(__file__).parent
 
@@ -54,14 +56,15 @@ class Ended:
 
 
 def forge(*arguments: object, environment: Mapping[str, str] | None = None) -> Ended:
-    """Run a command in this process, and leave the process as it was."""
+    """Run a command in this process, and leave the process as it was; its ranks, if it starts any, are `warm`."""
     from forge_train_cli.app import run
 
     log = logging.getLogger("forge_train")
     level, propagate, handlers = log.level, log.propagate, list(log.handlers)
     out, err = io.StringIO(), io.StringIO()
     try:
-        with patch.dict(os.environ, environment or {}), redirect_stdout(out), redirect_stderr(err):
+        starts = warm.ranks() if "--nproc" in arguments else nullcontext()
+        with starts, patch.dict(os.environ, environment or {}), redirect_stdout(out), redirect_stderr(err):
             code = run([str(argument) for argument in arguments])
     finally:
         log.level, log.propagate, log.handlers[:] = level, propagate, handlers
@@ -79,10 +82,10 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "forge_train_cli", *map(str, arguments)]
 
 
-def start(*arguments: object, **more: Any) -> subprocess.Popen[str]:
-    """Start a command in a process of its own."""
+def start(*arguments: object, preloaded: bool = False, **more: Any) -> subprocess.Popen[str]:
+    """Start a command in a process of its own, where torch may be there already: see `warm`."""
     more.setdefault("env", environment())
-    return subprocess.Popen(
+    return (warm.Popen if preloaded else subprocess.Popen)(
         command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8", **more
     )
 

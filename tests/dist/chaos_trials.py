@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import toys
+import warm
 from chaotic import MOMENTS, ON_MAIN, STRUCK, VARIABLE, Misfortune, Moment
 from forge_cli import command, environment
 from forge_train.ground.records import TIMINGS, read
@@ -122,10 +123,16 @@ def choose(seed: int) -> Trial:
 
 
 class Ground:
-    """Where trials are done: a configuration, and the runs that nothing disturbed."""
+    """Where trials are done: a configuration, and the runs that nothing disturbed.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: for all of it.
+        preloaded: whether torch is there already when a process begins, see `warm`.
+    """
+
+    def __init__(self, folder: Path, *, preloaded: bool = False) -> None:
         self.folder = folder
+        self._popen = warm.Popen if preloaded else subprocess.Popen
         values = {
             "train.steps": STEPS,
             "train.evaluate_every": 0,
@@ -153,7 +160,7 @@ class Ground:
         env["PYTHONPATH"] += f"{os.pathsep}{Path(__file__).parent}"
         arguments = ("--nproc", 2, "--quiet", "--without", "fsdp2,tensorboard,console", "--run-dir", where)
         line = command("train", self.file, "--name", name, *arguments, *more)
-        return subprocess.Popen(line, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return self._popen(line, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def run(self, trial: Trial) -> Verdict:
         """Do a trial."""

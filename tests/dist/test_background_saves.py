@@ -76,7 +76,7 @@ def test_a_rank_that_is_killed_while_a_thread_writes_costs_that_checkpoint_alone
     env = environment()
     env["PYTHONPATH"] += f"{os.pathsep}{Path(__file__).parent}"
     options = ["--nproc", 2, "--max-restarts", 1, "--without", "fsdp2", "--quiet", "--run-dir", tmp_path]
-    ended = forge_process("train", file, "--name", "run", *options, env=env, timeout=200)
+    ended = forge_process("train", file, "--name", "run", *options, preloaded=True, env=env, timeout=200)
     assert ended.code == 0, ended.err
     assert "Rank 1 was killed by SIGKILL" in ended.err
     events = list(read(tmp_path / "run" / "events.jsonl"))

@@ -94,7 +94,7 @@ def test_a_run_on_a_layout_that_can_not_hold_its_model_stays_as_it_was(decoder: 
     run = Path("runs/run")
     before = {file: file.read_bytes() for file in run.glob("*.*") if file.is_file()}
     wider = ("--nproc", 2, "-p", "tp", "-s", "parallel.tp=2", "-s", "train.steps=6")
-    ended = forge_process("train", "--resume", run, *wider, "--max-restarts", 1, timeout=600)
+    ended = forge_process("train", "--resume", run, *wider, "--max-restarts", 1, preloaded=True, timeout=600)
     message = one_message(ended, 2)
     assert "parallel.tp = 2 does not fit Transformer and its tensor_plan():" in message
     assert "it has 1 heads of 16 features, and every rank needs whole ones; tp (2) must divide 1." in message
@@ -113,7 +113,7 @@ def test_a_rank_that_dies_at_start_up_and_in_mid_step_and_one_that_hangs(decoder
     env = environment(PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS / "dist")]))
     sets = ("-s", "parallel.pp=2", "-s", "decoder.layers=2", "-s", "run.timeout=8")
     arguments = ("train", decoder, "--nproc", 2, "--max-restarts", 2, "--name", "died", "--quiet")
-    ended = forge_process(*arguments, "-p", "pp,dying:Dies", *sets, cwd=tmp_path, env=env, timeout=600)
+    ended = forge_process(*arguments, "-p", "pp,dying:Dies", *sets, preloaded=True, cwd=tmp_path, env=env)
     for attempt, when in ((1, "before the first step was logged"), (2, "after step [23]")):
         assert re.search(
             rf"Warning: Rank 1 \(stage 1\) was killed by SIGKILL {when}; .* "
@@ -140,7 +140,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **world)
         env["PYTHONPATH"] += os.pathsep + str(TESTS / "dist")
         file = toys.write_config(tmp_path, "layouts:Replicas")
-        ended = forge_process("train", file, "--without", "fsdp2", cwd=tmp_path, env=env)
+        ended = forge_process("train", file, "--without", "fsdp2", preloaded=True, cwd=tmp_path, env=env)
     message = one_message(ended, 1)
     assert (
         message

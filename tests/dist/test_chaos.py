@@ -18,7 +18,7 @@ TRIALS = 10
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
-    return Ground(tmp_path_factory.mktemp("chaos"))
+    return Ground(tmp_path_factory.mktemp("chaos"), preloaded=True)
 
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + TRIALS))

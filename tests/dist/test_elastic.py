@@ -29,7 +29,7 @@ def test_four_ranks_two_and_four_again(tmp_path: Path) -> None:
     env = environment()
     env["PYTHONPATH"] += f"{os.pathsep}{Path(__file__).parent}"
     options = ("--nproc", 4, "--max-restarts", 3, "--min-nproc", 2, "--run-dir", tmp_path, "--name", "run")
-    ended = forge_process("train", file, *options, "--quiet", "--without", "tensorboard", env=env)
+    ended = forge_process("train", file, *options, "--quiet", "--without", "tensorboard", preloaded=True, env=env)
     assert ended.code == 0, ended.err
     warnings = [line for line in ended.err.splitlines() if "start again" in line]
     assert [re.split(r"rank-\d\.log\. ", line)[1] for line in warnings] == [

@@ -6,13 +6,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import toys
+from forge_cli import forge_process
 from forge_train.storage.checkpoint import check, found
 from forge_train.testing import Pool
 
@@ -74,18 +74,16 @@ def test_three_processes_on_a_disk_that_fills_up_and_stays_full(tmp_path: Path, 
     config = toys.write_config(tmp_path, "layouts:Replicas", **{**values, "train.global_batch": 6})
 
     def forge(*more: str) -> str:
-        ended = subprocess.run(
-            [sys.executable, "-P", "-m", "forge_train_cli", "train", str(config), "--without=fsdp2", "--quiet", *more],
-            cwd=disk, capture_output=True, text=True, timeout=300, check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "dist")])},
-        )  # fmt: skip
-        assert ended.returncode == 1, ended.stderr
-        assert len(ended.stderr.splitlines()) <= 3, ended.stderr
-        assert ended.stderr.count("Error:") == 1
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "dist")])}
+        arguments = ("train", config, "--without=fsdp2", "--quiet", *more)
+        ended = forge_process(*arguments, preloaded=True, cwd=disk, env=env, timeout=300)
+        assert ended.code == 1, ended.err
+        assert len(ended.err.splitlines()) <= 3, ended.err
+        assert ended.err.count("Error:") == 1
         refusal = r"(No space left on device|it takes \d+ KiB) \(the disk at "  # while writing, or before
-        assert re.search(refusal + re.escape(f"{disk} has "), ended.stderr), ended.stderr
+        assert re.search(refusal + re.escape(f"{disk} has "), ended.err), ended.err
         assert not [path for path in disk.rglob("*") if "partial" in path.name]
-        return ended.stderr
+        return ended.err
 
     first = forge("--name", "run", "--nproc", "3", "--max-restarts", "2")
     assert "can't save the checkpoint" in first

@@ -18,6 +18,7 @@ import pytest
 
 import forge_cli
 import toys
+import warm
 from forge_train.ground import records
 from forge_train.storage.checkpoint import check, found
 
@@ -54,7 +55,8 @@ def here(folder: Path, *arguments: str, **more: str) -> forge_cli.Ended:
 
 def start(folder: Path, *arguments: str, command: tuple[str, ...] = FORGE, **more: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    return subprocess.Popen(
+    popen = warm.Popen if command == FORGE and "--nproc" not in arguments else subprocess.Popen
+    return popen(
         [*command, "train", *arguments, "--without", "fsdp2"],
         cwd=folder, env=environment(**more), stdout=pipe, stderr=pipe, text=True,
     )  # fmt: skip

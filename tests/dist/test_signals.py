@@ -68,7 +68,9 @@ def test_signals_in_processes_of_their_own(tmp_path: Path, nproc: int, numbers: 
     env["PYTHONPATH"] += f"{os.pathsep}{DIST}"
     command = ["train", file, "--name", "a", "--quiet", "--without", "fsdp2", "--run-dir", tmp_path]
     several = ["--nproc", nproc] if nproc > 1 else []
-    ended = forge_process(*command, *several, "-s", f"signalling.numbers={list(numbers)}", env=env, timeout=300)
+    ended = forge_process(
+        *command, *several, "-s", f"signalling.numbers={list(numbers)}", preloaded=True, env=env, timeout=300
+    )
     assert (ended.code if ended.code >= 0 else 128 - ended.code) == code, ended.err
     assert "Traceback" not in ended.err
     saved = found(tmp_path / "a" / "checkpoints")

@@ -21,7 +21,7 @@ def test_a_run_on_two_ranks_goes_on_from_a_folder_elsewhere(tmp_path: Path) -> N
     file = toys.write_config(tmp_path, **{"checkpoint.every": 2, "checkpoint.folder": str(far), **ASYNC})
     for steps in (4, 6):
         options = ["--nproc", 2, "--quiet", "--run-dir", tmp_path / "runs", "-s", f"train.steps={steps}"]
-        ended = forge_process("train", file, "--name", "run", *options, timeout=300)
+        ended = forge_process("train", file, "--name", "run", *options, preloaded=True, timeout=300)
         assert ended.code == 0, ended.err
         events = list(read(tmp_path / "runs" / "run" / "events.jsonl"))
         assert {event["step"] for event in events if event["event"] == "checkpoint_copied"} >= {steps}

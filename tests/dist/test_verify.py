@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import pytest
 
 import toys
+from forge_cli import forge_process
 from forge_train import ConfigError
 from forge_train.config import Request
 from forge_train.testing import Verifier
@@ -139,13 +137,10 @@ def test_the_command(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS / 'dist'}", "TMPDIR": str(tmp_path)}
     for plugin, code in (("Replicas", 0), ("Doubled", 1)):
         config = request_of(tmp_path, plugin).config
-        command = [sys.executable, "-P", "-m", "forge_train_cli", "verify", config, "--nproc", "2", "--steps", "2"]
-        done = subprocess.run(
-            [*command, "--without", "fsdp2", "--json"],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False,
-        )  # fmt: skip
-        assert done.returncode == code, done.stderr
-        answer = json.loads(done.stdout)
+        options = ("--nproc", 2, "--steps", 2, "--without", "fsdp2", "--json")
+        ended = forge_process("verify", config, *options, preloaded=True, cwd=tmp_path, env=environment)
+        assert ended.code == code, ended.err
+        answer = ended.json
         assert answer["agree"] is (code == 0)
         assert {"name", "worst", "tolerance", "ok"} <= answer["checks"][0].keys()
     assert not list(tmp_path.glob("forge-*")), "something was left behind"

@@ -125,7 +125,7 @@ def test_the_job_ends_with_one_message(tmp_path: Path) -> None:
     env = environment()
     env["PYTHONPATH"] += f"{os.pathsep}{DIST}"
     command = ("train", file, "--nproc", 2, "--name", "run", "--without", "fsdp2", "--run-dir", tmp_path)
-    ended = forge_process(*command, env=env, cwd=tmp_path, timeout=300)
+    ended = forge_process(*command, preloaded=True, env=env, cwd=tmp_path, timeout=300)
     assert ended.code == 1, ended.err
     run = tmp_path / "run"
     lines = [line for line in ended.err.splitlines() if "Warning" not in line]

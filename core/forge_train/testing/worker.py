@@ -77,6 +77,9 @@ def _serve(rank: int, port: int, replies: int, parent: int) -> None:
     import torch
     from torch.distributed import TCPStore
 
+    from .joined import share_device
+
+    share_device()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     store = TCPStore("127.0.0.1", port, is_master=False)
     with os.fdopen(replies, "w", encoding="utf-8") as out, os.fdopen(0, encoding="utf-8") as requests:
