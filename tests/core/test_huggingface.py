@@ -416,8 +416,8 @@ MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
         ("Did you mean 'LlamaForCausalLM'?",),
     ),
     "a value it has no counterpart for": (
-        lambda hf: change_config(hf, attention_dropout=0.1),
-        ("attention_dropout = 0.1 can't be imported",),
+        lambda hf: change_config(hf, pretraining_tp=2),
+        ("pretraining_tp = 2 can't be imported",),
     ),
     "a value of another type": (lambda hf: change_config(hf, num_attention_heads="four"), ("config.json: ",)),
     "a value out of range": (

@@ -52,6 +52,19 @@ def unscaled(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> tupl
     return out + part, torch.logaddexp(sums, part_sums.to(sums.dtype))
 
 
+class LocalDropout(Wrapping):
+    """Drops the weights of a block by positions that are counted from the block's first key."""
+
+    def spoil(self, kernel: ContextKernel) -> None:
+        right = kernel.kernel
+
+        def local(*given: Any, **asked: Any) -> Any:
+            dropped = {"dropout": asked["dropout"]._replace(start=0)} if "dropout" in asked else {}
+            return right(*given, **{**asked, **dropped})
+
+        kernel.kernel = local
+
+
 class Borderless(Wrapping):
     """Takes a document that begins in another slice for one with all that stands before it."""
 

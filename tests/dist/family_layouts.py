@@ -32,6 +32,7 @@ GPT2: Mapping[str, Any] = {
     "n_head": 4,
     "n_positions": 64,
     "initializer_range": 0.1,
+    "attn_pdrop": 0.0,
 }
 WINDOW = {"sliding_window": 5}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 9.0]}

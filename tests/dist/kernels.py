@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Job, KernelCapabilities, Layer, Plugin, hookimpl
-from forge_train.nn import Linear
+from forge_train.nn import DroppedWeights, Linear
 from forge_train_plugins.attention._auto import measure as measuring
 from forge_train_plugins.attention.auto import Auto
 from forge_train_plugins.attention.flex import Flex
@@ -24,7 +24,7 @@ def attend(
     offset: int | None = None,
     document_ids: Tensor | None = None,
     window: int | None = None,
-    dropout: float = 0.0,
+    dropout: DroppedWeights | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     log_sum_exp: bool = False,
@@ -47,7 +47,9 @@ def attend(
         total = logits.logsumexp(-1, keepdim=True)
         total = total if sinks is None else torch.logaddexp(total, sinks[head].expand_as(total))
         safe = total.masked_fill(total == -torch.inf, 0)
-        weights = nn.functional.dropout((logits - safe).exp(), dropout)
+        weights = (logits - safe).exp()
+        if dropout is not None:
+            weights = dropout._replace(heads=dropout.heads[head : head + 1])(weights[:, None], first)[:, 0]
         outs.append(weights @ value[:, :, head // group])
         sums.append(total.squeeze(-1))
     out = torch.stack(outs, dim=2)

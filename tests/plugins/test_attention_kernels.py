@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fakes
 from forge_train import ConfigError, KernelCapabilities, Plugin, hookimpl
+from forge_train.nn import DroppedWeights
 from forge_train.registry.discovery import discover, load
 from forge_train.testing import RunForge
 from forge_train_plugins.attention._eager import Kernel as Eager
@@ -34,6 +35,7 @@ KEYWORDS = dict(
         strict=True,
     )
 )
+DROPPED = DroppedWeights(0.25, torch.tensor([7, -3], dtype=torch.int32), torch.arange(HEADS, dtype=torch.int32))
 Asked = dict[str, Any]
 
 
@@ -68,7 +70,7 @@ def variants(flag: str, sequence: int = SEQUENCE) -> list[Asked]:
         ],
         "offsets": [{"queries": 1}, {"queries": 5}, {"queries": 5, "offset": 3}, {"queries": 1, "offset": 2}],
         "windows": [{"window": 1}, {"window": 4}, {"window": sequence}, {"window": 2 * sequence}],
-        "dropout": [{"dropout": 0.0}],
+        "dropout": [{"dropout": DROPPED}],
         "soft_caps": [{"soft_cap": 0.7}],
         "sinks": [{"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}],
         "log_sum_exp": [{"log_sum_exp": True}],
@@ -150,19 +152,20 @@ def test_two_capabilities_together(name: str, one: str, other: str) -> None:
         agree(name, {**some, **more})
 
 
-@pytest.mark.parametrize(("name", "flag"), [(name, flag) for name, flag in ALONE if "dropout" in declared(name)])
-def test_dropout_keeps_weights_or_drops_them(name: str, flag: str) -> None:
+@pytest.mark.parametrize("name", [name for name in HERE if ABLE[name].dropout])
+def test_dropout_keeps_weights_or_drops_them(name: str) -> None:
     """With one key for each feature the output is the weights."""
-    for asked in variants(flag, HEAD_DIM + 8)[:1]:
-        asked = {keyword: value for keyword, value in asked.items() if keyword not in ("dropout", "log_sum_exp")}
-        query, key = (torch.randn(BATCH, HEAD_DIM + 8, HEADS, HEAD_DIM + 8) for _ in range(2))
-        query, value = query[:, -asked.pop("queries", 0) :], torch.eye(HEAD_DIM + 8)[None, :, None].expand_as(key)
-        kernel = kernel_of(name)
-        whole = kernel(query, key, value, **asked)
-        draws = torch.stack([kernel(query, key, value, dropout=0.25, **asked) for _ in range(40)])
-        kept = draws != 0
-        torch.testing.assert_close(draws[kept], (whole / 0.75).expand_as(draws)[kept], rtol=1e-4, atol=1e-6)
-        assert 0.65 < float(kept.sum()) / float((whole != 0).sum() * len(draws)) < 0.85
+    features = 40
+    query, key = (torch.randn(BATCH, features, HEADS, features) for _ in range(2))
+    value, kernel = torch.eye(features)[None, :, None].expand_as(key), kernel_of(name)
+    whole, found = kernel(query, key, value), kernel(query, key, value, dropout=DROPPED)
+    kept = found != 0
+    torch.testing.assert_close(found[kept], (whole / 0.75)[kept], rtol=1e-4, atol=1e-6)
+    assert 0.7 < float(kept.sum()) / float((whole != 0).sum()) < 0.8
+    for start in (5, 12):  # a block of keys has its own part of the weights
+        asked = {"query_document_ids": None, "offset": 20 - start, "dropout": DROPPED._replace(start=start)}
+        block = kernel(query[:, 20:], key[:, start:], value[:, start:], **asked)
+        assert torch.equal(block[..., start:] != 0, kept[:, 20:][..., start:])
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if ABLE[name].documents])

@@ -55,7 +55,6 @@ def test_both_forms_of_rope_are_read(key: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("values", "key"),
     [
-        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"pretraining_tp": 2}, "pretraining_tp"),
@@ -92,6 +91,12 @@ def test_both_forms_of_rope_are_read(key: str, kind: str) -> None:
 def test_what_has_no_counterpart_is_named(values: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         read(**values)
+
+
+def test_dropout_of_attention_weights_is_kept_both_ways() -> None:
+    assert read(attention_dropout=0.25).sections["decoder"]["attention_dropout"] == 0.25
+    assert read(attention_dropout=None).sections["decoder"]["attention_dropout"] == 0.0
+    assert export(attention_dropout=0.25).config["attention_dropout"] == 0.25
 
 
 def test_all_that_is_not_understood_is_named_at_once() -> None:

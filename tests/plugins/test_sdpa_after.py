@@ -69,7 +69,7 @@ def test_a_mask_of_documents_is_made_a_few_rows_at_a_time(monkeypatch: pytest.Mo
 
 
 def test_pieces_share_a_mask() -> None:
-    """Dropout has no kernel without scores; the masks of all pieces would be as large as one for all queries."""
+    """The masks of all pieces would be as large as one for all queries."""
     kernel = Kernel("math")
     with torch.no_grad():
         kernel(*drawn(4 * PIECE, 5 * PIECE))

@@ -67,6 +67,8 @@ class Layer:
     sinks: bool = False
     """Whether each head has a learned logit that takes part in its softmax and has no value. Attention that has them
     sets its attribute `sinks` to true."""
+    attention_dropout: float = 0.0
+    """Share of attention's weights that is zeroed in training. Attention that does so has it as an attribute."""
 
 
 class FeedForward(Protocol):

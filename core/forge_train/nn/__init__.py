@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from ..ground.tensors import full_tensor
 from .at_rest import AtRest, at_rest
+from .attention_dropout import AttentionDropout, DroppedWeights
 from .basic import Embedding, LayerNorm, Linear, OffsetRMSNorm, RMSNorm
 from .cache import KVCache
 from .chunks import sum_in_chunks
@@ -33,7 +34,9 @@ from .update_rule import Kept, UpdateRule
 __all__ = [
     "POOLING",
     "AtRest",
+    "AttentionDropout",
     "Dropout",
+    "DroppedWeights",
     "DynamicRoPE",
     "Embedding",
     "KVCache",

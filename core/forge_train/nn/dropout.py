@@ -3,20 +3,65 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..contract.micro_state import POSITIONS, SAMPLES
+from ..contract.micro_state import POSITIONS, SAMPLES, MicroState
 from ..ground.errors import PluginError
 
 if TYPE_CHECKING:
     from ..contract.job import Job
 
 
-class Dropout(nn.Module):
+class Salted(nn.Module):
+    """A module whose random numbers are a function of the run's seed, its own name and the sample.
+
+    Args:
+        job: gives the seed and the numbers of the samples.
+        name: modules with the same name have the same random numbers.
+    """
+
+    salt: Tensor
+
+    def __init__(self, job: Job, name: str) -> None:
+        super().__init__()
+        self._step_state = job.step_state
+        self._salt = int.from_bytes(hashlib.blake2b(f"{job.seed} {name}".encode(), digest_size=4).digest(), signed=True)
+        # A tensor, so that compiled code of one layer serves all layers.
+        self.register_buffer("salt", torch.empty((), dtype=torch.int32), persistent=False)
+        self.reset_buffers()
+        self._step_state.number_samples()
+
+    def reset_buffers(self) -> None:
+        """Fill in the number that makes this module's random numbers different from those of others."""
+        self.salt = torch.full_like(self.salt, self._salt)
+
+    def micro(self, whose: str) -> MicroState:
+        """The state of the micro-batch that passes through the model, with the numbers of its samples.
+
+        Raises:
+            PluginError: if there is none.
+        """
+        micro = self._step_state.micro
+        if micro is None or micro.extent is None or SAMPLES not in micro:
+            raise PluginError(
+                f"{whose} in training does not know which samples pass through it: call it while a step trains the "
+                "model, or put the model into evaluation mode."
+            )
+        return micro
+
+
+def check_rate(whose: str, rate: float) -> float:
+    """Raises ValueError for a rate that dropout can't have."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"{whose} takes a rate of at least 0 and less than 1, found {rate}.")
+    return rate
+
+
+class Dropout(Salted):
     """In training, zeroes features at random and divides the others by 1 − rate (Srivastava et al. 2014).
 
     The mask is a function of the run's seed, this module's name, the sample, the position in the sample's row, and the
@@ -35,25 +80,11 @@ class Dropout(nn.Module):
         ValueError: for a rate outside this range.
     """
 
-    salt: Tensor
-
     def __init__(self, rate: float, job: Job, name: str) -> None:
-        super().__init__()
-        if not 0 <= rate < 1:
-            raise ValueError(f"Dropout takes a rate of at least 0 and less than 1, found {rate}.")
-        self.rate = rate
+        super().__init__(job, name)
+        self.rate = check_rate("Dropout", rate)
         self.sequence_piece = (0, 1)
         """This rank's piece of each sequence, and of how many; tensor parallelism writes it."""
-        self._step_state = job.step_state
-        self._salt = int.from_bytes(hashlib.blake2b(f"{job.seed} {name}".encode(), digest_size=4).digest(), signed=True)
-        # A tensor, so that compiled code of one layer serves all layers.
-        self.register_buffer("salt", torch.empty((), dtype=torch.int32), persistent=False)
-        self.reset_buffers()
-        self._step_state.number_samples()
-
-    def reset_buffers(self) -> None:
-        """Fill in the number that makes this module's masks different from those of others."""
-        self.salt = torch.full_like(self.salt, self._salt)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, sequence, …]` → the same.
@@ -76,13 +107,8 @@ class Dropout(nn.Module):
 
     def _place(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers of samples, and positions in their rows."""
-        micro = self._step_state.micro
-        if micro is None or micro.extent is None or SAMPLES not in micro:
-            raise PluginError(
-                "A Dropout in training does not know which samples pass through it: call it while a step trains the "
-                "model, or put the model into evaluation mode."
-            )
-        length = micro.extent.shape[1]
+        micro = self.micro("A Dropout")
+        length = cast(Tensor, micro.extent).shape[1]
         piece, pieces = self.sequence_piece
         each = -(-length // pieces)
         if x.shape[:2] != (len(micro[SAMPLES]), each):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from forge_train.nn import PerBatch
+from forge_train.nn import DroppedWeights, PerBatch
 
 
 class Kernel:
@@ -26,7 +25,7 @@ class Kernel:
         document_ids: Tensor | None = None,
         offset: int | None = None,
         window: int | None = None,
-        dropout: float = 0.0,
+        dropout: DroppedWeights | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
         log_sum_exp: bool = False,
@@ -40,7 +39,8 @@ class Kernel:
         if soft_cap is not None:
             logits = soft_cap * torch.tanh(logits / soft_cap)
         queries, keys = query.shape[1], key.shape[1]
-        facts = (queries, keys, keys - queries if offset is None else offset, window, query.device)
+        offset = keys - queries if offset is None else offset
+        facts = (queries, keys, offset, window, query.device)
         unseen, blind = self._hidden(
             document_ids, facts, lambda: hidden(document_ids, *facts, query_document_ids), query_document_ids
         )
@@ -53,7 +53,8 @@ class Kernel:
         weights, sums = logits.softmax(-1)[..., :keys], logits.logsumexp(-1).float()
         if blind is not None and sinks is None:
             weights, sums = weights.masked_fill(blind, 0), sums.masked_fill(blind[..., 0], -torch.inf)
-        out = torch.einsum("bhqk,bkhd->bqhd", F.dropout(weights, dropout), value).to(given)
+        weights = weights if dropout is None else dropout(weights, offset)
+        out = torch.einsum("bhqk,bkhd->bqhd", weights, value).to(given)
         return (out, sums) if log_sum_exp else out
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import AttentionKernel, Init, Layer
-from forge_train.nn import KVCache, Linear, OffsetRMSNorm, RMSNorm, TensorStyle, flops_per_token
+from forge_train.nn import AttentionDropout, KVCache, Linear, OffsetRMSNorm, RMSNorm, TensorStyle, flops_per_token
 
 
 class Sinks(nn.Module):
@@ -36,7 +36,7 @@ class GroupedQueryAttention(nn.Module):
     The numbers of heads follow from the projections' outputs, so that each rank may hold some of the heads.
     """
 
-    def __init__(self, layer: Layer, kernel: AttentionKernel) -> None:
+    def __init__(self, layer: Layer, kernel: AttentionKernel, dropout: AttentionDropout | None = None) -> None:
         super().__init__()
         width, kv_width = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
         self.heads, self.kv_heads, self.head_dim = layer.heads, layer.kv_heads, layer.head_dim
@@ -54,6 +54,7 @@ class GroupedQueryAttention(nn.Module):
         self.window, self.soft_cap, self.scale = layer.window, layer.soft_cap, layer.scale
         options: dict[str, Any] = {"window": layer.window, "soft_cap": layer.soft_cap, "scale": layer.scale}
         self._asked = {name: value for name, value in options.items() if value is not None}
+        self.attention_dropout, self.dropout = layer.attention_dropout, dropout
         self.kernel = kernel
         self.width = width
         self.weights = 2 * layer.dim * (width + kv_width)
@@ -80,6 +81,8 @@ class GroupedQueryAttention(nn.Module):
         asked = self._asked if document_ids is None else {**self._asked, "document_ids": document_ids}
         if self.sink is not None:
             asked = {**asked, "sinks": self.sink()}
+        if self.dropout is not None and (dropped := self.dropout(x)) is not None:
+            asked = {**asked, "dropout": dropped}
         mixed: Tensor = self.o(self.kernel(q_BTHD, k_BTKD, v_BTKD, **asked).flatten(2))
         return mixed
 
@@ -96,6 +99,8 @@ class GroupedQueryAttention(nn.Module):
             plan |= {"q_norm": style, "k_norm": style}
         if self.sink is not None:
             plan["sink"] = "heads"
+        if self.dropout is not None:
+            plan["dropout"] = "heads"
         return plan
 
     def _split_heads(self, x: Tensor) -> Tensor:

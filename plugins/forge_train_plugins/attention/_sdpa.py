@@ -82,7 +82,6 @@ class Kernel:
         document_ids: Tensor | None = None,
         offset: int | None = None,
         window: int | None = None,
-        dropout: float = 0.0,
         scale: float | None = None,
     ) -> Tensor:
         queries, keys = query.shape[1], key.shape[1]
@@ -91,24 +90,22 @@ class Kernel:
         key, value = key[:, :keys], value[:, :keys]
         narrow = window is not None and window < offset + queries
         if offset and queries > 1 and document_ids is None and not narrow:
-            return self._after(query, key, value, offset, dropout, scale)
+            return self._after(query, key, value, offset, scale)
         mask = None
         if document_ids is not None or narrow:
             seen = _Seen(queries, keys, offset, window if narrow else None, query.dtype, query.device)
             mask = self._mask(document_ids, seen, lambda: make_mask(seen, document_ids))
-        return self._compute(query, key, value, mask, dropout, scale)
+        return self._compute(query, key, value, mask, scale)
 
-    def _after(
-        self, query: Tensor, key: Tensor, value: Tensor, offset: int, dropout: float, scale: float | None
-    ) -> Tensor:
+    def _after(self, query: Tensor, key: Tensor, value: Tensor, offset: int, scale: float | None) -> Tensor:
         """Queries that see all tokens before them, and the keys of all these."""
         same = query.shape[-1] == value.shape[-1]
-        if query.device.type == "cpu" and self._backend in ("auto", "flash") and same and not dropout:
+        if query.device.type == "cpu" and self._backend in ("auto", "flash") and same:
             return after_others(query, key, value, offset, scale)
         queries, keys = query.shape[1], key.shape[1]
         with nullcontext() if self._backend == "auto" else sdpa_kernel(BACKENDS[self._backend]):
-            if query.device.type == "cuda" and _flash(query, key, value, dropout):
-                return self._compute(query, key, value, causal_lower_right(queries, keys), dropout, scale)
+            if query.device.type == "cuda" and _flash(query, key, value):
+                return self._compute(query, key, value, causal_lower_right(queries, keys), scale)
         rows = min(PIECE, queries)
         seen = _Seen(rows, keys, keys - rows, None, query.dtype, query.device)
         mask = self._mask(None, seen, lambda: make_mask(seen, None))
@@ -117,21 +114,18 @@ class Kernel:
         for size in (*short, *[rows] * (queries // rows)):
             until = offset + at + size
             part = query[:, at : at + size], key[:, :until], value[:, :until]
-            found.append(self._compute(*part, mask[rows - size :, keys - until :], dropout, scale))
+            found.append(self._compute(*part, mask[rows - size :, keys - until :], scale))
             at += size
         return torch.cat(found, 1)
 
-    def _compute(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float | None
-    ) -> Tensor:
+    def _compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         """By the backend; without a mask, keys are those of the queries, or those that a single query sees."""
-        with nullcontext() if self._backend == "auto" else only(self._backend, query, mask, dropout):
+        with nullcontext() if self._backend == "auto" else only(self._backend, query, mask):
             out_BHTD = F.scaled_dot_product_attention(
                 query.transpose(1, 2),
                 key.transpose(1, 2),
                 value.transpose(1, 2),
                 attn_mask=mask,
-                dropout_p=dropout,
                 is_causal=mask is None and query.shape[1] > 1,
                 scale=scale,
                 enable_gqa=query.shape[2] != key.shape[2],
@@ -139,14 +133,14 @@ class Kernel:
         return out_BHTD.transpose(1, 2)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+def _flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch's flash kernel on CUDA takes these."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return can_use_flash_attention(SDPAParams(q, k, v, None, dropout, True, query.shape[2] != key.shape[2]))
+    return can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, True, query.shape[2] != key.shape[2]))
 
 
 @contextmanager
-def only(backend: str, query: Tensor, mask: Tensor | None, dropout: float) -> Iterator[None]:
+def only(backend: str, query: Tensor, mask: Tensor | None) -> Iterator[None]:
     """Have torch take this backend, or none.
 
     Raises:
@@ -159,7 +153,7 @@ def only(backend: str, query: Tensor, mask: Tensor | None, dropout: float) -> It
         if not str(error).startswith(("No available kernel", "No viable backend")):
             raise
         asked = [f"{query.dtype} on {query.device.type}, heads of {query.shape[-1]} features"]
-        asked += ["a mask"] * (mask is not None) + ["dropout"] * (dropout > 0)
+        asked += ["a mask"] * (mask is not None)
         raise ConfigError(f"sdpa.backend = {backend!r}: torch can't compute {', '.join(asked)} with it.") from error
 
 

@@ -11,7 +11,7 @@ from forge_train import Attention, ConfigError, Ge, Gt, Layer, Plugin, Problem, 
 if TYPE_CHECKING:
     from forge_train import Job
 
-OF_ATTENTION = ("qkv_bias", "o_bias")
+OF_ATTENTION = ("qkv_bias", "o_bias", "attention_dropout")
 """Options of a decoder that apply only to layers with attention."""
 
 
@@ -21,9 +21,9 @@ class DeltaNet(Plugin):
     Use it for long sequences and long generated texts. Each layer keeps a state of `k_dim` × `v_dim` numbers per head
     instead of keys and values, so time grows linearly with the sequence, and generation needs the same memory at any
     length. Below a few thousand tokens, attention is faster; in training it also takes less memory. The other layers
-    keep their attention: by default every fourth, as in Qwen3-Next. Biases, `decoder.qk_norm` and rotary positions
-    apply to those layers only; linear attention always normalises queries and keys, and needs no positions. In packed
-    rows, states and convolutions start again with each document.
+    keep their attention: by default every fourth, as in Qwen3-Next. Biases, `decoder.qk_norm`,
+    `decoder.attention_dropout` and rotary positions apply to those layers only; linear attention always normalises
+    queries and keys, and needs no positions. In packed rows, states and convolutions start again with each document.
 
     `tp` splits the heads. Under `cp`, ranks exchange slices of all heads for whole sequences of some heads, whatever
     `cp.method` says for the other layers. `parallel.cp` × `parallel.tp` must divide `k_heads`.
@@ -74,7 +74,7 @@ class DeltaNet(Plugin):
         if all(own) and (unused := next((name for name in OF_ATTENTION if getattr(layer, name)), None)):
             raise ConfigError(
                 f"decoder.{unused} has no effect: all {layer.num_layers} layers have linear attention "
-                "(delta_net.layers), without biases. Set it to false.",
+                "(delta_net.layers), which does not have it. Leave it at its default.",
                 key=f"decoder.{unused}",
             )
         from ._delta_net.module import GatedDeltaNet, Sizes

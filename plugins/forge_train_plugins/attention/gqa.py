@@ -19,6 +19,8 @@ class GQA(Plugin):
 
     @hookimpl
     def attention(self, layer: Layer, job: Job) -> Attention:
+        from forge_train.nn import AttentionDropout
+
         from ._gqa import GroupedQueryAttention
 
         needs = KernelCapabilities(
@@ -27,4 +29,6 @@ class GQA(Plugin):
             sinks=layer.sinks,
             head_dims=(layer.head_dim,),
         )
-        return GroupedQueryAttention(layer, job.hooks.attention_kernel(needs))
+        rate, name = layer.attention_dropout, f"layers.{layer.index}.attention.weights"
+        dropout = AttentionDropout(rate, layer.heads, job, name) if rate else None
+        return GroupedQueryAttention(layer, job.hooks.attention_kernel(needs), dropout)

@@ -18,7 +18,7 @@ class SDPA(Plugin):
     """
 
     api = (1, 0)
-    kernel_capabilities = KernelCapabilities(documents=True, offsets=True, windows=True, dropout=True)
+    kernel_capabilities = KernelCapabilities(documents=True, offsets=True, windows=True)
 
     @section
     class Config:

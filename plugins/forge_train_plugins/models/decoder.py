@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_train import ConfigError, Ge, Gt, HFModel, Le, Lt, Plugin, Problem, hookimpl, section
+from forge_train import ConfigError, Ge, Gt, HFModel, KernelCapabilities, Le, Lt, Plugin, Problem, hookimpl, section
 
 if TYPE_CHECKING:
     from torch import nn
@@ -151,8 +151,16 @@ class Decoder(Plugin):
         parallel: bool = False
         """Attention and feed-forward both read the input of the layer, as in GPT-NeoX, instead of running one after the
         other (arXiv:2204.02311, §2)."""
+        attention_dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+        """Share of attention's weights that is zeroed in training, after the softmax. It needs a kernel that can drop
+        the same weights on every layout, such as `eager`."""
 
     config: Config
+
+    @hookimpl
+    def kernel_needs(self) -> KernelCapabilities:
+        """Asked of training runs only: evaluation and generation drop nothing."""
+        return KernelCapabilities(dropout=self.config.attention_dropout > 0)
 
     @hookimpl
     def build_model(self, job: Job) -> nn.Module:

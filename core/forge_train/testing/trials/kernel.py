@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...contract.attention import AttentionKernel, KernelCapabilities
+from ...contract.attention import KernelCapabilities
+from ...nn.attention_dropout import DroppedWeights
 from ..bench import Bench, Trials, close
 from ..conformance import SkippedError, require
 
@@ -33,6 +34,7 @@ def oracle(  # noqa: PLR0913 — every keyword that there is
     document_ids: Tensor | None = None,
     offset: int | None = None,
     window: int | None = None,
+    dropout: DroppedWeights | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     log_sum_exp: bool = False,
@@ -63,6 +65,7 @@ def oracle(  # noqa: PLR0913 — every keyword that there is
     if sinks is not None:
         logits = torch.cat([logits, sinks.double()[None, :, None, None].expand(BATCH, -1, queries, 1)], dim=-1)
     weights = logits.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)[..., :keys]
+    weights = weights if dropout is None else dropout(weights, offset)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, value)
     if not log_sum_exp:
         return (out,)
@@ -92,6 +95,8 @@ def cases(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
         yield "a window and more keys", Case(queries=3, asked={"window": 4})
     if able.documents and able.offsets:
         yield "documents and more keys", Case(queries=6, asked=documents)
+    if able.dropout:
+        yield from _dropping(able)
     if able.soft_caps:
         yield "a soft cap", Case(asked={"soft_cap": 0.7})
     if able.sinks:
@@ -108,6 +113,17 @@ def cases(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
             yield "the log-sum-exp of nothing", Case(queries=5, asked={**documents, **apart, "log_sum_exp": True})
 
 
+def _dropping(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
+    """With heads and keys that are not the first of the model and of the row."""
+    heads = torch.arange(4, 4 + HEADS, dtype=torch.int32)
+    dropped = DroppedWeights(0.25, torch.tensor([7, -3], dtype=torch.int32), heads, start=2)
+    yield "dropout", Case(asked={"dropout": dropped})
+    if able.offsets:
+        yield "dropout and queries in the middle", Case(queries=5, asked={"dropout": dropped, "offset": 3})
+    if able.log_sum_exp:
+        yield "the log-sum-exp of all weights", Case(asked={"dropout": dropped, "log_sum_exp": True})
+
+
 def agrees_with_its_formula(bench: Bench) -> str:
     kernel, able = bench.answer("attention_kernel"), bench.enabled.cls.kernel_capabilities
     device, head_dim = _device(able), min(able.head_dims, default=8)
@@ -118,7 +134,8 @@ def agrees_with_its_formula(bench: Bench) -> str:
         key, value = (torch.randn(shape, device=device, requires_grad=True) for _ in range(2))
         given = {"query": query, "key": key, "value": value}
         asked: dict[str, Any] = {
-            name: one.to(device) if isinstance(one, Tensor) else one for name, one in case.asked.items()
+            name: one.to(device) if isinstance(one, Tensor | DroppedWeights) else one
+            for name, one in case.asked.items()
         }
         if "sinks" in asked:
             given["sinks"] = asked["sinks"].requires_grad_()
@@ -135,21 +152,7 @@ def agrees_with_its_formula(bench: Bench) -> str:
         for name, one, other in zip(given, *gradients, strict=True):
             close(one, other.float(), f"{what}: gradient of the {name}", 1e-3)
         done.append(what)
-    if able.dropout:
-        _drops(kernel, device, head_dim)
-        done.append("dropout")
     return ", ".join(done)
-
-
-def _drops(kernel: AttentionKernel, device: str, head_dim: int) -> None:
-    """With one key for each feature the output is the weights: each is dropped, or divided by the rest."""
-    query, key = (torch.randn(64, head_dim, HEADS, head_dim, device=device) for _ in range(2))
-    value = torch.eye(head_dim, device=device)[None, :, None].expand(64, -1, HEADS, -1)
-    whole, dropped = kernel(query, key, value), kernel(query, key, value, dropout=0.25)
-    kept = dropped != 0
-    close(dropped[kept], whole[kept] / 0.75, "dropout: weights that are kept", 1e-4)
-    share = 1 - float(kept.sum()) / float((whole != 0).sum())
-    require(0.2 < share < 0.3, f"dropout: {share:.2f} of the weights are dropped, 0.25 were asked for")
 
 
 def _device(able: KernelCapabilities) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from forge_train import AttentionKernel, Job, KernelCapabilities
+from forge_train.nn import DroppedWeights
 
 from .choice import Choice
 
@@ -96,6 +97,9 @@ class Shape:
             asked["soft_cap"] = 30.0
         if self.needs.sinks:
             asked["sinks"] = torch.zeros(HEADS, device=self.device, dtype=self.dtype, requires_grad=True)
+        if self.needs.dropout:
+            numbers = torch.arange(max(self.rows, HEADS), dtype=torch.int32, device=self.device)
+            asked["dropout"] = DroppedWeights(0.1, numbers[: self.rows], numbers[:HEADS])
         if self.needs.log_sum_exp:
             asked["log_sum_exp"] = True
         return [normal(HEADS), normal(KV_HEADS), normal(KV_HEADS)], asked

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from forge_train import ConfigError, KernelCapabilities, Layer
-from forge_train.nn import RoPE, YarnScaling
+from forge_train.nn import AttentionDropout, RoPE, YarnScaling
 
 from .module import LatentAttention, Sizes
 
@@ -74,7 +74,9 @@ def build(config: MLA.Config, layer: Layer, job: Job, ropes: Ropes) -> LatentAtt
     )
     kernel = job.hooks.attention_kernel(KernelCapabilities(head_dims=(sizes.widest,)))
     scale = sizes.head**-0.5 * temperature(config.mscale, rope)
-    return LatentAttention(layer, sizes, rope, kernel, scale=scale, interleaved=config.interleaved)
+    rate, name = layer.attention_dropout, f"layers.{layer.index}.attention.weights"
+    dropout = AttentionDropout(rate, layer.heads, job, name) if rate else None
+    return LatentAttention(layer, sizes, rope, kernel, scale=scale, interleaved=config.interleaved, dropout=dropout)
 
 
 def temperature(mscale: float, rope: RoPE | None) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import AttentionKernel, Layer
-from forge_train.nn import KVCache, Linear, RMSNorm, RoPE, TensorStyle, flops_per_token
+from forge_train.nn import AttentionDropout, KVCache, Linear, RMSNorm, RoPE, TensorStyle, flops_per_token
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,13 @@ class LatentAttention(nn.Module):
         *,
         scale: float,
         interleaved: bool,
+        dropout: AttentionDropout | None = None,
     ) -> None:
         super().__init__()
         self.heads = self.kv_heads = layer.heads
         self.head_dim = sizes.widest
         self.sizes, self.rope, self.kernel, self.scale, self.interleaved = sizes, rope, kernel, scale, interleaved
+        self.attention_dropout, self.dropout = layer.attention_dropout, dropout
         heads, dim, std, bias = layer.heads, layer.dim, layer.std, layer.qkv_bias
         self.q_a = self.q_norm = None
         if sizes.q_rank:
@@ -128,6 +131,8 @@ class LatentAttention(nn.Module):
         plan: dict[str, TensorStyle] = {"q_b": "colwise", "kv_a": "heads", "kv_norm": "heads", "kv_b": "colwise"}
         if self.q_a is not None:
             plan |= {"q_a": "heads", "q_norm": "heads"}
+        if self.dropout is not None:
+            plan["dropout"] = "heads"
         return plan | {"o": "rowwise"}
 
     def _query(self, x: Tensor, position_ids: Tensor | None) -> Tensor:
@@ -149,7 +154,9 @@ class LatentAttention(nn.Module):
         k_plain, v_BTHV = torch.split(kv_BTHE, [sizes.plain, sizes.value], -1)
         k_BTHD = torch.cat((k_plain, k_rotated_BTP[:, :, None].expand(-1, -1, k_plain.shape[2], -1)), -1)
         query, key, value = (F.pad(x, (0, sizes.widest - x.shape[-1])) for x in (q_BTHD, k_BTHD, v_BTHV))
-        asked = {} if document_ids is None else {"document_ids": document_ids}
+        asked: dict[str, Any] = {} if document_ids is None else {"document_ids": document_ids}
+        if self.dropout is not None and (dropped := self.dropout(latent_BTR)) is not None:
+            asked["dropout"] = dropped
         out_BTHV = self.kernel(query, key, value, scale=self.scale, **asked)[..., : sizes.value]
         mixed: Tensor = self.o(out_BTHV.flatten(2))
         return mixed

@@ -65,9 +65,12 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
             std=config.std,
             output_std=depth_scaled(config.std, config.layers) if config.depth_scaled else config.std,
             sinks=config.sinks,
+            attention_dropout=config.attention_dropout,
         )
         attention = job.hooks.attention(layer)
         _check_obeyed("the attention", attention, layer, ("window", "soft_cap", "scale", "sinks"))
+        if not hasattr(attention, "recurrence"):  # layers without weights of attention
+            _check_obeyed("the attention", attention, layer, ("attention_dropout",))
         return Block(
             attention,
             job.hooks.feed_forward(layer),
@@ -113,7 +116,7 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
     )
 
 
-DEFAULTS = {"window": None, "soft_cap": None, "scale": None, "sinks": False, "divisor": 1.0}
+DEFAULTS = {"window": None, "soft_cap": None, "scale": None, "sinks": False, "divisor": 1.0, "attention_dropout": 0.0}
 """What a module without the attribute does."""
 
 

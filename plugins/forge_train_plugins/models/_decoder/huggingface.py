@@ -137,7 +137,7 @@ def _without_place(layout: StateMap, model: nn.Module, left_out: Sequence[str]) 
     yield from step.wrong
 
 
-NO_NUMBER = ("architecture", "depth_scaled", "dropout", "embedding_dropout", "std")
+NO_NUMBER = ("architecture", "depth_scaled", "dropout", "embedding_dropout", "attention_dropout", "std")
 """Options that change no number of a trained model."""
 
 

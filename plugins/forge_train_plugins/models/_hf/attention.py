@@ -91,7 +91,6 @@ def probe(model: nn.Module, call: Any) -> Asked | None:
     dims = {features for *_, features in asked.heads.values()}
     asked.needs = KernelCapabilities(
         windows="window" in names,
-        dropout="dropout" in names,
         soft_caps="soft_cap" in names,
         sinks="sinks" in names,
         head_dims=tuple(sorted(dims)),
@@ -182,8 +181,6 @@ def _translated(module: Any, mask: Tensor | None, keywords: Mapping[str, Any]) -
     asked: dict[str, Any] = {}
     if given("scaling") is not None:
         asked["scale"] = given("scaling")
-    if given("dropout"):
-        asked["dropout"] = given("dropout")
     for theirs, ours in (("sliding_window", "window"), ("softcap", "soft_cap"), ("s_aux", "sinks")):
         if given(theirs) is not None:
             asked[ours] = given(theirs)

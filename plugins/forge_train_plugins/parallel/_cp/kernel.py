@@ -134,6 +134,8 @@ class ContextKernel:
         key, value = (enough_heads(one, query.shape[2], group.size) for one in (key, value))
         if asked.get("sinks") is not None:
             asked["sinks"] = asked["sinks"].chunk(group.size)[group.rank]
+        if asked.get("dropout") is not None:
+            asked["dropout"] = asked["dropout"]._replace(heads=asked["dropout"].heads.chunk(group.size)[group.rank])
         query, key, value = HeadsForSequence.apply(how, group, query, key, value)  # type: ignore[no-untyped-call]
         out, *sums = self._along(query, key, value, sequences, wants_sums, asked)
         rows = [one.mT[..., None] for one in sums]
@@ -174,10 +176,6 @@ class ContextKernel:
         self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, asked: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """With blocks of keys and values that go round; a sink joins when all of them have."""
-        if asked.pop("dropout", 0.0):
-            raise ConfigError(
-                "cp.method = 'ring' computes blocks twice, and attention's dropout would not be the same."
-            )
         sinks = asked.pop("sinks", None)
         given = self.kernel, sequences.blocks, self.ranks.along, asked
         out, sums = Ring.apply(query, key, value, *given)  # type: ignore[no-untyped-call]

@@ -24,8 +24,16 @@ class Block(NamedTuple):
 
     queries: slice
     keys: slice
-    asked: Mapping[str, Any]
-    """Of the kernel."""
+    start: int
+    """Position of the first key in its row."""
+    own: Mapping[str, Any]
+    """What the kernel is asked for, beside what it is asked for in every block."""
+
+    def asked(self, everywhere: Mapping[str, Any]) -> dict[str, Any]:
+        """What the kernel is asked for."""
+        dropout = everywhere.get("dropout")
+        placed = {} if dropout is None else {"dropout": dropout._replace(start=self.start)}
+        return {**self.own, **everywhere, **placed}
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Blocks:
                     asked["query_document_ids"] = self._pieces[queries]
                     if self.starts is not None:
                         asked["document_ids"] = self._pieces[keys]
-                    yield Block(at, where, asked)
+                    yield Block(at, where, keys[0], asked)
 
 
 def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, slice]]:
@@ -112,7 +120,7 @@ class Ring(torch.autograd.Function):
             for one in blocks.of((group.rank - step) % group.size, asked.get("window")):
                 where = one.queries
                 part, part_sums = kernel(
-                    query[:, where], keys[:, one.keys], values[:, one.keys], log_sum_exp=True, **one.asked, **asked
+                    query[:, where], keys[:, one.keys], values[:, one.keys], log_sum_exp=True, **one.asked(asked)
                 )
                 out[:, where], sums[:, :, where] = merge(out[:, where], sums[:, :, where], part, part_sums)
             moving.wait()
@@ -142,7 +150,7 @@ class Ring(torch.autograd.Function):
                 with torch.enable_grad():
                     inputs = [query[:, where], *torch.split(held[:, one.keys], sizes, -1)]
                     inputs = [x.detach().requires_grad_() for x in inputs]
-                    part, part_sums = kernel(*inputs, log_sum_exp=True, **one.asked, **asked)
+                    part, part_sums = kernel(*inputs, log_sum_exp=True, **one.asked(asked))
                 share = (part_sums - sums[:, :, where]).exp()  # of this block in each query's result
                 part_grad = share.mT[..., None] * grad[:, where]
                 bent = ((part.detach() - out[:, where]) * grad[:, where]).sum(-1).mT + sums_grad[:, :, where]

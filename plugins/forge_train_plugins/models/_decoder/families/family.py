@@ -86,6 +86,7 @@ COMMON = {
     "rms_norm_eps": Key(("norm_eps",), float, 1e-6),
     "initializer_range": Key(("std",), float, 0.02, ours=lambda std: std or 0.02),
     "tie_word_embeddings": Key(("tied",), bool, False),
+    "attention_dropout": Key(("attention_dropout",), float, 0.0),
 }
 """Keys of every family."""
 ATTENTION_BIAS = {"attention_bias": Key(("qkv_bias", "o_bias"), bool, False)}
@@ -170,7 +171,7 @@ class Family:
     common: Mapping[str, Key] = field(default_factory=lambda: COMMON)
     grouped: bool = True
     activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
-    fixed: Mapping[str, Any] = field(default_factory=lambda: {"attention_dropout": 0.0, "use_cache": True})
+    fixed: Mapping[str, Any] = field(default_factory=lambda: {"use_cache": True})
     exact: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     spellings: Mapping[str, str] = field(default_factory=dict)

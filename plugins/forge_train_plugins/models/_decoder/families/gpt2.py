@@ -61,6 +61,7 @@ GPT2 = Family(
         "tie_word_embeddings": Key(("tied",), bool, True),
         "resid_pdrop": Key(("dropout",), float, 0.1),
         "embd_pdrop": Key(("embedding_dropout",), float, 0.1),
+        "attn_pdrop": Key(("attention_dropout",), float, 0.1),
     },
     grouped=False,
     activation="activation_function",
@@ -69,9 +70,7 @@ GPT2 = Family(
     rotation=None,
     outer={},
     block={},
-    fixed={"attn_pdrop": 0.0, "use_cache": True},
     tensors=_tensors,
     leftovers=lambda config: (r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
-    # attention's weights are not dropped out here, in training; the older files' n_ctx says what n_positions does
-    ignored=("attn_pdrop", "n_ctx"),
+    ignored=("n_ctx",),  # of older files, which says what n_positions does
 )

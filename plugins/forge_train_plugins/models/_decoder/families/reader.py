@@ -26,7 +26,6 @@ IRRELEVANT = frozenset(
 )
 """Keys that change no logit: names, the dtype in the files, ids of special tokens, labels, settings of generation."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_dropout": (0, None),
     "hidden_dropout": (0, None),
     "pretraining_tp": (1, None),
     "quantization_config": (None, {}),
