@@ -23,6 +23,7 @@ from forge_train.ground.errors import ConfigError
 from forge_train.ground.files import write_json
 from forge_train.ground.present import few
 from forge_train.ground.world import World
+from forge_train.loop.initial import new_head, noting
 from forge_train.loop.weights import Patterns, places
 from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
@@ -93,13 +94,24 @@ def import_checkpoint(
     takes_file = model_files.option(setup.hooks) is not None
     model = compose_meta(job, text=False)
     wanted = {name: (tuple(one.shape), one.dtype) for name, one in model.state_dict().items()}
-    may_lack, may_exceed = Patterns("--allow-missing", allow_missing), Patterns("--allow-extra", allow_extra)
+    head, left_out = new_head(job, layout), list[str]()
+    may_lack, may_exceed = Patterns("--allow-missing", allow_missing, head), Patterns("--allow-extra", allow_extra)
     ties = tied_groups(*model.parts)
-    plan = hf_fit.plan(folder, layout, wanted, tied=ties, missing=may_lack.take, unexpected=may_exceed.take)
+    plan = hf_fit.plan(
+        folder,
+        layout,
+        wanted,
+        tied=ties,
+        missing=may_lack.take,
+        unexpected=may_exceed.take,
+        ignored=noting(Patterns("", (), head), left_out),
+    )
     may_lack.check(f"{source} lacks")
     may_exceed.check(f"{source} holds beside the model")
     drawn = [name for name in wanted if name not in plan.targets]
     notes = _tokenizer_notes(folder, job) if takes_file else ()
+    if left_out:
+        notes = (f"{few(left_out, 8)}, of the folder's own head: left out.", *notes)
     if drawn:
         notes = (f"{few(drawn, 8)} start{'s' if len(drawn) == 1 else ''} as in a new model.", *notes)
     weights = {name: torch.empty(shape, dtype=own, device="meta") for name, (shape, own) in wanted.items()}
@@ -140,9 +152,8 @@ def import_checkpoint(
 def _understand(folder: Folder, target: Path, request: Request) -> tuple[HFModel, Setup]:
     """How the model is built and named, and the configuration that trains it."""
     request, layout = bring(folder, request)
-    setup = resolve(request, data=False)
-    started = dataclasses.replace(setup.config.train, init_from=str(target.absolute()))  # which asks for a text
-    return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
+    train = {**request.sections["train"], "init_from": str(target.absolute())}
+    return layout, resolve(dataclasses.replace(request, sections={**request.sections, "train": train}), data=False)
 
 
 def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list[Path]:
