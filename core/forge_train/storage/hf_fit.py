@@ -98,9 +98,7 @@ def _fitting(layout: HFModel, stored: Described, wanted: Described) -> tuple[HFM
     return max(tried, key=lambda pair: len(wanted.keys() & pair[1].given.keys()))
 
 
-def _expected(
-    folder: Folder, layout: HFModel, wanted: Described, whose: str, way_out: str
-) -> dict[str, Shape] | None:
+def _expected(folder: Folder, layout: HFModel, wanted: Described, whose: str, way_out: str) -> dict[str, Shape] | None:
     """The tensors that a folder of this model has; None if the map has no inverse, so they are unknown."""
     try:
         back = layout.map.inverse()
