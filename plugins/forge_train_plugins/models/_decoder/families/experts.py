@@ -59,7 +59,9 @@ def part(
         layers = sections["decoder"]["layers"]
         if not [*range(section.get("dense_first", 0), layers)][section.get("every", 1) - 1 :: section.get("every", 1)]:
             dense = next((one for one in DENSE if config.table.get(one)), DENSE[0])
-            config.refuse(dense, f"none of the {layers} layers would have experts, and this family has no model without")
+            config.refuse(
+                dense, f"none of the {layers} layers would have experts, and this family has no model without"
+            )
         _check_choice(config, section, next(name for name, key in keys.items() if "top_k" in key.options))
         return section
 
