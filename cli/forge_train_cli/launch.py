@@ -68,7 +68,7 @@ def slurm(
     from forge_train.registry.setup import resolve
     from forge_train_tools.launching import slurm as cluster
 
-    request = dataclasses.replace(request, config=request.config or PRESET)
+    request = dataclasses.replace(request, config=request.config or ("" if request.model_from else PRESET))
     if DEADLINE not in request.without:
         request = dataclasses.replace(request, plugins=tuple(dict.fromkeys((*request.plugins, DEADLINE))))
     named = () if name is None else (f"run.name={name}",)
@@ -99,7 +99,10 @@ def _arguments(request: Request, run_dir: str, name: str) -> Iterator[str]:
     """What `forge train` is given for a request; values of FORGE_SET go with it, wherever the job is submitted."""
     from forge_train.config.layers import assignments
 
-    yield request.config
+    if request.config:
+        yield request.config
+    if request.model_from:
+        yield from ("--from", str(Path(request.model_from).absolute()))
     for option, names in (("--plugins", request.plugins), ("--without", request.without)):
         if names:
             yield from (option, ",".join(names))

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.accept("families", 1)]
 DEEP = {"num_hidden_layers": 3, "bos_token_id": None, "eos_token_id": None}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mixtral": ("Mixtral", MIXTRAL, {}),
+    "mixtral, one expert a token": ("Mixtral", {**MIXTRAL, "num_experts_per_tok": 1}, {}),
     "mixtral tied, stacked": ("Mixtral", {**MIXTRAL, "tie_word_embeddings": True}, {"save_original_format": False}),
     "qwen3, in several files": ("Qwen3Moe", {**QWEN, "mlp_only_layers": [0]}, {"max_shard_size": "40KB"}),
     "qwen3, stacked": ("Qwen3Moe", QWEN, {"save_original_format": False, "max_shard_size": "40KB"}),

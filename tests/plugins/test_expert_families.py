@@ -22,6 +22,7 @@ pytestmark = pytest.mark.unit
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", MIXTRAL),
+    "mixtral, one expert a token": ("Mixtral", {**MIXTRAL, "num_experts_per_tok": 1}),
     "mixtral tied, window, gelu": (
         "Mixtral",
         {**MIXTRAL, **WINDOW, "num_experts_per_tok": 3, "tie_word_embeddings": True, "hidden_act": "gelu"},

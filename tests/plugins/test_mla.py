@@ -12,7 +12,7 @@ from torch import nn
 
 import fakes
 from forge_train import ConfigError, Layer
-from forge_train.nn import LinearScaling, RoPE
+from forge_train.nn import DynamicRoPE, LinearScaling, RoPE
 from forge_train_plugins.attention._mla.module import LatentAttention
 from forge_train_plugins.attention.mla import MLA
 from forge_train_plugins.models.decoder import Decoder, Rope
@@ -240,6 +240,11 @@ def test_layers_that_share_positions_share_a_table() -> None:
         ({"kv_heads": 2}, {}, "set decoder.kv_heads = 4"),
         ({"qk_norm": True}, {}, "set decoder.qk_norm = false"),
         ({"rope": nn.Identity()}, {}, "this model has a Identity"),
+        (
+            {"rope": DynamicRoPE(LAYER.head_dim, length=64, theta=1e4, original_length=32, factor=2.0)},
+            {},
+            "of every length",
+        ),
         ({"unit_offset": True}, {}, "set decoder.unit_offset = false"),
         ({"rope": RoPE(6, length=64)}, {}, "must not rotate a part of the others"),
         ({}, {"mscale": 1.0}, "mla.mscale needs decoder.rope.scaling = 'yarn'"),

@@ -627,7 +627,7 @@ def test_mistakes_are_named(values: dict[str, Any], run: dict[str, int], key: st
 def mistakes(values: dict[str, Any], run: dict[str, int], sequence: int = 64) -> dict[str, str]:
     """Key → what is wrong with it."""
     parallel = SimpleNamespace(**{"ep": 1, "etp": 1, "tp": 1, "cp": 1, **run})
-    config = SimpleNamespace(parallel=parallel, train=SimpleNamespace(micro_batch=1, sequence=sequence))
+    config = SimpleNamespace(parallel=parallel, train=SimpleNamespace(micro_batch=1, sequence=sequence, init_from=""))
     return {problem.key: problem.message for problem in fakes.make(MoE, **values).check_config(config)}
 
 

@@ -174,6 +174,8 @@ class Request:
     `sections`."""
     foreign: str = ""
     """A folder that anybody may have made, with the configuration in it: no code that came with it is run."""
+    brought: tuple[str, ...] = ()
+    """Plugins whose sections are among `sections`; `without` leaves one out with its section."""
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ def without(plugins: Iterable[EnabledPlugin]) -> str:
     """What a user can do to be rid of one of some plugins: nobody is told to disable what they have just named."""
     names = {one.name: one.named for one in plugins}
     if others := sorted(name for name, named in names.items() if not named):
-        return f"disable {' or '.join(others)} with --without"
+        return " or ".join(f"use --without {name}" for name in others)
     return f"leave {' or '.join(sorted(names))} out of --plugins" if names else "disable one with --without"
 
 

@@ -85,18 +85,19 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
     weights = model.alone().state_dict()
     stages = job.dist.gather_stages({name: (tuple(one.shape), one.dtype) for name, one in weights.items()})
     ties = job.dist.gather_stages(tied_groups(*model.parts))
-    may_lack = Patterns("train.init_missing", job.config.train.init_missing, _head(job))
+    head = new_head(job, layout)
+    may_lack = Patterns("train.init_missing", job.config.train.init_missing, head)
     may_exceed = Patterns("train.init_unexpected", job.config.train.init_unexpected)
     unexpected = list[str]()
     plan = hf_fit.plan(
         folder,
         layout,
         {name: one for stage in stages for name, one in stage.items()},
-        whose="this run's configuration",
+        **_described_by(job, path, layout),
         tied=[group for stage in ties for group in stage],
         missing=may_lack.take,
-        unexpected=_noting(may_exceed, unexpected),
-        ignored=_noting(Patterns("", (), _head(job)), unexpected),
+        unexpected=noting(may_exceed, unexpected),
+        ignored=noting(Patterns("", (), head), unexpected),
     )
     may_lack.check(f"{path} lacks")
     may_exceed.check(f"{path} holds beside the model")
@@ -108,6 +109,28 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
 def _head(job: Job) -> tuple[str, ...]:
     """Patterns of parameters that a language model may lack, or have in addition to the model's."""
     return () if job.hooks.gives("head") in ("", GIVES["head"]) else ("head.*",)
+
+
+def _described_by(job: Job, path: Path, layout: HFModel) -> dict[str, str]:
+    """What the model of this job is described by, and what to do about a folder of another one."""
+    file, origins = path / CONFIG, job.config.origins
+    theirs = {key for key, origin in origins.items() if origin.where and Path(origin.where).absolute() == file}
+    if ("train", "init_from") not in theirs:
+        return {"whose": "this run's configuration", "way_out": f"Use --from {path} to train that model."}
+    changed = sorted(".".join(key) for key in origins.keys() - theirs if key[0] in layout.sections)
+    if changed:
+        return {"whose": "this run's configuration", "way_out": f"It changes {', '.join(changed)} of {CONFIG}."}
+    return {"whose": CONFIG}
+
+
+def new_head(job: Job, layout: HFModel) -> tuple[str, ...]:
+    """Patterns of parameters that a folder's weights don't give, because the head of this run is another.
+
+    Args:
+        job: of the run.
+        layout: how the folder's model is named; it has a section of the plugin that makes the folder's own head.
+    """
+    return () if job.hooks.provider("head") in layout.sections else _head(job)
 
 
 def _check_only(job: Job) -> None:
@@ -141,7 +164,7 @@ def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _noting(patterns: Patterns, into: list[str]) -> Callable[[Iterable[str]], list[str]]:
+def noting(patterns: Patterns, into: list[str]) -> Callable[[Iterable[str]], list[str]]:
     """A choice of names, which are noted."""
 
     def choose(names: Iterable[str]) -> list[str]:

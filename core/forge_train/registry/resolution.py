@@ -47,6 +47,7 @@ class Resolution:
         for found in discover():
             self.known.setdefault(found.name, []).append(found)
         asked = [*self._listed("plugins"), *((n, Origin("--set", "--plugins")) for n in self.request.plugins)]
+        asked += [(name, Origin("file", self.request.sections_from)) for name in self.request.brought]
         again = {plugin_name(spec) for spec in self.request.plugins}  # the command line is stronger than the file
         unwanted = [(name, str(o)) for name, o in self._listed("without") if canonical(name) not in again] + [
             (n, "--without") for n in self.request.without

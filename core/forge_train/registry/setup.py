@@ -39,9 +39,10 @@ def resolve(request: Request, *, world: int = 1, training: bool = True, data: bo
     Args:
         request: what was asked for.
         world: number of processes the run will have.
-        training: whether the run is to train. One whose weights are only looked at needs no text, and its values were
-            checked against each other when it began.
-        data: whether it is to train here and now. A run that is planned or shown may lack its data.
+        training: whether values are checked against each other, as for a run that is to train. Those of a run whose
+            checkpoint is only looked at were checked when it began.
+        data: whether it is to train here and now. A run that is planned or shown, and a folder that is opened, may lack
+            its data.
 
     Raises:
         ConfigError: with every mistake that could be found, one a line.

@@ -25,6 +25,7 @@ def plan(
     wanted: Described,
     *,
     whose: str = CONFIG,
+    way_out: str = "",
     tied: Iterable[Collection[str]] = (),
     missing: Choose = lambda _: (),
     unexpected: Choose = lambda _: (),
@@ -37,11 +38,13 @@ def plan(
         layout: how `import_hf` describes its model.
         wanted: shape and dtype of every weight of the model, those of other ranks and stages too.
         whose: what describes the model, for messages.
+        way_out: the last line of a message about a model that is not that of the files.
         tied: groups of names that share one parameter; the folder may hold copies of its tensor.
         missing: chooses, among the weights that no tensor gives and the tensors that are missing or have another
             shape, those that may be absent; the weights then keep their initial values.
         unexpected: chooses, among the tensors that the layout does not use, those that may be there.
-        ignored: chooses, among the weights that the layout names and the model lacks, those that are left out.
+        ignored: chooses, among the weights that the layout names, those that are left out; the model's of these names
+            keep their initial values.
 
     Raises:
         ConfigError: naming every difference.
@@ -51,11 +54,12 @@ def plan(
     stored = {name: one for name, one in folder.described().items() if name not in leftovers}
     layout, step = _fitting(layout, stored, wanted)
     given = step.given
-    absent = {*missing(sorted(wanted.keys() - given.keys()))}
+    beside = {name: given[name] for name in ignored(sorted(given))}
+    absent = {*missing(sorted(wanted.keys() - given.keys())), *beside}
     wanted = {name: one for name, one in wanted.items() if name not in absent}
-    beside = {name: given[name] for name in ignored(sorted(given.keys() - wanted.keys() - absent))}
     described = {**wanted, **{name: (view.shape, view.dtype) for name, view in beside.items()}}
-    expected = _expected(folder, layout, described, whose)
+    way_out = f"\n{way_out}" if way_out else ""
+    expected = _expected(folder, layout, described, whose, way_out)
     unfit = _unfit(folder, expected or {}, whose)
     lacking = {*missing(sorted(unfit))}
     if lacking:
@@ -67,7 +71,7 @@ def plan(
     wrong += _unused(folder, step, expected, tied, unexpected)
     if wrong or (wrong := step.wrong):
         told = f"{folder.path}: the tensors are not those of the model in {whose}:{indented(wrong)}"
-        raise ConfigError(told + _way_out(folder, whose))
+        raise ConfigError(told + way_out)
     return Plan({name: view for name, view in step.given.items() if name in wanted})
 
 
@@ -114,7 +118,7 @@ def _fitting(layout: HFModel, stored: Described, wanted: Described) -> tuple[HFM
     return max(tried, key=lambda pair: len(wanted.keys() & pair[1].given.keys()))
 
 
-def _expected(folder: Folder, layout: HFModel, wanted: Described, whose: str) -> dict[str, Shape] | None:
+def _expected(folder: Folder, layout: HFModel, wanted: Described, whose: str, way_out: str) -> dict[str, Shape] | None:
     """The tensors that a folder of this model has; None if the map has no inverse, so they are unknown."""
     try:
         back = layout.map.inverse()
@@ -124,14 +128,10 @@ def _expected(folder: Folder, layout: HFModel, wanted: Described, whose: str) ->
     lines = [*(f"{name}: not named" for name in sorted(step.left)), *step.wrong]
     if lines and whose != CONFIG:
         told = f"{folder.path / CONFIG} describes another model than {whose}:{indented(lines)}"
-        raise ConfigError(told + _way_out(folder, whose))
+        raise ConfigError(told + way_out)
     if lines:
         raise PluginError("import_hf describes another model than the one that is built here:" + indented(lines))
     return {name: view.shape for name, view in step.given.items()}
-
-
-def _way_out(folder: Folder, whose: str) -> str:
-    return "" if whose == CONFIG else f"\nUse --from {folder.path} to train that model."
 
 
 def _unfit(folder: Folder, expected: Mapping[str, Shape], whose: str) -> dict[str, str]:

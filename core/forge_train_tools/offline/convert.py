@@ -139,7 +139,7 @@ def _to_architecture(folder: Folder, architecture: str, request: Request) -> tup
     try:
         there = job.hooks.export_hf()
     except ConfigError as error:
-        raise ConfigError(f"{folder.path}: {error}") from error
+        raise ConfigError(f"{folder.path}: {error}\nName another one with --architecture.") from error
     assert there is not None, "it has architectures"
     plan = hf_fit.plan_export(folder.path, there, inner.targets)
     return plan, {**special_tokens(model_files.files(folder.path), job), **there.config}

@@ -24,6 +24,7 @@ from forge_train.ground.errors import ConfigError
 from forge_train.ground.files import write_json
 from forge_train.ground.present import few
 from forge_train.ground.world import World
+from forge_train.loop.initial import new_head, noting
 from forge_train.loop.weights import Patterns
 from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
@@ -160,14 +161,24 @@ class _Import:
         takes_file = model_files.option(setup.hooks) is not None
         model = compose_meta(job, text=False)
         wanted = {name: (tuple(one.shape), one.dtype) for name, one in model.state_dict().items()}
-        may_lack = Patterns("--allow-missing", asked.allow_missing)
+        head, left_out = new_head(job, layout), list[str]()
+        may_lack = Patterns("--allow-missing", asked.allow_missing, head)
         may_exceed = Patterns("--allow-extra", asked.allow_extra)
-        ties = tied_groups(*model.parts)
-        plan = hf_fit.plan(folder, layout, wanted, tied=ties, missing=may_lack.take, unexpected=may_exceed.take)
+        plan = hf_fit.plan(
+            folder,
+            layout,
+            wanted,
+            tied=tied_groups(*model.parts),
+            missing=may_lack.take,
+            unexpected=may_exceed.take,
+            ignored=noting(Patterns("", (), head), left_out),
+        )
         may_lack.check(f"{folder.path} lacks")
         may_exceed.check(f"{folder.path} holds beside the model")
         drawn = [name for name in wanted if name not in plan.targets]
         notes = _tokenizer_notes(folder, job) if takes_file else ()
+        if left_out:
+            notes = (f"{few(left_out, 8)}, of the folder's own head: left out.", *notes)
         if drawn:
             notes = (f"{few(drawn, 8)} start{'s' if len(drawn) == 1 else ''} as in a new model.", *notes)
         dtype = getattr(torch, asked.dtype) if asked.dtype else None
@@ -231,9 +242,8 @@ def import_share(asked: dict[str, Any], part: str) -> dict[str, Any]:
 def _understand(folder: Folder, target: Path, request: Request) -> tuple[HFModel, Setup]:
     """How the model is built and named, and the configuration that trains it."""
     request, layout = bring(folder, request)
-    setup = resolve(request, data=False)
-    started = dataclasses.replace(setup.config.train, init_from=str(target.absolute()))  # which asks for a text
-    return layout, Setup(dataclasses.replace(setup.config, train=started), setup.hooks)
+    train = {**request.sections["train"], "init_from": str(target.absolute())}
+    return layout, resolve(dataclasses.replace(request, sections={**request.sections, "train": train}), data=False)
 
 
 def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list[Path]:

@@ -58,8 +58,8 @@ def bring(folder: Folder, request: Request) -> tuple[Request, HFModel]:
     sections: dict[str, Mapping[str, Any]] = {**layout.sections, "train": train}
     if (folder.path / TOKENIZER).is_file() and (place := model_files.option(hooks)):
         sections[place[0]] = {**sections.get(place[0], {}), place[1]: str(folder.path.absolute())}
-    more = tuple(name for name in layout.sections if name not in {*hooks.enabled, *request.without})
-    return dataclasses.replace(request, sections=sections, plugins=(*request.plugins, *more)), layout
+    more = tuple(name for name in layout.sections if name not in hooks.enabled)
+    return dataclasses.replace(request, sections=sections, brought=more), layout
 
 
 def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:

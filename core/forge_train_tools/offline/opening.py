@@ -141,7 +141,7 @@ def find(path: Path, *, world: int = 1, wanted: Wanted | None = None, plugins: t
         if not (path / TOKENIZER).is_file():
             log.warning("%s has no %s: text is read as bytes, which few models were trained on.", path, TOKENIZER)
         request = Request(model_from=str(path), plugins=(*asked_for.plugins, *plugins), set=asked_for.set)
-        return Source(path, resolve(starting_from(request), world=world, training=wanted is not None), None)
+        return Source(path, resolve(starting_from(request), world=world, data=wanted is not None), None)
     path = checkpoint.resolve(path)
     if plugins:
         raise ConfigError(f"--plugins: {path} brings the plugins that it was trained with; leave the option out.")

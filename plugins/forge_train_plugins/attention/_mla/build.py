@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from forge_train import ConfigError, KernelCapabilities, Layer
-from forge_train.nn import AttentionDropout, RoPE, YarnScaling
+from forge_train.nn import AttentionDropout, LengthRoPE, RoPE, YarnScaling
 
 from .module import LatentAttention, Sizes
 
@@ -34,6 +34,11 @@ class Ropes:
         """
         if rope is None:
             return None
+        if isinstance(rope, LengthRoPE):
+            raise ConfigError(
+                "mla rotates by a table that is the same for sequences of every length; set decoder.rope.scaling to "
+                "'none', 'linear', 'llama3' or 'yarn'."
+            )
         if type(rope) is not RoPE:
             raise ConfigError(
                 f"mla makes its rotary table from the model's forge_train.nn.RoPE, but this model has a "

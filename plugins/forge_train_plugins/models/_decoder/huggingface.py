@@ -90,9 +90,8 @@ def write(config: Decoder.Config, vocabulary: int, model: nn.Module, sections: M
                 return HFModel(map=layout, config=found, left_out=left_out, exact=family.exact)
             differing[family.architecture] = wrong
     lines = "\n".join(f"  {name}: {'; '.join(wrong)}" for name, wrong in sorted(differing.items(), key=_fewest))
-    way_out = ' Set decoder.architecture to "" to allow all of them.' if config.architecture else ""
     told = f"{config.architecture} can't" if config.architecture else "No architecture in Hugging Face layout can"
-    raise ConfigError(f"{told} hold this model.{way_out} What differs:\n{lines}")
+    raise ConfigError(f"{told} hold this model. What differs:\n{lines}")
 
 
 def _fewest(item: tuple[str, list[str]]) -> int:

@@ -24,6 +24,8 @@ NAMES = {
     "attention.o": "self_attn.o_proj",
     **{f"feed_forward.shared.{one}": f"mlp.shared_experts.{one}_proj" for one in ("gate", "up", "down")},
 }
+BY_LENGTH = ("dynamic", "longrope")
+"""Scalings whose rotation depends on the length of a sequence."""
 AHEAD = 16
 """Modules for multi-token prediction that files may hold after the last layer, at most."""
 
@@ -46,6 +48,9 @@ def _latent(*, interleaved: bool | None) -> Part:
         decoder = sections["decoder"]
         if decoder["kv_heads"] != decoder["heads"]:
             config.refuse("num_key_value_heads", f"latent attention has as many as heads, {decoder['heads']}")
+        if (scaling := decoder["rope"].get("scaling")) in BY_LENGTH:
+            key = "rope_scaling" if config.table.get("rope_scaling") else "rope_parameters"
+            config.refuse(key, f"latent attention has no rotation that depends on the length, such as {scaling!r}")
         found: dict[str, Any] = {ours: config.integer(theirs, missing[theirs]) for theirs, ours in ranks.items()}
         if interleaved is None and config.table.get("head_dim") not in (None, found["rope_dim"]):
             config.refuse("head_dim", f"transformers rotates as many features; qk_rope_head_dim is {found['rope_dim']}")

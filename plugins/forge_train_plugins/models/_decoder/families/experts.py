@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 NEUTRAL = ("balance", "balance_over", "z_loss", "capacity", "jitter", "matmul", "metrics")
 """Options of `[moe]` that change no number of a trained model."""
 BALANCE = "router_aux_loss_coef"
+DENSE = ("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step")
+"""Keys that say which layers are dense."""
 ACTS = {theirs: ours for theirs, ours in ACTIVATIONS.items() if ours in ("swiglu", "geglu", "reglu")}
 """`hidden_act` → `moe.activation`."""
 
@@ -54,6 +56,12 @@ def part(
         if "balance" not in section:  # here it is 1 where loads are even, there `top_k`
             section["balance"] = short(config.number(BALANCE, balance) * section["top_k"])
         section |= read_more(config, sections["decoder"]["layers"])
+        layers = sections["decoder"]["layers"]
+        if not [*range(section.get("dense_first", 0), layers)][section.get("every", 1) - 1 :: section.get("every", 1)]:
+            dense = next((one for one in DENSE if config.table.get(one)), DENSE[0])
+            config.refuse(
+                dense, f"none of the {layers} layers would have experts, and this family has no model without"
+            )
         _check_choice(config, section, next(name for name, key in keys.items() if "top_k" in key.options))
         return section
 
