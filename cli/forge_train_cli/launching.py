@@ -136,8 +136,7 @@ def worker(request: dict[str, Any], start: dict[str, Any], quiet: bool) -> Mappi
     from forge_train.ground.world import World
 
     show_warnings()
-    lists = {name: tuple(request[name]) for name in ("plugins", "without", "set", "brought")}
-    setup = resolve(Request(**{**request, **lists}), world=World.here().size)
+    setup = resolve(Request.loaded(request), world=World.here().size)
     if quiet:
         setup.hooks.mute("console")
     elif World.here().rank == 0:

@@ -246,7 +246,8 @@ def test_options_of_positions_that_do_not_fit(values: dict[str, Any], key: str) 
 )
 def test_options_of_experts_that_do_not_fit(values: dict[str, Any], run: dict[str, int], key: str) -> None:
     parallel = SimpleNamespace(**{"ep": 1, "etp": 1, "tp": 1, "cp": 1, **run})
-    config = SimpleNamespace(parallel=parallel, train=SimpleNamespace(micro_batch=1, global_batch=1, sequence=16))
+    train = SimpleNamespace(micro_batch=1, global_batch=1, sequence=16, init_from="", init_map="")
+    config = SimpleNamespace(parallel=parallel, train=train)
     assert [problem.key for problem in fakes.make(MoE, **values).check_config(config)] == [key]
 
 

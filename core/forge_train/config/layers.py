@@ -177,6 +177,11 @@ class Request:
     brought: tuple[str, ...] = ()
     """Plugins whose sections are among `sections`; `without` leaves one out with its section."""
 
+    @classmethod
+    def loaded(cls, fields: Mapping[str, Any]) -> Request:
+        """One that went through JSON."""
+        return cls(**{name: tuple(one) if isinstance(one, list) else one for name, one in fields.items()})
+
 
 @dataclass(frozen=True)
 class Layered:

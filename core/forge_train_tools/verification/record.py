@@ -26,8 +26,7 @@ W = TypeVar("W", bound=Watched)
 
 def worker(request: dict[str, Any], steps: int, folder: str) -> dict[str, Any]:
     """What each process of a layout does."""
-    lists = {name: tuple(request[name]) for name in ("plugins", "without", "set", "brought")}
-    setup = resolve(Request(**{**request, **lists}), world=World.here().size)
+    setup = resolve(Request.loaded(request), world=World.here().size)
     leave(setup, steps, Path(folder))
     return {"code": 0}
 

@@ -18,8 +18,8 @@ def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
     experts, parallel, train = config.experts, run.parallel, run.train
     if config.top_k > experts:
         yield Problem("moe.top_k", f"a token can't choose {config.top_k} of {experts} experts (moe.experts).")
-    from_nothing = not train.init_from  # trained weights were trained by one rule, and compute by no other
-    if config.top_k == 1 and config.normalise and config.router != "expert_choice" and from_nothing:
+    as_trained = train.init_from and not train.init_map  # an imported model computes by the rule it was trained by
+    if config.top_k == 1 and config.normalise and config.router != "expert_choice" and not as_trained:
         yield Problem(
             "moe.normalise",
             "with top_k = 1 the weight would always be 1, and the router learn nothing; set it to false.",
