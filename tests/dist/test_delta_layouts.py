@@ -34,6 +34,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "cp2, all layers": (("cp", "fsdp2"), {**CP, "delta_net.layers": []}),
     "tp2 × cp2, packed": (("tp", "cp", "fsdp2"), {**CP, **PACKED, "parallel.tp": 2, "delta_net.k_heads": 4}),
     "ep2": (("moe", "ep", "fsdp2"), EXPERTS),
+    "compiled": (("fsdp2", "compile"), {"compile.backend": "aot_eager", **PACKED, "decoder.layers": 2}),
 }
 
 

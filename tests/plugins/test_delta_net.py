@@ -212,6 +212,17 @@ def test_recomputation_changes_no_gradient_and_keeps_less() -> None:
     assert kept[0] < kept[1] / 2
 
 
+def test_compiled_for_any_size_it_has_the_same_gradients() -> None:
+    attention = module(recompute=False, convolution=2)
+    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    found = []
+    for one in (attention, torch.compile(attention, backend="aot_eager", dynamic=True)):
+        out = one(x)
+        found.append((out, *torch.autograd.grad(out.square().sum(), [x, *attention.parameters()])))
+    for mine, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_optimizers_of_matrices_leave_convolutions_and_decays_alone() -> None:
     attention = module()
     names = hidden_matrices(fakes.part_model(attention))

@@ -51,7 +51,7 @@ class DeltaCache:
         self.state: Tensor | None = None
         """`[batch, heads, k_dim, v_dim]` in fp32."""
         self.tails: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
-        """`[batch, taps - 1, features]` of queries, keys and values."""
+        """`[batch, taps - 1, heads, features]` of queries, keys and values."""
 
     def expect(self, batch: int, positions: int) -> None:
         """Make sure that these positions fit.
@@ -67,10 +67,10 @@ class DeltaCache:
 
 
 class ShortConvolution(nn.Module):
-    """A depthwise causal convolution over a few tokens, then SiLU: `[batch, sequence, features]` → the same.
+    """A depthwise causal convolution over a few tokens, then SiLU: `[batch, sequence, heads, head_dim]` → the same.
 
     Args:
-        features: their number.
+        features: their number, of all heads.
         taps: kernel size: a token, and those before it.
         name: name of the parameter in this model, so that each has its own initial values.
         head_dim: features that tensor parallelism keeps together.
@@ -92,8 +92,8 @@ class ShortConvolution(nn.Module):
         """In fp32 at least.
 
         Args:
-            x: `[batch, sequence, features]`, of this part.
-            tail: the inputs before, `[batch, taps - 1, features]`; zeros by default.
+            x: `[batch, sequence, heads, head_dim]`, of this part.
+            tail: the inputs before, `[batch, taps - 1, heads, head_dim]`; zeros by default.
             document_ids: `[batch, sequence]`: each document begins after zeros, but the first after `tail`.
             part: whose weights.
 
@@ -102,21 +102,23 @@ class ShortConvolution(nn.Module):
         """
         length, before = x.shape[1], self.taps - 1
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        weight = of_part(local(self.weight), part)[:, 0].to(x.dtype)
-        x = F.pad(x, (0, 0, before, 0)) if tail is None else torch.cat((tail, x), 1)
+        # The weight takes the shape of heads, not the input that of features: its gradient has the strides of the rule's
+        # axes, and a compiled backward pass fails where it makes a view of that (torch 2.13).
+        weight = torch.unflatten(of_part(local(self.weight), part)[:, 0].to(x.dtype), 0, (-1, self.head_dim))
+        x = F.pad(x, (0, 0, 0, 0, before, 0)) if tail is None else torch.cat((tail, x), 1)
         ids = None
         if document_ids is not None:
             ids = torch.cat((document_ids[:, :1].expand(-1, before), document_ids), 1)
-        found = x[:, before:] * weight[:, -1]
+        found = x[:, before:] * weight[..., -1]
         for back in range(1, self.taps):
             earlier = x[:, before - back : before - back + length]
             if ids is not None:
                 same = ids[:, before - back : before - back + length] == ids[:, before:]
-                earlier = torch.where(same[..., None], earlier, 0.0)
-            found = torch.addcmul(found, earlier, weight[:, -1 - back])
+                earlier = torch.where(same[..., None, None], earlier, 0.0)
+            found = torch.addcmul(found, earlier, weight[..., -1 - back])
         tail = x[:, length:]
         if ids is not None:
-            tail = torch.where((ids[:, length:] == ids[:, -1:])[..., None], tail, 0.0)
+            tail = torch.where((ids[:, length:] == ids[:, -1:])[..., None, None], tail, 0.0)
         return F.silu(found), tail
 
     def extra_repr(self) -> str:
@@ -250,8 +252,8 @@ class GatedDeltaNet(nn.Module):
         tails = (None, None, None) if cache is None else cache.tails
         state = None if cache is None else cache.state
         convolutions = zip((self.q_conv, self.k_conv, self.v_conv), inputs[:3], tails, strict=True)
-        pairs = [one(x.flatten(2), tail, document_ids, part) for one, x, tail in convolutions]
-        q, k, v = (torch.unflatten(one, -1, like.shape[2:]) for (one, _), like in zip(pairs, inputs[:3], strict=True))
+        pairs = [one(x, tail, document_ids, part) for one, x, tail in convolutions]
+        q, k, v = (one for one, _ in pairs)
         q, k = unit(q) * self.sizes.k_dim**-0.5, unit(k)
         g, strength = self.decay(alpha, part), beta.to(q.dtype).sigmoid()
         if state is not None and v.shape[1] == 1:
