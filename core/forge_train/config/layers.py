@@ -180,7 +180,8 @@ class Request:
     @classmethod
     def loaded(cls, fields: Mapping[str, Any]) -> Request:
         """One that went through JSON."""
-        return cls(**{name: tuple(one) if isinstance(one, list) else one for name, one in fields.items()})
+        values: Any = {name: tuple(one) if isinstance(one, list) else one for name, one in fields.items()}
+        return cls(**values)
 
 
 @dataclass(frozen=True)
