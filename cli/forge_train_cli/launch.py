@@ -74,7 +74,7 @@ def slurm(
     named = () if name is None else (f"run.name={name}",)
     wanted = hugging_face(dataclasses.replace(request, set=(*request.set, *named)), run_dir)
     config = resolve(wanted, world=nodes * nproc).config
-    name = config.run.name or config.source
+    name = config.run.name or Path(request.model_from).name or config.source
     job = cluster.SlurmJob(
         name=name,
         nodes=nodes,

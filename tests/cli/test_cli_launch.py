@@ -69,9 +69,10 @@ def test_the_script_of_a_folder(forge: Forge, folder: Path) -> None:
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(**shape, vocab_size=300)).save_pretrained(folder / "hf")
     values = ("-s", f"text.path={folder / 'tiny.toml'}", "-s", "train.global_batch=4", "-s", "train.micro_batch=1")
-    forge("launch", "slurm", "--from", "hf", *ASKED, *values, "--name", "tuned")
-    text = (folder / "tuned.sbatch").read_text(encoding="utf-8")
+    forge("launch", "slurm", "--from", "hf", *ASKED, *values)
+    text = (folder / "hf.sbatch").read_text(encoding="utf-8")
     assert f"forge_train_cli train --from {folder / 'hf'} --plugins signals --set text.path=" in text
+    assert " --name hf || code=$?\n" in text
 
 
 def test_gpus(forge: Forge, folder: Path) -> None:

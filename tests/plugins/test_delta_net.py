@@ -212,6 +212,7 @@ def test_recomputation_changes_no_gradient_and_keeps_less() -> None:
     assert kept[0] < kept[1] / 2
 
 
+@pytest.mark.slow
 def test_compiled_for_any_size_it_has_the_same_gradients() -> None:
     attention = module(recompute=False, convolution=2)
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)

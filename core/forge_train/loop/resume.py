@@ -219,6 +219,13 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
         log.warning(
             "train.steps was %s and is %s: the learning-rate schedule is laid over the new length.", then, job.steps
         )
+    base, other = saved["config"].get("train.init_from"), job.config.train.init_from
+    if base and other and Path(base) != Path(other) and not job.config.checkpoint.only and not silent:
+        log.warning(
+            "train.init_from was %s and is %s: the run goes on from its checkpoint, and takes no weights from there.",
+            base,
+            other,
+        )
     unused = [name for name in allowed if not any(t.startswith((f"{name}:", f"{name}.")) for t in changes)]
     if unused:
         log.info("checkpoint.allow_changes names %s, which did not change.", ", ".join(sorted(unused)))

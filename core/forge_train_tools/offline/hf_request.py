@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.config.layers import Request
+from forge_train.contract.attention import KernelCapabilities
 from forge_train.contract.hooks import Hooks
 from forge_train.contract.protocols import HFModel
 from forge_train.ground.errors import ConfigError, ForgeError, describe, nearest
+from forge_train.registry import kernels
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import resolve
 from forge_train.storage import model_files
@@ -59,7 +61,24 @@ def bring(folder: Folder, request: Request) -> tuple[Request, HFModel]:
     if (folder.path / TOKENIZER).is_file() and (place := model_files.option(hooks)):
         sections[place[0]] = {**sections.get(place[0], {}), place[1]: str(folder.path.absolute())}
     more = tuple(name for name in layout.sections if name not in hooks.enabled)
-    return dataclasses.replace(request, sections=sections, brought=more), layout
+    request = dataclasses.replace(request, sections=sections, brought=more)
+    return dataclasses.replace(request, brought=(*more, *_kernel(request))), layout
+
+
+def _kernel(request: Request) -> tuple[str, ...]:
+    """A kernel that can do what the model asks for, where the default one can't and nobody named another."""
+    setup = resolve(request, training=False)
+    name, asked = setup.hooks.provider(kernels.SLOT), [one for _, one in setup.hooks.kernel_needs(setup.config)]
+    if name is None or name not in setup.config.defaults.values():
+        return ()
+
+    def able(kernel: KernelCapabilities | None) -> bool:
+        return kernel is not None and not any(True for one in asked for _ in kernel.lacks(one))
+
+    if able(setup.hooks.enabled[name].cls.kernel_capabilities):
+        return ()
+    others = sorted(one.name for one in discover() if able(one.kernel_capabilities) and one.name not in request.without)
+    return tuple(others[:1])
 
 
 def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:

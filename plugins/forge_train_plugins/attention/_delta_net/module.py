@@ -102,8 +102,8 @@ class ShortConvolution(nn.Module):
         """
         length, before = x.shape[1], self.taps - 1
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        # The weight takes the shape of heads, not the input that of features: the gradient has the strides of the
-        # rule's axes, and a compiled backward pass fails where it makes a view of that (torch 2.13).
+        # Inputs keep the axis of heads: the gradient has the strides of the rule's axes, and a compiled backward pass
+        # for any size makes a view of it where its last two axes were one here, which fails (torch 2.13).
         weight = torch.unflatten(of_part(local(self.weight), part)[:, 0].to(x.dtype), 0, (-1, self.head_dim))
         x = F.pad(x, (0, 0, 0, 0, before, 0)) if tail is None else torch.cat((tail, x), 1)
         ids = None

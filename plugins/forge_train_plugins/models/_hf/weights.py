@@ -141,7 +141,7 @@ class Stored:
             elif self._folder.tensors[found].shape != tuple(parameter.shape):
                 wrong.append(f"{name}: {[*self._folder.tensors[found].shape]} in the file, {[*parameter.shape]} here")
             else:
-                self._names[name] = found
+                self._names |= dict.fromkeys(same[name], found)  # a part of a pipeline may have one of them alone
         known = {one for n in (*same, *files.values()) for one in (n, n.removeprefix(f"{base}."))}
         buffers = {one for n, _ in model.named_buffers() for one in (n, n.removeprefix(f"{base}."))}
         for name in sorted(self._folder.tensors.keys() - known - buffers):
