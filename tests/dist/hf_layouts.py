@@ -24,10 +24,10 @@ LAYOUTS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Mapping[str, Any]]]] =
     "ep2, zero1, ac": (("ep", "zero1", "ac"), {"parallel": {"ep": 2}, "ac": {"mode": "full"}}),
     "ep3": (("ep",), {"parallel": {"ep": 3}, "train": {"global_batch": 6}}),
     "ep2×dp2": (("ep",), {"parallel": {"ep": 2}, "train": {"micro_batch": 1}}),
-    "ep2×tp2": (("ep", "tp"), {"parallel": {"ep": 2, "tp": 2}}),
-    "ep2×pp2": (("ep", "pp"), {"parallel": {"ep": 2, "pp": 2}, "train": {"micro_batch": 1}}),
 }
-"""Name → plugins and sections, on two ranks or, of two axes, on four."""
+"""Name → plugins and sections, on two ranks, on three or, of two axes, on four."""
+SPREAD = frozenset({"olmoe"})
+"""Types whose class declares a plan of expert parallelism."""
 PLANNED = frozenset(
     {"arcee", "cohere", "cohere2", "exaone4", "glm", "gpt_neox", "helium", "nemotron", "phi", "starcoder2"}
 )
@@ -83,6 +83,7 @@ def product() -> Iterator[Foreign]:
         isolates = kind not in hf_models.JOINED
         for layout in LAYOUTS:
             planned = (kind in PLANNED or "tp" not in layout) and (kind in CUT or "pp" not in layout)
+            planned = planned and (kind in SPREAD or "ep" not in layout) and layout != "ep3"  # of 4 experts
             kernel = kind not in hf_models.OWN_ATTENTION or layout != "cp2"
             if planned and kernel:
                 yield from (
