@@ -20,8 +20,14 @@ LAYOUTS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Mapping[str, Any]]]] =
     "pp2, zbv, ac": (("pp", "ac"), {"parallel": {"pp": 2}, "pp": {"schedule": "zbv"}, **HALVES}),
     "pp2×dp2": (("pp", "fsdp2"), {"parallel": {"pp": 2}, "train": {"micro_batch": 1}}),
     "pp2×tp2": (("pp", "tp"), {"parallel": {"pp": 2, "tp": 2}, **HALVES}),
+    "ep2": (("ep",), {"parallel": {"ep": 2}}),
+    "ep2, zero1, ac": (("ep", "zero1", "ac"), {"parallel": {"ep": 2}, "ac": {"mode": "full"}}),
+    "ep3": (("ep",), {"parallel": {"ep": 3}, "train": {"global_batch": 6}}),
+    "ep2×dp2": (("ep",), {"parallel": {"ep": 2}, "train": {"micro_batch": 1}}),
 }
-"""Name → plugins and sections, on two ranks or, of two axes, on four."""
+"""Name → plugins and sections, on two ranks, on three or, of two axes, on four."""
+SPREAD = frozenset({"olmoe"})
+"""Types whose class declares a plan of expert parallelism."""
 PLANNED = frozenset(
     {"arcee", "cohere", "cohere2", "exaone4", "glm", "gpt_neox", "helium", "nemotron", "phi", "starcoder2"}
 )
@@ -42,7 +48,7 @@ class Foreign:
 
     @property
     def world(self) -> int:
-        return 4 if "×" in self.layout else 2
+        return 3 if "ep3" in self.layout else 4 if "×" in self.layout else 2
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.layout}{', documents' if self.documents else ''}"
@@ -57,8 +63,10 @@ class Foreign:
         return self._request(plugins, more)
 
     def reference(self, file: Path | None = None) -> Request:
-        """The same on one process."""
-        return self._request((), {})
+        """The same on one process. Experts go through the same transport, which decides what they are given."""
+        plugins, more = LAYOUTS[self.layout]
+        batch = {key: one for key, one in more.get("train", {}).items() if key == "global_batch"}
+        return self._request(tuple({"ep"} & {*plugins}), {"train": batch})
 
     def _request(self, plugins: tuple[str, ...], more: Mapping[str, Mapping[str, Any]]) -> Request:
         train = {"global_batch": 4, **more.get("train", {})}
@@ -75,6 +83,7 @@ def product() -> Iterator[Foreign]:
         isolates = kind not in hf_models.JOINED
         for layout in LAYOUTS:
             planned = (kind in PLANNED or "tp" not in layout) and (kind in CUT or "pp" not in layout)
+            planned = planned and (kind in SPREAD or "ep" not in layout) and layout != "ep3"  # of 4 experts
             kernel = kind not in hf_models.OWN_ATTENTION or layout != "cp2"
             if planned and kernel:
                 yield from (

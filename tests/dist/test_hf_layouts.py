@@ -16,6 +16,8 @@ from hf_layouts import LAYOUTS, Foreign
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.dist]
 TIED = (("tie_word_embeddings", True),)
+SPARSE = (("num_experts", 16), ("num_experts_per_tok", 1))
+"""Some experts are given no token."""
 CASES = [
     Foreign("gpt_neox", "dp2", documents=True),
     Foreign("mamba", "dp2"),
@@ -26,6 +28,10 @@ CASES = [
     Foreign("cohere2", "pp2, zbv, ac"),
     Foreign("glm", "pp2×dp2", documents=True),
     Foreign("cohere", "pp2×tp2", changes=TIED),
+    Foreign("olmoe", "ep2", documents=True, changes=SPARSE),
+    Foreign("olmoe", "ep2, zero1, ac"),
+    Foreign("olmoe", "ep3", changes=(("num_experts", 6),)),
+    Foreign("olmoe", "ep2×dp2"),
 ]
 
 
@@ -41,13 +47,15 @@ def test_a_layout_agrees(verify: Verifier, case: Foreign) -> None:
     [
         ("bloom", "tp2", "BloomModel of transformers declares no base_model_tp_plan"),
         ("mamba", "cp2", "shows no attention kernel"),
+        ("cohere", "ep2", "CohereModel of transformers declares no base_model_ep_plan; set parallel.ep = 1"),
+        ("olmoe", "ep3", "parallel.ep = 3 does not divide the 4 experts"),
         ("bloom", "pp2", "BloomModel of transformers declares no base_model_pp_plan; set parallel.pp = 1"),
     ],
 )
 def test_what_a_class_does_not_declare_is_named(verify: Verifier, kind: str, layout: str, text: str) -> None:
     case = Foreign(kind, layout)
     with pytest.raises(ConfigError, match=text):
-        verify(case.request(), 2, steps=1)
+        verify(case.request(), case.world, steps=1)
 
 
 @pytest.mark.accept("families", 3)

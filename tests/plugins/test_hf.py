@@ -53,6 +53,16 @@ def test_gradients_are_those_of_the_class_run_by_hand(tmp_path: Path, kind: str)
     assert_equal(run(model, inputs, labels), hf_models.gradients(hf_models.by_hand(model), inputs, labels))
 
 
+@pytest.mark.accept("families", 2)
+@pytest.mark.parametrize("experts", [4, 16])
+def test_experts_that_rows_are_brought_to_compute_what_the_class_does(tmp_path: Path, experts: int) -> None:
+    changes = {**hf_models.MODELS["olmoe"], "num_experts": experts}
+    _, model = hf_models.composed(tmp_path, "olmoe", plugins=("ep",), changes=changes)
+    assert any(hasattr(module, "transport") for module in model.parts[0].modules())
+    inputs, labels = tokens(), tokens(seed=1)
+    assert_equal(run(model, inputs, labels), hf_models.gradients(hf_models.by_hand(model), inputs, labels))
+
+
 WINDOW = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 EXPERTS = {
     "num_experts": 4,

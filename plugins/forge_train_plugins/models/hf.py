@@ -19,10 +19,10 @@ class HF(Plugin):
     """Any causal language model of `transformers`, built from its configuration by the library's own class.
 
     The class's own declarations decide which layouts work: `_no_split_modules` names the units, `base_model_tp_plan` is
-    the plan for tensor parallelism, and `base_model_pp_plan` names the stages of a pipeline. If a class uses the
-    library's attention interface, the run's attention kernel computes its attention: it keeps documents apart and works
-    with `cp`. Other classes compute attention themselves. The heads of `classify`, `token_classify`, `embed` and
-    `reward` take the place of the class's own.
+    the plan for tensor parallelism, `base_model_pp_plan` names the stages of a pipeline, and `base_model_ep_plan` the
+    experts that `ep` spreads over ranks. If a class uses the library's attention interface, the run's attention kernel
+    computes its attention: it keeps documents apart and works with `cp`. Other classes compute attention themselves.
+    The heads of `classify`, `token_classify`, `embed` and `reward` take the place of the class's own.
     """
 
     api = (1, 0)

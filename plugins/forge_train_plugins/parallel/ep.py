@@ -18,6 +18,7 @@ class ExpertParallel(Plugin):
     api = (1, 0)
     layout = True
     provides = ("ep",)
+    requires = ("token_dispatch",)
     per_unit = True
     example = ("plugins=moe",)
 

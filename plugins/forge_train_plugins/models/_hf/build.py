@@ -14,7 +14,7 @@ from forge_train.ground.errors import describe
 from forge_train.ground.present import few
 from forge_train.nn import Dropout
 
-from . import attention, stages
+from . import attention, experts, stages
 from .config import model_class
 from .head import head_of
 from .model import CausalLM, Facts, no_documents
@@ -65,6 +65,7 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
             raise ConfigError(f"{no_documents(name)} {who[0].upper()}{who[1:]}.")
     if asked is not None and kernel:
         attention.take(model, job.hooks.attention_kernel(), asked)
+    experts.take(inner, job)
     drawn = Drawn(type(config).from_dict(config.to_dict()), units)
     given = job.hooks.gives("head") if job.hooks.provider("head") else "token_logits"
     text = config.get_text_config()
