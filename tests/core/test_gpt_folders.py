@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +108,17 @@ def test_gpt2_as_first_published(tmp_path: Path) -> None:
     masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 128, 128).tril() for layer in range(2)}
     save_file(bare | masks, file, {"format": "pt"})
     with pytest.raises(ConfigError, match=r"without dropout of attention weights; .*: auto, eager; enable one"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "start")
-    dry = ("decoder.attention_dropout=0",)
-    import_checkpoint(tmp_path / "hf", tmp_path / "start", settings=dry)
+        import_checkpoint(tmp_path / "hf", tmp_path / "start", plugins=("sdpa",))
+    for name, settings in (("dry", ("decoder.attention_dropout=0",)), ("start", ())):
+        import_checkpoint(tmp_path / "hf", tmp_path / name, settings=settings)
+        written = tomllib.loads((tmp_path / name / "config.toml").read_text(encoding="utf-8"))
+        assert ("auto" in written["plugins"]) == (not settings)
     _, ours = logits(tmp_path / "start", TOKENS)
     assert (ours - reference(TOKENS).logits).abs().max() <= 1e-5
     del bare["h.1.mlp.c_fc.weight"]
     save_file(bare, file, {"format": "pt"})
     with pytest.raises(ConfigError, match=r"h\.1\.mlp\.c_fc\.weight"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "again", settings=dry)
+        import_checkpoint(tmp_path / "hf", tmp_path / "again")
 
 
 def test_experts_in_mxfp4_become_weights(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def _kernel(request: Request) -> tuple[str, ...]:
     """A kernel that can do what the model asks for, where the default one can't and nobody named another."""
     setup = resolve(request, training=False)
     name, asked = setup.hooks.provider(kernels.SLOT), [one for _, one in setup.hooks.kernel_needs(setup.config)]
-    if name is None or name not in setup.config.defaults.values():
+    if name is None or name not in setup.config.defaults.values() or setup.hooks.enabled[name].named:
         return ()
 
     def able(kernel: KernelCapabilities | None) -> bool:
