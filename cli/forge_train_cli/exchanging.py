@@ -123,7 +123,7 @@ def import_(
         allow_extra=allow_extra,
         nproc=nproc or 1,
     )
-    _say(done, as_json, f"Train it further with: forge train {path / 'config.toml'} -s text.path=…")
+    _say(done, as_json, f"Train it further with: forge train {path / 'config.toml'} -s {done.data}=…")
 
 
 @click.command(short_help="Write a model in Hugging Face layout.")

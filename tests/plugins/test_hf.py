@@ -166,6 +166,19 @@ def test_weights_of_a_folder_are_the_first_ones(tmp_path: Path) -> None:
     assert all(one.equal(ours[name]) for name, one in loaded.state_dict().items())
 
 
+def test_each_name_of_a_shared_weight_is_in_the_folder(tmp_path: Path) -> None:
+    """A part of a pipeline has the head without the embedding."""
+    from forge_train_plugins.models._hf.weights import Stored
+
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**shape, vocab_size=32, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    stored = Stored(str(tmp_path), model, "model")
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert stored.parameter(name, 0).equal(model.lm_head.weight)
+
+
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     _, model = hf_models.composed(tmp_path, "cohere")
     theirs: Any = hf_models.by_hand(model)

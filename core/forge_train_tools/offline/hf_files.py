@@ -37,6 +37,8 @@ class Exchanged:
     files: tuple[str, ...]
     notes: tuple[str, ...] = ()
     """What the user should know."""
+    data: str = ""
+    """The option that names what an imported model is trained on."""
 
 
 def check_range(name: str, stored: Tensor, original: Callable[[], Tensor]) -> None:

@@ -121,7 +121,9 @@ def import_checkpoint(
         finally:
             shutil.rmtree(target.with_name(f".{target.name}.partial"), ignore_errors=True)
     files = tuple(sorted({entry.file.name for entry in made.folder.tensors.values()}))
-    return Exchanged(target, sum(tensor.numel() for tensor in made.weights.values()), files, made.notes)
+    return Exchanged(
+        target, sum(tensor.numel() for tensor in made.weights.values()), files, made.notes, _data(made.setup)
+    )
 
 
 @dataclass(frozen=True)
@@ -164,19 +166,22 @@ class _Import:
         head, left_out = new_head(job, layout), list[str]()
         may_lack = Patterns("--allow-missing", asked.allow_missing, head)
         may_exceed = Patterns("--allow-extra", asked.allow_extra)
+        extra: list[str] = []
         plan = hf_fit.plan(
             folder,
             layout,
             wanted,
             tied=tied_groups(*model.parts),
             missing=may_lack.take,
-            unexpected=may_exceed.take,
+            unexpected=noting(may_exceed, extra),
             ignored=noting(Patterns("", (), head), left_out),
         )
         may_lack.check(f"{folder.path} lacks")
         may_exceed.check(f"{folder.path} holds beside the model")
         drawn = [name for name in wanted if name not in plan.targets]
         notes = _tokenizer_notes(folder, job) if takes_file else ()
+        if extra:
+            notes = (f"{few(extra, 8)}: left out.", *notes)
         if left_out:
             notes = (f"{few(left_out, 8)}, of the folder's own head: left out.", *notes)
         if drawn:
@@ -258,10 +263,15 @@ def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list
         model_files.copy(found, scratch / model_files.FOLDER)
         beside.append(scratch / model_files.FOLDER)
     notes = comments_in(preset(PRESET)) | {("train", "init_from"): "the weights that were imported"}
-    text = f"# forge train {target.name}/{EDITABLE} -s text.path=YOUR_TEXT\n\n"
+    text = f"# forge train {target.name}/{EDITABLE} -s {_data(setup)}=YOUR_TEXT\n\n"
     beside[0].write_text(text + to_toml(config, setup.hooks, notes=notes), encoding="utf-8")
     write_json(beside[1], plugin_list(setup.hooks))
     return beside
+
+
+def _data(setup: Setup) -> str:
+    """The option that names what to train on."""
+    return f"{setup.hooks.provider('build_data') or 'text'}.path"
 
 
 def _tokenizer_notes(folder: Folder, job: Job) -> tuple[str, ...]:
