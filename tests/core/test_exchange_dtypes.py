@@ -95,6 +95,8 @@ def test_what_may_be_too_much_is_left_out(hf: Path, tmp_path: Path, capsys: pyte
     assert forge([*command, "*.other"]) == 2
     assert "model.critic.weight: no parameter takes it" in capsys.readouterr().err
     assert forge([*command, "*.critic.*"]) == 0
+    said = capsys.readouterr()
+    assert "model.critic.weight: left out." in said.out + said.err
     assert not [name for name in shapes(tmp_path / "start") if "critic" in name]
 
 
