@@ -65,7 +65,9 @@ def _members(cls: type) -> Iterator[str]:
     own = getattr(cls, "__annotations__", {})
     names += [name for name in own if name not in names and not name.startswith("_")]
     hints = {
-        name: hint for base in reversed(cls.__mro__) for name, hint in getattr(base, "__annotations__", {}).items()
+        name: getattr(hint, "__forward_arg__", hint)  # as NamedTuple keeps them
+        for base in reversed(cls.__mro__)
+        for name, hint in getattr(base, "__annotations__", {}).items()
     }
     if names:
         rows = [f"| `{name}` | `{_cell(hints.get(name, ''))}` | {_cell(docs.get(name, ''))} |" for name in names]
