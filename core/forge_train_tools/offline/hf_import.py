@@ -33,6 +33,7 @@ from forge_train.state_map.views import Stored
 from forge_train.storage import checkpoint, hf_fit, model_files
 from forge_train.storage.consolidated import Files
 from forge_train.storage.hf_folder import Folder
+from forge_train.storage.manifest import EDITABLE
 from forge_train.storage.model_files import TOKENIZER
 from forge_train.storage.run import plugin_list
 from forge_train.storage.tree import MODEL
@@ -41,9 +42,6 @@ from ..launching.launch import WorkerCommand, launch
 from .hf_files import Exchanged, check_range, comments_in
 from .hf_request import PRESET, bring
 from .opening import compose_meta, lone_job
-
-EDITABLE = "config.toml"
-"""What is meant to be edited in an imported checkpoint; everything else is sealed."""
 
 
 def import_checkpoint(

@@ -36,8 +36,7 @@ from .hf_files import (
     put_beside,
     special_tokens,
 )
-from .hf_import import EDITABLE as EDITABLE  # noqa: PLC0414  # what this module offers too
-from .hf_import import import_checkpoint as import_checkpoint  # noqa: PLC0414
+from .hf_import import import_checkpoint as import_checkpoint  # noqa: PLC0414  # what this module offers too
 from .opening import compose_meta, lone_job, setup_of
 
 # -- export -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from forge_train.config.layers import Request
 from forge_train.ground.errors import ConfigError
+from forge_train.storage.manifest import EDITABLE
 
 FOLDER = "imported"
 """Where the checkpoints lie, beside the runs."""
@@ -29,7 +30,7 @@ def imported(request: Request, run_dir: Path, told: Callable[[str], None]) -> Re
     Raises:
         ConfigError: see `import_checkpoint`; or the checkpoint can't be written.
     """
-    from .huggingface import EDITABLE, import_checkpoint
+    from .hf_import import import_checkpoint
 
     source = Path(request.config).resolve()
     stamps = [
