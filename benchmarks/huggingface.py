@@ -25,7 +25,7 @@ WIDTH, LAYERS, VOCABULARY, SHARD = 1536, 12, 32_000, 5 * 10**9
 TINY = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "vocab_size": 300}
 SPOKEN = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "vocab_size": 2000}
 """The model that generates."""
-REPEATS, TOKENS = 3, 200
+REPEATS, TOKENS = 8, 200
 
 
 def write_model(folder: Path, **shape: int) -> None:

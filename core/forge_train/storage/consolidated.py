@@ -48,7 +48,8 @@ DTYPES: Mapping[torch.dtype, str] = {
 }
 """What a safetensors file can hold. Tensors of other dtypes stay in shards."""
 _PAGE = 4096
-"""NFS clients may write whole pages: the one with the header must not hold values of another rank."""
+"""Where values begin: whole pages are written in half the time, and NFS clients may write whole pages, so the one with
+the header must not hold values of another rank."""
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -81,7 +82,7 @@ class Files:
         places: dict[str, Place] = {}
         for number, names in enumerate(groups, 1):
             file = f"model-{number:05d}-of-{len(groups):05d}{ENDING}"
-            headers[file] = header({name.removeprefix(MODEL): held[name] for name in names}, align=_PAGE)
+            headers[file] = header({name.removeprefix(MODEL): held[name] for name in names})
             sizes[file] = len(headers[file])
             for name in names:
                 places[name] = Place(file, sizes[file], *held[name])
@@ -149,7 +150,9 @@ class Files:
             rank: number of the share; see `fill`.
             world: number of shares.
         """
-        return fill(folder, self.headers, self.places, lambda name: as_bytes(values(name)), rank=rank, world=world)
+        return fill(
+            folder, self.headers, self.places, lambda name: as_bytes(values(name)), rank=rank, world=world, hashed=True
+        )
 
     def write(self, folder: Path, items: Sequence[WriteItem], values: Callable[[WriteItem], Any]) -> None:
         """Write shards to their places, and flush them.
@@ -197,12 +200,11 @@ def cut(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return files
 
 
-def header(tensors: Shapes, *, align: int = 8) -> bytes:
-    """What a file begins with (https://github.com/huggingface/safetensors#format).
+def header(tensors: Shapes) -> bytes:
+    """What a file begins with (https://github.com/huggingface/safetensors#format), filled up to whole pages.
 
     Args:
         tensors: name → shape and dtype, in the order in which they lie in the file.
-        align: the number of returned bytes is a multiple of this.
     """
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -210,7 +212,7 @@ def header(tensors: Shapes, *, align: int = 8) -> bytes:
         start, end = end, end + size_of(shape, dtype)
         described[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = dumps(described).encode()
-    text += b" " * (-(len(text) + 8) % align)
+    text += b" " * (-(len(text) + 8) % _PAGE)
     return struct.pack("<Q", len(text)) + text
 
 

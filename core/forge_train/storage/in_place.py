@@ -72,6 +72,7 @@ def fill(
     *,
     rank: int = 0,
     world: int = 1,
+    hashed: bool = False,
 ) -> dict[str, str]:
     """Write one share of full tensors into files that are there with their headers, one at a time, and flush them.
 
@@ -82,15 +83,17 @@ def fill(
         values: gives the bytes of a tensor.
         rank: number of the share; all shares have about the same number of bytes, and each tensor is in one.
         world: number of shares.
+        hashed: whether to hash the files on their way.
 
     Returns:
-        The hashes of the files, where there is one share.
+        The hashes of the files, where they were asked for and there is one share.
     """
     total, begins = sum(place.bytes for place in places.values()), 0
     hashes: dict[str, str] = {}
     for file, head in headers.items():
-        handle, found = os.open(folder / file, os.O_WRONLY), digest.hasher()
-        found.update(memoryview(head))
+        handle, found = os.open(folder / file, os.O_WRONLY), digest.hasher() if hashed and world == 1 else None
+        if found:
+            found.update(memoryview(head))
         try:
             for name in (name for name, place in places.items() if place.file == file):
                 size = places[name].bytes
@@ -100,8 +103,9 @@ def fill(
             os.fsync(handle)
         finally:
             os.close(handle)
-        hashes[file] = found.hexdigest()
-    return hashes if world == 1 else {}
+        if found:
+            hashes[file] = found.hexdigest()
+    return hashes
 
 
 def write_at(handle: int, data: memoryview, offset: int, hashed: digest.Hasher | None = None) -> None:
