@@ -65,7 +65,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def bring_in(source: Path, target: Path) -> None:
-    from forge_train_tools.offline.huggingface import import_checkpoint
+    from forge_train_tools.offline.hf_import import import_checkpoint
 
     import_checkpoint(source, target)
 

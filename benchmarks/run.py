@@ -146,20 +146,17 @@ def loss() -> list[Row]:
 
 
 def text() -> list[Row]:
-    from types import SimpleNamespace
-
     import torch
 
-    from forge_train_plugins.data.text import Text
+    from forge_train.config.layers import Request
+    from forge_train.registry.setup import resolve
+    from forge_train_tools.offline.opening import lone_job
 
     torch.set_num_threads(1)
-    job = SimpleNamespace(
-        config=SimpleNamespace(train=SimpleNamespace(micro_batch=8, sequence=512)),
-        dist=SimpleNamespace(data_rank=0, data_ranks=1),
-        seed=0,
-        device=torch.device("cpu"),
-    )
-    loader = Text(Text.Config()).build_data(job, "train")
+    request = Request(config="quickstart", set=("train.micro_batch=8", "train.sequence=512"))
+    with tempfile.TemporaryDirectory() as folder:
+        job = lone_job(resolve(request), Path(folder), "cpu")
+        loader = iter(job.hooks.build_data("train"))
     for _ in range(20):
         next(loader)
     rate = 0.0

@@ -15,7 +15,8 @@ from forge_train.composition.initialise import declared_init, fill
 from forge_train.storage.checkpoint import shapes
 from forge_train_cli.app import run as forge
 from forge_train_tools.offline.hf_files import TensorFiles
-from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
+from forge_train_tools.offline.hf_import import import_checkpoint
+from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model
 
 transformers = pytest.importorskip("transformers")

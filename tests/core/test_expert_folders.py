@@ -14,7 +14,8 @@ import tiny_models
 from expert_models import DEEPSEEK, GROUPS, MIXTRAL, OLMOE, QWEN
 from forge_train import ConfigError
 from forge_train_cli.app import run as forge
-from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
+from forge_train_tools.offline.hf_import import import_checkpoint
+from forge_train_tools.offline.huggingface import export_checkpoint
 from test_huggingface import SHAPE, TOKENS, load, logits
 
 transformers = pytest.importorskip("transformers")

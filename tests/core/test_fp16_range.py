@@ -10,7 +10,7 @@ import torch
 import chat_model
 from forge_train import ConfigError
 from forge_train_tools.offline.hf_files import TensorFiles
-from forge_train_tools.offline.huggingface import import_checkpoint
+from forge_train_tools.offline.hf_import import import_checkpoint
 
 
 def test_numbers_beyond_fp16_are_refused_by_name(tmp_path: Path) -> None:

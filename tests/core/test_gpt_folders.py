@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 import tiny_models
 from forge_train import ConfigError
 from forge_train_cli.app import run as forge
-from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
+from forge_train_tools.offline.hf_import import import_checkpoint
+from forge_train_tools.offline.huggingface import export_checkpoint
 from test_huggingface import TOKENS, load, logits
 
 transformers = pytest.importorskip("transformers")
@@ -73,8 +74,7 @@ def test_folders_of_fused_layouts_are_imported_trained_and_exported(case: str, t
     reference.save_pretrained(tmp_path / "hf", **saving)
     assert (len([*(tmp_path / "hf").glob("*.safetensors")]) > 1) is bool(saving)
     start, runs = tmp_path / "start", tmp_path / "runs"
-    plugins = ["-p", "flex"] if "oss" in case else []
-    assert forge(["checkpoint", "import", str(tmp_path / "hf"), str(start), *plugins]) == 0
+    assert forge(["checkpoint", "import", str(tmp_path / "hf"), str(start)]) == 0
     _, ours = logits(start, TOKENS)
     assert (ours - reference(TOKENS).logits).abs().max() <= 1e-5
     text = tiny_models.text_file(tmp_path)
@@ -92,7 +92,7 @@ def test_folders_of_fused_layouts_are_imported_trained_and_exported(case: str, t
 def test_narrow_fused_layouts_come_back_bit_for_bit(case: str, tmp_path: Path) -> None:
     name, values, _ = CASES[case]
     random_model(name, values).bfloat16().save_pretrained(tmp_path / "hf")
-    import_checkpoint(tmp_path / "hf", tmp_path / "start", plugins=("flex",))
+    import_checkpoint(tmp_path / "hf", tmp_path / "start")
     export_checkpoint(tmp_path / "start", tmp_path / "back", dtype=torch.bfloat16)
     first, second = (load_file(tmp_path / one / "model.safetensors") for one in ("hf", "back"))
     assert first.keys() == second.keys()
@@ -140,7 +140,7 @@ def test_experts_in_mxfp4_become_weights(tmp_path: Path) -> None:
     table = json.loads((tmp_path / "hf" / "config.json").read_text())
     how = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**table, "quantization_config": how}))
-    import_checkpoint(tmp_path / "hf", tmp_path / "start", plugins=("flex",))
+    import_checkpoint(tmp_path / "hf", tmp_path / "start")
     _, ours = logits(tmp_path / "start", TOKENS)
     expected = reference(TOKENS).logits.detach()
     assert (ours - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))

@@ -22,7 +22,8 @@ from forge_train.state_map import Rename
 from forge_train.storage.checkpoint import check, shapes
 from forge_train_cli.app import run as forge
 from forge_train_plugins.models.decoder import Decoder
-from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
+from forge_train_tools.offline.hf_import import import_checkpoint
+from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model
 
 transformers = pytest.importorskip("transformers")
@@ -131,7 +132,7 @@ def test_a_family_that_the_kernel_cannot_compute_is_told_with_the_kernels_that_c
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     random_model("Gemma2", **GEMMA).save_pretrained(tmp_path / "hf")
-    assert forge(["checkpoint", "import", str(tmp_path / "hf"), str(tmp_path / "start")]) == 2
+    assert forge(["checkpoint", "import", str(tmp_path / "hf"), str(tmp_path / "start"), "-p", "sdpa"]) == 2
     told = capsys.readouterr().err
     assert "without soft caps" in told
     assert "Installed kernels that have it: auto, eager, flex" in told

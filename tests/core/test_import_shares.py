@@ -18,8 +18,7 @@ from forge_train import ConfigError
 from forge_train.storage import digest
 from forge_train.storage.hf_folder import Folder
 from forge_train.storage.seal import check
-from forge_train_tools.offline.hf_import import _Asked, _Import
-from forge_train_tools.offline.huggingface import import_checkpoint
+from forge_train_tools.offline.hf_import import _Asked, _Import, import_checkpoint
 
 pytestmark = pytest.mark.unit
 

@@ -18,7 +18,8 @@ from forge_train.engine import train
 from forge_train.registry.setup import resolve
 from forge_train.storage.checkpoint import check
 from forge_train_cli.app import run as forge
-from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
+from forge_train_tools.offline.hf_import import import_checkpoint
+from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model
 
 transformers = pytest.importorskip("transformers")

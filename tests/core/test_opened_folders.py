@@ -15,7 +15,7 @@ from forge_train import ConfigError
 from forge_train.storage.hf_folder import Folder
 from forge_train_plugins.models.decoder import Decoder
 from forge_train_tools.offline.convert import convert_folder
-from forge_train_tools.offline.huggingface import import_checkpoint
+from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.opening import open_model
 from test_huggingface import SHAPE
 

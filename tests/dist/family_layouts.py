@@ -79,8 +79,6 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Family → its class in transformers, and keys of its configuration."""
 EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss")
-CAPPED = ("gemma2", "gpt_oss")
-"""Families whose attention needs a kernel with soft caps, or with sinks."""
 LAYOUTS: Mapping[str, tuple[int, tuple[str, ...], Mapping[str, Any]]] = {
     "tp2×dp2": (4, ("tp", "fsdp2"), {"parallel.tp": 2, "train.micro_batch": 3}),
     "pp2": (2, ("pp",), {"parallel.pp": 2, "train.micro_batch": 3}),
@@ -119,9 +117,8 @@ class Imported:
         return self._request(file, (), {"train.micro_batch": BATCH})
 
     def _request(self, file: Path, plugins: tuple[str, ...], settings: Mapping[str, Any]) -> Request:
-        kernel = ("flex",) if self.family in CAPPED else ()
         whole = {"train.global_batch": BATCH, "train.steps": 3, **settings}
-        asked = compositions._request(file, (*kernel, *plugins), whole)
+        asked = compositions._request(file, plugins, whole)
         return starting_from(Request(asked.config, asked.plugins, set=asked.set, model_from=str(self._folder(file))))
 
     def _folder(self, file: Path) -> Path:

@@ -10,7 +10,8 @@ import torch
 
 from deepseek_cases import trained
 from forge_train.testing import Pool
-from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
+from forge_train_tools.offline.hf_import import import_checkpoint
+from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model
 
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from forge_train import ConfigError
 from forge_train.testing import Pool, RunForge
-from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
+from forge_train_tools.offline.hf_import import import_checkpoint
+from forge_train_tools.offline.huggingface import export_checkpoint
 from import_cases import started
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("families", "straight")]

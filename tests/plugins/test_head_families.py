@@ -19,7 +19,8 @@ from forge_train.state_map import Rename
 from forge_train.storage import hf_fit
 from forge_train.storage.hf_folder import Folder, fill
 from forge_train_plugins.models._decoder import heads
-from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
+from forge_train_tools.offline.hf_import import import_checkpoint
+from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import lone_job
 
 transformers = pytest.importorskip("transformers")

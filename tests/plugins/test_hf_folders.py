@@ -17,8 +17,9 @@ from forge_train.registry.setup import resolve
 from forge_train.storage import checkpoint
 from forge_train.testing.runs import RunForge
 from forge_train_plugins.models._hf.files import imported
+from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.hf_request import starting_from
-from forge_train_tools.offline.huggingface import export_checkpoint, import_checkpoint
+from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import lone_job, open_model
 
 transformers = pytest.importorskip("transformers")

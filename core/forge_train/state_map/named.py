@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ..ground.errors import ConfigError, describe, nearest
 from ..ground.names import import_module, is_file, split
 
@@ -19,6 +21,8 @@ def named(spec: str, key: str) -> object:
     where, name = split(spec)
     if not name:
         raise ConfigError(f"{key}: {spec!r} names no object; write FILE.py:NAME or package.module:NAME.")
+    if is_file(spec) and not Path(where).is_file():
+        raise ConfigError(f"{key}: there is no file {where}.")
     try:
         module = import_module(spec)
     except (Exception, SystemExit) as error:  # whatever a stranger's module does while it is imported

@@ -1,4 +1,4 @@
-"""Weights from and to Hugging Face layout. Which model is how named there, plugins tell (`import_hf`, `export_hf`)."""
+"""Writes a model in Hugging Face layout. Which model is how named there, plugins tell (`export_hf`)."""
 
 from __future__ import annotations
 
@@ -36,10 +36,7 @@ from .hf_files import (
     put_beside,
     special_tokens,
 )
-from .hf_import import import_checkpoint as import_checkpoint  # noqa: PLC0414  # what this module offers too
 from .opening import compose_meta, lone_job, setup_of
-
-# -- export -------------------------------------------------------------------------------------------------------
 
 
 def export_checkpoint(

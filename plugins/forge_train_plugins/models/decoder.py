@@ -159,8 +159,8 @@ class Decoder(Plugin):
 
     @hookimpl
     def kernel_needs(self) -> KernelCapabilities:
-        """Asked of training runs only: evaluation and generation drop nothing."""
-        return KernelCapabilities(dropout=self.config.attention_dropout > 0)
+        asked = self.config
+        return KernelCapabilities(dropout=asked.attention_dropout > 0, soft_caps=asked.soft_cap > 0, sinks=asked.sinks)
 
     @hookimpl
     def build_model(self, job: Job) -> nn.Module:
