@@ -110,7 +110,7 @@ def import_(
     forge checkpoint import Qwen3-0.6B qwen
     forge train qwen/config.toml -s text.path=my-texts
     """
-    from forge_train_tools.offline.huggingface import import_checkpoint
+    from forge_train_tools.offline.hf_import import import_checkpoint
 
     done = import_checkpoint(
         hf_dir,
