@@ -158,17 +158,20 @@ def imported_trained_and_exported(
     for parameter, gradient in pairs:
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-5)
 
-    text = tiny_models.text_file(tmp_path)
+    trained_and_exported(start, ours)
+
+
+def trained_and_exported(start: Path, ours: Tensor) -> None:
+    """What three steps make of an imported model, whose logits those are, transformers computes too."""
+    text, runs, out = tiny_models.text_file(start.parent), start.parent / "runs", start.parent / "out"
     sets = [f"text.path={text}", "text.held_out=0", "train.steps=3", "train.global_batch=2", "train.micro_batch=2"]
-    sets += ["train.evaluate_every=0", "adamw.lr=1e-3"]
-    sets += [f"train.init_from={start}", f"text.cache={tmp_path / 'cache'}", "run.device=cpu"]
+    sets += ["train.evaluate_every=0", "adamw.lr=1e-3", f"text.cache={start.parent / 'cache'}", "run.device=cpu"]
     flags = [flag for one in sets for flag in ("-s", one)]
-    runs = tmp_path / "runs"
     assert forge(["train", str(start / "config.toml"), *flags, "--run-dir", str(runs), "--name", "r", "--quiet"]) == 0
-    assert forge(["checkpoint", "export", str(runs / "r"), str(tmp_path / "out")]) == 0
+    assert forge(["checkpoint", "export", str(runs / "r"), str(out)]) == 0
     _, tuned = logits(runs / "r", TOKENS)
     assert (tuned - ours).abs().max() > 1e-3, "three steps must have changed something"
-    assert (load(tmp_path / "out")(TOKENS).logits - tuned).abs().max() <= 1e-5
+    assert (load(out)(TOKENS).logits - tuned).abs().max() <= 1e-5
 
 
 def named_gradients(reference: Any, part: Any) -> list[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Random tiny models of transformers, and what forge makes of their `config.json`."""
+"""Random tiny models of transformers, what forge makes of their `config.json`, and whether both agree."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakes
@@ -20,6 +21,8 @@ from forge_train_plugins.models.decoder import Decoder, Rope
 
 HEADS = {"GPT2": "GPT2LMHeadModel"}
 """Classes that are not named like the others."""
+TOKENS = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(1))
+PROMPT = TOKENS[:1, :12]
 
 
 def theirs(transformers: Any, family: str, **values: Any) -> Any:
@@ -91,3 +94,53 @@ def copied(
         for name, parameter in parameters.items():
             parameter.copy_(values[name])
     return found, model
+
+
+# -- whether both agree -----------------------------------------------------------------------------------------------
+
+
+def agree(reference: nn.Module, kernel: type[Plugin] = SDPA) -> Any:
+    """Forge's model, whose logits and gradients are those of another one."""
+    found, model = copied(reference, kernel=kernel)
+    expected, logits = reference(TOKENS).logits, model.head(model(TOKENS))
+    assert (logits - expected).abs().max() <= 1e-5
+    for output in (expected, logits):
+        F.cross_entropy(output[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()).backward()
+    stored = reference.state_dict()
+    buffers = {name: one for name, one in reference.named_buffers() if name in stored}
+    gradients = mapped(found, {name: p.grad for name, p in reference.named_parameters()} | buffers)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-5)
+    return model
+
+
+@torch.no_grad()
+def generated(model: Any, ids: Tensor, count: int, *, cached: bool = True) -> Tensor:
+    """A prompt and the most likely tokens after it."""
+    cache, new = model.new_cache(1, ids.shape[1] + count) if cached else None, ids
+    for _ in range(count):
+        new = model.head(model(new if cached else ids, cache=cache)[:, -1:]).argmax(-1)
+        ids = torch.cat([ids, new], 1)
+    return ids
+
+
+def generates_the_same(reference: Any, kernel: type[Plugin] = SDPA, *, cached: bool = True, **options: Any) -> None:
+    """64 tokens, by both; `options` are those of transformers."""
+    expected = reference.generate(PROMPT, do_sample=False, max_new_tokens=64, min_new_tokens=64, **options)
+    assert torch.equal(generated(copied(reference, kernel=kernel)[1], PROMPT, 64, cached=cached), expected)
+
+
+def comes_back(transformers: Any, reference: nn.Module, kernel: type[Plugin] = SDPA) -> None:
+    """transformers builds the model of an exported description, and Forge understands it again."""
+    found, plugin, job = imported(saved_config(reference), kernel)
+    exported = plugin.export_hf(job)
+    assert exported.map == found.map
+    config = transformers.AutoConfig.for_model(**{**exported.config, "pad_token_id": None})
+    config._attn_implementation = "eager"
+    again = getattr(transformers, exported.config["architectures"][0])(config).eval()
+    assert type(again) is type(reference)
+    missing, unexpected = again.load_state_dict(reference.state_dict(), strict=False)
+    assert (missing, unexpected) == ([], [])
+    torch.testing.assert_close(again(TOKENS).logits, reference(TOKENS).logits)
+    reread = fakes.make(Decoder).import_hf(json.loads(json.dumps(exported.config)))
+    assert reread.sections == found.sections

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fakes
 from expert_models import DEEPSEEK, GROUPS, MIXTRAL, OLMOE, QWEN, YARN
 from forge_train import ConfigError
 from forge_train_plugins.models.decoder import Decoder
-from hf_families import copied, imported, mapped, saved_config, theirs
-from test_families import SHAPE, TOKENS, WINDOW, generated
+from hf_families import TOKENS, agree, copied, generates_the_same, imported, mapped, saved_config, theirs
+from test_families import SHAPE, WINDOW
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit
@@ -85,26 +84,13 @@ def reference_of(case: str) -> Any:
 @pytest.mark.accept("families", 1)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_with_experts_are_those_of_transformers(case: str) -> None:
-    reference = reference_of(case)
-    found, model = copied(reference)
-    expected, logits = reference(TOKENS).logits, model.head(model(TOKENS))
-    assert (logits - expected).abs().max() <= 1e-5
-    for output in (expected, logits):
-        F.cross_entropy(output[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()).backward()
-    buffers = [one for one in reference.named_buffers() if one[0] in reference.state_dict()]
-    gradients = mapped(found, {name: p.grad for name, p in reference.named_parameters()} | dict(buffers))
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-5)
+    agree(reference_of(case))
 
 
 @pytest.mark.accept("families", 1)
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_with_experts_are_those_of_transformers(case: str) -> None:
-    reference = reference_of(case)
-    _, model = copied(reference)
-    prompt = TOKENS[:1, :12]
-    expected = reference.generate(prompt, do_sample=False, max_new_tokens=64, min_new_tokens=64)
-    assert torch.equal(generated(model, prompt, 64), expected)
+    generates_the_same(reference_of(case))
 
 
 @pytest.mark.accept("families", 1)

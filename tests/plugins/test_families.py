@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import fakes
 from forge_train import ConfigError
@@ -20,7 +18,7 @@ from forge_train_plugins.attention.sdpa import SDPA
 from forge_train_plugins.models._decoder.families import FAMILIES
 from forge_train_plugins.models._decoder.families.family import COMMON
 from forge_train_plugins.models.decoder import Decoder, Rope
-from hf_families import copied, imported, mapped, saved_config, theirs
+from hf_families import TOKENS, agree, comes_back, copied, generates_the_same, theirs
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit
@@ -83,7 +81,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
     ),
 }  # fmt: skip
 """Family, configuration, and a kernel that can do what it needs."""
-TOKENS = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.accept("families", 1)
@@ -91,14 +88,7 @@ TOKENS = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(1
 def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
     family, values, kernel = CASES[case]
     reference = theirs(transformers, family, **{**SHAPE, **values})
-    found, model = copied(reference, kernel=kernel)
-    expected, logits = reference(TOKENS).logits, model.head(model(TOKENS))
-    assert (logits - expected).abs().max() <= 1e-5
-    for output in (expected, logits):
-        F.cross_entropy(output[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()).backward()
-    gradients = mapped(found, {name: p.grad for name, p in reference.named_parameters()})
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-5)
+    agree(reference, kernel)
 
 
 @pytest.mark.accept("families", 1)
@@ -106,19 +96,7 @@ def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
 def test_greedy_tokens_are_those_of_transformers_beyond_the_window(case: str) -> None:
     family, values, kernel = CASES[case]
     reference = theirs(transformers, family, **{**SHAPE, **values})
-    _, model = copied(reference, kernel=kernel)
-    prompt = TOKENS[:1, :12]
-    expected = reference.generate(prompt, do_sample=False, max_new_tokens=64, min_new_tokens=64)
-    assert torch.equal(generated(model, prompt, 64), expected)
-
-
-@torch.no_grad()
-def generated(model: Any, ids: Tensor, count: int) -> Tensor:
-    cache, new = model.new_cache(1, ids.shape[1] + count), ids
-    for _ in range(count):
-        new = model.head(model(new, cache=cache)[:, -1:]).argmax(-1)
-        ids = torch.cat([ids, new], 1)
-    return ids
+    generates_the_same(reference, kernel)
 
 
 @pytest.mark.accept("families", 1)
@@ -126,18 +104,7 @@ def generated(model: Any, ids: Tensor, count: int) -> Tensor:
 def test_transformers_reads_what_is_exported(case: str) -> None:
     family, values, kernel = CASES[case]
     reference = theirs(transformers, family, **{**SHAPE, **values})
-    found, plugin, job = imported(saved_config(reference), kernel)
-    exported = plugin.export_hf(job)
-    assert exported.map == found.map
-    config = transformers.AutoConfig.for_model(**{**exported.config, "pad_token_id": None})
-    config._attn_implementation = "eager"
-    again = getattr(transformers, exported.config["architectures"][0])(config).eval()
-    assert type(again) is type(reference)
-    missing, unexpected = again.load_state_dict(reference.state_dict(), strict=False)
-    assert (missing, unexpected) == ([], [])
-    torch.testing.assert_close(again(TOKENS).logits, reference(TOKENS).logits)
-    reread = fakes.make(Decoder).import_hf(json.loads(json.dumps(exported.config)))
-    assert reread.sections == found.sections
+    comes_back(transformers, reference, kernel)
 
 
 @pytest.mark.parametrize("kernel", [SDPA, Varlen, Flex, Eager])

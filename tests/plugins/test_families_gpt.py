@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import fakes
 from forge_train import ConfigError, HFModel
@@ -20,7 +18,7 @@ from forge_train_plugins.attention.flex import Flex
 from forge_train_plugins.attention.sdpa import SDPA
 from forge_train_plugins.experts.moe import MoE
 from forge_train_plugins.models.decoder import Decoder, Rope
-from hf_families import copied, imported, mapped, saved_config, theirs
+from hf_families import TOKENS, agree, comes_back, copied, generates_the_same, mapped, theirs
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit
@@ -81,7 +79,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
     ),
 }  # fmt: skip
 """Family, configuration, and a kernel that can do what it needs."""
-TOKENS = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.accept("families", 1)
@@ -89,16 +86,8 @@ TOKENS = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(1
 def test_logits_and_gradients_of_fused_layouts_are_those_of_transformers(case: str) -> None:
     family, values, kernel = CASES[case]
     reference = theirs(transformers, family, **values)
-    found, model = copied(reference, kernel=kernel)
-    expected, logits = reference(TOKENS).logits, model.head(model(TOKENS))
-    assert (logits - expected).abs().max() <= 1e-5
-    short = TOKENS[:, :20]
+    model, short = agree(reference, kernel), TOKENS[:, :20]
     assert (model.head(model(short)) - reference(short).logits).abs().max() <= 1e-5
-    for output in (expected, logits):
-        F.cross_entropy(output[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()).backward()
-    gradients = mapped(found, {name: p.grad for name, p in reference.named_parameters()})
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.accept("families", 1)
@@ -106,21 +95,8 @@ def test_logits_and_gradients_of_fused_layouts_are_those_of_transformers(case: s
 def test_greedy_tokens_of_fused_layouts_are_those_of_transformers(case: str) -> None:
     family, values, kernel = CASES[case]
     reference = theirs(transformers, family, **values)
-    _, model = copied(reference, kernel=kernel)
-    prompt = TOKENS[:1, :12]
     # but for Phi-3, transformers' cache keeps keys that were rotated for a shorter sequence
-    asked = {"do_sample": False, "max_new_tokens": 64, "min_new_tokens": 64, "use_cache": family != "Llama"}
-    expected = reference.generate(prompt, **asked)
-    assert torch.equal(generated(model, prompt, 64, cached="dynamic" not in case), expected)
-
-
-@torch.no_grad()
-def generated(model: Any, ids: Tensor, count: int, *, cached: bool = True) -> Tensor:
-    cache, new = model.new_cache(1, ids.shape[1] + count) if cached else None, ids
-    for _ in range(count):
-        new = model.head(model(new if cached else ids, cache=cache)[:, -1:]).argmax(-1)
-        ids = torch.cat([ids, new], 1)
-    return ids
+    generates_the_same(reference, kernel, cached="dynamic" not in case, use_cache=family != "Llama")
 
 
 @pytest.mark.accept("families", 1)
@@ -128,18 +104,7 @@ def generated(model: Any, ids: Tensor, count: int, *, cached: bool = True) -> Te
 def test_transformers_reads_fused_layouts_that_are_exported(case: str) -> None:
     family, values, kernel = CASES[case]
     reference = theirs(transformers, family, **values)
-    found, plugin, job = imported(saved_config(reference), kernel)
-    exported = plugin.export_hf(job)
-    assert exported.map == found.map
-    config = transformers.AutoConfig.for_model(**{**exported.config, "pad_token_id": None})
-    config._attn_implementation = "eager"
-    again = getattr(transformers, exported.config["architectures"][0])(config).eval()
-    assert type(again) is type(reference)
-    missing, unexpected = again.load_state_dict(reference.state_dict(), strict=False)
-    assert (missing, unexpected) == ([], [])
-    torch.testing.assert_close(again(TOKENS).logits, reference(TOKENS).logits)
-    reread = fakes.make(Decoder).import_hf(json.loads(json.dumps(exported.config)))
-    assert reread.sections == found.sections
+    comes_back(transformers, reference, kernel)
 
 
 def test_parallel_blocks_are_those_of_gpt_neox() -> None:
