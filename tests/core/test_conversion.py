@@ -111,7 +111,7 @@ MISTAKES = {
     "maps.py:fails": r"fails failed for .*config\.json: KeyError: 'nothing'",
     "maps.py:FUSE": r"has no 'FUSE'\. Did you mean 'FUSED'\?",
     "maps.py": r"names no object; write FILE\.py:NAME",
-    "none.py:MAP": r"none\.py can't be imported: FileNotFoundError",
+    "none.py:MAP": r"there is no file .*none\.py",
 }
 
 
