@@ -10,7 +10,6 @@ away. CPU seconds, of all threads, say what wall seconds hide on a machine that 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import resource
@@ -68,6 +67,8 @@ class Watch:
 
 def disk(folder: Path, how: str) -> dict[str, float]:
     """MB/s that the disk takes and gives: a file of the size of the state, flushed, dropped from memory and read."""
+    from forge_train.storage.digest import hasher
+
     data = os.urandom(8 * MIB)
     count, written, read, hashed = PIECE * PIECES // len(data), [], [], []
     file = folder / "plain"
@@ -86,7 +87,7 @@ def disk(folder: Path, how: str) -> dict[str, float]:
             read.append(watch.read()[0])
         file.unlink()
         watch = Watch()
-        hashlib.sha256(data).digest()
+        hasher().update(memoryview(data))
         hashed.append(watch.read()[1])
     size = count * len(data) / 1e6
     return {"write": size / min(written), "read": size / min(read), "hash": len(data) / 1e6 / min(hashed)}

@@ -14,15 +14,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+BATCH, SEQUENCE = 4, 512
 SHAPE = (
     "decoder.dim=256",
     "decoder.layers=6",
     "decoder.heads=16",
     "decoder.hidden=768",
     "decoder.vocabulary=2048",
-    "train.sequence=512",
-    "train.global_batch=4",
-    "train.micro_batch=4",
+    f"train.sequence={SEQUENCE}",
+    f"train.global_batch={BATCH}",
+    f"train.micro_batch={BATCH}",
     "text.isolate=false",
     "cosine.warmup=2",
 )
@@ -96,7 +97,7 @@ def plain(steps: int, *, compiled: bool = False, transformers: bool = False) -> 
     torch.manual_seed(0)
     model = foreign() if transformers else build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    batches = [torch.randint(0, 256, (4, 513)) for _ in range(4)]
+    batches = [torch.randint(0, 256, (BATCH, SEQUENCE + 1)) for _ in range(4)]
 
     def loss_of(tokens: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16, enabled=compiled):

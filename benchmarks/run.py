@@ -145,7 +145,7 @@ def loss() -> list[Row]:
     return [Row("peak memory of the loss at 32,768 words, chunked / plain", f"{share:.2f}", "≤ 0.30", share <= 0.3)]
 
 
-def text() -> list[Row]:
+def text(*settings: str) -> list[Row]:
     import torch
 
     from forge_train.config.layers import Request
@@ -153,7 +153,7 @@ def text() -> list[Row]:
     from forge_train_tools.offline.opening import lone_job
 
     torch.set_num_threads(1)
-    request = Request(config="quickstart", set=("train.micro_batch=8", "train.sequence=512"))
+    request = Request(config="quickstart", set=("train.micro_batch=8", "train.sequence=512", *settings))
     with tempfile.TemporaryDirectory() as folder:
         job = lone_job(resolve(request), Path(folder), "cpu")
         loader = iter(job.hooks.build_data("train"))

@@ -1,0 +1,133 @@
+"""What the benchmarks measure still runs: each piece once, at a size that takes a moment. What they find is no test."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_train.config import Request
+from forge_train.registry.setup import resolve
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+SCRIPTS = sorted(file.stem for file in FOLDER.glob("*.py"))
+Script = Callable[..., Any]
+
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+    """Imports a script and sets its sizes; the scripts' names are free again afterwards."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    held = {name: sys.modules.pop(name) for name in SCRIPTS if name in sys.modules}
+
+    def load(name: str, **sizes: Any) -> Any:
+        module = importlib.import_module(name)
+        for size, value in sizes.items():
+            monkeypatch.setattr(module, size, value)
+        return module
+
+    yield load
+    for name in SCRIPTS:
+        sys.modules.pop(name, None)
+    sys.modules.update(held)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_can_be_imported(name: str, script: Script) -> None:
+    assert script(name).__doc__
+
+
+def test_the_loader_of_text(script: Script, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("A line of some words.\n" * 5000)
+    assert script("run").text(f"text.path={tmp_path / 'text.txt'}", f"text.cache={tmp_path}")[0].what
+
+
+def test_attention_over_packed_documents(script: Script, tmp_path: Path) -> None:
+    attention = script("attention", TOKENS=256, STEP=64)
+    work = {name: attention.attention(name) for name in attention.KERNELS}
+    assert min(attention.seconds(work, 1).values()) > 0
+    assert all(attention.peak(one) > 0 for one in work.values())
+    assert attention.steps(tmp_path, 32).keys() == {"joined", "apart", "dense"}
+
+
+def test_linear_attention(script: Script) -> None:
+    linear = script("linear_attention", DIM=64, HEADS=2, KV_HEADS=1, HEAD_DIM=32)
+    for layer in linear.layers(64).values():
+        linear.training(layer, 64)()
+        assert linear.kept(layer, 64) > 0
+        assert min(linear.generation(layer, 64)) > 0
+
+
+def test_experts(script: Script) -> None:
+    experts = script("experts", TOKENS=64, DIM=32)
+    assert min(experts.product()) > 0
+    assert min(experts.memory()) > 0
+    x = experts.torch.randn(1, 64, 32, requires_grad=True)
+    experts.trained(experts.dense(), x)()
+
+
+def test_optimizers(script: Script) -> None:
+    optimizers = script("optimizers", COUNT=4, ROWS=32, COLUMNS=64)
+    assert min(optimizers.one_process().values()) > 0
+    assert optimizers.state_in_bits().keys() == {"fp32", "bf16", "8bit", "4bit"}
+
+
+def test_low_precision(script: Script) -> None:
+    low = script("low_precision", TOKENS=64, INPUTS=64, OUTPUTS=32, SEEDS=1)
+    assert len(low.signal_table()) == 3 + len(low.RECIPES)
+
+
+def test_metrics_and_trackers(script: Script) -> None:
+    observing = script("observing", WARM_UP=2, STEPS=3)
+    assert observing.run(observing.Observes, "csv", "tensorboard") is not None
+
+
+def test_loaders_of_token_shards(script: Script, tmp_path: Path) -> None:
+    loaders = script("loaders", SEQUENCE=64, MICRO_BATCH=2)
+    loaders.sparse(tmp_path, 20_000, 40, 2)
+    assert next(loaders.loader(tmp_path, held_out=0.0)).inputs.shape == (2, 64)
+
+
+@pytest.mark.parametrize("how", ["copy", "at_once", "behind"])
+def test_checkpoints(script: Script, tmp_path: Path, how: str) -> None:
+    checkpoints = script("checkpoints", PIECE=4096, PIECES=4)
+    assert checkpoints.save(tmp_path, how)["whole"] > 0
+
+
+def test_a_disk(script: Script, tmp_path: Path) -> None:
+    assert min(script("checkpoints", PIECE=8 << 20, PIECES=1).disk(tmp_path, "").values()) > 0
+
+
+def test_a_run_with_checkpoints(script: Script, tmp_path: Path) -> None:
+    small = {"decoder.dim": 32, "decoder.layers": 1, "decoder.hidden": 64, "checkpoint.every": 4}
+    checkpoints = script("checkpoints", STEPS=13, EVERY=4)
+    checkpoints.MODEL.update(small)
+    assert checkpoints.train(tmp_path, "behind")["bytes"] > 0
+
+
+def test_probes(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    probes = script("probes", BATCH=1, SEQUENCE=16)
+    for transformers in (False, True):
+        probes.plain(5, transformers=transformers)
+    probes.loss(64)
+    assert capsys.readouterr().out.count("peak") == 3
+    values = ", ".join(f"{key} = {one}" for key, one in probes.TRANSFORMERS.items() if one is not None)
+    resolve(Request("quickstart", set=probes.SHAPE))
+    others = (one for one in probes.SHAPE if not one.startswith("decoder."))
+    resolve(Request("quickstart", ("hf",), set=(*others, "hf.type=stablelm", f"hf.set={{ {values} }}")))
+
+
+def test_exchange_with_hugging_face(script: Script, tmp_path: Path) -> None:
+    exchange = script("huggingface", TOKENS=6)
+    exchange.write_model(tmp_path / "tiny", **exchange.TINY)
+    for way in ("plain", "flushed", "convert", "bring_in"):
+        exchange.WAYS[way](tmp_path / "tiny", tmp_path / way)
+    exchange.take_out(tmp_path / "bring_in", tmp_path / "out")
+    exchange.hashed(tmp_path / "out", tmp_path)
+    assert exchange.speak(tmp_path / "tiny").keys() == {"forge", "transformers"}
