@@ -128,11 +128,12 @@ def test_families_keep_to_transformers(case: str, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("flags", [("-p", "sdpa"), ("--without", "auto")])
 def test_a_family_that_the_kernel_cannot_compute_is_told_with_the_kernels_that_can(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     random_model("Gemma2", **GEMMA).save_pretrained(tmp_path / "hf")
-    assert forge(["checkpoint", "import", str(tmp_path / "hf"), str(tmp_path / "start"), "-p", "sdpa"]) == 2
+    assert forge(["checkpoint", "import", str(tmp_path / "hf"), str(tmp_path / "start"), *flags]) == 2
     told = capsys.readouterr().err
     assert "without soft caps" in told
     assert "Installed kernels that have it: auto, eager, flex" in told

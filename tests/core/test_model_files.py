@@ -138,6 +138,18 @@ def test_a_run_of_its_own_exports_its_tokenizers_ids(model: Path, tmp_path: Path
     assert 'path = "tokenizer/mine.json"' in (run / "config.toml").read_text()
 
 
+def test_an_import_says_why_a_tokenizer_cannot_be_used(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = shutil.copytree(model, tmp_path / "hf")
+    config = transformers.LlamaConfig.from_pretrained(model, vocab_size=200)
+    transformers.LlamaForCausalLM(config).save_pretrained(source)
+    assert forge(["checkpoint", "import", str(source), str(tmp_path / "base")]) == 0
+    sizes = "decoder.vocabulary: expected at least the tokenizer's 260, found 200"
+    told = f"tokenizer.json can't be used with this model ({sizes}); name another before training on text."
+    assert told in capsys.readouterr().err
+
+
 def test_a_checkpoints_tokenizer_is_sealed(model: Path, tmp_path: Path) -> None:
     import_checkpoint(model, tmp_path / "base")
     assert check(tmp_path / "base", contents=True) == ""

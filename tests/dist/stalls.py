@@ -103,6 +103,7 @@ def train(folder: str, where: str, patch: Any = setattr) -> dict[str, Any]:
     flags = Flags(Path(folder) / "flags")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     said: list[tuple[int, str]] = []
+    waiting: list[float] = []
 
     def stalled() -> bool:
         """Between its flag and its stop, a process may still give a heartbeat."""
@@ -111,9 +112,14 @@ def train(folder: str, where: str, patch: Any = setattr) -> dict[str, Any]:
         stat = Path("/proc", (flags.folder / "stalled").read_text(), "stat").read_text()
         return stat.rpartition(")")[2].split()[0] == "T"
 
+    def waits() -> bool:
+        """For a while: the first collective that is seen may have been called by the others before they stalled."""
+        waiting[:] = [*waiting, time.monotonic()] if place().awaits else []
+        return bool(waiting) and waiting[-1] - waiting[0] > 1
+
     def clock() -> float:
         """Rank 0 is late once it waits for the one that has stalled, and the others are then."""
-        if rank == 0 and stalled() and (world == 1 or place().awaits):
+        if rank == 0 and stalled() and (world == 1 or waits()):
             flags.up("late")
         return LATE if flags.is_up("late") else 0.0
 

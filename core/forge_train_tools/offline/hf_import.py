@@ -159,7 +159,7 @@ class _Import:
         layout, setup = _understand(folder, Path(asked.target), request)
         job = lone_job(setup, folder.path, "cpu")
         takes_file = model_files.option(setup.hooks) is not None
-        model = compose_meta(job, text=False)
+        model, unfit = _composed(job)
         wanted = {name: (tuple(one.shape), one.dtype) for name, one in model.state_dict().items()}
         head, left_out = new_head(job, layout), list[str]()
         may_lack = Patterns("--allow-missing", asked.allow_missing, head)
@@ -177,7 +177,7 @@ class _Import:
         may_lack.check(f"{folder.path} lacks")
         may_exceed.check(f"{folder.path} holds beside the model")
         drawn = [name for name in wanted if name not in plan.targets]
-        notes = _tokenizer_notes(folder, job) if takes_file else ()
+        notes = _tokenizer_notes(folder, unfit) if takes_file else ()
         if extra:
             notes = (f"{few(extra, 8)}: left out.", *notes)
         if left_out:
@@ -272,10 +272,19 @@ def _data(setup: Setup) -> str:
     return f"{setup.hooks.provider('build_data') or 'text'}.path"
 
 
-def _tokenizer_notes(folder: Folder, job: Job) -> tuple[str, ...]:
+def _composed(job: Job) -> tuple[Model, str]:
+    """The model on the meta device, and why it can't be one of the tokenizer, if it can't."""
+    try:
+        return compose_meta(job, text=True), ""
+    except ConfigError as error:
+        return compose_meta(job, text=False), str(error)
+
+
+def _tokenizer_notes(folder: Folder, unfit: str) -> tuple[str, ...]:
     if not (folder.path / TOKENIZER).is_file():
         text = f"{folder.path} has no {TOKENIZER}: the configuration reads bytes, which few models were trained on."
         return (f"{text} Name its tokenizer before training on text.",)
-    if not job.hooks.provider("tokenizer"):
-        return (f"{folder.path / TOKENIZER} can't be used with this model; name another before training on text.",)
-    return ()
+    if not unfit:
+        return ()
+    text = f"{folder.path / TOKENIZER} can't be used with this model ({unfit.rstrip('.')})"
+    return (f"{text}; name another before training on text.",)

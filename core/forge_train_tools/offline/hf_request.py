@@ -77,7 +77,7 @@ def _kernel(request: Request) -> tuple[str, ...]:
 
     if able(setup.hooks.enabled[name].cls.kernel_capabilities):
         return ()
-    others = sorted(one.name for one in discover() if able(one.kernel_capabilities) and one.name not in request.without)
+    others = sorted(one.name for one in discover() if able(one.kernel_capabilities))
     return tuple(others[:1])
 
 
