@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig
 
 from forge_train import Classes, ConfigError, HFModel
 from forge_train.ground.present import few
-from forge_train.state_map import Rename
 
 from .config import HEADS, LABELS, SPECIAL, model_class, of
 from .model import HEAD
-from .weights import leftovers, stored_names
+from .stored import Held, from_files, held_by_files
+from .weights import leftovers
 
 LABELLED = {"text_class_logits": "classify", "token_class_logits": "token_classify", "rewards": "reward"}
 """What a head with labels gives → its plugin."""
@@ -38,13 +38,14 @@ def exported(
     """
     described: dict[str, Any] = {k: v for k, v in config.to_dict().items() if v is not None or k not in SPECIAL}
     if given in LABELLED:
-        names = classes.names if classes else ("reward",)
-        described |= {"id2label": dict(enumerate(names)), "label2id": {name: k for k, name in enumerate(names)}}
+        labels = classes.names if classes else ("reward",)
+        described |= {"id2label": dict(enumerate(labels)), "label2id": {name: k for k, name in enumerate(labels)}}
         described |= {"problem_type": "single_label_classification" if classes else "regression"}
         described |= {"pad_token_id": pad} if described.get("pad_token_id") is None and pad is not None else {}
         config = type(config).from_dict(described)
     described["architectures"] = [model_class(config, given).__name__]
-    return HFModel(map=Rename(_names(config, given)).inverse(), config=described)
+    held, names = _held(config, given)
+    return HFModel(map=from_files(held, names)[0], config=described)
 
 
 def imported(stored: Mapping[str, Any]) -> HFModel | None:
@@ -64,12 +65,15 @@ def imported(stored: Mapping[str, Any]) -> HFModel | None:
     changed = {key: one for key, one in changed.items() if one is not None}
     section = {"type": config.model_type, "set": changed}
     sections: dict[str, Mapping[str, Any]] = {"hf": section, **_head_section(config, given)}
-    names = _names(config, given)
+    held, names = _held(config, given)
     # A pattern may match a parameter too, as "attn.bias" of GPT-2 does "attn.c_attn.bias".
-    own = "|".join(re.escape(name) for name in names.values() if any(re.search(one, name) for one in patterns))
+    files = [name for one in held for name in one.files]
+    own = "|".join(re.escape(name) for name in files if any(re.search(one, name) for one in patterns))
     beside = f"(?!(?:{own})$)" if own else ""
+    first, others = from_files(held, names)
     return HFModel(
-        map=Rename(names).inverse(),
+        map=first,
+        others=others,
         sections=sections,
         leftovers=tuple(f"{beside}.*(?:{pattern}).*" for pattern in patterns),
     )
@@ -101,8 +105,8 @@ def _head_section(config: PreTrainedConfig, given: str) -> dict[str, Mapping[str
     return {LABELLED[given]: {} if given == "rewards" else {"classes": names}}
 
 
-def _names(config: PreTrainedConfig, given: str) -> dict[str, str]:
-    """Names here → names in files.
+def _held(config: PreTrainedConfig, given: str) -> tuple[list[Held], dict[str, str]]:
+    """What files hold, and the class's names → names here.
 
     Raises:
         ConfigError: for a class whose head is more than one linear layer, or whose trunk is another one.
@@ -118,15 +122,16 @@ def _names(config: PreTrainedConfig, given: str) -> dict[str, str]:
         raise ConfigError(
             f"hf: {kind.__name__} has a {type(found).__name__}, and {causal.__name__} a {trunk.__name__}."
         )
-    files = stored_names(model)
+    held = held_by_files(model)
+    everything = [name for one in held for name in one.here]
     if given == "token_logits":
-        return {name if name.startswith(own) else f"{HEAD}{name}": other for name, other in files.items()}
-    names = {f"{base}.{name.removeprefix(own)}": other for name, other in files.items() if name.startswith(own)}
-    rest = {name: other for name, other in files.items() if not name.startswith(own)}
+        return held, {name: name if name.startswith(own) else f"{HEAD}{name}" for name in everything}
+    names = {name: f"{base}.{name.removeprefix(own)}" for name in everything if name.startswith(own)}
+    rest = [name for name in everything if not name.startswith(own)]
     wanted = {"embeddings": [], "token_class_logits": ["weight", "bias"]}.get(given, ["weight"])
     if [name.rpartition(".")[2] for name in rest] != wanted or len({name.rpartition(".")[0] for name in rest}) > 1:
         raise ConfigError(
             f"hf: the head of {kind.__name__} has {few(sorted(rest)) or 'no parameter'}; the plugin's head is one "
             f"linear layer with {' and '.join(wanted)}."
         )
-    return names | {f"{HEAD}score.{name.rpartition('.')[2]}": other for name, other in rest.items()}
+    return held, names | {name: f"{HEAD}score.{name.rpartition('.')[2]}" for name in rest}

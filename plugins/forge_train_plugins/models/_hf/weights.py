@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
 
 from forge_train import ConfigError
+from forge_train.state_map import Plan, Rename, StateMap, Together
 from forge_train.storage.hf_folder import Folder, indented
 
 from .config import model_class
+from .stored import held_by_files
 
 
 class Drawn:
@@ -90,23 +91,6 @@ def leftovers(model: Any) -> tuple[str, ...]:
     return (r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ()))
 
 
-def stored_names(model: Any) -> dict[str, str]:
-    """Parameter or persistent buffer → its name in files, as `save_pretrained` has it. A tensor that files hold in
-    another form, such as experts one by one, keeps the class's name, which `from_pretrained` reads too."""
-    held = model.state_dict()
-    names = [name for name, _ in model.named_parameters()]
-    names += [name for name, _ in model.named_buffers() if name in held]
-    found = {}
-    for name in names:
-        try:
-            saved = revert_weight_conversion(model, {name: held[name]})
-        except Exception:  # a conversion that needs the tensors beside this one, or values; see above
-            saved = {}
-        same = len(saved) == 1 and all(one.shape == held[name].shape for one in saved.values())
-        found[name] = next(iter(saved)) if same else name
-    return found
-
-
 class Stored:
     """Initial weights from a folder's safetensors files, one tensor at a time."""
 
@@ -125,26 +109,37 @@ class Stored:
         tied = [
             {n for n, p in model.named_parameters(remove_duplicate=False) if p is one} for one in model.parameters()
         ]
-        same = {name: names for names in tied for name in names}
-        files = stored_names(model)
-        self._names: dict[str, str] = {}
-        wrong = []
-        for name, parameter in model.named_parameters():
-            if headless and not name.startswith(f"{base}."):
+        self._same = {name: names for names in tied for name in names}
+        held = held_by_files(model)
+        known = {*self._same, *(name for one in held for name in one.files)}
+        # Files of the model without its head leave the prefix out.
+        spellings = {spelling: name for name in known for spelling in (name.removeprefix(f"{base}."), name)}
+        self._spelled = {spellings[name]: name for name in self._folder.tensors if name in spellings}
+        wanted = {n: p for n, p in model.named_parameters() if not headless or n.startswith(f"{base}.")}
+        plain, converted, wrong = dict[str, str](), dict[StateMap, None](), list[str]()
+        for one in (one for one in held if wanted.keys() >= {*one.here}):
+            missing = [name for name in one.files if name not in self._spelled]
+            if one.operations and not missing:
+                converted[one.state_map({name: name for name in one.here})] = None
                 continue
-            # Files of the model without its head leave the prefix out.
-            tried = [files[name], *sorted(same[name])]
-            spellings = [one for n in tried for one in (n, n.removeprefix(f"{base}."))]
-            found = next((one for one in spellings if one in self._folder.tensors), None)
-            if found is None:
-                wrong.append(f"{name}: missing")
-            elif self._folder.tensors[found].shape != tuple(parameter.shape):
-                wrong.append(f"{name}: {[*self._folder.tensors[found].shape]} in the file, {[*parameter.shape]} here")
-            else:
-                self._names |= dict.fromkeys(same[name], found)  # a part of a pipeline may have one of them alone
-        known = {one for n in (*same, *files.values()) for one in (n, n.removeprefix(f"{base}."))}
+            for name in one.here:
+                tried = [*(() if one.operations else one.files), *sorted(self._same[name])]
+                found = next((other for other in tried if other in self._spelled), None)
+                if found:
+                    plain[found] = name
+                else:
+                    wrong.append(f"{(missing or [name])[0]}: missing")
+        described = self._folder.described()
+        stored = {name: described[other] for name, other in self._spelled.items() if other in described}
+        step = Together((Rename(plain), *converted)).trace(stored)
+        self._plan = Plan(step.given)
+        for name, parameter in wanted.items():
+            view = step.given.get(name)
+            if view is not None and view.shape != tuple(parameter.shape):
+                wrong.append(f"{name}: {[*view.shape]} in the file, {[*parameter.shape]} here")
+        wrong = wrong or step.wrong
         buffers = {one for n, _ in model.named_buffers() for one in (n, n.removeprefix(f"{base}."))}
-        for name in sorted(self._folder.tensors.keys() - known - buffers):
+        for name in sorted(self._folder.tensors.keys() - spellings.keys() - buffers):
             if not any(re.search(pattern, name) for pattern in leftovers(model)):
                 wrong.append(f"{name}: no parameter takes it")
         if wrong:
@@ -154,4 +149,6 @@ class Stored:
 
     def parameter(self, name: str, seed: int) -> Tensor:
         """A whole parameter, in the file's dtype."""
-        return self._folder.read(self._names[name])
+        # A part of a pipeline may have another name of a shared one.
+        target = next(one for one in (name, *self._same[name]) if one in self._plan.targets)
+        return self._plan.read(target, lambda stored, box: self._folder.read(self._spelled[stored], box))
