@@ -414,6 +414,7 @@ MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
         (
             "no enabled plugin knows the architecture ['MambaForCausalLM']",
             "asked: decoder). Known: ",
+            "Plugin hf may read it; enable it with --plugins",
         ),
     ),
     "a misspelt architecture": (

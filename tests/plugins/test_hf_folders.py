@@ -88,6 +88,33 @@ def test_code_that_comes_with_weights_is_not_run(tmp_path: Path) -> None:
         hf_models.composed(tmp_path, "", section={"config": str(tmp_path)})
 
 
+def test_a_key_that_the_class_does_not_list_is_kept(tmp_path: Path) -> None:
+    """GLM-4-MoE's attention reads a `head_dim` that its configuration does not have."""
+    keys = {key: one for key, one in hf_models.GROUPED.items() if key != "vocab_size"}
+    keys |= {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "head_dim": 16}
+    theirs = saved(tmp_path / "theirs", "glm4_moe", **keys, pad_token_id=None, n_group=1, topk_group=1)
+    assert theirs.model.layers[0].self_attn.q_proj.out_features == 64
+    import_checkpoint(tmp_path / "theirs", tmp_path / "here", plugins=("hf",))
+    assert_same_logits(tmp_path / "here", theirs)
+    export_checkpoint(tmp_path / "here", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["head_dim"] == 16
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"set": {"hidden_sise": 32}}, r"hf\.set\.hidden_sise.*Did you mean 'hidden_size'"),
+        ({"set": {"quite_new": 1}}, r"hf\.set\.quite_new.* set it in hf\.extra"),
+        ({"extra": {"hidden_size": 32}}, r"hf\.extra\.hidden_size: .* lists it; set it in hf\.set"),
+    ],
+)
+def test_keys_are_listed_or_extra(tmp_path: Path, section: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        hf_models.composed(
+            tmp_path, "", section={"type": "cohere", **section, "set": {"vocab_size": 61, **section.get("set", {})}}
+        )
+
+
 OWN = {"n_embd": 32, "n_layer": 2, "n_head": 4, **hf_models.DRY}
 
 

@@ -78,7 +78,8 @@ class Plugin:
     `parameters`, `gradients` and `optimizer`. Where memory runs out, an installed plugin is recommended by it; so that
     nothing is imported for that, it is read as text: write the tuple out."""
     architectures: ClassVar[tuple[str, ...]] = ()
-    """Architectures of a `config.json` that its `import_hf` reads; read as text, as `saves` is."""
+    """Architectures of a `config.json` that its `import_hf` reads; `*` if it can't list them. Read as text, as `saves`
+    is."""
     rounds: ClassVar[float] = 0.0
     """The largest relative error of a value that it rounds below `train.precision`; 0 if it rounds none. `forge verify`
     allows for it, and has `--against train.precision=…` compare with a run without the plugin."""

@@ -83,7 +83,7 @@ class PluginRef:
 
     def _written(self, name: str) -> tuple[str, ...]:
         match = re.search(rf"^    {name}\b[^=\n]*= \(([^)]*)\)", self._text, re.MULTILINE)
-        return tuple(re.findall(r"\w+", match.group(1))) if match else ()
+        return tuple(re.findall(r"[\w*]+", match.group(1))) if match else ()
 
     @property
     def hooks(self) -> tuple[str, ...]:

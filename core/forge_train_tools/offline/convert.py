@@ -23,7 +23,7 @@ from forge_train.storage.consolidated import DTYPES, SHARD_BYTES
 from forge_train.storage.hf_folder import CONFIG, PACKED, Folder, indented
 
 from .hf_files import Exchanged, TensorFiles, appearing, common_dtype, in_order, put_beside, special_tokens
-from .hf_request import PRESET, bring
+from .hf_request import ANY, PRESET, bring
 from .opening import compose_meta, lone_job
 
 STORED = {name: dtype for dtype, name in DTYPES.items()}
@@ -126,7 +126,7 @@ def _to_architecture(folder: Folder, architecture: str, request: Request) -> tup
     request, layout = bring(folder, request)
     hooks = resolve(request, training=False).hooks
     provider = hooks.provider("build_model")
-    known = hooks.plugins[provider].architectures if provider else ()
+    known = [one for one in hooks.plugins[provider].architectures if one != ANY] if provider else []
     if provider is None or architecture not in known or not hasattr(hooks.plugins[provider].config, "architecture"):
         hint = nearest(architecture, known) or f" Known: {', '.join(known) or 'none'}."
         raise ConfigError(f"--architecture: no enabled plugin writes {architecture!r}.{hint}")

@@ -21,6 +21,8 @@ from forge_train.storage.model_files import TOKENIZER
 
 PRESET = "finetune"
 """Beneath the configuration of a model that came from a folder."""
+ANY = "*"
+"""Among the architectures of a plugin that can't list them."""
 
 
 def starting_from(request: Request) -> Request:
@@ -85,9 +87,12 @@ def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
     """What is said of an architecture that no enabled plugin reads: those that are known, and who else knows it."""
     named = config.get("architectures") or [config.get("model_type")]
     asked = ", ".join(hooks.implementers("import_hf")) or "none"
-    known = sorted({name for one in hooks.enabled.values() for name in one.cls.architectures})
-    others = [one.name for one in discover() if set(one.architectures) & set(named) and one.name not in hooks.enabled]
+    known = sorted({name for one in hooks.enabled.values() for name in one.cls.architectures} - {ANY})
+    installed = {one.name: one.architectures for one in discover() if one.name not in hooks.enabled}
+    others = [name for name, architectures in installed.items() if set(architectures) & set(named)]
     text = f"no enabled plugin knows the architecture {named!r} (asked: {asked}). Known: {', '.join(known) or 'none'}."
     if others:
         return f"{text} Enable {' or '.join(others)} with --plugins."
-    return text + next((hint for name in named if (hint := nearest(str(name), known))), "")
+    text += next((hint for name in named if (hint := nearest(str(name), known))), "")
+    open_ended = [name for name, architectures in installed.items() if ANY in architectures]
+    return f"{text} Plugin {' or '.join(open_ended)} may read it; enable it with --plugins." if open_ended else text

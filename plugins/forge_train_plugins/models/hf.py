@@ -27,6 +27,7 @@ class HF(Plugin):
 
     api = (1, 0)
     per_unit = True
+    architectures = ("*",)
     needs: ClassVar[Mapping[str, str]] = {"transformers": "pip install 'forge-train[hf]'"}
 
     @section
@@ -38,6 +39,9 @@ class HF(Plugin):
         set: Mapping[str, Any] = field(default_factory=dict)
         """Keys of `config.json` to change, such as `{ hidden_size = 64 }`. A model made from `type` has the tokenizer's
         vocabulary unless `vocab_size` is set."""
+        extra: Mapping[str, Any] = field(default_factory=dict)
+        """Keys of `config.json` that the configuration's class does not list, although the model's code may read them,
+        such as GLM-4-MoE's `head_dim`. An import sets them."""
         weights: Annotated[str, FilePath()] = ""
         """A folder whose safetensors files hold the initial weights; empty draws random ones, as the class does."""
 
@@ -85,7 +89,7 @@ class HF(Plugin):
                 f"hf: heads of transformers' classes give {', '.join(HEADS)}; plugin {given!r} gives "
                 f"{job.hooks.gives('head')!r}."
             )
-        found = read(mine.config or ("" if mine.type else mine.weights), mine.type, mine.set, tokenizer)
+        found = read(mine.config or ("" if mine.type else mine.weights), mine.type, mine.set, mine.extra, tokenizer)
         if mine.type and job.config.train.init_from:
-            fits_folder(found, mine.set, job.config.train.init_from)
+            fits_folder(found, {**mine.set, **mine.extra}, job.config.train.init_from)
         return found

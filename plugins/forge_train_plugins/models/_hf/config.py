@@ -35,13 +35,16 @@ HEADS: Mapping[str, tuple[str, Any]] = {
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def read(path: str, model_type: str, changes: Mapping[str, Any], tokenizer: Tokenizer | None) -> PreTrainedConfig:
+def read(
+    path: str, model_type: str, changes: Mapping[str, Any], extra: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> PreTrainedConfig:
     """The configuration of a folder, of a file or of a type, with some keys changed.
 
     Args:
         path: a folder, or its `config.json`; empty for a type.
         model_type: as in `config.json`.
         changes: keys and their values.
+        extra: keys that the configuration's class does not list, and their values.
         tokenizer: its ids are the model's input; None if there is none.
 
     Raises:
@@ -54,7 +57,7 @@ def read(path: str, model_type: str, changes: Mapping[str, Any], tokenizer: Toke
         model_type = str(stored.get("model_type", ""))
         if not model_type:
             raise ConfigError(f"{file}: there is no model_type, by which transformers chooses a class.")
-    config = of(model_type, stored, changes if path else _from_scratch(model_type, changes, tokenizer))
+    config = of(model_type, stored, changes if path else _from_scratch(model_type, changes, tokenizer), extra)
     if tokenizer is not None and (size := vocabulary(config)) < tokenizer.vocabulary:
         raise ConfigError(
             f"hf.set.{VOCABULARY}: expected at least the tokenizer's {tokenizer.vocabulary}, found {size}."
@@ -62,22 +65,29 @@ def read(path: str, model_type: str, changes: Mapping[str, Any], tokenizer: Toke
     return config
 
 
-def of(model_type: str, stored: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+def of(
+    model_type: str,
+    stored: Mapping[str, Any],
+    changes: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> PreTrainedConfig:
     """The configuration of a causal language model.
 
     Raises:
         ConfigError: for an unknown type or key, a value that the class refuses, a model that is not causal.
     """
     kind = config_class(model_type)
-    changes = changes or {}
-    known = {**vars(kind()), **kind.attribute_map, **stored}
+    changes, extra = changes or {}, extra or {}
+    known = listed(kind)
     for key in changes:
-        if key not in known:
-            raise ConfigError(
-                f"hf.set.{key}: the configuration of {model_type!r} has no such key.{nearest(key, known)}"
-            )
+        if key not in known and key not in stored:
+            hint = nearest(key, known) or " If the model's code reads it all the same, set it in hf.extra."
+            raise ConfigError(f"hf.set.{key}: the configuration of {model_type!r} has no such key.{hint}")
+    for key in extra:
+        if key in known:
+            raise ConfigError(f"hf.extra.{key}: the configuration of {model_type!r} lists it; set it in hf.set.")
     try:
-        config = kind.from_dict({**stored, **changes})
+        config = kind.from_dict({**stored, **changes, **extra})
     except Exception as error:  # whatever a class checks
         raise ConfigError(
             f"hf.set: transformers refuses this configuration of {model_type!r}: {describe(error)}"
@@ -88,6 +98,11 @@ def of(model_type: str, stored: Mapping[str, Any], changes: Mapping[str, Any] | 
             "class can be a decoder, set hf.set.is_decoder = true."
         )
     return config
+
+
+def listed(kind: type[PreTrainedConfig]) -> set[str]:
+    """The keys that a class lists. It keeps others, too, for the model's code to read."""
+    return {*vars(kind()), *kind.attribute_map}
 
 
 def fits_folder(config: PreTrainedConfig, changes: Mapping[str, Any], path: str) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from forge_train import Classes, ConfigError, HFModel
 from forge_train.ground.present import few
 
-from .config import HEADS, LABELS, SPECIAL, model_class, of
+from .config import HEADS, LABELS, SPECIAL, listed, model_class, of
 from .model import HEAD
 from .stored import Held, from_files, held_by_files
 from .weights import leftovers
@@ -57,13 +57,15 @@ def imported(stored: Mapping[str, Any]) -> HFModel | None:
     default, own = type(config)().to_dict(), config.to_dict()
     changed = {key: one for key, one in own.items() if key in SPECIAL or one != default.get(key)}
     changed = {key: one for key, one in changed.items() if key != "model_type" and key not in LABELS}
-    if unset := [key for key, one in changed.items() if one is None and key not in SPECIAL]:
+    if unset := [key for key, one in changed.items() if one is None and key not in SPECIAL and key in default]:
         raise ConfigError(
             f"hf: {few(unset)} is null in config.json, which a configuration in TOML can't express. Train from the "
             "folder itself, with hf.weights."
         )
     changed = {key: one for key, one in changed.items() if one is not None}
-    section = {"type": config.model_type, "set": changed}
+    known = {*listed(type(config)), *default}
+    extra = {key: changed.pop(key) for key in sorted(changed.keys() - known)}
+    section = {"type": config.model_type, "set": changed} | ({"extra": extra} if extra else {})
     sections: dict[str, Mapping[str, Any]] = {"hf": section, **_head_section(config, given)}
     held, names = _held(config, given)
     # A pattern may match a parameter too, as "attn.bias" of GPT-2 does "attn.c_attn.bias".
