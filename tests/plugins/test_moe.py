@@ -612,12 +612,12 @@ def test_equals_transformers(model: str) -> None:
         ({}, {"ep": 3}, "parallel.ep", "does not divide 8 experts"),
         ({}, {"tp": 7}, "train.sequence", "7 does not divide"),
         ({}, {"tp": 4, "cp": 32}, "train.sequence", "each of 128 ranks (cp × tp) routes its share of a sequence"),
-        ({"router": "expert_choice", "balance": 0.0}, {"cp": 2}, "moe.router", "a rank has a slice of them"),
+        ({"router": "expert_choice", "balance": 0.0}, {"cp": 2}, "moe.router", "a rank has only a slice of them"),
         ({"capacity": 0.001}, {}, "moe.capacity", "nearly all would be dropped"),
         ({"router": "expert_choice"}, {}, "moe.balance", "has no effect under expert_choice"),
         ({"router": "expert_choice", "balance": 0.0, "bias_speed": 0.1}, {}, "moe.bias_speed", "has no effect"),
         ({"router": "expert_choice", "balance": 0.0}, {"tp": 2}, "moe.router", "set parallel.etp = 2"),
-        ({"router": "expert_choice", "balance": 0.0, "groups": 2}, {}, "moe.groups", "tokens choose nothing"),
+        ({"router": "expert_choice", "balance": 0.0, "groups": 2}, {}, "moe.groups", "tokens don't choose experts"),
     ],
 )
 def test_mistakes_are_named(values: dict[str, Any], run: dict[str, int], key: str, message: str) -> None:
