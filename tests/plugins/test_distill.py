@@ -78,7 +78,9 @@ def test_evaluation_is_the_loss_of_labels_alone() -> None:
 
 def test_another_vocabulary_is_told() -> None:
     part, hidden, batch = case()
-    with pytest.raises(ConfigError, match="the teacher's vocabulary has 20 tokens, but the student's has 19; they must be"):
+    with pytest.raises(
+        ConfigError, match="the teacher's vocabulary has 20 tokens, but the student's has 19; they must be"
+    ):
         distillation(words=20).loss(part, hidden, batch)
 
 

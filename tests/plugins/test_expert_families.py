@@ -190,7 +190,11 @@ def test_deepseek_v3_as_published_is_understood() -> None:
     ("family", "values", "message"),
     [
         ("Mixtral", {**MIXTRAL, "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
-        ("Mixtral", {**MIXTRAL, "hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh' .*experts have"),
+        (
+            "Mixtral",
+            {**MIXTRAL, "hidden_act": "gelu_pytorch_tanh"},
+            "hidden_act = 'gelu_pytorch_tanh' .*experts support",
+        ),
         ("Mixtral", {**MIXTRAL, "num_experts_per_tok": "2"}, "num_experts_per_tok = '2'"),
         ("Qwen3Moe", {**QWEN, "mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] .*to the layers \[0, 2, 3\]"),
         ("Qwen3Moe", {**QWEN, "mlp_only_layers": 1}, "mlp_only_layers = 1 .*list of layers"),
@@ -205,7 +209,7 @@ def test_deepseek_v3_as_published_is_understood() -> None:
         ("DeepseekV3", {**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq = 2"),
         ("DeepseekV3", {**DEEPSEEK, "n_shared_experts": 0}, "n_shared_experts = 0"),
         ("DeepseekV3", {**DEEPSEEK, "num_key_value_heads": 2}, "num_key_value_heads = 2"),
-        ("DeepseekV3", {**DEEPSEEK, "head_dim": 2}, "head_dim = 2 .*qk_rope_head_dim is"),
+        ("DeepseekV3", {**DEEPSEEK, "head_dim": 2}, "head_dim = 2 .*must equal qk_rope_head_dim, which is"),
         ("DeepseekV3", {**DEEPSEEK, "qk_head_norm": True}, "qk_head_norm = True"),
         ("Qwen3Moe", {**QWEN, "quantization_config": {"quant_method": "gptq"}}, "quantization_config = .*dequantise"),
         (

@@ -392,18 +392,18 @@ REFUSED: dict[str, tuple[StateMap, dict[str, Any], str]] = {
     "a dimension from the end": (Concat(("q",), "qk", dim=-1), {"q": FLAT}, "qk: there is no dimension -1"),
     "a single number as a stack": (Unstack("up", "{e}.up"), {"up": ((), F32)}, "up: there is no dimension 0"),
     "a vector to transpose": (Transpose(("a",)), {"a": FLAT}, "a: there is no dimension 1"),
-    "half a head": (Rotary(("q",), 8), {"q": FLAT}, "q: 4 features are not heads of 8"),
+    "half a head": (Rotary(("q",), 8), {"q": FLAT}, "q: 4 features are not a multiple of head_dim = 8"),
     "another vocabulary": (Resize(("e",), 5, 8), {"e": FLAT}, "e: it has 4 rows, and 5 were expected"),
     "another dtype": (Cast(("a",), torch.bfloat16, F32), {"a": FLAT}, "a: stored as torch.float32, and torch.bf"),
     "scales of other blocks": (
         Dequantise("{m}.w", "{m}.s", F32),
         {"e.w": ((256, 256), F32), "e.s": SQUARE},
-        "e.s: [4, 4] are not the blocks of [256, 256]",
+        "e.s: [4, 4] don't fit the blocks of [256, 256]",
     ),
     "exponents of other blocks": (
         DequantiseMXFP4("{m}_b", "{m}_s", "{m}", F32),
         {"e_b": ((2, 16), F32), "e_s": FLAT},
-        "e_s: [4] are not the blocks of [2, 16]",
+        "e_s: [4] don't fit the blocks of [2, 16]",
     ),
 }
 
