@@ -609,7 +609,7 @@ def test_equals_transformers(model: str) -> None:
         ({"groups": 3}, {}, "moe.groups", "3 groups do not divide 8"),
         ({"groups": 4, "top_groups": 5}, {}, "moe.top_groups", "5 of 4 groups"),
         ({"groups": 8, "top_groups": 1}, {}, "moe.top_groups", "hold fewer than top_k = 2"),
-        ({}, {"ep": 3}, "parallel.ep", "does not divide 8 experts"),
+        ({}, {"ep": 3}, "parallel.ep", "3 ranks do not divide 8 experts"),
         ({}, {"tp": 7}, "train.sequence", "7 does not divide"),
         ({}, {"tp": 4, "cp": 32}, "train.sequence", "each of 128 ranks (cp × tp) routes its share of a sequence"),
         ({"router": "expert_choice", "balance": 0.0}, {"cp": 2}, "moe.router", "a rank has only a slice of them"),
