@@ -113,8 +113,7 @@ def _stdin() -> str:
 
 
 def _show(prompt: str, completion: Completion) -> None:
-    """Print the text as it arrives. On a terminal, control characters are made visible, because a model may write
-    any."""
+    """Print the text as it arrives. On a terminal, control characters are made visible: a model may write any."""
     terminal = sys.stdout.isatty()
     click.echo(click.style(prompt, dim=True) if terminal else prompt, nl=False)
     for piece in completion:

@@ -252,8 +252,7 @@ def _billions(parameters: int) -> str:
 
 
 def abbreviated(names: list[str]) -> str:
-    """`2: embedding, head`, `33: layers.0 … layers.31 (32), head`: consecutive numbered names are folded, a few
-    shown."""
+    """`2: embedding, head`, `33: layers.0 … layers.31 (32), head`: numbered names are folded, a few shown."""
     runs: dict[tuple[str, str], list[int]] = {}
     for name in sorted(names, key=_by_number):
         parts = name.split(".")

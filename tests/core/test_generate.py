@@ -386,7 +386,7 @@ def test_what_is_no_checkpoint_is_said_so(run: Path, tmp_path: Path, capsys: pyt
         (damaged, "has 100 bytes"),
         (tmp_path / "nothing", "there is no such run or checkpoint"),
         (tmp_path, "neither a run nor a checkpoint"),
-        (tmp_path / "hf", "there is neither model.safetensors nor model.safetensors.index.json"),
+        (tmp_path / "hf", "found neither model.safetensors nor model.safetensors.index.json"),
     ):
         assert forge(["generate", str(path)]) == 2
         assert message in capsys.readouterr().err

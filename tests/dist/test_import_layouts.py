@@ -120,7 +120,7 @@ def test_a_model_that_no_file_could_describe_may_begin_with_weights_of_one(
     started(str(tmp_path), str(hf), (), config)
     (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING" and str(hf) in one.getMessage()]
     assert said.startswith(f"{hf}/config.json describes another model: ")
-    assert "decoder.residual_multiplier is 0.5 here, and 1.0 there" in said
+    assert "decoder.residual_multiplier is 0.5 here, but 1.0 there" in said
 
 
 def test_weights_that_may_differ_are_named(hf: Path, run_forge: RunForge) -> None:

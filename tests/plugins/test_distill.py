@@ -104,7 +104,7 @@ def test_a_student_comes_near_its_teacher_and_resumes(run_forge: RunForge, tmp_p
 
 
 def test_without_a_teacher_it_is_refused(run_forge: RunForge) -> None:
-    with pytest.raises(ConfigError, match="distill.weights: is required: the teacher's run, or its checkpoint."):
+    with pytest.raises(ConfigError, match="distill.weights: is required: the teacher's run or its checkpoint."):
         run_forge(["distill"], {}, steps=2)
 
 

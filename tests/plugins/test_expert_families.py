@@ -240,11 +240,11 @@ def test_what_a_family_with_experts_does_not_have_is_named(family: str, values: 
 @pytest.mark.parametrize(
     ("case", "values", "message"),
     [
-        ("mixtral", {"router": "sigmoid"}, r'Mixtral\w+: moe.router is "sigmoid" here, and "softmax" there'),
-        ("mixtral", {"shared": 1}, r"Mixtral\w+: moe.shared is 1 here, and 0 there"),
+        ("mixtral", {"router": "sigmoid"}, r'Mixtral\w+: moe.router is "sigmoid" here, but "softmax" there'),
+        ("mixtral", {"shared": 1}, r"Mixtral\w+: moe.shared is 1 here, but 0 there"),
         ("mixtral", {"bias_speed": 0.1}, r"Mixtral\w+: moe.bias_speed"),
-        ("qwen3", {"scaling": 2.0}, r"Qwen3Moe\w+: moe.scaling is 2.0 here, and 1.0 there"),
-        ("deepseek v2", {"groups": 4, "top_groups": 2}, r"DeepseekV2\w+: moe.group_best is 2 here, and 1 there"),
+        ("qwen3", {"scaling": 2.0}, r"Qwen3Moe\w+: moe.scaling is 2.0 here, but 1.0 there"),
+        ("deepseek v2", {"groups": 4, "top_groups": 2}, r"DeepseekV2\w+: moe.group_best is 2 here, but 1 there"),
         ("deepseek v3", {"bias_speed": 0.0}, r"DeepseekV3\w+: moe.bias_speed"),
         ("deepseek v3", {"dense_first": 0, "every": 2}, r"DeepseekV3\w+: moe.every is 2 here"),
     ],

@@ -450,7 +450,7 @@ def test_what_is_not_finite_is_named_by_layer(run_forge: RunForge) -> None:
         def on_start(self, job: Any, model: Any, optimizer: Any) -> None:
             model.parts[0].layers["1"].feed_forward.routed.router.weight.data.fill_(float("nan"))
 
-    with pytest.raises(DivergedError, match=r"moe: at step 1 the router of layer 1 is the first"):
+    with pytest.raises(DivergedError, match=r"moe: at step 1 the router of layer 1 was the first"):
         run_forge(["moe", Broken], {"decoder.layers": 3, "log.every": 1}, steps=1)
 
 

@@ -134,8 +134,7 @@ class AtRest:
         return random
 
     def weight(self, state: dict[str, Any], parameter: Tensor) -> Tensor:
-        """The tensor that a step changes: the master of a bf16 parameter, if there are masters, or the parameter
-        itself."""
+        """The tensor that a step changes: a bf16 parameter's master, if there are masters, or the parameter itself."""
         if parameter.dtype is not torch.bfloat16 or not self.masters:
             return parameter
         if MASTER not in state:

@@ -156,8 +156,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     view.copy_(new)
 
     def _update_shared(self, traffic: Traffic, there: Message, back: Message) -> None:
-        """A round: gather the matrices that this rank owns, compute, and send back. Each buffer is freed before the
-        next."""
+        """A round: gather this rank's own matrices, compute, and send back. Each buffer is freed before the next."""
         sizes = self._sizes
         received = traffic.send(self._packed(there), there, back, sizes)
         full = back.gather(received, self._device, sizes)

@@ -88,8 +88,7 @@ class RoPE(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first features of `x [batch, sequence, heads, head_dim]` by the angles with this cos and sin, `[…,
-    half]`."""
+    """Rotate the first features of `x [batch, sequence, heads, head_dim]` by angles with cos and sin `[…, half]`."""
     features = 2 * cos.shape[-1]
     if x.shape[-1] > features:
         turned, rest = torch.split(x, [features, x.shape[-1] - features], dim=-1)

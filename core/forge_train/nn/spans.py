@@ -51,8 +51,7 @@ class PerBatch(Generic[_T]):
 
 
 KEPT = 256
-"""The most results that `PerBatch` keeps for a batch: attention may be computed for several spans of queries and
-keys."""
+"""The most results that `PerBatch` keeps for a batch: attention may cover several spans of queries and keys."""
 PIECE = "_forge_piece_of"
 
 

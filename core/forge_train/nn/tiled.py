@@ -100,8 +100,7 @@ def make_plan(
     device: torch.device,
     query_document_ids: Tensor | None = None,
 ) -> Plan:
-    """Tiles for all rows at once, or for each row if there are documents; reads the documents' bounds from the
-    device."""
+    """Tiles for all rows, or for each row if there are documents; reads the documents' bounds from the device."""
     first = first_visible(
         document_ids,
         queries,
@@ -147,8 +146,7 @@ class LargestLogit:
         window: int | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """The largest magnitude, 0-dim. The arguments are those of a kernel, see `forge_train.AttentionKernel`; waits
-        for the device."""
+        """The largest magnitude, 0-dim; waits for the device. For the arguments, see `forge_train.AttentionKernel`."""
         offset = key.shape[1] - query.shape[1] if offset is None else offset
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         facts = (query.shape[1], key.shape[1], offset, window, query.device)

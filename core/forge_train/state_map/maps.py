@@ -29,8 +29,7 @@ class Step:
     """Names that may be missing; the map then gives nothing that needs them."""
 
     def take(self, *names: str) -> list[View]:
-        """The tensors of these names, which nothing else may take afterwards; an empty list if one of them is
-        missing."""
+        """The tensors of these names, which nothing else may take afterwards; empty if one of them is missing."""
         for name in names:
             if name not in self.tensors and name not in self.optional:
                 beside = next((f", although {other} exists" for other in names if other in self.tensors), "")

@@ -93,8 +93,7 @@ def _unused(
     tied: Iterable[Collection[str]],
     unexpected: Choose,
 ) -> list[str]:
-    """Problems with the tensors that a map makes: dtypes that weights can't have, and tensors that no weight
-    takes."""
+    """Problems with a map's results: dtypes that weights can't have, and tensors that no weight takes."""
     made = Plan(step.given)
     sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
     wrong: list[str] = []

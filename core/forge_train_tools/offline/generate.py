@@ -210,8 +210,7 @@ class _Stream:
     CONTEXT = 5
     """Least number of tokens before the new ones that are decoded with them."""
     PATIENCE = 8
-    """Number of tokens that may wait. A character has at most four bytes, so anything that waits longer is not
-    UTF-8."""
+    """Number of tokens that may wait. A character has at most four bytes; what waits longer is not UTF-8."""
     REST = 3
     """Number of newest waiting tokens that may still be the beginning of a character."""
 

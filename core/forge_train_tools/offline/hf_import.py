@@ -211,8 +211,7 @@ class _Import:
         return Files.of({f"{MODEL}{name}": (tuple(t.shape), t.dtype) for name, t in self.weights.items()}, alone=True)
 
     def read(self, name: str) -> Tensor:
-        """A tensor by its name in the checkpoint; if it is stored in the wanted form, it stays mapped from the
-        folder."""
+        """A tensor by its name in the checkpoint; if its stored form fits, it stays mapped from the folder."""
         own = name.removeprefix(MODEL)
         one, view = self.weights[own], self.plan.targets.get(own)
         if isinstance(view, Stored) and view.dtype == one.dtype:

@@ -67,8 +67,7 @@ def hidden(
     device: torch.device,
     query_document_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The keys hidden from each query, `[1 or batch, 1, queries, keys]`; and the queries that see no key, if
-    possible."""
+    """The keys hidden from each query, `[1 or batch, 1, queries, keys]`; queries without any key, if possible."""
     rows = torch.arange(offset, offset + queries, device=device)[:, None]
     columns = torch.arange(keys, device=device)
     unseen = ((columns > rows) | (columns <= rows - (window or offset + queries)))[None, None]

@@ -129,8 +129,7 @@ class Decoder(Plugin):
         embedding_multiplier: Annotated[float, Gt(0)] = 1.0
         """Factor on embeddings (Gemma: √dim)."""
         residual_multiplier: Annotated[float, Gt(0)] = 1.0
-        """Factor on the outputs of attention and feed-forward, before they are added to the residual stream
-        (Granite)."""
+        """Factor on the outputs of attention and feed-forward, before the residual addition (Granite)."""
         dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
         """Share of the outputs of attention and feed-forward that is zeroed in training (arXiv:1706.03762, §5.4)."""
         embedding_dropout: Annotated[float, Ge(0), Lt(1)] = 0.0

@@ -39,8 +39,7 @@ class HF(Plugin):
         """Keys of `config.json` to change, such as `{ hidden_size = 64 }`. A model made from `type` has the tokenizer's
         vocabulary unless `vocab_size` is set."""
         weights: Annotated[str, FilePath()] = ""
-        """A folder whose safetensors files hold the initial weights; empty means random ones, drawn as the class
-        does."""
+        """A folder whose safetensors files hold the initial weights; empty draws random ones, as the class does."""
 
     config: Config
 

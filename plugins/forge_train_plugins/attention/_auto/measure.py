@@ -161,8 +161,7 @@ def _recall(file: Path, names: list[str]) -> dict[str, float] | None:
 
 
 def _remember(file: Path, times: dict[str, float]) -> None:
-    """Write the file completely or not at all; the last writer wins. A failure is harmless: the next run measures
-    again."""
+    """Write the file completely or not at all; the last writer wins. After a failure, the next run measures again."""
     text = json.dumps({name: None if math.isinf(one) else one for name, one in times.items()})
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

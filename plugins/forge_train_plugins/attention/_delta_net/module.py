@@ -211,8 +211,7 @@ class GatedDeltaNet(nn.Module):
         document_ids: Tensor | None = None,
         part: Part = (0, 1),
     ) -> Tensor:
-        """All that mixes along the sequence: `[batch, sequence, heads of its kind, features]` each → the shape of
-        `v`."""
+        """All that mixes along the sequence: `[batch, sequence, heads of its kind, features]` each → like `v`."""
         given = (q, k, v, alpha, beta), document_ids, part
 
         def run(*given: Any) -> Tensor:

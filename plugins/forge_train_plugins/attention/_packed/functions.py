@@ -15,8 +15,7 @@ from .versions import MODULES, choose, installed
 
 
 class Bounds(NamedTuple):
-    """The start of each document among the queries and the keys, each `[documents + 1]` int32; and the greatest
-    lengths."""
+    """Where documents begin among queries and among keys, `[documents + 1]` int32 each; and the longest document."""
 
     queries: Tensor
     keys: Tensor

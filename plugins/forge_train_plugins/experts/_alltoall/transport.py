@@ -103,8 +103,7 @@ class Exchange:
 
 
 def _splits(mine: Tensor, theirs: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """Rows to and from each rank. The host waits only here. In a plan there are no values, so rows are spread
-    evenly."""
+    """Rows to and from each rank. The host waits only here. A plan has no values, so it spreads rows evenly."""
     if isinstance(mine, FakeTensor):
         even = [rows // len(mine)] * len(mine)
         return even, even

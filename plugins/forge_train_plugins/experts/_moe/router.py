@@ -137,7 +137,6 @@ def kept(experts: Tensor, weights: Tensor, limit: int, count: int) -> Tensor:
 
 
 def loads(experts: Tensor, count: int) -> Tensor:
-    """Number of assignments to each of `count` experts, per row of `experts [sets, assignments]`: `[sets, count]`
-    int64."""
+    """Number of assignments to each expert, per row of `experts [sets, assignments]`: `[sets, count]` int64."""
     found = torch.zeros(len(experts), count, dtype=torch.int64, device=experts.device)
     return found.scatter_add(1, experts, torch.ones_like(experts))

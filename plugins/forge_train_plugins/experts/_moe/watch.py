@@ -48,8 +48,7 @@ class Watch:
         return self.job.dist.all_reduce(seen, axis="tp") if split else seen
 
     def _move_biases(self, seen: Tensor) -> None:
-        """Raise the bias of experts with less than the mean load, and lower the others' (arXiv:2408.15664, algorithm
-        1)."""
+        """Raise biases of experts with less than the mean load, lower the others (arXiv:2408.15664, algorithm 1)."""
         loads = seen[:, : -len(MEASURES)]
         moves = self.config.bias_speed * (loads.mean(1, keepdim=True) - loads).sign()
         torch._foreach_add_(self._biases(), list(torch.unbind(moves)))

@@ -34,8 +34,7 @@ def head_dim(config: Decoder.Config) -> int:
 
 
 def hidden(config: Decoder.Config) -> int:
-    """The width at which a gated feed-forward block has as many weights as an ungated one of 4 dim (arXiv:2002.05202,
-    §3)."""
+    """Width of a gated feed-forward block with as many weights as an ungated one of 4 dim (arXiv:2002.05202, §3)."""
     return config.hidden or -(-8 * config.dim // (3 * 64)) * 64
 
 

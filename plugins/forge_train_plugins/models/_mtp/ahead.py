@@ -17,8 +17,7 @@ LABELS: StateKey[Tensor] = StateKey("mtp.labels", Axes(batch=0, sequence=1))
 
 
 def look_ahead(depths: int) -> PrepareStep:
-    """Writes both to each micro-batch's state before sequences are cut: the tokens that follow may be on another
-    rank."""
+    """Writes both to each micro-batch's state before sequences are cut: the next tokens may be on another rank."""
     return PrepareStep(partial(_write, depths))
 
 

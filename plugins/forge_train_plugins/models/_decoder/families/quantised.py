@@ -1,5 +1,4 @@
-"""Files with quantised weights: the maps that dequantise them, chosen by the `quantization_config` of a
-`config.json`."""
+"""Maps that dequantise a folder's weights, chosen by the `quantization_config` of its `config.json`."""
 
 from __future__ import annotations
 
