@@ -73,7 +73,7 @@ class LazyGroup(click.Group):
         outsiders = self.outsiders().get(cmd_name, [])
         if len(outsiders) > 1:
             owners = " and ".join(sorted(one.owner for one in outsiders))
-            raise ConfigError(f"{owners} all provide the command {cmd_name!r}; uninstall all but one.")
+            raise ConfigError(f"{owners} each provide the command {cmd_name!r}; uninstall all but one.")
         return outsiders[0].load() if outsiders else None
 
     def outsiders(self) -> dict[str, list[Outside]]:

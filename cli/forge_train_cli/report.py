@@ -44,7 +44,7 @@ dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1rem}dd{margin:0
 """
 
 
-@click.command(short_help="Runs as one page of HTML.")
+@click.command(short_help="Write a report of runs as one HTML page.")
 @click.argument("names", nargs=-1, required=True, metavar="RUN...")
 @click.option("--out", "--output", "-o", "output", default="report.html", show_default=True, metavar="FILE",
               callback=screen.page, help="File to write; only a page made by forge is overwritten.")  # fmt: skip

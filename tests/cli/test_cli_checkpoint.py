@@ -97,7 +97,7 @@ def test_prune_refuses_what_it_can_not_know(forge: Forge, run: Path, folder: Pat
     assert "is not a run" in forge("checkpoint", "prune", str(folder), fails=2).err
     forge("checkpoint", "prune", str(run), "--keep", "0", fails=2)
     (run / "config.toml").write_text("[checkpoint]\nkeep = 'x'\n", encoding="utf-8")
-    assert "checkpoint.keep: 'x' is no int." in forge("checkpoint", "prune", str(run), fails=2).err
+    assert "checkpoint.keep: expected int, found 'x'." in forge("checkpoint", "prune", str(run), fails=2).err
     (run / "config.toml").write_text("", encoding="utf-8")
     lock = take(run)
     try:

@@ -127,7 +127,7 @@ def test_weights_that_may_differ_are_named(hf: Path, run_forge: RunForge) -> Non
     config = {"decoder.tied": False, "train.init_from": str(hf), "train.init_missing": ["*.nothing"]}
     with pytest.raises(ConfigError, match=r"train\.init_missing: '\*\.nothing' fits nothing that .*hf lacks"):
         run_forge((), config, steps=1)
-    with pytest.raises(ConfigError, match=r"257 × 32 in model-.*, 257 × 64 by this run's configuration"):
+    with pytest.raises(ConfigError, match=r"257 × 32 in model-.*, 257 × 64 in this run's configuration"):
         run_forge((), {"decoder.tied": False, "train.init_from": str(hf), "decoder.dim": 64}, steps=1)
     with pytest.raises(ConfigError, match=r"checkpoint\.only needs a checkpoint .* forge checkpoint import .*hf NEW"):
         run_forge((), {"decoder.tied": False, "train.init_from": str(hf), "checkpoint.only": ["embedding.*"]}, steps=1)

@@ -66,7 +66,7 @@ class Renumber(StateMap):
         found = template(self.names).find(step.tensors)
         there = {bindings["i"] for bindings in found.values()}
         gone = sorted({old for old in self.order if str(old) not in there})
-        step.wrong += [f"{template(self.names).text}: there is no number {old}; there are {len(there)}" for old in gone]
+        step.wrong += [f"{template(self.names).text}: no number {old} among {len(there)}, from 0" for old in gone]
         for name, bindings in found.items():
             for view in step.take(name):
                 for new, old in enumerate(self.order):
