@@ -7,7 +7,7 @@ import sys
 
 def main() -> None:
     """The `forge` command."""
-    if sys.argv[1:] == ["--version"]:  # click alone would take longer than all else that this needs
+    if sys.argv[1:] == ["--version"]:  # importing click alone would take longer than everything else here
         from forge_train import __version__
 
         sys.stdout.write(f"forge-train {__version__}\n")

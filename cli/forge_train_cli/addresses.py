@@ -19,7 +19,7 @@ LONGEST = 3600.0
 
 
 def fetch(resume: str, folder: Path) -> str:
-    """What `--resume` names, fetched by the first process, if it is an address; the others wait for it."""
+    """The target of `--resume`. If it is an address, the first process fetches it and the others wait."""
     if not (address := address_of(resume)):
         return plain(resume)
     from forge_train.storage.fetching import fetched, target_of
@@ -36,14 +36,14 @@ def fetch(resume: str, folder: Path) -> str:
 
 
 class _Place(click.Path):
-    """A path; an address is a text, and so is the folder of a run that was copied."""
+    """A path. An address stays a string, and so does the folder of a copied run."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return address_of(str(value)) or Path(plain(str(value)))
 
 
 class _Fetched(click.Path):
-    """A path; a checkpoint at an address is fetched to a temporary folder, which lasts as long as the command."""
+    """A path; a checkpoint at an address is fetched to a temporary folder that lasts until the command ends."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str) or not is_remote(value) or ctx is None:

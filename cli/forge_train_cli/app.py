@@ -1,4 +1,4 @@
-"""The `forge` command: what commands there are, and how each ends."""
+"""The `forge` command: its subcommands, and how each of them ends."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ COMMANDS = {
     "runs": (".runs:runs", "Look at past runs, and compare them."),
     "debug": (".debug:debug", "Look into a run."),
     "bench": (".bench:bench", "Measure this machine."),
-    "doctor": (".doctor:doctor", "Say what this machine has and lacks."),
+    "doctor": (".doctor:doctor", "Check what this machine has and lacks."),
 }
-"""Name → where it is, and its line in `forge --help`."""
+"""Name → module and attribute, and its line in `forge --help`."""
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -45,14 +45,14 @@ def _version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
 def forge() -> None:
     """Train large language models; every technique is a plugin.
 
-    `forge train` trains a small model of Python source in about a minute; `forge train --help` says how to train
-    another.
+    `forge train` trains a small model of Python source in about a minute; `forge train --help` explains how to train
+    another model.
     """
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command line; its exit code."""
+    """Run a command line; returns its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a curve of question marks is better than none, in a plain C locale
+            stream.reconfigure(errors="replace")  # in a plain C locale, a curve of question marks is better than none
     return ending(lambda: forge.main(arguments, prog_name="forge", standalone_mode=False))

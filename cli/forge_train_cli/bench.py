@@ -29,12 +29,12 @@ COMMANDS = (("--version",), ("--help",), ("plugins", "list"))
     show_default=True,
     type=click.IntRange(min=1),
     metavar="N",
-    help="Turns of five steps, of forge's loop and of the hand-written one.",
+    help="How many times to run five steps of forge's loop and of the hand-written one.",
 )
 @json_option
 def bench(request: Request, turns: int, as_json: bool) -> None:
-    """Train CONFIG for a few steps, and measure: throughput, what forge's loop costs beside one written by hand, data,
-    checkpoints, start-up. Nothing is left behind."""
+    """Train CONFIG for a few steps, and measure throughput, the overhead of forge's loop over a hand-written one, data,
+    checkpoints and start-up. Nothing is left behind."""
     from forge_train_tools.bench import measure, start_up
 
     measured = measure(request, turns=turns)
@@ -50,7 +50,7 @@ def _show(measured: Measured, ratios: dict[str, float]) -> None:
     rows: list[tuple[str, str, str]] = [
         ("throughput", f"{short(measured.tokens_per_second)} tokens/s", f"{short(measured.parameters)} parameters"),
         *_flops(measured),
-        ("loop", f"{measured.speed:.3f}", "of the tokens per CPU-second of a loop written by hand"),
+        ("loop", f"{measured.speed:.3f}", "of a hand-written loop's tokens per CPU-second"),
         ("data", f"{short(measured.data_tokens_per_second)} tokens/s", "from the loader alone"),
         ("checkpoint", f"{measured.save_seconds:.3f} s", f"to save and verify {gib(measured.checkpoint_bytes)}"),
         ("", f"{measured.load_seconds:.3f} s", "to load"),

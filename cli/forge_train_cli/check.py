@@ -24,18 +24,18 @@ SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")
 @click.command(short_help="Try plugins against the contract.")
 @click.argument("names", nargs=-1, metavar="[NAME...]")
 @click.option(
-    "--set", "-s", "assignments", multiple=True, metavar="KEY=VALUE", help="What a plugin's section must say."
+    "--set", "-s", "assignments", multiple=True, metavar="KEY=VALUE", help="Set a value in a plugin's section."
 )
 @json_option
 def check(names: tuple[str, ...], assignments: tuple[str, ...], as_json: bool) -> int:
-    """Hold plugins to the contract: import, hooks, slots on a tiny case, configuration, training, resume, and for
-    transforms the same numbers on two processes as on one.
+    """Check that plugins keep the contract: import, hooks, slots on a tiny case, configuration, training, resume, and
+    for transforms the same numbers on two processes as on one.
 
-    NAME is a plugin's name, a dotted package.module:Class or a file; without one, every plugin is checked. What a
-    plugin requires is enabled with it. Exit code 1 if a check fails.
+    NAME is a plugin's name, a dotted package.module:Class or a file; without NAME, every plugin is checked. Plugins
+    that it requires are enabled too. The exit code is 1 if a check fails.
     """
     if assignments and len(names) != 1:
-        raise ConfigError("--set is for one plugin's section: name that plugin, and no other.")
+        raise ConfigError("--set is for one plugin's section: name exactly one plugin.")
     reports = []
     for report in _reports(names, assignments):
         reports.append(report)
@@ -55,7 +55,7 @@ def _reports(names: tuple[str, ...], assignments: tuple[str, ...]) -> Iterator[R
     from forge_train.testing import Check, Pool, Report, check
 
     for name in names:
-        find(name)  # a mistake in the last name should not come after minutes of checking the first
+        find(name)  # report a mistake in the last name before checking the first for minutes
     with tempfile.TemporaryDirectory(prefix="forge-check-") as folder, Pool(Path(folder)) as ranks:
         if names:
             yield from (check(name, sets=assignments, ranks=ranks) for name in names)
@@ -68,7 +68,7 @@ def _reports(names: tuple[str, ...], assignments: tuple[str, ...]) -> Iterator[R
 
 
 def _show(report: Report, *, in_full: bool) -> None:
-    """One plugin: every check, or only those that did not simply pass."""
+    """Show one plugin: every check, or only those that did not simply pass."""
     found = report.ref
     owner = f"{found.distribution} {found.version}".strip()
     sign = click.style("✓", fg="green", bold=True) if report.passed else click.style("✗", fg="red", bold=True)

@@ -29,7 +29,8 @@ PATH = click.Path(path_type=Path)
 def checkpoint() -> None:
     """Look at checkpoints; exchange weights with Hugging Face.
 
-    PATH is a checkpoint, or a run, which stands for its newest whole one; or the address of either, as s3://b/runs/first.
+    PATH is a checkpoint, or a run, which means its newest whole checkpoint; or the address of either, like
+    s3://b/runs/first.
     """
 
 
@@ -37,11 +38,11 @@ for command in (convert, copy, diff, export, import_, move, prune):
     checkpoint.add_command(command)
 
 
-@checkpoint.command("list", short_help="The checkpoints of a run.")
+@checkpoint.command("list", short_help="List the checkpoints of a run.")
 @click.argument("run", type=PLACE)
 @json_option
 def list_checkpoints(run: Path | str, as_json: bool) -> None:
-    """The checkpoints of a run, and whether they are whole. Sizes are compared; `verify` reads every file."""
+    """List the checkpoints of a run, and whether they are whole. Only sizes are compared; `verify` reads every file."""
     rows = _rows_there(run) if isinstance(run, str) else _rows_here(run)
     if as_json:
         click.echo(dumps(rows, indent=1))
@@ -97,11 +98,11 @@ def _rows_there(address: str) -> list[dict[str, Any]]:
     ]
 
 
-@checkpoint.command(short_help="What a checkpoint holds.")
+@checkpoint.command(short_help="Show what a checkpoint holds.")
 @click.argument("path", type=FETCHED)
 @json_option
 def inspect(path: Path, as_json: bool) -> None:
-    """What a checkpoint holds: its progress, plugins and tensors. --json has the configuration too."""
+    """Show what a checkpoint holds: its progress, plugins and tensors. --json includes the configuration."""
     from forge_train.storage import checkpoint as store
 
     path = store.resolve(path)
@@ -155,8 +156,8 @@ def inspect(path: Path, as_json: bool) -> None:
 def verify(path: Path | str, as_json: bool) -> int:
     """Read every file of a checkpoint, or of all checkpoints of a run, and compare sizes and hashes.
 
-    Then see whether its state, its index and its tensors are what a checkpoint holds. What lies at an address is
-    fetched to a temporary folder, one checkpoint after the other. The exit code is 1 if one is damaged.
+    Then check that its state, its index and its tensors are valid. Checkpoints at an address are
+    fetched to a temporary folder, one after the other. The exit code is 1 if one is damaged.
     """
     examined = _examined_there(path) if isinstance(path, str) else _examined_here(path)
     if not examined:

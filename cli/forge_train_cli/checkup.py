@@ -1,4 +1,4 @@
-"""The checks of `forge doctor`, each on its own: one that fails hides no other."""
+"""The checks of `forge doctor`. They are independent: one that fails does not hide another."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .lazy import GROUP
 from .options import PRESET
 
 SLOW = 1.5
-"""A process is slow that takes so many times the median of all for the same product."""
+"""A process is slow if it takes this many times the median of all processes for the same product."""
 ROOM = 2**30
-"""Bytes below which the disk is called nearly full."""
+"""Free bytes below which the disk is called nearly full."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was found."""
+    """The result of a check."""
 
     name: str
     status: Literal["ok", "warn", "fail"]
@@ -41,11 +41,11 @@ class Check:
 
 
 def checkup(run_dir: Path, nproc: int | None = None) -> Iterator[Check]:
-    """All checks.
+    """Run all checks.
 
     Args:
-        run_dir: where runs are to be.
-        nproc: processes to start, and to compare.
+        run_dir: the folder for runs.
+        nproc: number of processes to start and compare.
     """
     checks: list[Callable[[], Iterator[Check]]] = [
         _forge,
@@ -62,7 +62,7 @@ def checkup(run_dir: Path, nproc: int | None = None) -> Iterator[Check]:
     for check in checks:
         try:
             yield from check()
-        except Exception as error:  # what is wrong with a machine is not known beforehand
+        except Exception as error:  # a broken machine may raise anything
             yield Check(getattr(check, "__name__", "check").strip("_<>"), "fail", describe(error))
 
 
@@ -72,7 +72,7 @@ def _forge() -> Iterator[Check]:
 
 
 def _command() -> Iterator[Check]:
-    """Whether `forge` is ours: pip overwrites a script of that name without a word."""
+    """Check that `forge` is ours: pip silently overwrites a script of that name."""
     scripts = importlib.metadata.entry_points(group="console_scripts", name="forge")
     others = sorted({point.dist.metadata["Name"] for point in scripts if point.dist} - {DISTRIBUTION})
     if others:
@@ -81,10 +81,10 @@ def _command() -> Iterator[Check]:
         return
     found = shutil.which("forge")
     if found and Path(found).parent.resolve() != Path(sys.executable).parent.resolve():
-        text = f"the `forge` on the PATH is {found}, of another environment than {sys.prefix}"
+        text = f"the `forge` on the PATH is {found}, which is not in this environment, {sys.prefix}"
         yield Check("command", "warn", text)
         return
-    yield Check("command", "ok", found or "`forge` is not on the PATH; `python -m forge_train_cli` is the same")
+    yield Check("command", "ok", found or "`forge` is not on the PATH; `python -m forge_train_cli` does the same")
 
 
 def _requirements() -> Iterator[Check]:
@@ -104,7 +104,7 @@ def _requirements() -> Iterator[Check]:
 def _torch() -> Iterator[Check]:
     try:
         import torch
-    except Exception as error:  # a broken build raises whatever it likes
+    except Exception as error:  # a broken build may raise anything
         yield Check("torch", "fail", f"can't be imported: {describe(error)}")
         return
     yield Check("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
@@ -124,7 +124,7 @@ def _torch() -> Iterator[Check]:
 
 
 def _all_reduce() -> Iterator[Check]:
-    """Whether the back ends work at all: a group of this process alone."""
+    """Check that the back ends work at all, with a group of only this process."""
     import torch
     import torch.distributed as dist
 
@@ -149,7 +149,7 @@ def _all_reduce() -> Iterator[Check]:
 
 
 def _several(nproc: int) -> Iterator[Check]:
-    """What processes compute together, and how fast each is."""
+    """What processes compute together, and how fast each of them is."""
     from forge_train_tools.launching.launch import WorkerCommand, launch
 
     with tempfile.TemporaryDirectory(prefix="forge-doctor-") as name:
@@ -166,7 +166,7 @@ def _several(nproc: int) -> Iterator[Check]:
 
 
 def _disk(run_dir: Path) -> Iterator[Check]:
-    """Whether a run folder could be made, and how much it could hold."""
+    """Whether a run folder can be made, and how much space it has."""
     there = run_dir.absolute()
     while not there.exists():
         there = there.parent
@@ -181,7 +181,7 @@ def _disk(run_dir: Path) -> Iterator[Check]:
 
 
 def _plugins() -> Iterator[Check]:
-    """Import every plugin in turn."""
+    """Import each plugin."""
     good = 0
     for found in discover():
         try:
@@ -207,7 +207,7 @@ def _commands() -> Iterator[Check]:
 
 
 def _start() -> Iterator[Check]:
-    """Whether the preset's plugins and configuration hold together."""
+    """Whether the preset's plugins and configuration are consistent."""
     from forge_train.registry.setup import resolve
 
     try:
@@ -215,4 +215,4 @@ def _start() -> Iterator[Check]:
     except ConfigError as error:
         yield Check("forge train", "fail", str(error))
         return
-    yield Check("forge train", "ok", f"could start with the preset {PRESET}")
+    yield Check("forge train", "ok", f"can start with the preset {PRESET}")

@@ -1,4 +1,4 @@
-"""What to type after a run: commands made from this run, none of which would be refused."""
+"""Commands to try after a run. They are derived from this run, and none of them would be refused."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("forge_train")
 
 PROMPT = "prompt.txt"
-"""The artifact in which a data plugin leaves a prompt from the run's held-out text."""
+"""The artifact in which a data plugin stores a prompt from the run's held-out text."""
 
 
 def next_commands(finished: Finished, setup: Setup) -> list[tuple[str, str]]:
-    """What each command is for, and the command; asked of a run in the process that trained it.
+    """What each command is for, and the command; called in the process that trained the run.
 
     Args:
         finished: how the run ended.
@@ -46,7 +46,7 @@ def _nproc(world: World) -> str:
 
 
 def _prompt(finished: Finished, setup: Setup) -> str | None:
-    """The option that gives a prompt; empty where none is needed, None where this run's model can't write."""
+    """The option that sets a prompt; empty if none is needed, None if this run's model can't generate."""
     if not finished.generates:
         return None
     file = finished.run / "artifacts" / PROMPT
@@ -57,18 +57,18 @@ def _prompt(finished: Finished, setup: Setup) -> str | None:
 
 
 def _longer(setup: Setup) -> str:
-    """Twice as long, in the unit that the run's length was given in."""
+    """Twice the run's length, in the unit in which it was given."""
     train = setup.config.train
     return f"train.tokens={2 * train.tokens}" if train.tokens else f"train.steps={2 * train.steps}"
 
 
 def _exports(setup: Setup) -> bool:
-    """Whether the run's model has a place in Hugging Face layout."""
+    """Whether the run's model can be written in Hugging Face layout."""
     try:
         return setup.hooks.export_hf() is not None
-    except ConfigError:  # by which the plugin says that this model has none
+    except ConfigError:  # the plugin says that this model has no such layout
         return False
-    except Exception as error:  # the run is done and saved: a suggestion fails no run
+    except Exception as error:  # the run is done and saved, so a suggestion must not fail it
         found = Failure.of(error)
         whose = f"Plugin {found.plugin!r}" if found.plugin else "A plugin"
         log.warning("%s failed in export_hf, so its model can't be exported as it is: %s", whose, describe(error))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from forge_train.registry.setup import Setup
 
 COMMANDS = {
-    "show": (".config:show", "Every value of a run, and where it comes from."),
+    "show": (".config:show", "Show every value of a run, and where it comes from."),
     "init": (".config:init", "Write a configuration with comments."),
 }
 
@@ -34,13 +34,13 @@ def config() -> None:
     """Show or write a configuration."""
 
 
-@click.command(short_help="Every value of a run, and where it comes from.")
+@click.command(short_help="Show every value of a run, and where it comes from.")
 @run_options()
 @click.option("--plot", is_flag=True, help="Draw the schedule of learning rates instead.")
-@click.option("--svg", metavar="FILE", callback=screen.picture, help="Write that drawing to a file.")
+@click.option("--svg", metavar="FILE", callback=screen.picture, help="Write the drawing to a file.")
 @json_option
 def show(request: Request, plot: bool, svg: str | None, as_json: bool) -> None:
-    """Resolve CONFIG as `forge train` would, and show every value with where it comes from."""
+    """Resolve CONFIG as `forge train` would, and show every value and where it comes from."""
     from forge_train.registry.setup import resolve
 
     setup = resolve(request, data=False)
@@ -67,9 +67,9 @@ def show(request: Request, plot: bool, svg: str | None, as_json: bool) -> None:
 
 @click.command(short_help="Write a configuration with comments.")
 @run_options()
-@click.option("--output", "-o", metavar="FILE", help="Write it there; a file that exists is left alone.")
+@click.option("--output", "-o", metavar="FILE", help="File to write; an existing file is never overwritten.")
 def init(request: Request, output: str | None) -> None:
-    """Write CONFIG, with the plugins and values that were asked for, as a TOML file with a comment for every key.
+    """Write CONFIG, with the requested plugins and values, as a TOML file with a comment for every key.
 
     \b
     forge config init -p lion -o my.toml
@@ -91,7 +91,7 @@ def init(request: Request, output: str | None) -> None:
 
 
 def _plot(setup: Setup, shown: bool, file: Path | None) -> None:
-    """The schedule of learning rates, on the screen and in a file."""
+    """Show the schedule of learning rates on the screen, and write it to a file."""
     from forge_train_tools.offline.schedule import learning_rates
 
     from .plotting import as_svg, in_terminal
@@ -106,7 +106,7 @@ def _plot(setup: Setup, shown: bool, file: Path | None) -> None:
 
 
 def _values(resolved: Config) -> Iterator[tuple[str, Any, str]]:
-    """Key, JSON value and origin of everything."""
+    """Key, JSON value and origin of every setting."""
     for name in ("plugins", "without"):
         yield name, list(getattr(resolved, name)), str(resolved.origin((name,)))
     for slot, plugin in sorted(resolved.defaults.items()):
@@ -127,5 +127,5 @@ def _leaves(section: Any, values: Mapping[str, Any], prefix: tuple[str, ...]) ->
 
 
 def _words(value: Any) -> str:
-    """A value as one would write it in TOML."""
+    """A value as written in TOML."""
     return json.dumps(value, ensure_ascii=False) if value is not None else "–"

@@ -1,4 +1,4 @@
-"""Curves as inline SVG: no script, no picture file, colours that fit light and dark."""
+"""Curves as inline SVG: no script, no image file, and colours for light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from forge_train_tools.present import quantity, short
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 28
 POINTS = 400
-"""Points of one curve at most; more are thinned by taking the mean of neighbours."""
+"""The most points of one curve; more are reduced to means of neighbours."""
 _GOLDEN = 137.508
-"""Degrees between the hues of two runs: however many there are, neighbours differ."""
+"""Degrees between the hues of two runs: neighbours differ, however many runs there are."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One run's values: `(step, value)`; a value that is not finite breaks the line."""
+    """One run's values: `(step, value)`; non-finite values interrupt the line."""
 
     run: int
     name: str
@@ -34,13 +34,13 @@ def colour(run: int) -> str:
 
 
 def chart(title: str, curves: Sequence[Curve], *, logarithmic: bool = False) -> str:
-    """A figure with all curves, or a sentence where there is nothing to draw."""
+    """A figure with all curves, or a sentence if there is nothing to draw."""
     picture = drawing(title, curves, logarithmic=logarithmic) or "<p>No values.</p>"
     return f"<figure><figcaption>{escape(title)}</figcaption>{picture}</figure>"
 
 
 def drawing(title: str, curves: Sequence[Curve], *, logarithmic: bool = False) -> str:
-    """An SVG with all curves; empty where there is nothing to draw."""
+    """An SVG with all curves; empty if there is nothing to draw."""
     drawn = [Curve(one.run, one.name, list(_usable(one.points, logarithmic=logarithmic))) for one in curves]
     finite = [point for one in drawn for point in one.points if math.isfinite(point[1])]
     if not finite:
@@ -63,7 +63,7 @@ def drawing(title: str, curves: Sequence[Curve], *, logarithmic: bool = False) -
                 f"{_place(x, across, LEFT, WIDTH - RIGHT):.1f},{_place(y, up, HEIGHT - BOTTOM, TOP):.1f}"
                 for x, y in piece
             ]
-            if len(places) == 1:  # a line of one point is not drawn
+            if len(places) == 1:  # a line with only one point is invisible
                 at, _, height = places[0].partition(",")
                 parts.append(f'<circle cx="{at}" cy="{height}" r="2" fill="{colour(one.run)}"/>')
             else:
@@ -73,7 +73,7 @@ def drawing(title: str, curves: Sequence[Curve], *, logarithmic: bool = False) -
 
 
 def _usable(points: Sequence[Point], *, logarithmic: bool) -> Iterator[Point]:
-    """At most `POINTS` of them, on the axis that is drawn."""
+    """At most `POINTS` points, on the axis that is drawn."""
     size = max(math.ceil(len(points) / POINTS), 1)
     for at in range(0, len(points), size):
         group = points[at : at + size]
@@ -84,7 +84,7 @@ def _usable(points: Sequence[Point], *, logarithmic: bool) -> Iterator[Point]:
 
 
 def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """The runs of finite values."""
+    """The runs of consecutive finite values."""
     piece: list[Point] = []
     for point in points:
         if math.isfinite(point[1]):
@@ -108,7 +108,7 @@ def _place(value: float, span: Point, first: float, last: float) -> float:
 
 
 def _ticks(low: float, high: float) -> Iterator[float]:
-    """Round values, four to eight of them."""
+    """Four to eight round values."""
     unit = 10.0 ** math.floor(math.log10((high - low) / 4))
     step = next(unit * factor for factor in (1, 2, 5, 10) if (high - low) / (unit * factor) <= 8)
     for number in range(math.ceil(low / step), math.floor(high / step) + 1):

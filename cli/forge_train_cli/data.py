@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from forge_train_data.prepare import Report
 
 COMMANDS = {
-    "prepare": (".data:prepare", "Make token shards of any source."),
+    "prepare": (".data:prepare", "Make token shards from any source."),
     "inspect": (".inspect:inspect", "Look at data: lengths, samples as tokens, duplicates."),
-    "show": (".show:show", "What a run does with its data, stage by stage."),
+    "show": (".show:show", "Show what a run does with its data, stage by stage."),
 }
 
 
@@ -31,32 +31,34 @@ def data() -> None:
     """Prepare data, and look at it."""
 
 
-@click.command(short_help="Make token shards of any source.")
+@click.command(short_help="Make token shards from any source.")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.option("--out", required=True, metavar="DIR", help="The folder to make.")
 @click.option("--tokenizer", metavar="T", help="A tokenizer.json, a Hugging Face folder, or bytes (the default).")
 @click.option("--train-tokenizer", type=int, metavar="N", help="Train a byte-level BPE of N token ids on the text.")
-@click.option("--field", default="text", show_default=True, metavar="NAME", help="Where a record has its text.")
+@click.option(
+    "--field", default="text", show_default=True, metavar="NAME", help="Field of a record that holds its text."
+)
 @click.option("--held-out", type=click.FloatRange(0, 1, max_open=True), default=0.01, show_default=True,
-              help="Share of the documents that is kept for evaluation.")  # fmt: skip
-@click.option("--chat", is_flag=True, help="Records are conversations: render them, and mark what is learned.")
-@click.option("--template", metavar="T", help="The chat template; the tokenizer's own without it.")
+              help="Share of the documents to keep for evaluation.")  # fmt: skip
+@click.option("--chat", is_flag=True, help="Records are conversations: render them, and mark the learned tokens.")
+@click.option("--template", metavar="T", help="The chat template; by default the tokenizer's own.")
 @click.option("--map", "maps", multiple=True, metavar="NAME[:OPTION=VALUE,…]",
-              help="A change of documents, one after the other: length:least=200, fim:rate=0.5.")  # fmt: skip
-@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; all cores without it.")
-@click.option("--skip-broken", is_flag=True, help="Leave out files that can't be read, and name them.")
+              help="Change the documents, in the order given: length:least=200, fim:rate=0.5.")  # fmt: skip
+@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Number of processes; all cores by default.")
+@click.option("--skip-broken", is_flag=True, help="Leave out files that can't be read, and list them.")
 def prepare(
     sources: tuple[str, ...], out: str, tokenizer: str | None, train_tokenizer: int | None, **more: Any
 ) -> None:
     """Read SOURCES (files, folders, patterns, addresses), tokenise them, and write shards into a folder.
 
-    A preparation that was stopped goes on where it was when the same command is given again.
+    If a preparation was stopped, the same command continues it where it stopped.
     """
     from forge_train_data.prepare import Preparation, Report
     from forge_train_data.prepare import prepare as perform
 
     if tokenizer and train_tokenizer is not None:
-        raise ConfigError("--tokenizer and --train-tokenizer exclude each other; give one.")
+        raise ConfigError("--tokenizer and --train-tokenizer exclude each other; give only one.")
     if more["template"] and not more["chat"]:
         raise ConfigError("--template: has no effect without --chat.")
     if more["chat"] and (more["maps"] or train_tokenizer is not None or more["field"] != "text"):
@@ -78,14 +80,14 @@ def prepare(
         template=more["template"] or "",
         maps=more["maps"],
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its workers end as at Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that its workers end as on Ctrl-C
     report = Report(_show)
     manifest = perform(wanted, report)
     _summary(Path(out), manifest, report)
 
 
 def _show(line: str) -> None:
-    """A line over the one before; only on a terminal."""
+    """A line that overwrites the previous one; only on a terminal."""
     if sys.stderr.isatty():
         click.echo(f"\r\x1b[K{line}", nl=False, err=True)
 
@@ -108,8 +110,6 @@ def _summary(out: Path, manifest: Manifest, report: Report) -> None:
         "dim",
     )
     if not manifest.shards["validation"] and manifest.settings["held_out"]:
-        screen.line(
-            "No document fell on the held-out side: prepare with more --held-out, or train with evaluate_every=0."
-        )
+        screen.line("No document was held out: prepare with more --held-out, or train with evaluate_every=0.")
     packing = " -s tokens.packing=best_fit" if "template" in manifest.settings else ""
     screen.line(f"Train on it: forge train -p tokens -s tokens.path={out}{packing}")

@@ -17,7 +17,7 @@ from .options import json_option, set_option
 if TYPE_CHECKING:
     from forge_train_tools.offline.replay import Replayed
 
-COMMANDS = {"step": (".debug:step", "One recorded step again, alone.")}
+COMMANDS = {"step": (".debug:step", "Replay one recorded step.")}
 SHOWN = 12
 
 
@@ -26,14 +26,14 @@ def debug() -> None:
     """Look into a run."""
 
 
-@click.command(short_help="One recorded step again, alone.")
+@click.command(short_help="Replay one recorded step.")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("number", metavar="N", type=click.IntRange(min=1))
 @set_option
 @json_option
 def step(run: Path, number: int, assignments: tuple[str, ...], as_json: bool) -> None:
-    """Take step N of RUN again, on one process, from the newest checkpoint before it: batch, loss by token, gradient
-    norm by parameter. Nothing is written.
+    """Replay step N of RUN on one process, from the newest checkpoint before it: its batch, the loss of each token, and
+    the gradient norm of each parameter. Nothing is written.
 
     \b
     forge debug step runs/first 412
@@ -50,7 +50,7 @@ def step(run: Path, number: int, assignments: tuple[str, ...], as_json: bool) ->
 
 
 def _show(found: Replayed) -> None:
-    begun = f"{found.repeated} steps after {found.checkpoint}" if found.checkpoint else "from the first weights"
+    begun = f"{found.repeated} steps after {found.checkpoint}" if found.checkpoint else "from the initial weights"
     screen.line(
         f"Step {found.step} of {found.run}, {begun}, on sequences {found.data_range[0]} to {found.data_range[1]}"
     )

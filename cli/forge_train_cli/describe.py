@@ -1,4 +1,4 @@
-"""What `forge plugins info` says of a plugin."""
+"""The description of a plugin in `forge plugins info`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .roles import role
 
 
 def describe(name: str) -> dict[str, Any]:
-    """Everything about a plugin, as JSON; it is imported."""
+    """Everything about a plugin, as JSON; imports the plugin."""
     found = find(name)
     plugin = load(found)
     try:

@@ -1,4 +1,4 @@
-"""How many processes `--nproc auto` is."""
+"""The number of processes for `--nproc auto`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from forge_train.ground.errors import ConfigError
 from forge_train.ground.world import World
 
 DRIVERS = ("nvidia[0-9]*", "kfd", "dxg")
-"""Where NVIDIA's, AMD's and WSL's drivers show in /dev."""
+"""Files in /dev of NVIDIA's, AMD's and WSL's drivers."""
 
 
 def how_many(request: Request) -> int:
-    """One process for each CUDA device, or as many as the configured sizes of the axes multiply to; 1 where a launcher
-    started this process, where the run is to have another device, and where there are none."""
+    """One process for each CUDA device, or as many as the product of the configured axes' sizes; 1 if a launcher
+    started this process, if the run uses another device, or if there are no CUDA devices."""
     if World.here().launcher != "none":
         return 1
     try:
         tree = lay(request).tree
-    except ConfigError:  # told by what reads it next
+    except ConfigError:  # reported by the next reader
         return 1
     device = tree.values.get(("run", "device"))
     if device is not None and device.value not in ("auto", "cuda"):
@@ -32,12 +32,12 @@ def how_many(request: Request) -> int:
         return max(count, 1)
     try:
         return min(math.prod(int(sizes.get(axis, 1)) for axis in of_domain("dense")), max(count, 1))
-    except (TypeError, ValueError):  # told by what reads it next
+    except (TypeError, ValueError):  # reported by the next reader
         return 1
 
 
 def cuda_devices() -> int:
-    """How many devices torch would see. It is imported only where the machine has a driver."""
+    """The number of devices that torch would see. torch is imported only if the machine has a driver."""
     if not any(True for driver in DRIVERS for _ in Path("/dev").glob(driver)):
         return 0
     import torch

@@ -14,14 +14,14 @@ from .options import json_option, nproc_option, run_dir_option
 SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")}
 
 
-@click.command(short_help="Say what this machine has and lacks.")
+@click.command(short_help="Check what this machine has and lacks.")
 @run_dir_option
 @nproc_option()
 @json_option
 def doctor(run_dir: str, nproc: int | None, as_json: bool) -> int:
-    """Look at everything that training needs here. Exit code 1 if it could not start.
+    """Check everything that training needs on this machine. The exit code is 1 if training could not start.
 
-    With --nproc, that many processes compute a product and an all-reduce with known answers, and their times, clocks
+    With --nproc, that many processes compute a product and an all-reduce with known results, and their times, clocks
     and devices are compared.
     """
     from rich.text import Text

@@ -27,7 +27,7 @@ def evaluate(
     path: Path, plugins: tuple[str, ...], assignments: tuple[str, ...], nproc: int | None, as_json: bool
 ) -> None:
     """Evaluate the model of PATH, a run (its newest whole checkpoint), a checkpoint or a Hugging Face folder: the loss
-    on held-out text, and every evaluation that its plugins name. Nothing is written.
+    on held-out text, and every evaluation that its plugins define. Nothing is written.
 
     \b
     forge eval runs/first

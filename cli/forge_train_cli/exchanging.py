@@ -65,14 +65,14 @@ def dtype_option(function: _F) -> _F:
 
 
 def shard_option(function: _F) -> _F:
-    """--shard-size, as `shard_size`."""
+    """--shard-size, passed as `shard_size`."""
     text = "Largest size of one file, such as 500MB."
     return click.option("--shard-size", type=Size(), default="5GB", show_default=True, metavar="SIZE", help=text)(
         function
     )
 
 
-@click.command("import", short_help="Make a checkpoint of a model in Hugging Face layout.")
+@click.command("import", short_help="Make a checkpoint from a model in Hugging Face layout.")
 @click.argument("hf_dir", type=PATH)
 @click.argument("path", type=PATH)
 @plugin_options
@@ -104,7 +104,7 @@ def import_(
     nproc: int | None,
     as_json: bool,
 ) -> None:
-    """Make the checkpoint PATH of HF_DIR, which holds config.json and safetensors files.
+    """Make the checkpoint PATH from HF_DIR, which holds config.json and safetensors files.
 
     \b
     forge checkpoint import Qwen3-0.6B qwen

@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from forge_train.registry.setup import Setup
 
 FOLDER = "export"
-"""Where it goes, below the run."""
+"""The folder of the export inside the run."""
 
 
 def check_exportable(setup: Setup) -> None:
-    """Say before a run begins that its model can't be exported.
+    """Refuse before a run starts if its model can't be exported.
 
     Raises:
-        ConfigError: if no plugin writes it.
+        ConfigError: if no plugin can write it.
     """
     if not setup.hooks.implementers("export_hf"):
         raise ConfigError("--export: no enabled plugin can write the model in Hugging Face layout (export_hf).")
 
 
 def export_trained(run: Path, *, quiet: bool) -> None:
-    """Export the model of a run that is done; an earlier export is replaced. Any other run is left alone."""
+    """Export the model of a completed run, replacing an earlier export. Other runs are left alone."""
     from forge_train_tools.offline.huggingface import export_checkpoint
 
     if Run(run).outcome().get("outcome") != "done":

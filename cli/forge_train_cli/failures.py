@@ -1,4 +1,4 @@
-"""The one place that turns what ends a command into a message and an exit code."""
+"""The only place that turns the failure of a command into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KILLED_BY_CTRL_C = 130
 
 
 def ending(command: Callable[[], object]) -> int:
-    """Run a command; what the process should exit with."""
+    """Run a command; returns the exit code for the process."""
     show_warnings()
     try:
         result = command()
@@ -30,7 +30,7 @@ def ending(command: Callable[[], object]) -> int:
         click.echo("Interrupted.", err=True)
         return KILLED_BY_CTRL_C
     except OSError as error:
-        if error.errno == errno.EPIPE:  # the reader of a pipe left: `forge runs list | head`
+        if error.errno == errno.EPIPE:  # the reader of a pipe is gone: `forge runs list | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 1
         return report(error)
@@ -40,10 +40,10 @@ def ending(command: Callable[[], object]) -> int:
 
 
 def report(error: Exception, log: Path | None = None) -> int:
-    """Say on stderr what went wrong; the exit code.
+    """Report on stderr what went wrong; returns the exit code.
 
     Args:
-        error: a mistake of the user's (one message), or a failure of a plugin, torch or the machine.
+        error: a user's mistake (one message), or a failure of a plugin, torch or the machine.
         log: the file that holds the traceback.
     """
     if os.environ.get("FORGE_TRACEBACK") == "1":
@@ -61,7 +61,7 @@ def complain(text: str) -> None:
 
 
 class _Screen(logging.Handler):
-    """Warnings on whatever stderr is at the moment: a live view puts its own there."""
+    """Writes warnings to the current stderr, which a live view replaces by its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
         colour = "yellow" if record.levelno < logging.ERROR else "red"
@@ -73,7 +73,7 @@ class _Screen(logging.Handler):
 
 
 class _Progress(logging.Handler):
-    """How far something is: on a terminal one line that is written over, elsewhere what is said when it is done."""
+    """Progress: on a terminal one line that is overwritten, elsewhere only the final message."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not sys.stdout.isatty():
@@ -86,15 +86,15 @@ class _Progress(logging.Handler):
 
 
 def show_progress() -> None:
-    """Have the progress of what takes long before the first step on the screen."""
+    """Show the progress of slow work before the first step on the screen."""
     log = logging.getLogger("forge_train.progress")
-    log.propagate = False  # a run's log has the end of it only
+    log.propagate = False  # a run's log gets only its end
     if not log.handlers:
         log.addHandler(_Progress(logging.INFO))
 
 
 def show_warnings() -> None:
-    """Have forge's warnings on the screen, and what is less than that in a run's log only."""
+    """Show forge's warnings on the screen; lesser messages go only into a run's log."""
     log = logging.getLogger("forge_train")
     log.setLevel(logging.INFO)
     log.propagate = False

@@ -20,23 +20,27 @@ if TYPE_CHECKING:
     from forge_train_tools.offline.opening import Opened
 
 ENDED = {
-    "tokens": "as many tokens as asked for",
+    "tokens": "the requested number of tokens",
     "end": "the end of the document",
     "stop": "a stop string",
-    "length": "the longest sequence that the model was made for",
+    "length": "the model's longest sequence",
 }
 
 
 @click.command(short_help="Continue a text with a trained model.")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--prompt", default="", metavar="TEXT", help="What to go on from; - reads it from stdin, as it is.")
-@click.option("--tokens", default=200, show_default=True, metavar="N", help="The most to generate.")
+@click.option("--prompt", default="", metavar="TEXT", help="The text to continue; - reads it from stdin, unchanged.")
+@click.option("--tokens", default=200, show_default=True, metavar="N", help="The most tokens to generate.")
 @click.option(
-    "--temperature", default=0.8, show_default=True, metavar="T", help="Divides the logits; 0 takes the likeliest."
+    "--temperature",
+    default=0.8,
+    show_default=True,
+    metavar="T",
+    help="Divides the logits; 0 takes the likeliest token.",
 )
-@click.option("--top-k", default=0, metavar="K", help="Choose among the K likeliest tokens.")
+@click.option("--top-k", default=0, metavar="K", help="Choose among the K likeliest tokens; 0 means all.")
 @click.option(
-    "--top-p", default=1.0, metavar="P", help="Choose among the fewest likeliest whose probabilities reach P."
+    "--top-p", default=1.0, metavar="P", help="Choose among the fewest likeliest tokens whose probabilities reach P."
 )
 @click.option("--seed", default=0, show_default=True, metavar="S", help="The same seed gives the same text.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
@@ -46,9 +50,7 @@ ENDED = {
     metavar="N",
     help="Let the model's own modules draft N tokens at once; needs --temperature 0.",
 )
-@click.option(
-    "--chat", is_flag=True, help="The prompt is a user's message; the model's chat template is put around it."
-)
+@click.option("--chat", is_flag=True, help="The prompt is a user's message; put it into the model's chat template.")
 @plugins_option
 @json_option
 def generate(path: Path, prompt: str, chat: bool, plugins: tuple[str, ...], as_json: bool, **choices: Any) -> None:
@@ -107,11 +109,11 @@ def _stdin() -> str:
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompt -: what stdin gave is not UTF-8 (byte {error.start}).") from error
+        raise ConfigError(f"--prompt -: stdin is not UTF-8 (byte {error.start}).") from error
 
 
 def _show(prompt: str, completion: Completion) -> None:
-    """The text as it comes. On a terminal, control characters are made visible: a model may write any."""
+    """Print the text as it arrives. On a terminal, control characters are made visible: a model may write any."""
     terminal = sys.stdout.isatty()
     click.echo(click.style(prompt, dim=True) if terminal else prompt, nl=False)
     for piece in completion:

@@ -19,7 +19,7 @@ _NOTHING: dict[str, Any] = {}
 
 
 class History:
-    """What a run folder tells. Files are read when asked for; one that is damaged is named."""
+    """A run's folder. Files are read when needed; an error names the damaged file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,7 +52,7 @@ class History:
 
     @cached_property
     def composition(self) -> list[dict[str, Any]]:
-        """What was done to the model, in order."""
+        """The plugins' changes to the model, in order."""
         return list(self._json("composition.json", []))
 
     @cached_property
@@ -61,7 +61,7 @@ class History:
 
     @property
     def outcome(self) -> str:
-        """`unfinished` is a run that still goes on, or was killed."""
+        """`unfinished` is a run that is still training, or was killed."""
         return str(self._end.get("outcome", "unfinished"))
 
     @property
@@ -84,7 +84,7 @@ class History:
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Step, loss and metrics of each; those after a checkpoint that the run went back to are left out."""
+        """Step, loss and metrics of each logged step, without those that were undone by going back to a checkpoint."""
         found: list[dict[str, Any]] = []
         for event in self.events:
             if event["event"] == "resumed":
@@ -99,25 +99,25 @@ class History:
 
     @property
     def changed(self) -> float:
-        """When it last wrote something, in seconds since 1970."""
+        """When the run last wrote something, in seconds since 1970."""
         files = [self.path / name for name in ("outcome.json", "events.jsonl", "metrics.jsonl", "config.toml")]
         return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
     def checkpoints(self) -> Iterator[tuple[Path, int]]:
-        """Path and bytes of each, newest first."""
+        """Path and bytes of each checkpoint, newest first."""
         for path in sorted((self.path / "checkpoints").glob("step-*"), reverse=True):
             yield path, sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
     @cached_property
     def artifacts(self) -> list[dict[str, Any]]:
-        """What plugins recorded: path, size, hash, author, and whether it is still there."""
+        """Artifacts that plugins recorded: path, size, hash, author, and whether the file still exists."""
         try:
             return [{**asdict(one), "state": one.state(self.path)} for one in recorded(self.path)]
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"{self.path / FOLDER}: can't be read: {error}") from error
 
     def summary(self) -> dict[str, Any]:
-        """What `forge runs list --json` says of it."""
+        """The run's entry in `forge runs list --json`."""
         return {
             "run": str(self.path),
             "outcome": self.outcome,
@@ -129,7 +129,7 @@ class History:
         }
 
     def details(self) -> dict[str, Any]:
-        """What `forge runs show --json` says of it."""
+        """The output of `forge runs show --json`."""
         return {
             **self.summary(),
             "reason": self.reason,
@@ -156,19 +156,19 @@ class History:
 
 
 def runs_in(folder: Path) -> list[History]:
-    """The runs of a folder, the one that wrote last first.
+    """The runs of a folder, the most recently written first.
 
     Raises:
-        ConfigError: if it is no folder.
+        ConfigError: if it is not a folder.
     """
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder}: is not a folder of runs.")
+        raise ConfigError(f"{folder} is not a folder of runs.")
     found = [History(path) for path in folder.glob("*") if is_run(path)]
     return sorted(found, key=lambda history: (-history.changed, history.name))
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Keys whose values are not the same in all, with the values; None where one has no such key."""
+    """Keys whose values differ between runs, with the values; None if a run lacks the key."""
     keys = sorted({key for config in configs for key in config})
     rows = {key: [config.get(key) for config in configs] for key in keys}
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}

@@ -23,25 +23,29 @@ WIDTH = 40
 """Characters of the longest bar."""
 SHADES = ("#1c1f23 on #dbe7f5", "#1c1f23 on #f7e6cf")
 BORDER, UNLEARNED = "│", ("⟦", "⟧")
-"""Between tokens, and around what is not learned, where there are no colours."""
+"""Marks between tokens and around tokens that are not learned, if there are no colours."""
 
 
 @click.command(short_help="Look at data: lengths, samples as tokens, duplicates.")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...|DIR")
 @click.option(
-    "--tokenizer", metavar="T", help="A tokenizer.json, a Hugging Face folder, or bytes (for text the default)."
+    "--tokenizer", metavar="T", help="A tokenizer.json, a Hugging Face folder, or bytes (the default for text)."
 )
-@click.option("--field", metavar="NAME", help="Where a record has its text, text without it.")
-@click.option("--dtype", metavar="TYPE", help="Of a file of tokens that does not say it: uint16 or uint32.")
+@click.option("--field", metavar="NAME", help="Field of a record that holds its text; text by default.")
+@click.option("--dtype", metavar="TYPE", help="Dtype of a file of tokens that does not declare it: uint16 or uint32.")
 @click.option("--chat", is_flag=True, help="Records are conversations, which a chat template renders.")
-@click.option("--template", metavar="NAME", help="The chat template, as sft.template; the tokenizer's own without it.")
-@click.option("--learn", type=click.Choice(["assistant", "last", "all"]), help="What of a conversation is learned.")
+@click.option(
+    "--template", metavar="NAME", help="The chat template, like sft.template; by default the tokenizer's own."
+)
+@click.option(
+    "--learn", type=click.Choice(["assistant", "last", "all"]), help="Which part of a conversation is learned."
+)
 @click.option("--samples", "count", type=click.IntRange(0, 1000), default=3, show_default=True, metavar="N",
               help="How many stretches of tokens to show.")  # fmt: skip
-@click.option("--html", metavar="FILE", callback=screen.page, help="Write it as a page too.")
+@click.option("--html", metavar="FILE", callback=screen.page, help="Also write an HTML page.")
 @json_option
 def inspect(sources: tuple[str, ...], count: int, html: str | None, as_json: bool, **asked: Any) -> None:
-    """Look at a DIR of `forge data prepare`, whose files are verified, at a file of tokens, or at the beginning of
+    """Inspect a DIR of `forge data prepare`, whose files are verified, a file of tokens, or the beginning of
     SOURCES that `forge data prepare` would read.
 
     \b
@@ -70,7 +74,7 @@ def inspect(sources: tuple[str, ...], count: int, html: str | None, as_json: boo
 
 
 def _told(line: str) -> None:
-    """A line over the one before; only on a terminal."""
+    """A line that overwrites the previous one; only on a terminal."""
     if sys.stderr.isatty():
         click.echo(f"\r\x1b[K{line}", nl=False, err=True)
 
@@ -97,7 +101,7 @@ def _show(findings: Findings) -> None:
 
 
 def about(findings: Findings) -> Iterator[tuple[str, str]]:
-    """What it is, in rows of a name and a text."""
+    """A description of the data, in rows of a name and a text."""
     from forge_train.ground.present import few
     from forge_train_tools.present import short
 
@@ -149,14 +153,14 @@ def quantiles(findings: Findings) -> str:
 
 
 def repeated(findings: Findings) -> Iterator[str]:
-    """What is there more than once, in sentences."""
+    """Sentences about duplicates."""
     found = findings.duplicates
     share = found.exact / found.documents
     yield f"exact: {found.exact:,} of {found.documents:,} documents ({share:.2%}) equal an earlier one"
     scope = "" if found.compared == found.documents else "the first "
     yield (
-        f"near: {found.near:,} of {scope}{found.compared:,} documents ({found.near / found.compared:.2%}) are like an "
-        "earlier one, and equal none"
+        f"near: {found.near:,} of {scope}{found.compared:,} documents ({found.near / found.compared:.2%}) resemble an "
+        "earlier one, but equal none"
     )
 
 
@@ -168,8 +172,7 @@ def _legend(findings: Findings, colours: bool) -> str:
 
 
 def written(token: Token) -> str:
-    """A token as it is shown: white space to be seen, a dot for the part of a character, the id where nothing is known
-    of its text."""
+    """How a token is shown: visible white space, a dot for part of a character, the id if its text is unknown."""
     if token.text is None:
         return str(token.id)
     return screen.visible(token.text.replace("\n", "↵\n").replace("\t", "⇥\t")) or "·"

@@ -1,4 +1,4 @@
-"""What `forge data inspect` finds, as one page of HTML that needs nothing else."""
+"""The findings of `forge data inspect`, as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def page(findings: Findings) -> str:
         f'<h2>Tokens of a document</h2><table class="bars">{"".join(lines)}</table>',
         _paragraphs([quantiles(findings)]),
         f"<h2>Duplicates</h2>{_paragraphs(repeated(findings))}",
-        "<h2>Samples</h2><p>One shade a token; its id is shown where the pointer is. A dashed line ends a document, "
-        "special tokens have a frame, and what is not learned is pale.</p>" * bool(findings.samples),
+        "<h2>Samples</h2><p>One shade per token; hover over a token to see its id. A dashed line ends a document, "
+        "special tokens have a frame, and tokens that are not learned are pale.</p>" * bool(findings.samples),
         *map(_sample, findings.samples),
         f"<p>Written by forge {escape(__version__)}.</p>",
     ]

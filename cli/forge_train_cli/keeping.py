@@ -25,10 +25,10 @@ SHOWN = 20
 """Rows of a table on the screen."""
 
 
-@click.command(short_help="Remove the checkpoints that a run does not keep.")
+@click.command(short_help="Remove checkpoints that a run does not keep.")
 @click.argument("run", type=PLACE)
-@click.option("--keep", type=click.IntRange(min=1), help="Newest to keep, instead of the run's checkpoint.keep.")
-@click.option("--keep-every", type=click.IntRange(min=0), help="Keep multiples of this step; 0 keeps no others.")
+@click.option("--keep", type=click.IntRange(min=1), help="How many of the newest to keep, instead of checkpoint.keep.")
+@click.option("--keep-every", type=click.IntRange(min=0), help="Also keep multiples of this step; 0 keeps none.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @json_option
 def prune(run: Path | str, keep: int | None, keep_every: int | None, dry_run: bool, as_json: bool) -> None:
@@ -58,15 +58,15 @@ def prune(run: Path | str, keep: int | None, keep_every: int | None, dry_run: bo
         click.echo(f"{run}: there is nothing to remove.")
 
 
-@click.command(short_help="Move a checkpoint, also to another file system.")
+@click.command(short_help="Move a checkpoint, even to another file system.")
 @click.argument("path", type=PATH)
 @click.argument("new", type=PATH)
 @json_option
 def move(path: Path, new: Path, as_json: bool) -> None:
-    """Move the checkpoint PATH to NEW, which is not there yet.
+    """Move the checkpoint PATH to NEW, which must not exist yet.
 
-    It is verified first. To another file system it is copied, the copy is verified, and only then is PATH removed.
-    The newest checkpoint of a run that is training stays.
+    It is verified first. If NEW is on another file system, PATH is copied, the copy is verified, and only then is PATH
+    removed. The newest checkpoint of a run that is training can't be moved.
     """
     from forge_train_tools.offline.relocate import move as relocate
 
@@ -74,14 +74,14 @@ def move(path: Path, new: Path, as_json: bool) -> None:
     click.echo(dumps({"path": str(new)}) if as_json else f"{new}: whole")
 
 
-@click.command(short_help="Copy a checkpoint, also to or from an address.")
+@click.command(short_help="Copy a checkpoint, even to or from an address.")
 @click.argument("path", type=PLACE)
 @click.argument("new", type=PLACE)
 @json_option
 def copy(path: Path | str, new: Path | str, as_json: bool) -> None:
-    """Copy the checkpoint PATH to NEW, which is not there yet. Either may be an address, as s3://bucket/best.
+    """Copy the checkpoint PATH to NEW, which must not exist yet. Either may be an address, like s3://bucket/best.
 
-    It appears whole or not at all. A copy on this machine is verified.
+    The copy appears complete or not at all. A copy on this machine is verified.
     """
     from forge_train_tools.offline.relocate import copy as copy_to
 
@@ -89,13 +89,13 @@ def copy(path: Path | str, new: Path | str, as_json: bool) -> None:
     click.echo(dumps({"path": str(new)}) if as_json else f"{new}: whole")
 
 
-@click.command(short_help="Which tensors differ between two checkpoints, and by how much.")
+@click.command(short_help="Show which tensors of two checkpoints differ, and by how much.")
 @click.argument("first", type=FETCHED)
 @click.argument("second", type=FETCHED)
 @click.option("--weights", is_flag=True, help="Compare the model alone, without optimizer and other state.")
 @json_option
 def diff(first: Path, second: Path, weights: bool, as_json: bool) -> int:
-    """Compare two checkpoints tensor by tensor, one at a time; a run stands for its newest whole one.
+    """Compare two checkpoints tensor by tensor, one at a time; a run means its newest whole checkpoint.
 
     The exit code is 1 if they differ.
     """

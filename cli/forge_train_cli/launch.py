@@ -39,13 +39,15 @@ def _options(context: click.Context, option: click.Parameter, values: tuple[str,
 @click.command(short_help="Write a batch script for Slurm that requeues its job, and submit it.")
 @run_options(default="")
 @run_dir_option
-@click.option("--name", metavar="NAME", help="The run is DIR/NAME; without it, the name of CONFIG.")
+@click.option("--name", metavar="NAME", help="The run is DIR/NAME; by default CONFIG's name.")
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, metavar="K", help="Nodes.")
-@click.option("--nproc", type=click.IntRange(min=1), required=True, metavar="N", help="Processes, and GPUs, of a node.")
-@click.option("--time", required=True, metavar="LIMIT", help="The limit of one job, as [days-]hours:minutes:seconds.")
+@click.option("--nproc", type=click.IntRange(min=1), required=True, metavar="N", help="Processes and GPUs per node.")
+@click.option(
+    "--time", required=True, metavar="LIMIT", help="The time limit of one job, as [days-]hours:minutes:seconds."
+)
 @click.option("--sbatch", "options", multiple=True, metavar="NAME=VALUE", callback=_options,
               help="Another option of sbatch, like partition=gpu; may be repeated.")  # fmt: skip
-@click.option("--output", "-o", metavar="FILE", help="Write the script there; NAME.sbatch without it.")
+@click.option("--output", "-o", metavar="FILE", help="File for the script; NAME.sbatch by default.")
 @click.option("--submit", is_flag=True, help="Submit the script with sbatch.")
 def slurm(
     request: Request,
@@ -59,8 +61,8 @@ def slurm(
     submit: bool,
 ) -> None:
     """Check CONFIG as `forge train` would, and write a batch script that trains it on K nodes with N processes each.
-    The run saves before the limit and the job queues itself again, until the run is done. Write the script on a file
-    system that all nodes see.
+    The run saves before the time limit, and the job requeues itself until the run is done. Write the script to a file
+    system that all nodes can see.
 
     \b
     forge launch slurm my.toml --nodes 4 --nproc 8 --time 24:00:00 --sbatch partition=gpu --submit
@@ -86,7 +88,7 @@ def slurm(
         options=options,
     )
     file = Path(output or f"{name}.sbatch")
-    screen.check_own(file, lambda begins: cluster.MARK.encode() in begins, "script written by forge")
+    screen.check_own(file, lambda begins: cluster.MARK.encode() in begins, "a script written by forge")
     screen.write(file, job.script())
     click.echo(f"Wrote {file}.")
     if submit:
@@ -96,7 +98,7 @@ def slurm(
 
 
 def _arguments(request: Request, run_dir: str, name: str) -> Iterator[str]:
-    """What `forge train` is given for a request; values of FORGE_SET go with it, wherever the job is submitted."""
+    """The arguments of `forge train` for a request; includes values of FORGE_SET, wherever the job is submitted."""
     from forge_train.config.layers import assignments
 
     if request.config:

@@ -1,4 +1,4 @@
-"""`forge train --nproc N`: this process starts the others, waits, and speaks for them."""
+"""`forge train --nproc N`: this process starts the others, waits, and reports for them."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ def train_several(
     min_nproc: int | None,
     quiet: bool,
 ) -> Launched:
-    """Train on N local processes, rank 0 alone on the screen; after failures also on fewer, but at least `min_nproc`.
+    """Train on N local processes, with only rank 0 on the screen; after failures also on fewer, but at least
+    `min_nproc`.
 
     Raises:
-        ConfigError: for what is wrong before any of them is started.
+        ConfigError: for problems that are found before any of them is started.
     """
     smaller = smaller_layouts(request, nproc, min_nproc) if min_nproc else {}
     start, lock = claim(setup.config, run_dir, resume, tuple(notable))
@@ -95,7 +96,7 @@ def train_several(
 
 
 def smaller_layouts(request: Request, nproc: int, least: int) -> dict[int, Layout]:
-    """Fewer processes with which the run may go on, and their layouts; a warning says so if there are none.
+    """Smaller numbers of processes with which the run can continue, and their layouts; warns if there are none.
 
     Raises:
         ConfigError: if `least` is not below `nproc`.
@@ -109,7 +110,7 @@ def smaller_layouts(request: Request, nproc: int, least: int) -> dict[int, Layou
         except ConfigError as error:
             why = why or str(error)
     if not found:
-        _warn(f"--min-nproc {least}: every restart takes all {nproc} processes, because the run fits no fewer: {why}")
+        _warn(f"--min-nproc {least}: every restart takes all {nproc} processes, because the run can't use fewer: {why}")
     return found
 
 
@@ -118,20 +119,20 @@ def _warn(text: str) -> None:
 
 
 def _record(run: Run, first: WorkerResult, step: int, since: float, restart: Restart | None = None) -> None:
-    """Write how the rank failed that failed first, and whether all start again, unless the run was refused before it
-    began."""
+    """Record how the first failing rank failed, and whether all start again, unless the run was refused before it
+    started."""
     if not is_run(run.dir) or (first.code == ConfigError.code and not is_kept(run.dir)):
         return
     try:
         run.fail_first(first.as_failure(), first.code, step, since=since)
         if restart is not None:
             run.event("restarted", step, reason=restart.why, attempt=restart.attempt, world=restart.world)
-    except OSError as error:  # a full disk: what went wrong first is what is told
+    except OSError as error:  # a full disk: report the first problem, not this one
         log.warning("%s: can't record how the run ended: %s", run.dir, error.strerror or error)
 
 
 def worker(request: dict[str, Any], start: dict[str, Any], quiet: bool) -> Mapping[str, Any]:
-    """What each of the processes does."""
+    """The work of each process."""
     from forge_train.engine import train
     from forge_train.ground.world import World
 
@@ -166,7 +167,7 @@ def _from_json(start: dict[str, Any]) -> Start:
 
 
 def _restore_screen() -> None:
-    """A live view that was killed has left the cursor hidden."""
+    """Show the cursor again, which a killed live view has left hidden."""
     if sys.stdout.isatty():
         sys.stdout.write(f"\n{SHOW_CURSOR}")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""A click group whose commands are imported when they are called, and listed without being imported."""
+"""A click group that lists its commands without importing them, and imports a command when it is called."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUP = "forge_train.commands"
 
 @dataclass(frozen=True)
 class Outside:
-    """A command of another distribution, not imported."""
+    """A command of another distribution, not yet imported."""
 
     point: EntryPoint
 
@@ -30,14 +30,14 @@ class Outside:
         return " ".join(identity(self.point.dist)).strip()
 
     def load(self) -> click.Command:
-        """Import it.
+        """Import the command.
 
         Raises:
-            ConfigError: if that fails, or gives something else.
+            ConfigError: if that fails or gives something else.
         """
         try:
             command = self.point.load()
-        except Exception as error:  # whatever a stranger's module does while it is imported
+        except Exception as error:  # a module may raise anything when it is imported
             raise ConfigError(
                 f"The command {self.point.name!r} of {self.owner} failed to import: {describe(error)}"
             ) from error
@@ -49,11 +49,11 @@ class Outside:
 
 
 class LazyGroup(click.Group):
-    """Built-in commands by a table, and where `outside` is set, those of other distributions by entry points.
+    """Built-in commands from a table and, if `outside` is set, those of other distributions from entry points.
 
     Args:
-        table: name → `module:attribute` and summary. The module is one of this package where it begins with a dot.
-        outside: whether entry points of the group `forge_train.commands` belong here.
+        table: name → `module:attribute` and summary. The module is in this package if it begins with a dot.
+        outside: whether to add entry points of the group `forge_train.commands`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LazyGroup(click.Group):
         outsiders = self.outsiders().get(cmd_name, [])
         if len(outsiders) > 1:
             owners = " and ".join(sorted(one.owner for one in outsiders))
-            raise ConfigError(f"The command {cmd_name!r} is given by {owners}; uninstall one.")
+            raise ConfigError(f"{owners} each provide the command {cmd_name!r}; uninstall all but one.")
         return outsiders[0].load() if outsiders else None
 
     def outsiders(self) -> dict[str, list[Outside]]:
@@ -90,14 +90,14 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        known = name in self.table or name.startswith("-")  # else every distribution is asked for its commands
+        known = name in self.table or name.startswith("-")  # otherwise every distribution is searched for commands
         if not known and name not in (names := self.list_commands(ctx)):
             hint = nearest(name, names) or f" There are {', '.join(names)}."
             ctx.fail(f"No such command {name!r}.{hint}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """click's own asks every command for its help, which imports them all."""
+        """click's own method asks every command for its help, which would import them all."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
         rows = [

@@ -17,30 +17,34 @@ from forge_train.registry.discovery import CONTRIB, RESERVED, discover
 from .snippets import SNIPPETS, Snippet
 
 OWN = ("plugins", "cli", "contrib", "testing")
-"""Endings of forge's own packages."""
+"""Suffixes of forge's own packages."""
 WIDTH = 88
-"""Of the lines that are written."""
+"""The longest line to write."""
 
 
 @click.command(short_help="Write a new plugin, ready to be installed.")
 @click.argument("name")
-@click.option("--contrib", is_flag=True, help="Write it into the checkout of forge that is installed.")
+@click.option("--contrib", is_flag=True, help="Write it into the installed checkout of forge.")
 @click.option(
-    "--hook", "hooks", multiple=True, type=click.Choice(sorted(SNIPPETS)), help="Begin with this hook (repeatable)."
+    "--hook",
+    "hooks",
+    multiple=True,
+    type=click.Choice(sorted(SNIPPETS)),
+    help="Start with this hook (may be repeated).",
 )
-@click.option("--dir", "home", default=".", metavar="DIR", help="Where the package's folder is made.")
+@click.option("--dir", "home", default=".", metavar="DIR", help="Where to make the package's folder.")
 def new(name: str, contrib: bool, hooks: tuple[str, ...], home: str) -> None:
-    """Write the files of a plugin NAME: a section, a hook that works, and a test of both.
+    """Write the files of a plugin NAME: a section, a working hook, and a test of both.
 
-    As a package of its own (pyproject.toml, test, CI, README with what to do before it is published), or with
-    --contrib as a file of forge's contrib folder. Nothing that exists is overwritten.
+    They form a package of its own (pyproject.toml, test, CI, and a README with the steps before publishing), or with
+    --contrib a file in forge's contrib folder. Existing files are never overwritten.
     """
     name = _valid(name)
     snippets = [SNIPPETS[hook] for hook in hooks or ("on_step",)]
     files = _contributed(name, snippets) if contrib else _package(name, snippets, Path(home))
     taken = [str(path) for path in files if path.exists()]
     if taken:
-        raise ConfigError(f"Nothing was written, because this is there already: {', '.join(taken)}")
+        raise ConfigError(f"Nothing was written, because these exist already: {', '.join(taken)}")
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -49,10 +53,10 @@ def new(name: str, contrib: bool, hooks: tuple[str, ...], home: str) -> None:
 
 
 def _valid(name: str) -> str:
-    """A plugin's name in the one spelling.
+    """A plugin's name in its canonical spelling.
 
     Raises:
-        ConfigError: for one that can't be, or is taken.
+        ConfigError: for an invalid name, or one that is taken.
     """
     name = canonical(name)
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name) or name != name.lower():
@@ -106,7 +110,7 @@ def _import(names: Sequence[str], indent: str = "") -> list[str]:
 
 def _test(name: str, module: str) -> str:
     ours = "from forge_train.testing import RunForge, assert_conforms\n"
-    gap = "" if module.startswith(CONTRIB) else "\n"  # to linters the one is another party's, the other is not
+    gap = "" if module.startswith(CONTRIB) else "\n"  # linters sort the one as third-party and the other as first-party
     return TEST.format(imports=f"{ours}{gap}from {module} import {_class_name(name)}\n", cls=_class_name(name))
 
 
@@ -136,7 +140,7 @@ def _contributed(name: str, snippets: Sequence[Snippet]) -> dict[Path, str]:
     """The files of a contributed plugin.
 
     Raises:
-        ConfigError: where forge is not installed from a checkout.
+        ConfigError: if forge is not installed from a checkout.
     """
     package = folder(CONTRIB)
     root = package.parents[1] if package else None

@@ -58,8 +58,8 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
     """CONFIG, --plugins, --without and --set; the command gets them as one `request`.
 
     Args:
-        default: the configuration where none is named; with an empty one, the command itself chooses it, and imports it
-            with `hugging_face`.
+        default: the configuration if none is named; if this is empty, the command chooses it, and imports it with
+            `hugging_face`.
     """
 
     def decorate(function: _F) -> _F:
@@ -73,7 +73,7 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
             source: str,
             **options: Any,
         ) -> Any:
-            from forge_train.config.layers import Request  # listings do without it
+            from forge_train.config.layers import Request  # listings don't need it
 
             request = Request(
                 config=config or ("" if source else default),
@@ -91,8 +91,8 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
 
 
 def hugging_face(request: Request, run_dir: str) -> Request:
-    """The request to run. A folder in Hugging Face layout as its configuration is imported as a checkpoint first; with
-    `--from`, the folder's model is put into the request."""
+    """The request to run. If its configuration is a folder in Hugging Face layout, it is first imported as a
+    checkpoint; with `--from`, the folder's model is added to the request."""
     if request.model_from:
         from forge_train_tools.offline.hf_request import starting_from
 
@@ -108,7 +108,7 @@ def hugging_face(request: Request, run_dir: str) -> Request:
 
 
 def json_option(function: _F) -> _F:
-    """--json, as `as_json`."""
+    """--json, passed as `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
 
 
@@ -137,12 +137,12 @@ class Processes(click.IntRange):
 
 
 def processes_option(function: _F) -> _F:
-    """--nproc, where `auto` is the default."""
+    """--nproc, with `auto` as the default."""
     return click.option(
         "--nproc",
         type=Processes(min=1),
         default=AUTO,
         show_default=True,
         metavar="N|auto",
-        help="Local processes to start; auto takes one for each CUDA device.",
+        help="Local processes to start; auto starts one for each CUDA device.",
     )(function)

@@ -1,4 +1,4 @@
-"""How one of several processes ends that failed."""
+"""How one of several processes ends if it failed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from forge_train.ground.world import World
 
 
 def part(code: int) -> None:
-    """End here and now if this is one of several processes; gives back control if it is the only one.
+    """End immediately if this is one of several processes; returns if it is the only one.
 
-    What failed still holds its process groups. Python, when it shuts down, takes the interpreter away from their
-    threads, and a thread of gloo that asks for it then ends the process by SIGABRT, whatever its exit code was.
+    The failed code still holds its process groups. When Python shuts down, it takes the interpreter away from their
+    threads. A gloo thread that asks for it then ends the process by SIGABRT, whatever its exit code was.
     """
-    with suppress(ConfigError):  # which is what failed
+    with suppress(ConfigError):  # the failure that ends this process
         if World.here().size > 1:
             atexit._run_exitfuncs()
             for stream in (sys.stdout, sys.stderr):

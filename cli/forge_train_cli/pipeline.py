@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from forge_train_tools.planning import Pipeline
 
 PIPED = 100
-"""Columns of a timeline where stdout is no terminal."""
+"""Columns of a timeline if stdout is not a terminal."""
 STYLES = {
     "F": "white on blue", "B": "white on green", "I": "black on cyan", "W": "black on yellow",
     OVERLAPPED: "white on magenta", IDLE: "dim",
@@ -67,8 +67,8 @@ def _draw(made: Pipeline) -> None:
         out.print(text, no_wrap=True, crop=False)
     shown = {kind_of(span.slot) for row in made.timeline.ranks for span in row}
     names = [f"{'X' if kind == OVERLAPPED else kind} {name}" for kind, name in KINDS.items() if kind in shown]
-    small = ["small: of a later part"] if any(len(stage.parts) > 1 for stage in made.stages) else []
-    screen.line(f"  {', '.join([*names, *small])}; numbers are of micro-batches", "dim")
+    small = ["small: a later part"] if any(len(stage.parts) > 1 for stage in made.stages) else []
+    screen.line(f"  {', '.join([*names, *small])}; numbers are micro-batches", "dim")
 
 
 def _stages(made: Pipeline) -> None:
@@ -102,7 +102,7 @@ def _schedules(made: Pipeline) -> None:
     )
     own = len(made.stages[0].parts)
     if any(one.parts not in (own, None) for one in made.alternatives):
-        screen.line("  parts of equal cost are assumed where there are others than the run's", "dim")
+        screen.line("  assumes parts of equal cost if they are not the run's own", "dim")
 
 
 def _compared(made: Pipeline) -> Iterator[tuple[str, ...]]:

@@ -30,17 +30,17 @@ SHOWN = 3
 @click.command(short_help="Show what would be composed, without allocating it.")
 @run_options()
 @click.option("--world", default=1, show_default=True, type=click.IntRange(min=1), metavar="N", help="Number of ranks.")
-@click.option("--nodes", type=click.IntRange(min=1), metavar="K", help="Nodes they are spread over; 8 ranks to each.")
+@click.option("--nodes", type=click.IntRange(min=1), metavar="K", help="Number of nodes; by default, 8 ranks on each.")
 @click.option("--device", metavar="NAME", help=f"Estimate speed on a device: {', '.join(DEVICES)}.")
 @click.option("--schedules", is_flag=True, help="Compare the schedules that a pipeline could follow.")
-@click.option("--svg", metavar="FILE", callback=screen.picture, help="Draw a pipeline's timeline into a file.")
+@click.option("--svg", metavar="FILE", callback=screen.picture, help="Draw a pipeline's timeline to a file.")
 @json_option
 def plan(
     request: Request, world: int, nodes: int | None, device: str | None, schedules: bool, svg: str | None, as_json: bool
 ) -> None:
     """Compose CONFIG for N ranks and rehearse a step of one of them, without memory, devices or other processes: what
-    each plugin matched, meshes, parameters, memory, communication and FLOPs; of a pipeline one rank of each stage, and
-    the timeline of all. Nothing is allocated, and nothing written but --svg.
+    each plugin matched, meshes, parameters, memory, communication and FLOPs. For a pipeline, rehearse one rank of each
+    stage, and show the timeline of all. Nothing is allocated, and only --svg writes a file.
 
     \b
     forge plan --world 4                              the quickstart on 4 ranks
@@ -53,7 +53,7 @@ def plan(
     made = make(setup, world=world, nodes=nodes or 0, device=device, schedules=schedules)
     if made.pipeline is None and (schedules or svg):
         option, pp = "--schedules" if schedules else "--svg", setup.config.parallel.pp
-        raise ConfigError(f"{option} needs a pipeline whose executor tells what its ranks do; parallel.pp is {pp}.")
+        raise ConfigError(f"{option} needs a pipeline whose executor declares what its ranks do; parallel.pp is {pp}.")
     if made.pipeline is not None and svg:
         from forge_train_tools.planning.drawing import svg as drawn
 
@@ -119,7 +119,7 @@ def _show_phases(made: Plan) -> None:
 
 
 def _slot(entry: Mapping[str, Any]) -> str:
-    """A transform's slot, and which model it is of if not the first."""
+    """A transform's slot, and the name of its model if that is not the first."""
     return f"{entry['model']}: {entry['slot']}" if "model" in entry else str(entry["slot"])
 
 
@@ -252,7 +252,7 @@ def _billions(parameters: int) -> str:
 
 
 def abbreviated(names: list[str]) -> str:
-    """`2: embedding, head`, `33: layers.0 … layers.31 (32), head`: runs of numbered names folded, a few shown."""
+    """`2: embedding, head`, `33: layers.0 … layers.31 (32), head`: numbered names are folded, a few shown."""
     runs: dict[tuple[str, str], list[int]] = {}
     for name in sorted(names, key=_by_number):
         parts = name.split(".")
@@ -290,7 +290,7 @@ def _ranks(group: range) -> str:
 
 
 def _stepped_aside(setup: Setup, request: Request) -> dict[str, str]:
-    """Slot → the default that another plugin took it from."""
+    """Slot → the default that another plugin replaced in it."""
     from forge_train.config.layers import lay
 
     defaults = lay(request).tree.below(("defaults",))

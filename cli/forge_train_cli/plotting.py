@@ -1,4 +1,4 @@
-"""Curves in a terminal, and as a picture of their own."""
+"""Curves in a terminal, and as a separate picture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ svg{background:#fff;--light:42%}text{fill:#667;font:11px system-ui,sans-serif}
 
 
 def in_terminal(values: Sequence[float]) -> Iterator[str]:
-    """Lines of a plot that begins at 0, its highest value and its last step at the axes."""
+    """Lines of a plot that begins at 0, with its highest value and its last step at the axes."""
     top = max(values) or 1.0
     wide = min(WIDTH, len(values))
     columns = [values[index * (len(values) - 1) // max(wide - 1, 1)] for index in range(wide)]
@@ -37,7 +37,7 @@ def as_svg(title: str, values: Sequence[float]) -> str:
 
 
 def picture(title: str, curves: Sequence[Curve]) -> str:
-    """A picture of curves, as a file of its own."""
+    """A picture of curves, as a separate file."""
     return (
         drawing(title, curves)
         .replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)

@@ -16,8 +16,8 @@ from .options import json_option
 from .roles import ROLES, defaults, role
 
 COMMANDS = {
-    "list": (".plugins:list_plugins", "What is installed, without importing it."),
-    "info": (".plugins:info", "What a plugin is, does and can be told."),
+    "list": (".plugins:list_plugins", "List installed plugins, without importing them."),
+    "info": (".plugins:info", "Describe a plugin, its hooks and its options."),
     "check": (".check:check", "Try plugins against the contract."),
     "new": (".new:new", "Write a new plugin, ready to be installed."),
     "install": (".plugins:install", "Install plugins with pip, in this environment."),
@@ -28,14 +28,14 @@ COMMANDS = {
 def plugins() -> None:
     """List, describe, check, write and install plugins.
 
-    A plugin that is installed does nothing until a configuration or --plugins names it.
+    An installed plugin does nothing until a configuration or --plugins names it.
     """
 
 
-@click.command("list", short_help="What is installed, without importing it.")
+@click.command("list", short_help="List installed plugins, without importing them.")
 @json_option
 def list_plugins(as_json: bool) -> None:
-    """List every plugin that could be enabled, by what it does. None is imported."""
+    """List every plugin that could be enabled, by role. None is imported."""
     found, brought = discover(), defaults()
     if as_json:
         keys = ("name", "distribution", "version", "object", "summary")
@@ -61,7 +61,7 @@ def list_plugins(as_json: bool) -> None:
     click.echo(click.style("\n" + "\n".join(notes), dim=True))
 
 
-@click.command(short_help="What a plugin is, does and can be told.")
+@click.command(short_help="Describe a plugin, its hooks and its options.")
 @click.argument("name")
 @json_option
 def info(name: str, as_json: bool) -> None:
@@ -91,7 +91,7 @@ def install(specs: tuple[str, ...]) -> int:
     if importlib.util.find_spec("pip") is None:
         raise ConfigError(
             f"{sys.executable} has no pip. Install it with `{sys.executable} -m ensurepip`, or use the installer "
-            "this environment was made with (`uv pip install …`)."
+            "that made this environment (`uv pip install …`)."
         )
     before = {one.name for one in discover()}
     code = subprocess.run([sys.executable, "-m", "pip", "install", *specs], check=False).returncode

@@ -21,10 +21,10 @@ from .options import json_option
 
 BASE = "base"
 TILING = of_domain("dense")
-"""The axes whose sizes multiply to the number of processes; those of experts tile the same ones again."""
+"""The axes whose sizes multiply to the number of processes; axes of experts divide the same processes again."""
 MODELS = "Published models. Each needs its own tokenizer and your text: -s tokenizer.path=FOLDER -s text.path=TEXT"
 LAST = 1000
-"""The lesson of a preset that names none: after all that do."""
+"""The lesson of a preset that names none: after all others."""
 
 
 @dataclass(frozen=True)
@@ -35,22 +35,22 @@ class Preset:
     summary: str
     """The first line of its comment."""
     processes: int
-    """How many it is made for; 1 where it runs on any number."""
+    """The number of processes it is made for; 1 if it runs on any number."""
     device: str
     needs: str
-    """What it can't run without, in its comment: `# Needs: …`."""
+    """What it needs to run, in its comment: `# Needs: …`."""
     command: str
     file: str
     lesson: int
-    """Its place in the order in which one would learn them: `# Lesson N.`"""
+    """Its place in the suggested order of learning: `# Lesson N.`"""
     parameters: int = 0
-    """Of a published model: `# Parameters: N.` 0 for a small model that shows a technique."""
+    """Parameters of a published model: `# Parameters: N.` 0 for a small model that shows a technique."""
     hardware: str = ""
-    """What `forge plan` finds it to fit on: `# Hardware: 8 h100.`, a number of devices and their name."""
+    """Hardware that it fits on, found with `forge plan`: `# Hardware: 8 h100.`, a number of devices and their name."""
 
     @property
     def wants(self) -> str:
-        """Processes, device and what else it needs, in a phrase."""
+        """Processes, device and other requirements, in a phrase."""
         if self.parameters:
             return f"{short(self.parameters).replace('G', 'B')} parameters; fits {self.hardware}" + (
                 f"; {self.needs}" if self.needs else ""
@@ -61,7 +61,7 @@ class Preset:
 
 
 def read(name: str, file: Path) -> Preset:
-    """What a preset's file says of itself."""
+    """Read a preset's description of itself from its file."""
     text = file.read_text(encoding="utf-8")
     data = tomllib.loads(text)
     comment = re.match(r"(?:#.*\n)*", text)
@@ -86,7 +86,7 @@ def read(name: str, file: Path) -> Preset:
 
 
 def everything() -> list[Preset]:
-    """All installed presets, in the order in which one would learn them; then published models, by name."""
+    """All installed presets in the suggested order of learning, then published models by name."""
     found = [read(name, file) for name, file in installed().items() if name != BASE]
     return sorted(found, key=lambda one: (one.parameters > 0, one.lesson, one.name))
 
@@ -96,9 +96,9 @@ def everything() -> list[Preset]:
 def presets(as_json: bool) -> None:
     """List the presets: what each shows, what it needs, and the command that runs it.
 
-    Those of techniques come first and train in seconds on CPU cores, where they do not say otherwise; published
-    models follow, with the recipe they were trained by. `forge config init NAME -o my.toml` writes a preset out to be
-    changed.
+    Presets of techniques come first, and train in seconds on CPU cores unless they say otherwise. Published
+    models follow, with the recipe they were trained with. `forge config init NAME -o my.toml` writes a preset to a file
+    for you to edit.
     """
     found = everything()
     if as_json:

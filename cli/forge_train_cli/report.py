@@ -1,4 +1,4 @@
-"""`forge runs report`: runs as one page of HTML that needs nothing else."""
+"""`forge runs report`: runs as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1rem}dd{margin:0
 """
 
 
-@click.command(short_help="Runs as one page of HTML.")
+@click.command(short_help="Write a report of runs as one HTML page.")
 @click.argument("names", nargs=-1, required=True, metavar="RUN...")
 @click.option("--out", "--output", "-o", "output", default="report.html", show_default=True, metavar="FILE",
-              callback=screen.page, help="Write it there; only a page of forge's is written over.")  # fmt: skip
+              callback=screen.page, help="File to write; only a page made by forge is overwritten.")  # fmt: skip
 @run_dir_option
 def report(names: tuple[str, ...], output: str, run_dir: str) -> None:
-    """Write one page that shows runs side by side: curves, where their configurations differ, what they were made of,
-    where they ran and how they ended. The page asks for nothing from elsewhere.
+    """Write one page that shows runs side by side: curves, differences in their configurations, what they were made of,
+    where they ran and how they ended. The page loads nothing from elsewhere.
 
     \b
     forge runs report runs/* -o report.html
@@ -154,7 +154,7 @@ def _run(run: int, history: History, *, opened: bool) -> str:
 
 
 def _profiles(history: History) -> str:
-    """The tables that profiled ranks have left."""
+    """Tables from profiled ranks."""
     files = sorted((history.path / "artifacts" / "profile").glob("*.txt"))
     tables = "".join(f"<pre>{escape(file.read_text(encoding='utf-8'))}</pre>" for file in files)
     return f"<details><summary>Profile</summary>{tables}</details>" if files else ""
@@ -174,7 +174,7 @@ def _table(heads: Iterable[str], rows: Iterable[str]) -> str:
 
 
 def _seconds(history: History) -> float:
-    """Time in steps: what evaluations and checkpoints took is not in it."""
+    """Time spent in steps, without evaluations and checkpoints."""
     steps = [0, *(line["step"] for line in history.metrics)]
     spent = [
         line["step_seconds"] * (line["step"] - before)

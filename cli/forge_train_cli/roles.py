@@ -1,4 +1,4 @@
-"""What a plugin does in a run, read from its place and its text: nothing is imported."""
+"""A plugin's role in a run, derived from its location and its source; nothing is imported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOMS = {
     "resilience": "resilience",
     "observers": "observer",
 }
-"""Folder of a package of plugins → the role of those in it."""
+"""Folder of a package of plugins → the role of the plugins in it."""
 PHASES = {
     "PIPELINE": "parallelism",
     "TENSOR": "parallelism",
@@ -52,14 +52,14 @@ HOOKS = {
     "loss": "task",
     "around": "observer",
 }
-"""Hook → the role of a plugin that implements it and lies in none of the folders above; `on_…` observe."""
+"""Hook → the role of a plugin that implements it and is in none of the folders above; `on_…` observe."""
 OTHER = "other"
 ROLES = (*ROOMS.values(), OTHER)
-"""In the order in which they are listed: from the model outwards."""
+"""The order in which they are listed: from the model outwards."""
 
 
 def role(plugin: PluginRef) -> str:
-    """The role of a plugin: of its folder, else of its transform's phase, else of the first hook that has one."""
+    """A plugin's role: by its folder, else by its transform's phase, else by the first hook that has a role."""
     _, *folders = plugin.module.split(".")
     if rooms := [ROOMS[name] for name in folders if name in ROOMS]:
         return rooms[0]
@@ -73,9 +73,9 @@ def role(plugin: PluginRef) -> str:
 
 
 def defaults() -> dict[str, list[str]]:
-    """Plugin → the slots it fills where nothing else is enabled, and `plugins` if every run has it.
+    """Plugin → the slots it fills if no other plugin does, and `plugins` if every run has it.
 
-    A slot with a condition has its table before it: `distributed.data_parallel`.
+    A slot with a condition is prefixed with its table: `distributed.data_parallel`.
     """
     base = presets.base()
     written = tomllib.loads(base.read_text(encoding="utf-8")) if base else {}

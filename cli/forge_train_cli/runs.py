@@ -21,10 +21,10 @@ from .lazy import LazyGroup
 from .options import json_option, run_dir_option
 
 COMMANDS = {
-    "list": (".runs:list_runs", "The runs of a folder, newest first."),
-    "show": (".runs:show", "One run: how it went, and what it was."),
-    "compare": (".runs:compare", "Several runs side by side."),
-    "report": (".report:report", "Runs as one page of HTML."),
+    "list": (".runs:list_runs", "List the runs of a folder, newest first."),
+    "show": (".runs:show", "Show one run: how it went, and how it was made."),
+    "compare": (".runs:compare", "Compare several runs side by side."),
+    "report": (".report:report", "Write a report of runs as one HTML page."),
 }
 CURVE = 60
 """Columns of a loss curve."""
@@ -35,7 +35,7 @@ def runs() -> None:
     """Look at past runs, and compare them."""
 
 
-@click.command("list", short_help="The runs of a folder, newest first.")
+@click.command("list", short_help="List the runs of a folder, newest first.")
 @run_dir_option
 @json_option
 def list_runs(run_dir: str, as_json: bool) -> None:
@@ -60,14 +60,14 @@ def list_runs(run_dir: str, as_json: bool) -> None:
         )
         for history in found
     ]
-    # What the terminal has no room for is left out: a name is there to be copied.
+    # Columns without room in the terminal are left out. Names stay whole, because they are there to be copied.
     room = screen.console().width - max(len(history.name) for history in found)
     shown = next((count for count, need in ((7, 75), (6, 61), (5, 44), (4, 30)) if room >= need), 3)
     screen.table(headers[:shown], [row[:shown] for row in rows], right=(2,), indent=0)
 
 
 def _readable(history: History) -> bool:
-    """Whether a run can be listed; one that is damaged is named, and hides no other."""
+    """Whether a run can be listed; warns about a damaged run, which does not hide the others."""
     try:
         history.summary()
     except ConfigError as error:
@@ -76,7 +76,7 @@ def _readable(history: History) -> bool:
     return True
 
 
-@click.command(short_help="One run: how it went, and what it was.")
+@click.command(short_help="Show one run: how it went, and how it was made.")
 @click.argument("run", required=False)
 @run_dir_option
 @json_option
@@ -116,12 +116,12 @@ def show(run: str | None, run_dir: str, as_json: bool) -> None:
     screen.table(("", ""), _environment(history))
 
 
-@click.command(short_help="Several runs side by side.")
+@click.command(short_help="Compare several runs side by side.")
 @click.argument("names", nargs=-1, required=True, metavar="RUN RUN...")
 @run_dir_option
 @json_option
 def compare(names: tuple[str, ...], run_dir: str, as_json: bool) -> None:
-    """Show where runs differ, in what they were told and in what came of it."""
+    """Show where runs differ, in their configurations and in their results."""
     if len(names) < 2:
         raise ConfigError("Name at least two runs; `forge runs list` shows them.")
     histories = [open_run(name, Path(run_dir)) for name in names]
@@ -148,7 +148,7 @@ def compare(names: tuple[str, ...], run_dir: str, as_json: bool) -> None:
         screen.table(headers, [(key, *map(_value, values)) for key, values in differing.items()])
     else:
         screen.line("  nothing in the configuration")
-    screen.heading("What came of it")
+    screen.heading("Results")
     curve = max((screen.console().width - 24) // len(histories) - 4, 8)
     rows = [(key, *map(_number, values)) for key, values in results.items()]
     rows.append(("curve", *(sparkline(history.losses, min(curve, 40)) for history in histories)))
@@ -156,7 +156,7 @@ def compare(names: tuple[str, ...], run_dir: str, as_json: bool) -> None:
 
 
 def open_run(name: str | None, folder: Path) -> History:
-    """A run by its path or name, or the newest.
+    """A run by its path or name, or the newest one.
 
     Raises:
         ConfigError: if there is none.
@@ -176,7 +176,7 @@ def open_run(name: str | None, folder: Path) -> History:
 
 
 def _results(histories: list[History]) -> dict[str, list[Any]]:
-    """The end of every run: metrics that any of them has, then evaluations."""
+    """The end of every run: all metrics that any of them has, then evaluations."""
     tables = [
         {
             "outcome": history.outcome,
@@ -206,7 +206,7 @@ def _environment(history: History) -> list[tuple[str, str]]:
 
 
 def _state(artifact: Mapping[str, Any]) -> object:
-    """The hash of an artifact that is there, and otherwise what is wrong with it."""
+    """The hash of an artifact that exists, or else what is wrong with it."""
     from rich.text import Text
 
     whole = f"sha256 {artifact['sha256'][:12]}"
@@ -226,7 +226,7 @@ def _held_out(history: History) -> str:
 
 
 def _spread(lines: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """At most that many of them, evenly, with the last."""
+    """At most this many lines, evenly spaced, including the last."""
     if len(lines) <= count:
         return lines
     return [lines[round(index * (len(lines) - 1) / (count - 1))] for index in range(count)]

@@ -1,4 +1,4 @@
-"""How commands write tables: as wide as the terminal, and never cut where there is none."""
+"""How commands write tables: as wide as the terminal, and without cuts if there is no terminal."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 PIPED = 400
-"""Columns where stdout is no terminal: nothing should be cut in a file."""
+"""Columns if stdout is not a terminal: nothing should be cut in a file."""
 GENERATOR = '<meta name="generator" content="forge-train">'
-"""In the head of every page, which may be written anew for it."""
+"""Marks every page in its head; pages with this mark may be overwritten."""
 
 
 def console() -> Console:
@@ -39,21 +39,21 @@ def table(
     """Print rows in columns.
 
     Args:
-        headers: above the columns; none at all leaves the line out.
-        rows: cells; rich's own renderables, or anything's text, taken literally.
-        right: columns that are aligned on the right.
-        indent: columns to its left.
+        headers: shown above the columns; leave them empty to omit the line.
+        rows: cells; rich's own renderables, or any object, whose text is taken literally.
+        right: columns that are right-aligned.
+        indent: columns to the left of the table.
     """
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
     rows = [list(row) for row in rows]
-    # rich (14) measures a column without a character as 0 wide, draws it 1 wide, and squeezes the others for that.
+    # rich (14) measures a column without characters as 0 wide, but draws it 1 wide and squeezes the others for it.
     filled = [index for index, name in enumerate(headers) if name or any(str(row[index]) for row in rows)]
     made = Table(box=None, show_header=any(headers), header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     for index in filled:
-        # Names and keys, which come first, stay whole: they are there to be copied.
+        # Names and keys, which come first, stay whole, because they are there to be copied.
         made.add_column(
             headers[index], justify="right" if index in right else "left", overflow="fold", no_wrap=index == 0
         )
@@ -67,16 +67,16 @@ def table(
     with screen.capture() as captured:
         screen.print(Padding(made, (0, 0, 0, indent), expand=False))
     for row in captured.get().splitlines():
-        click.echo(row.rstrip())  # rich fills every line up
+        click.echo(row.rstrip())  # rich pads every line
 
 
 def visible(text: str, kept: str = "\n\t") -> str:
-    """Characters that would move the cursor, or more, as their escapes; but for those that are kept."""
+    """Replaces characters that would move the cursor or do more by their escapes, except those in `kept`."""
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 def line(text: str, style: str = "") -> None:
-    """Print a text literally: brackets are no markup."""
+    """Print a text literally: brackets are not markup."""
     from rich.text import Text
 
     console().print(Text(text, style=style), soft_wrap=not sys.stdout.isatty())
@@ -87,12 +87,12 @@ def _is_svg(begins: bytes) -> bool:
 
 
 def check_own(path: Path, is_own: Callable[[bytes], bool], what: str) -> None:
-    """Whether a file may be written over: there is none, or an empty one, or one of the same kind.
+    """Check that a file may be overwritten: it does not exist, is empty, or is of the same kind.
 
     Args:
         path: the file.
-        is_own: whether a file is of that kind, by how it begins.
-        what: the kind, for the message.
+        is_own: whether a file is of that kind, judging by its beginning.
+        what: the kind with its article, for the message.
 
     Raises:
         ConfigError: if something else is there.
@@ -105,25 +105,25 @@ def check_own(path: Path, is_own: Callable[[bytes], bool], what: str) -> None:
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror or error}.") from error
     if begins and not is_own(begins):
-        raise ConfigError(f"{path}: is there already, and is no {what}: choose another name, or remove it.")
+        raise ConfigError(f"{path} exists and is not {what}; choose another name, or remove it.")
 
 
 def picture(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    """The callback of an option that names an SVG file: it overwrites nothing but a picture."""
+    """The callback of an option that names an SVG file: it overwrites only pictures."""
     if value:
-        check_own(Path(value), _is_svg, "SVG")
+        check_own(Path(value), _is_svg, "an SVG")
     return value
 
 
 def page(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    """The callback of an option that names an HTML file: it overwrites nothing but a page with `GENERATOR`."""
+    """The callback of an option that names an HTML file: it overwrites only pages with `GENERATOR`."""
     if value:
-        check_own(Path(value), lambda begins: GENERATOR.encode() in begins, "page written by forge")
+        check_own(Path(value), lambda begins: GENERATOR.encode() in begins, "a page written by forge")
     return value
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file that a command was asked for.
+    """Write a file that the user requested.
 
     Raises:
         ConfigError: if it can't be written.

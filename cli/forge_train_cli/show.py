@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from forge_train.config.layers import Request
 
 
-@click.command(short_help="What a run does with its data, stage by stage.")
+@click.command(short_help="Show what a run does with its data, stage by stage.")
 @run_options()
 @click.option("--world", default=1, show_default=True, type=click.IntRange(min=1), metavar="N", help="Number of ranks.")
 @json_option
 def show(request: Request, world: int, as_json: bool) -> None:
-    """Resolve CONFIG as `forge train` would, and show what becomes of its data: sources, tokens, rows, batches."""
+    """Resolve CONFIG as `forge train` would, and show what happens to its data: sources, tokens, rows, batches."""
     from forge_train.registry.setup import resolve
     from forge_train_tools.offline.stages import stages
 

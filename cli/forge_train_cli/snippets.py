@@ -1,4 +1,4 @@
-"""What `forge plugins new --hook` begins a plugin with: for each hook a small implementation that works."""
+"""What `forge plugins new --hook` starts a plugin with: a small working implementation of each hook."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Snippet:
     """One hook's part of a plugin's source.
 
     Args:
-        body: the decorated method and what belongs to it, indented for a class.
-        fields: of the section, indented for it.
+        body: the decorated method and everything that belongs to it, indented for a class.
+        fields: options of the section, indented for it.
         imports: names from `forge_train` that are used when the module is imported.
-        types: names from `forge_train` that stand in annotations only.
+        types: names from `forge_train` that are used only in annotations.
         torch: whether annotations use torch.
     """
 

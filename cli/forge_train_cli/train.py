@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.command(short_help="Train a model.")
 @run_options(default="")
 @run_dir_option
-@click.option("--name", metavar="NAME", help="The run is DIR/NAME; the same command again continues it.")
+@click.option("--name", metavar="NAME", help="The run is DIR/NAME; repeating the command continues it.")
 @click.option(
     "--resume",
     default="auto",
@@ -60,11 +60,11 @@ if TYPE_CHECKING:
     "--min-nproc",
     type=click.IntRange(min=1),
     metavar="M",
-    help="With --max-restarts: once the same processes fail twice in a row, go on without them, with at least M.",
+    help="With --max-restarts: if the same processes fail twice in a row, continue without them, with at least M.",
 )
 @click.option("--export", is_flag=True, help="Write the trained model to RUN/export in Hugging Face layout.")
 @click.option("--quiet", "-q", is_flag=True, help="No dashboard, only warnings and errors.")
-@click.option("--json", "as_json", is_flag=True, help="Like --quiet, with one JSON object at the end.")
+@click.option("--json", "as_json", is_flag=True, help="Like --quiet, but print one JSON object at the end.")
 def train(
     request: Request,
     run_dir: str,
@@ -77,13 +77,13 @@ def train(
     quiet: bool,
     as_json: bool,
 ) -> int:
-    """Train as CONFIG says: a TOML file, the name of a preset (quickstart, if none is given), or a Hugging Face folder,
-    which is trained further.
+    """Train as CONFIG says. CONFIG is a TOML file, the name of a preset (by default quickstart), or a Hugging Face
+    folder, whose model is trained further.
 
     \b
     forge train                                  a small model of Python source, in about a minute
     forge train -p lion -s train.steps=200       with another optimizer, for 200 steps
-    forge train my.toml --name first             a run in runs/first; the same again continues it
+    forge train my.toml --name first             a run in runs/first; repeat it to continue
     forge train --resume runs/first              the same, by its path
     forge train --from llama -s text.path=my     a Hugging Face folder's model, on your own text
     forge train --nproc 2                        on two processes of this machine
@@ -91,7 +91,7 @@ def train(
     request = _with_name(request, name)
     setup: Setup | None = None
     if not (quiet or as_json) and sys.stdout.isatty():
-        click.echo(click.style("starting …", dim=True) + "\r", nl=False)  # whatever comes next is written over it
+        click.echo(click.style("starting …", dim=True) + "\r", nl=False)  # the next output overwrites it
     try:
         from forge_train.ground.world import world_size
         from forge_train.registry.setup import resolve
@@ -104,7 +104,7 @@ def train(
             setup = resolve(request, world=count if count > 1 else world_size())
         except ConfigError as error:
             if nproc == AUTO and count > 1:
-                error.args = (f"{error}\n(--nproc auto takes {count} processes here; --nproc 1 takes one.)",)
+                error.args = (f"{error}\n(--nproc auto starts {count} processes here; --nproc 1 starts one.)",)
             raise
         if export:
             check_exportable(setup)
@@ -146,13 +146,13 @@ def train(
 
 
 def _check_launch(nproc: int | Literal["auto"], max_restarts: int, min_nproc: int | None) -> None:
-    """Whether this process may start others as it is told."""
+    """Whether this process may start others when asked to."""
     from forge_train_tools.launching.launch import check_alone
 
     if isinstance(nproc, int) or max_restarts:
         check_alone(f"--nproc {nproc}" if isinstance(nproc, int) else f"--max-restarts {max_restarts}")
     if min_nproc is not None and not max_restarts:
-        raise ConfigError(f"--min-nproc {min_nproc} says what a restart may do; add --max-restarts.")
+        raise ConfigError(f"--min-nproc {min_nproc} applies to restarts; add --max-restarts.")
 
 
 def _with_name(request: Request, name: str | None) -> Request:
@@ -164,7 +164,7 @@ def _with_name(request: Request, name: str | None) -> Request:
 
 
 def _with_configuration(request: Request, resume: str) -> Request:
-    """Where none is named: the configuration inside the run or checkpoint that `--resume` names, or the preset."""
+    """If none is named: the configuration in the run or checkpoint that `--resume` names, or else the preset."""
     if request.config or request.model_from:
         return request
     path = Path(resume)
@@ -186,7 +186,7 @@ def _first_process() -> bool:
 
 
 def _told(launched: Launched, *, quiet: bool, as_json: bool) -> int:
-    """Say how a run of several processes ended; its exit code."""
+    """Report how a run of several processes ended; returns the exit code."""
     ended, run = launched.ended, launched.run
     if ended.signal:
         complain(f"Ended by {signal.Signals(ended.signal).name} before it could save.")
@@ -212,13 +212,13 @@ def _told(launched: Launched, *, quiet: bool, as_json: bool) -> int:
 
 
 def _hint(run: Path, code: int) -> None:
-    """What to type after a failure that another attempt may survive."""
+    """The command to type after a failure that another attempt may survive."""
     if code not in (ConfigError.code, DivergedError.code) and any((run / "checkpoints").glob("step-*")):
-        click.echo(f"Go on from the newest checkpoint with: forge train --resume {run}", err=True)
+        click.echo(f"Continue from the newest checkpoint with: forge train --resume {run}", err=True)
 
 
 def _failed(error: Exception, setup: Setup | None, as_json: bool) -> int:
-    """Report how a run failed; its exit code."""
+    """Report how a run failed; returns the exit code."""
     run = setup.hooks.run if setup else None
     there = run is not None and run.dir.is_dir()
     code = report(error, run.dir / "log" / f"rank-{_rank()}.log" if run and there else None)
@@ -241,7 +241,7 @@ def _print_result(
 
 
 def _close(finished: Finished, commands: Sequence[tuple[str, str]]) -> None:
-    """What plugins have to say at the end, and what to type next."""
+    """Show the plugins' final messages, and what to type next."""
     if finished.reason and finished.outcome == "done":
         click.echo(f"{finished.run}: {finished.reason}: {finished.step} steps. Train longer with -s train.steps=…")
     for title, text in finished.closing:

@@ -34,8 +34,8 @@ SHOWN = 8
 @json_option
 def verify(request: Request, nproc: int | None, steps: int, against: str | None, as_json: bool) -> int:
     """Take a few steps of CONFIG, at the peak of its learning rate, on one process and on N, from the same weights and
-    data, and compare losses, gradients, what the optimizer makes of them, an evaluation, replicas, batches and
-    checkpoints. Exit code 0 if they agree, 1 if they do not or a tie leaves
+    data, and compare losses, gradients, updates by the optimizer, an evaluation, replicas, batches and
+    checkpoints. The exit code is 0 if they agree, and 1 if they do not or if a tie leaves
     it open. Nothing is left behind.
 
     \b
@@ -93,14 +93,14 @@ def _show(verdict: Verdict) -> None:
     for title, offenders in (
         ("Gradients at step 1 that differ most", verdict.offenders),
         ("Gradients at a later step that differ most", () if verdict.offenders else verdict.later),
-        ("What the optimizer makes of the layout's gradients: the largest differences", verdict.updates),
+        ("Updates by the optimizer from the layout's gradients: the largest differences", verdict.updates),
     ):
         _show_offenders(title, offenders)
     screen.line("")
     if verdict.agree:
         screen.line("They agree.", "bold green")
     elif verdict.undecided:
-        screen.line("Undecided: they agree in what could be compared.", "bold yellow")
+        screen.line("Undecided: they agree in everything that could be compared.", "bold yellow")
     else:
         screen.line("They do not agree.", "bold red")
         screen.line(f"  These parts differ: {', '.join(check.name for check in verdict.checks if not check.ok)}.")

@@ -26,13 +26,13 @@ Align = Literal["", "first", "last", "all"]
 
 @dataclass(frozen=True)
 class Labels:
-    """Where records have their texts and labels.
+    """The fields of records that hold their texts and labels.
 
     Args:
-        classes: that labels are resolved with.
-        text: the field of the text, or of the list of words where each has a label.
+        classes: the known classes, to resolve labels.
+        text: the field of the text, or of the list of words if each word has a label.
         label: the field of the label, or of the list of labels.
-        align: of a word's tokens, those that get its label.
+        align: which of a word's tokens get its label.
     """
 
     classes: Classes
@@ -41,14 +41,14 @@ class Labels:
     align: Align
 
     def public(self) -> dict[str, Any]:
-        """What decides the result."""
+        """The settings that determine the result."""
         names = list(self.classes.names)
         return {"classes": names, "of": self.classes.of, "text": self.text, "label": self.label, "align": self.align}
 
     def read(self, record: Mapping[str, Any], where: str, tokenizer: Tokenizer) -> tuple[str, Any, Any]:
         """The text, its token ids, and 1 + the class of each, or 0.
 
-        The label of a text stands at every token, so that its last one has it however it is shortened.
+        Every token has the label of its text, so that the last token has it even if the text is shortened.
 
         Raises:
             ConfigError: naming the file and the place.
@@ -76,7 +76,7 @@ class Labels:
         raise ConfigError(f"{where}: expected {words} under {name!r}; the fields are {there}.")
 
     def _number(self, label: Any, where: str) -> int | None:
-        """The number of a class; None for what is not learned, as −100 and null say."""
+        """The number of a class; None for −100 and null, which are not learned."""
         names = self.classes.names
         if label is None or (label == MASKED and not isinstance(label, str)):
             return None
@@ -132,10 +132,10 @@ class LabelledRows(PackedRows):
     """Whole texts in rows, each with its class at its last token, or with classes at its tokens.
 
     Args:
-        documents: of a folder that was prepared with `Labels`.
-        sequence: tokens of a row.
-        of: what has a label.
-        long, packing, key: as of `fitted`.
+        documents: those of a folder prepared with `Labels`.
+        sequence: tokens in a row.
+        of: what each label belongs to.
+        long, packing, key: see `fitted`.
         pad: the token id of padding.
     """
 
@@ -181,9 +181,9 @@ def labelled(
     """The text of each record, with its two documents.
 
     Args:
-        records: each after the file and the place where it stands.
-        labels: where they have what.
-        tokenizer: of the preparation.
+        records: each after its file and place.
+        labels: the fields to read.
+        tokenizer: the preparation's.
     """
     for where, record in records:
         text, ids, classes = labels.read(record, where, tokenizer)

@@ -30,14 +30,14 @@ class _Pairs:
 
 
 class Paired:
-    """Samples 2i and 2i + 1 are the two rows of a pair; pairs come in an order of their own in every epoch.
+    """Samples 2i and 2i + 1 are the two rows of a pair; pairs have a different order in every epoch.
 
     `Arrays.sources` says which of its pair a row is, 0 or 1.
 
     Args:
-        rows: of the pairs, one after the other: rows 2k and 2k + 1 are pair k.
-        seed: of the order of pairs; None keeps the rows'.
-        key: the plugin's section, which messages name.
+        rows: those of all pairs: rows 2k and 2k + 1 are pair k.
+        seed: for the order of pairs; None keeps the order of the rows.
+        key: the plugin's section, for messages.
         fixed: whether every epoch has the order of epoch 0.
     """
 
@@ -64,7 +64,7 @@ class Paired:
         return self._order.state_dict(samples)
 
     def load_state_dict(self, state: Mapping[str, Any], samples: int) -> None:
-        """Go on from there.
+        """Continue from a saved state.
 
         Raises:
             ConfigError: the state belongs to other content.

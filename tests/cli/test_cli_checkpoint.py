@@ -97,7 +97,7 @@ def test_prune_refuses_what_it_can_not_know(forge: Forge, run: Path, folder: Pat
     assert "is not a run" in forge("checkpoint", "prune", str(folder), fails=2).err
     forge("checkpoint", "prune", str(run), "--keep", "0", fails=2)
     (run / "config.toml").write_text("[checkpoint]\nkeep = 'x'\n", encoding="utf-8")
-    assert "checkpoint.keep: 'x' is no int." in forge("checkpoint", "prune", str(run), fails=2).err
+    assert "checkpoint.keep: expected int, found 'x'." in forge("checkpoint", "prune", str(run), fails=2).err
     (run / "config.toml").write_text("", encoding="utf-8")
     lock = take(run)
     try:
@@ -146,8 +146,8 @@ def test_what_can_not_be_moved_stays(forge: Forge, run: Path, folder: Path, monk
 
     assert "is a run, and may have several checkpoints" in says(run, new)
     assert "exists; name a new folder" in says(path, run)
-    assert "lies in the checkpoint itself" in says(path, path / "inside")
-    assert "is the name of another step: this checkpoint is of step 6" in says(path, folder / "step-00000007")
+    assert "is inside the checkpoint itself" in says(path, path / "inside")
+    assert "names another step: this checkpoint is from step 6" in says(path, folder / "step-00000007")
     flip(run / "checkpoints" / "step-00000005")
     assert "not a whole checkpoint" in says(run / "checkpoints" / "step-00000005", new)
     other_disk(monkeypatch)
@@ -160,14 +160,14 @@ def test_what_can_not_be_moved_stays(forge: Forge, run: Path, folder: Path, monk
 
     monkeypatch.setattr(shutil, "copytree", rots)
     said = forge("checkpoint", "move", str(path), str(new), fails=1).err
-    assert "what was copied can't be read back: __0_0.distcp has other contents" in said
+    assert "the copy can't be read back: __0_0.distcp has other contents" in said
 
     def full(*arguments: Any, **more: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(shutil, "copytree", full)
     said = forge("checkpoint", "move", str(path), str(new), fails=1).err
-    assert f"{new}: can't be written: No space left on device. {path} is where it was." in said
+    assert f"{new}: can't be written: No space left on device. {path} is unchanged." in said
     assert check(path, contents=True) == ""
     assert not list(folder.glob("*new*"))
 

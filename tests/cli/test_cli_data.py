@@ -171,7 +171,7 @@ def test_a_plugin_tells_its_own_stages(
     (folder / "own.py").write_text(OWN.replace("STAGE", stage), encoding="utf-8")
     ended = forge("data", "show", "tiny.toml", "-p", "./own.py:Own", "--without", "text", fails=code)
     if code:
-        assert "tells of a stage 'sauce'; there are source, decode" in ended.err
+        assert "describes an unknown stage 'sauce'; there are source, decode" in ended.err
     else:
         assert re.search(r"^source +numbers +own$", ended.out, re.MULTILINE)
         assert ended.out.index("numbers") < ended.out.index("rows of 16")
@@ -180,7 +180,7 @@ def test_a_plugin_tells_its_own_stages(
 def test_a_plugin_that_tells_nothing_is_named(forge: Forge, folder: Path) -> None:
     (folder / "own.py").write_text(OWN.partition("    def data_stages")[0], encoding="utf-8")
     shown = forge("data", "show", "tiny.toml", "-p", "./own.py:Own", "--without", "text").out
-    assert "tells nothing of its data" in shown
+    assert "does not describe its data" in shown
 
 
 def test_show_of_pairs(forge: Forge, folder: Path) -> None:

@@ -99,7 +99,7 @@ def test_gpus(forge: Forge, folder: Path) -> None:
         (("--time", "00:02:00"), "--time 00:02:00: is 120 s. Jobs are told to stop 300 s before the limit"),
         (("-s", "parallel.tp=3"), "= 3, but there are 2 processes."),
         (("-s", "train.global_batch=3"), "train.global_batch: 3 is not a multiple of"),
-        (("--output", "tiny.toml"), "tiny.toml: is there already, and is no script written by forge"),
+        (("--output", "tiny.toml"), "tiny.toml exists and is not a script written by forge"),
         (("--submit",), "There is no sbatch here. Submit it where Slurm is: sbatch tiny.sbatch"),
     ],
 )

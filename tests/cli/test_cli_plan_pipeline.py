@@ -109,7 +109,7 @@ def test_a_picture_overwrites_nothing_else(forge: Forge, folder: Path) -> None:
     mine.write_text("[train]\nmicro_batch = 1\n")
     for arguments in (("plan", "mine.toml", *FOUR[1:]), ("config", "show", "mine.toml", "--plot")):
         refused = forge(*arguments, "--svg", "mine.toml", fails=2)
-        assert "mine.toml: is there already, and is no SVG: choose another name, or remove it." in refused.err
+        assert "mine.toml exists and is not an SVG; choose another name, or remove it." in refused.err
         assert mine.read_text() == "[train]\nmicro_batch = 1\n"
 
 
@@ -126,4 +126,4 @@ def test_rows_add_up_in_the_order_of_the_model(forge: Forge, folder: Path) -> No
 
 def test_what_needs_a_pipeline_says_so(forge: Forge) -> None:
     refused = forge("plan", "--schedules", fails=2)
-    assert "--schedules needs a pipeline whose executor tells what its ranks do; parallel.pp is 1." in refused.err
+    assert "--schedules needs a pipeline whose executor declares what its ranks do; parallel.pp is 1." in refused.err

@@ -187,4 +187,4 @@ def test_a_broken_command_breaks_nothing_else(forge: Forge, distribution: Distri
 def test_two_commands_of_one_name(forge: Forge, distribution: Distribution) -> None:
     for name in ("one", "two"):
         distribution(f"{name}-dist", {}, {"forge_train.commands": {"twice": "some:thing"}})
-    assert "given by one-dist 1.5 and two-dist 1.5" in forge("twice", fails=2).err
+    assert "one-dist 1.5 and two-dist 1.5 each provide" in forge("twice", fails=2).err

@@ -147,7 +147,7 @@ def test_nothing_but_a_page_is_overwritten(forge: Forge, folder: Path, first: Pa
     notes.write_text("<!DOCTYPE html><html><head><title>Mine</title></head></html>", encoding="utf-8")
     for command in (("runs", "report", "first", "--out"), ("data", "inspect", "corpus.txt", "--html")):
         refused = forge(*command, "notes.html", fails=2).err
-        assert "notes.html: is there already, and is no page written by forge: choose another name" in refused
+        assert "notes.html exists and is not a page written by forge; choose another name" in refused
         assert "Mine" in notes.read_text(encoding="utf-8")
         for _ in range(2):
             forge(*command, "page.html")

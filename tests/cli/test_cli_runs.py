@@ -77,7 +77,7 @@ def test_compare(forge: Forge, two: Path) -> None:
     ("arguments", "says"),
     [
         (["show", "frist"], "there is no such run, here or in runs. Did you mean 'first'?"),
-        (["show", "first", "--run-dir", "tiny.toml"], "tiny.toml: is not a folder of runs"),
+        (["show", "first", "--run-dir", "tiny.toml"], "tiny.toml is not a folder of runs"),
         (["compare", "first"], "at least two runs"),
         (["compare"], "Missing argument"),
         (["lst"], "Did you mean 'list'?"),

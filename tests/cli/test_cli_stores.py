@@ -90,7 +90,7 @@ def test_copies_to_and_from_an_address(folder: Path) -> None:
     message = one_message(forge("checkpoint", "copy", RUN, "bucket://other/again"), 2)
     assert message == "bucket://other/again exists; name a new folder."
     message = one_message(forge("checkpoint", "copy", RUN, "bucket://other/step-00000003"), 2)
-    assert message == "bucket://other/step-00000003 is the name of another step: this checkpoint is of step 4."
+    assert message == "bucket://other/step-00000003 names another step: this checkpoint is from step 4."
     message = one_message(forge("checkpoint", "inspect", "bucket://b/none"), 2)
     assert message == "bucket://b/none: there is no such run or checkpoint."
 

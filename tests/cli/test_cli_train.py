@@ -70,7 +70,7 @@ def test_an_export_that_would_be_refused_is_not_suggested(forge: Forge, folder: 
     assert "forge generate runs/normed --prompt" in said
     assert "forge checkpoint export" not in said
     assert (
-        'decoder.norm is "layer" here, and "rms" there'
+        'decoder.norm is "layer" here, but "rms" there'
         in forge("checkpoint", "export", "runs/normed", "there", fails=2).err
     )
 

@@ -23,7 +23,7 @@ TIE = RoutingDifference(1, "experts of layers.0.router", moved=2, near=3, allowe
     ("checks", "routing_difference", "code", "says"),
     [
         ((DATA,), None, 0, "They agree."),
-        ((DATA,), TIE, 1, "Undecided: they agree in what could be compared."),
+        ((DATA,), TIE, 1, "Undecided: they agree in everything that could be compared."),
         ((DATA, LOSS), TIE, 1, "They do not agree."),
     ],
 )

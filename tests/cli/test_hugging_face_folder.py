@@ -76,7 +76,7 @@ def test_looked_at_without_a_checkpoint(forge: Forge, folder: Path, model: Path)
     assert forge("generate", "hf", "-p", "eager", *asked).json["text"] == there["text"]
     forge("checkpoint", "import", "hf", "start")
     refused = forge("generate", "start", "-p", "eager", fails=2).err
-    assert "--plugins: start brings the plugins that it was trained with; leave the option out." in refused
+    assert "--plugins: start uses the plugins that it was trained with; leave the option out." in refused
     assert forge("generate", "start", *asked).json["text"] == there["text"]
     assert forge("eval", "start", *text, "--json").json["loss"] == evaluated["loss"]
     assert forge("eval", "hf", *text, "--nproc", "2", "--json").json["loss"] == pytest.approx(evaluated["loss"])

@@ -64,7 +64,7 @@ def test_a_layout_that_does_not_fit_names_the_way_out(
 ) -> None:
     monkeypatch.setattr(devices, "cuda_devices", lambda: 3)
     said = forge("train", "tiny.toml", fails=2).err
-    assert "(--nproc auto takes 3 processes here; --nproc 1 takes one.)" in said
+    assert "(--nproc auto starts 3 processes here; --nproc 1 starts one.)" in said
 
 
 def test_torch_counts_only_where_there_is_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:

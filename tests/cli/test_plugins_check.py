@@ -77,7 +77,7 @@ def test_a_name_used_twice_is_marked(capsys: pytest.CaptureFixture[str], monkeyp
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["watchin"], "Did you mean 'watching'?"), (["-s", "a.b=1"], "name that plugin"), (["nowhere:Thing"], "")],
+    [(["watchin"], "Did you mean 'watching'?"), (["-s", "a.b=1"], "name exactly one plugin"), (["nowhere:Thing"], "")],
 )
 def test_the_users_mistakes_end_with_2_or_a_failed_check(
     plugins: Installed, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]

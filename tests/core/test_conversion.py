@@ -131,7 +131,7 @@ def test_scales_are_not_cast_away_from_their_values(hf: Path, tmp_path: Path) ->
     convert_folder(hf, tmp_path / "out", shard_bytes=10_000)
     ours = tensors(tmp_path / "out")
     assert {name: one.dtype for name, one in ours.items()} == {name: one.dtype for name, one in packed.items()}
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="give only one of them"):
         convert_folder(hf, tmp_path / "no", architecture="A", state_map="b.py:C")
 
 

@@ -108,7 +108,7 @@ def test_the_command_says_how_many_were_accepted(tmp_path: Path, capsys: pytest.
 
 
 def test_what_can_not_draft_says_why(run: TinyRun, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"temperature: expected 0, with drafts"):
+    with pytest.raises(ConfigError, match=r"temperature: expected 0, because drafts are greedy"):
         Sampling(drafts=1)
     with pytest.raises(ConfigError, match=r"4 drafts were requested; the model's modules can draft at most 3 tokens"):
         completed(run, "the ", drafts=4)

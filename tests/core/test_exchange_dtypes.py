@@ -71,7 +71,7 @@ def test_kept_both_ways_or_as_asked(hf: Path, tmp_path: Path, capsys: pytest.Cap
 
 def test_what_may_be_missing_starts_as_in_a_new_model(hf: Path, tmp_path: Path) -> None:
     change(hf, lm_head__weight=None, model__norm__weight=torch.zeros(7))
-    said = r"model\.norm\.weight: 7 in model\.safetensors, 32 by config\.json\s+lm_head\.weight: missing \(61 × 32\)"
+    said = r"model\.norm\.weight: 7 in model\.safetensors, 32 in config\.json\s+lm_head\.weight: missing \(61 × 32\)"
     with pytest.raises(ConfigError, match=said):
         import_checkpoint(hf, tmp_path / "no")
     with pytest.raises(ConfigError, match=r"model\.norm\.weight: 7 in"):

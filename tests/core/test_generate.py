@@ -164,7 +164,7 @@ def test_a_text_ends_where_the_model_can_go_no_further() -> None:
     assert "".join(completion) == completion.text
     assert completion.stopped == "length"
     assert completion.tokens == 4
-    with pytest.raises(ConfigError, match="64 tokens; the model was made for sequences of at most 64"):
+    with pytest.raises(ConfigError, match="64 tokens; the model supports sequences of at most 64"):
         Completion(job, model, "a" * 64, Sampling(tokens=1))
 
 
@@ -357,7 +357,7 @@ def test_the_prompt_can_come_from_stdin(
         (["--tokens", "0", "--top-p", "2"], "top_p: expected a number greater than 0"),
         (["--temperature", "warm"], "'warm' is not a valid float"),
         (["--prompt", "a" * 100], "The prompt has 100 tokens"),
-        (["--stop", ""], "stop: expected texts that are not empty"),
+        (["--stop", ""], "stop: expected non-empty texts"),
     ],
 )
 def test_a_mistake_is_one_message(
@@ -386,7 +386,7 @@ def test_what_is_no_checkpoint_is_said_so(run: Path, tmp_path: Path, capsys: pyt
         (damaged, "has 100 bytes"),
         (tmp_path / "nothing", "there is no such run or checkpoint"),
         (tmp_path, "neither a run nor a checkpoint"),
-        (tmp_path / "hf", "there is neither model.safetensors nor model.safetensors.index.json"),
+        (tmp_path / "hf", "found neither model.safetensors nor model.safetensors.index.json"),
     ):
         assert forge(["generate", str(path)]) == 2
         assert message in capsys.readouterr().err

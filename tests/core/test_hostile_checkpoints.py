@@ -578,12 +578,12 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a header that is nested": (safetensors(500_000, b"[" * 500_000), "not a whole safetensors file"),
     "a huge tensor": (declared([1 << 40, 1 << 20], 16), "not a whole safetensors file"),
     "a tensor beyond the file": (declared([1 << 38], 1 << 40), "not a whole safetensors file"),
-    "a device": (device, "there is neither model.safetensors nor"),
+    "a device": (device, "found neither model.safetensors nor"),
     "nested text": (config("[" * 500_000), "config.json: can't be read: ValueError: it is nested too deeply"),
     "a terabyte of text": (lambda path: (config("{}")(path), sparse("config.json")(path)), "1,099,511,627,776 bytes"),
-    "a file elsewhere": (index({"a": "../model.safetensors"}), "../model.safetensors: there is no such file"),
-    "a billion layers": (config(json.dumps({**CONFIG, "num_hidden_layers": 10**9})), "is 1,000,000,000, and the files"),
-    "a wide layer": (config(json.dumps({**CONFIG, "hidden_size": 10**18})), "and the files hold 4 values"),
+    "a file elsewhere": (index({"a": "../model.safetensors"}), "../model.safetensors: no such file"),
+    "a billion layers": (config(json.dumps({**CONFIG, "num_hidden_layers": 10**9})), "is 1,000,000,000, but the files"),
+    "a wide layer": (config(json.dumps({**CONFIG, "hidden_size": 10**18})), "but the files hold only 4 values"),
 }
 
 

@@ -370,7 +370,7 @@ def test_a_plugin_that_names_other_parameters_is_told(tmp_path: Path, monkeypatc
     )
     with pytest.raises(PluginError, match=r"head.weight: not named[\s\S]*ghost: missing"):
         import_checkpoint(tmp_path / "hf", tmp_path / "start", plugins=TOYS)
-    with pytest.raises(ConfigError, match=r"no place in Hugging Face layout for\s+head.weight"):
+    with pytest.raises(ConfigError, match=r"the Hugging Face layout has no place for\s+head.weight"):
         export_checkpoint(run, tmp_path / "out")
 
 
@@ -440,7 +440,7 @@ MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "another shape": (
         lambda hf: change_tensors(hf, model__norm__weight=torch.zeros(31), lm_head__weight=torch.zeros(61, 30)),
-        ("model.norm.weight: 31 in model.safetensors, 32 by config.json", "lm_head.weight: 61 × 30"),
+        ("model.norm.weight: 31 in model.safetensors, 32 in config.json", "lm_head.weight: 61 × 30"),
     ),
     "quantised": (
         lambda hf: change_tensors(hf, model__norm__weight=torch.zeros(32, dtype=torch.int8)),
@@ -489,7 +489,7 @@ def test_an_index_that_does_not_fit_its_files_is_told_how(tmp_path: Path) -> Non
     assert f"{gone}: model.ghost is not in it" in str(error.value)
     assert f"{gone}: model.norm.weight is in it, but not in the index" in str(error.value)
     (hf / gone).unlink()
-    with pytest.raises(ConfigError, match=f"{gone}: there is no such file"):
+    with pytest.raises(ConfigError, match=f"{gone}: no such file"):
         import_checkpoint(hf, tmp_path / "start")
 
 

@@ -97,7 +97,7 @@ def test_a_vocabulary_shrinks(folder: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "no such layer": ("TOO_DEEP", {"decoder.layers": 3}, r"layers\.\{i\}\.\{rest\*\}: there is no 2, of 2"),
+    "no such layer": ("TOO_DEEP", {"decoder.layers": 3}, r"layers\.\{i\}\.\{rest\*\}: no number 2 among 2"),
     "another size": ("WIDER", {}, r"embedding\.weight: 300 × 32 by the map, 257 × 32 in this model"),
     "too few layers": ("DEEPER", {}, r"layers\.2\.attention\.k\.weight: not in this model"),
     "no map": ("TEXT", {}, r"train\.init_map names a str; expected a StateMap"),

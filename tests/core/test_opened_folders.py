@@ -90,7 +90,7 @@ def test_another_head_takes_the_place_of_that_of_a_folder(tmp_path: Path) -> Non
         ({"first_k_dense_replace": 2}, r"first_k_dense_replace = 2 .*none of the 2 layers would have experts"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            r"rope_parameters = .*latent attention has no rotation that depends on the length, such as 'dynamic'",
+            r"rope_parameters = .*latent attention does not support 'dynamic', which depends on the length",
         ),
     ],
 )

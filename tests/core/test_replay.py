@@ -67,5 +67,5 @@ def test_the_command(run_forge: RunForge) -> None:
     assert f"{run.losses[1]:.7g}" in ended.out
     ended = forge("debug", "step", run.run, 7)
     assert (ended.code, "has steps 1 to 6, not 7" in ended.err) == (2, True)
-    with pytest.raises(ConfigError, match="is no run"):
+    with pytest.raises(ConfigError, match="is not a run"):
         replay(run.run / "checkpoints", 1)

@@ -87,14 +87,14 @@ SPOILED: dict[str, tuple[dict[str, Tensor | None], tuple[str, ...]]] = {
     "a layer more": ({"h.2.ln.weight": torch.zeros(8)}, ("h.2.ln.weight: no parameter takes it",)),
     "an expert of another shape": (
         {"h.0.mlp.0.up": torch.zeros(8, 11)},
-        ("h.0.mlp.0.up: 8 × 11 in model.safetensors, 8 × 12 by config.json",),
+        ("h.0.mlp.0.up: 8 × 11 in model.safetensors, 8 × 12 in config.json",),
     ),
     "a fused tensor of another shape": (
         {"h.0.qkv.weight": torch.zeros(15, 8)},
-        ("h.0.qkv.weight: 15 × 8 in model.safetensors, 16 × 8 by config.json",),
+        ("h.0.qkv.weight: 15 × 8 in model.safetensors, 16 × 8 in config.json",),
     ),
-    "a tensor of integers": ({"wte": torch.zeros(23, 8, dtype=torch.int64)}, ("wte: stored as I64; weights are",)),
-    "a tensor of bytes": ({"wte": torch.zeros(23, 8, dtype=torch.uint8)}, ("wte: stored as U8; weights are",)),
+    "a tensor of integers": ({"wte": torch.zeros(23, 8, dtype=torch.int64)}, ("wte: stored as I64; expected one of",)),
+    "a tensor of bytes": ({"wte": torch.zeros(23, 8, dtype=torch.uint8)}, ("wte: stored as U8; expected one of",)),
 }
 
 

@@ -60,7 +60,7 @@ def test_a_layout_that_fits_no_fewer_says_so(tmp_path: Path) -> None:
     fixed = forge("train", file, *options, "-s", "parallel.dp_shard=2", "--name", "fixed", environment=environment())
     assert fixed.code == 2
     assert fixed.err.splitlines()[0] == (
-        "Warning: --min-nproc 1: every restart takes all 2 processes, because the run fits no fewer: "
+        "Warning: --min-nproc 1: every restart takes all 2 processes, because the run can't use fewer: "
         "--set parallel.dp_shard=2: parallel.dp_shard: pp × dp_replicate × dp_shard × cp × tp = 1 × 1 × 2 × 1 × 1 = 2, "
         "but there is 1 process."
     )
@@ -88,7 +88,7 @@ def test_what_min_nproc_may_be(tmp_path: Path) -> None:
     file = toys.write_config(tmp_path)
     more = ("--run-dir", tmp_path, "--nproc", 2)
     told = one_message(forge("train", file, "--min-nproc", 1, *more), 2)
-    assert told == "--min-nproc 1 says what a restart may do; add --max-restarts."
+    assert told == "--min-nproc 1 applies to restarts; add --max-restarts."
     told = one_message(forge("train", file, "--min-nproc", 2, "--max-restarts", 1, *more), 2)
     assert told == "--min-nproc 2: must be below the number of processes, which is 2."
     assert not (tmp_path / "runs").exists()

@@ -130,7 +130,7 @@ def test_a_head_on_a_class_of_transformers_agrees(verify: Verifier, data: Path, 
 
 
 def test_negatives_of_a_part_of_the_batch_are_refused(verify: Verifier, data: Path) -> None:
-    with pytest.raises(ForgeError, match=r"embed\.group: the global batch of 6 pairs is computed 3 pairs at a time"):
+    with pytest.raises(ForgeError, match=r"embed\.group: the global batch of 6 pairs is computed in groups of 3"):
         verify(request(data, "embed", **ACCUMULATED), 1, steps=1)
     with pytest.raises(ForgeError, match=r"embed\.group: 4 does not divide the 6 pairs"):
         verify(request(data, "embed", **{"embed.group": 4}), 1, steps=1)

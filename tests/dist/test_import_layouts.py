@@ -120,14 +120,14 @@ def test_a_model_that_no_file_could_describe_may_begin_with_weights_of_one(
     started(str(tmp_path), str(hf), (), config)
     (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING" and str(hf) in one.getMessage()]
     assert said.startswith(f"{hf}/config.json describes another model: ")
-    assert "decoder.residual_multiplier is 0.5 here, and 1.0 there" in said
+    assert "decoder.residual_multiplier is 0.5 here, but 1.0 there" in said
 
 
 def test_weights_that_may_differ_are_named(hf: Path, run_forge: RunForge) -> None:
     config = {"decoder.tied": False, "train.init_from": str(hf), "train.init_missing": ["*.nothing"]}
     with pytest.raises(ConfigError, match=r"train\.init_missing: '\*\.nothing' fits nothing that .*hf lacks"):
         run_forge((), config, steps=1)
-    with pytest.raises(ConfigError, match=r"257 × 32 in model-.*, 257 × 64 by this run's configuration"):
+    with pytest.raises(ConfigError, match=r"257 × 32 in model-.*, 257 × 64 in this run's configuration"):
         run_forge((), {"decoder.tied": False, "train.init_from": str(hf), "decoder.dim": 64}, steps=1)
     with pytest.raises(ConfigError, match=r"checkpoint\.only needs a checkpoint .* forge checkpoint import .*hf NEW"):
         run_forge((), {"decoder.tied": False, "train.init_from": str(hf), "checkpoint.only": ["embedding.*"]}, steps=1)

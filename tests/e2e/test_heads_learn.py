@@ -71,7 +71,7 @@ def compared(run: Path, folder: Path, loader: Any) -> Any:
             atol=1e-5,
         )
     opened = open_model(run, device="cpu")
-    with pytest.raises(ConfigError, match="Text is generated from token logits; the head of this model gives"):
+    with pytest.raises(ConfigError, match="Generating text needs token logits; the head of this model gives"):
         Completion(opened.job, opened.model, "a", Sampling())
     return theirs
 

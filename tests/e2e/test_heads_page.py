@@ -59,4 +59,4 @@ def test_the_page_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list(config["label2id"]) == ["email", "encodings", "pydoc_data"]
     ended = forge("generate", "runs/rewards", "--prompt", "x")
     assert ended.code == 2
-    assert "Text is generated from token logits; the head of this model gives 'rewards'." in ended.err
+    assert "Generating text needs token logits; the head of this model gives 'rewards'." in ended.err

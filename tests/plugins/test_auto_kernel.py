@@ -155,7 +155,7 @@ def test_a_kernel_that_is_gone_is_said_to_be(
     plugin.load_state_dict({"kernel": "flash"})
     assert taken(run) == "varlen"
     assert (
-        "until here the run had the attention kernel flash, which can't run now: it goes on with varlen" in caplog.text
+        "so far this run used the attention kernel flash, which can't run now; it continues with varlen" in caplog.text
     )
 
 
@@ -179,11 +179,11 @@ def test_only_kernels_that_can_are_measured(run_forge: RunForge, clock: tuple[Ti
     [
         ((), r"auto\.kernels: names no kernel\."),
         (("sdpq",), r"auto\.kernels: .*'sdpq'.* Did you mean 'sdpa'"),
-        (("adamw",), r"auto\.kernels: 'adamw' is no attention kernel to choose\."),
-        (("auto",), r"auto\.kernels: 'auto' is no attention kernel to choose\."),
+        (("adamw",), r"auto\.kernels: 'adamw' is not an attention kernel that auto can choose\."),
+        (("auto",), r"auto\.kernels: 'auto' is not an attention kernel that auto can choose\."),
         (
             ("flash",),
-            r"auto\.kernels: none of them can do what the run needs\. Missing: flash: it is without the device",
+            r"auto\.kernels: none of them can do what the run needs\. Missing: flash: it does not support the device",
         ),
     ],
 )

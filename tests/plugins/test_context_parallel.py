@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.unit, pytest.mark.accept("axes", 4)]
         (["cp.method=ulysses_ring", "cp.ulysses=3"], r"cp.ulysses: 3 is no divisor of parallel.cp = 4"),
         (
             ["plugins=moe", "moe.router=expert_choice", "moe.balance=0"],
-            r"moe.router: .*compares all tokens of a micro-batch, and with parallel.cp = 4 a rank has a slice",
+            r"moe.router: .*compares all tokens of a micro-batch, but with parallel.cp = 4 a rank has only a slice",
         ),
         (["plugins=statistics", "statistics.attention_logits=true"], r"statistics.attention_logits: looks at whole"),
     ],

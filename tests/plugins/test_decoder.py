@@ -188,7 +188,7 @@ def test_hidden_is_two_thirds_of_four_widths_in_whole_tiles() -> None:
 
 
 def test_a_cache_longer_than_the_model() -> None:
-    with pytest.raises(ValueError, match="at most 64 tokens, not for 65"):
+    with pytest.raises(ValueError, match="at most 64 tokens, but 65 were requested"):
         fakes.decoder().new_cache(1, 65)
 
 

@@ -125,12 +125,12 @@ def export(activation: str = "swiglu", **values: Any) -> Any:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"norm": "layer"}, r'Llama\w+: decoder.norm is "layer" here, and "rms" there'),
+        ({"norm": "layer"}, r'Llama\w+: decoder.norm is "layer" here, but "rms" there'),
         ({"o_bias": True}, "decoder.o_bias is true"),
         ({"qk_norm": True, "bias": True}, r"Qwen3\w+: decoder.bias is true"),
         ({"qk_norm": True, "window": 8, "rope": Rope(layers=(True, False))}, r"decoder.rope.layers is \[true, false\]"),
-        ({"soft_cap": 5.0}, "decoder.soft_cap is 5.0 here, and 0.0 there"),
-        ({"activation": "relu2"}, "swiglu.activation is relu2 here, and swiglu there"),
+        ({"soft_cap": 5.0}, "decoder.soft_cap is 5.0 here, but 0.0 there"),
+        ({"activation": "relu2"}, "swiglu.activation is relu2 here, but swiglu there"),
         ({"architecture": "Gemma2ForCausalLM"}, r'Gemma2ForCausalLM: decoder.norm_at is "pre" here'),
     ],
 )

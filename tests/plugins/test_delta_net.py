@@ -171,7 +171,7 @@ def test_generation_goes_on_with_the_last_of_packed_documents() -> None:
         attention(x[:, :12], document_ids=ids, cache=cache)
         after = attention(x[:, 12:], cache=cache)
         torch.testing.assert_close(after, attention(x[:, 10:])[:, 2:])
-    with pytest.raises(ValueError, match="does not hold the documents"):
+    with pytest.raises(ValueError, match="does not store document ids"):
         attention(x[:, :0], document_ids=ids[:, :0], cache=cache)
 
 

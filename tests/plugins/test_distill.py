@@ -78,7 +78,9 @@ def test_evaluation_is_the_loss_of_labels_alone() -> None:
 
 def test_another_vocabulary_is_told() -> None:
     part, hidden, batch = case()
-    with pytest.raises(ConfigError, match="the teacher's vocabulary has 20 tokens, the student's 19; both need the"):
+    with pytest.raises(
+        ConfigError, match="the teacher's vocabulary has 20 tokens, but the student's has 19; they must be"
+    ):
         distillation(words=20).loss(part, hidden, batch)
 
 
@@ -102,7 +104,7 @@ def test_a_student_comes_near_its_teacher_and_resumes(run_forge: RunForge, tmp_p
 
 
 def test_without_a_teacher_it_is_refused(run_forge: RunForge) -> None:
-    with pytest.raises(ConfigError, match="distill.weights: is required: the teacher's run, or its checkpoint."):
+    with pytest.raises(ConfigError, match="distill.weights: is required: the teacher's run or its checkpoint."):
         run_forge(["distill"], {}, steps=2)
 
 

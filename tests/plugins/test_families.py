@@ -134,7 +134,7 @@ def test_packed_documents_and_windows_agree(kernel: Any) -> None:
         ("Gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("Gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ("Gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters"),
-        ("Gemma3", {"rope_parameters": {"sliding_attention": YARN}}, "rope_parameters .*without a scaling"),
+        ("Gemma3", {"rope_parameters": {"sliding_attention": YARN}}, "rope_parameters .*can't have a scaling"),
         ("Gemma3", {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar = -4 .*greater than 0"),
         ("Gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping = 0.0 .*greater than 0"),
         ("Gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern = 0"),

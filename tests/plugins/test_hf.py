@@ -211,7 +211,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
             r"off: hf\.set\.attention_dropout",
         ),
         ("apertus", hf_models.GROUPED, "only in its constructor"),
-        ("cohere", {**hf_models.GROUPED, "num_attention_heads": "four"}, "transformers refuses this configuration"),
+        ("cohere", {**hf_models.GROUPED, "num_attention_heads": "four"}, "transformers rejects this configuration"),
     ],
 )
 def test_what_can_not_be_built_is_told(tmp_path: Path, kind: str, changes: dict[str, Any], text: str) -> None:
@@ -223,7 +223,7 @@ def test_what_can_not_be_built_is_told(tmp_path: Path, kind: str, changes: dict[
     ("values", "text"),
     [
         ({}, "hf.config: is required"),
-        ({"type": "falcon", "config": "there"}, "hf.type: hf.config already says the type"),
+        ({"type": "falcon", "config": "there"}, "hf.type: hf.config already determines the type"),
         ({"config": "there"}, "there.*can't be read"),
     ],
 )

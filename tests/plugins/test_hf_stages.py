@@ -71,11 +71,11 @@ def test_a_class_is_cut_between_the_layers_of_its_plan() -> None:
 @pytest.mark.parametrize(
     ("does", "text"),
     [
-        ("beside", "hands layers more than hidden states: what it computes with .*layers.0.proj"),
-        ("ids", "gives its layers other arguments where token ids are not at hand"),
+        ("beside", "passes its layers more than hidden states: a result of .*layers.0.proj"),
+        ("ids", "passes its layers other arguments if it is given no token ids"),
         ("scales", "changes the hidden states between two layers"),
-        ("tuple", "has layers that give more than hidden states"),
-        ("twice", "does not call its layers one after the other, each once"),
+        ("tuple", "has layers that return more than hidden states"),
+        ("twice", "does not call each of its layers once, in order"),
     ],
 )
 def test_what_passes_between_layers_is_named(does: str, text: str) -> None:
@@ -89,7 +89,7 @@ def test_what_passes_between_layers_is_named(does: str, text: str) -> None:
     [
         ({}, "Tiny of transformers declares no base_model_pp_plan"),
         ({"embed_tokens": [], "layers": []}, "the base_model_pp_plan of Tiny of transformers leaves norm out"),
-        ({"embed_tokens": [], "norm": []}, "does not name one list of layers"),
+        ({"embed_tokens": [], "norm": []}, "must name one list of layers"),
     ],
 )
 def test_what_a_plan_lacks_is_named(plan: dict[str, Any], text: str) -> None:

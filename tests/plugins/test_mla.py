@@ -194,7 +194,7 @@ def test_a_cache_holds_latents_and_shared_rotated_features_only() -> None:
     attention(torch.randn(2, 9, 32), cache=cache)
     held = sum(x.numel() for x in vars(cache).values() if isinstance(x, torch.Tensor))
     assert held == 2 * 20 * (16 + 8)
-    with pytest.raises(ValueError, match="does not hold the documents"):
+    with pytest.raises(ValueError, match="does not store document ids"):
         attention(torch.randn(2, 1, 32), document_ids=torch.zeros(2, 1, dtype=torch.int64), cache=cache)
 
 

@@ -450,7 +450,7 @@ def test_what_is_not_finite_is_named_by_layer(run_forge: RunForge) -> None:
         def on_start(self, job: Any, model: Any, optimizer: Any) -> None:
             model.parts[0].layers["1"].feed_forward.routed.router.weight.data.fill_(float("nan"))
 
-    with pytest.raises(DivergedError, match=r"moe: at step 1 the router of layer 1 is the first"):
+    with pytest.raises(DivergedError, match=r"moe: at step 1 the router of layer 1 was the first"):
         run_forge(["moe", Broken], {"decoder.layers": 3, "log.every": 1}, steps=1)
 
 
@@ -609,15 +609,15 @@ def test_equals_transformers(model: str) -> None:
         ({"groups": 3}, {}, "moe.groups", "3 groups do not divide 8"),
         ({"groups": 4, "top_groups": 5}, {}, "moe.top_groups", "5 of 4 groups"),
         ({"groups": 8, "top_groups": 1}, {}, "moe.top_groups", "hold fewer than top_k = 2"),
-        ({}, {"ep": 3}, "parallel.ep", "does not divide 8 experts"),
+        ({}, {"ep": 3}, "parallel.ep", "3 ranks do not divide 8 experts"),
         ({}, {"tp": 7}, "train.sequence", "7 does not divide"),
         ({}, {"tp": 4, "cp": 32}, "train.sequence", "each of 128 ranks (cp × tp) routes its share of a sequence"),
-        ({"router": "expert_choice", "balance": 0.0}, {"cp": 2}, "moe.router", "a rank has a slice of them"),
+        ({"router": "expert_choice", "balance": 0.0}, {"cp": 2}, "moe.router", "a rank has only a slice of them"),
         ({"capacity": 0.001}, {}, "moe.capacity", "nearly all would be dropped"),
         ({"router": "expert_choice"}, {}, "moe.balance", "has no effect under expert_choice"),
         ({"router": "expert_choice", "balance": 0.0, "bias_speed": 0.1}, {}, "moe.bias_speed", "has no effect"),
         ({"router": "expert_choice", "balance": 0.0}, {"tp": 2}, "moe.router", "set parallel.etp = 2"),
-        ({"router": "expert_choice", "balance": 0.0, "groups": 2}, {}, "moe.groups", "tokens choose nothing"),
+        ({"router": "expert_choice", "balance": 0.0, "groups": 2}, {}, "moe.groups", "tokens don't choose experts"),
     ],
 )
 def test_mistakes_are_named(values: dict[str, Any], run: dict[str, int], key: str, message: str) -> None:

@@ -278,5 +278,5 @@ def test_what_can_not_be_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"mtp\.depths: sequences of 16 tokens \(train\.sequence\) are too short for 16 depths"
     ):
         trained(tmp_path, config={"mtp.depths": 16})
-    with pytest.raises(ConfigError, match=r"mtp: the model of plugin 'bare' has no place for layers after its last"):
+    with pytest.raises(ConfigError, match=r"mtp: the model of plugin 'bare' can't have layers after its last"):
         run_forge([Rows, Bare, "mtp"], {"train.sequence": 16}, steps=1, folder=tmp_path, without=("tokenizer",))

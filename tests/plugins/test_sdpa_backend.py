@@ -31,7 +31,7 @@ def test_what_runs_on_cuda_only_is_refused_at_start_up(backend: str, run_forge: 
     with pytest.raises(ConfigError) as error:
         run_forge([SDPA], {"sdpa.backend": backend})
     assert str(error.value) == (
-        f"sdpa.backend = {backend!r}: it runs on CUDA only, and the run is on cpu; take 'auto', 'flash' or 'math'."
+        f"sdpa.backend = {backend!r}: it runs on CUDA only, and the run is on cpu; use 'auto', 'flash' or 'math'."
     )
 
 
@@ -45,7 +45,7 @@ def test_a_run_with_a_backend_ends_where_the_default_does(run_forge: RunForge) -
     ("backend", "precision", "masked", "says"),
     [
         ("flash", "fp32", False, "computes in bf16 or fp16 only, and train.precision is 'fp32'"),
-        ("flash", "bf16", True, "takes no mask, and the run needs one for documents or windows; take the kernel"),
+        ("flash", "bf16", True, "takes no mask, but the run needs one for documents or windows; use the kernel"),
         ("cudnn", "bf16", True, "this torch has no cuDNN"),
         ("flash", "bf16", False, ""),
         ("efficient", "fp32", True, ""),

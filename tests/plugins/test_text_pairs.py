@@ -162,7 +162,7 @@ def test_bad_records_are_named(here: Path, options: dict[str, Any], record: obje
 
 def test_an_odd_micro_batch_and_a_task_for_single_rows_are_refused(here: Path) -> None:
     preferences(here)
-    with pytest.raises(ConfigError, match=r"train.micro_batch: 3 is odd, and a pair is two sequences"):
+    with pytest.raises(ConfigError, match=r"train.micro_batch: 3 is odd, but a pair is two sequences"):
         pairs(here).build_data(job(here, micro_batch=3), "train")
     config = {"text_pairs.path": str(here / "pairs.jsonl"), "tokenizer.path": str(here / "hf"), "train.micro_batch": 2}
     with pytest.raises(

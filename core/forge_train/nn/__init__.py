@@ -1,12 +1,12 @@
-"""Layers that models are built from, forge's own and third parties' alike.
+"""Layers that models are built from, both forge's own and third parties'.
 
-Every module here that owns parameters says how they start, `initial(name) → Init`, and every module with
-non-persistent buffers fills them in `reset_buffers()`: models are built on the meta device, so what a constructor
-computes is lost, and core calls both once memory is there.
+Every module here that owns parameters declares how they start, `initial(name) → Init`, and every module with
+non-persistent buffers fills them in `reset_buffers()`: models are built on the meta device, so the values that a
+constructor computes are lost, and core calls both once memory is allocated.
 
-What optimizers share is here too: parameter groups, and updates of full matrices; and what attention kernels share:
-which keys a query sees, documents' bounds, and exact attention in tiles for where no fused kernel runs; and what losses
-share: sums over chunks of a sequence, and a vector for each of them. Techniques stay out of this package. Importing it
+This package also has what optimizers share (parameter groups, and updates of full matrices), what attention kernels
+share (which keys a query sees, documents' bounds, and exact attention in tiles for devices without a fused kernel), and
+what losses share (sums over chunks of a sequence, and one vector per sequence). Techniques stay out of it. Importing it
 imports torch.
 """
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps between steps, in fewer bits than it computes in."""
+"""Optimizer state that is kept between steps in fewer bits than the optimizer computes in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..contract.model import Model
 
 AT_REST = "parameter_dtype"
-"""The slot of transforms that make parameters narrow."""
+"""The slot for transforms that narrow parameters."""
 MASTER, TIMES = "master", "roundings"
 """Keys of the state: the fp32 copy of a parameter; how often the parameter or its state was rounded."""
 BITS: Mapping[StateDtype, int] = {"fp32": 32, "bf16": 16, "8bit": 8, "4bit": 4}
@@ -29,12 +29,12 @@ BITS: Mapping[StateDtype, int] = {"fp32": 32, "bf16": 16, "8bit": 8, "4bit": 4}
 def at_rest(
     model: Model, job: Job, dtypes: StateDtypes, *, first: Sequence[str] = (), second: Sequence[str] = ()
 ) -> AtRest:
-    """How an optimizer keeps its state in these dtypes; see `AtRest.idle`.
+    """How an optimizer stores its state in these dtypes; see `AtRest.idle`.
 
     Args:
         model: whose parameters it updates; those in bf16 are updated in fp32 all the same.
         job: its run, whose seed the rounding depends on.
-        dtypes: as the user's section says.
+        dtypes: from the user's section.
         first: keys of its state for the running mean of gradients.
         second: the same for their squares.
 
@@ -65,16 +65,16 @@ def at_rest(
 class AtRest:
     """Widens the state of a parameter for a step, and narrows it again.
 
-    Random bits are a function of the seed, the name of the parameter, the number of the step and the place of the
-    element: layouts and resumed runs round alike. Of a state `exp_avg` in 8 bits, codes are kept under its own key and
-    scales as `exp_avg_8bit`.
+    Random bits are a function of the seed, the parameter's name, the step's number and the element's place, so layouts
+    and resumed runs round alike. For a state `exp_avg` in 8 bits, codes are stored under its own key and scales as
+    `exp_avg_8bit`.
 
     Args:
         names: of the parameters.
-        formats: key of the state → its dtype, and whether it has a sign.
+        formats: key of the state → its dtype, and whether it is signed.
         masters: whether fp32 copies of bf16 parameters are kept.
         seed: the run's.
-        idle: whether nothing is narrow: an optimizer then needs this only to go on from what was.
+        idle: whether nothing is narrow; an optimizer then needs this only to continue from a narrow state.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class AtRest:
         self._codes = {(bits, signed): Codes(bits, signed=signed) for bits in (8, 4) for signed in (True, False)}
 
     def widen(self, state: dict[str, Any], parameter: Tensor) -> None:
-        """Make a parameter's state fp32, whatever it was saved as."""
+        """Make a parameter's state fp32, whatever dtype it was saved in."""
         for key, (_, signed) in self._formats.items():
             if key not in state:
                 continue
@@ -100,7 +100,7 @@ class AtRest:
             state[key] = state[key].float()
 
     def widen_once(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimizer that keeps everything in fp32 go on from a checkpoint of one that did not."""
+        """Let an optimizer that keeps everything in fp32 continue from a checkpoint with a narrow state."""
 
         first = True
 
@@ -120,7 +120,7 @@ class AtRest:
         optimizer.register_step_pre_hook(widen)
 
     def narrow(self, state: dict[str, Any], parameter: Tensor) -> tuple[object, ...]:
-        """Round a parameter's state; gives what random bits of this step are a function of."""
+        """Round a parameter's state; returns the key of this step's random bits."""
         random = (self._seed, self._names[parameter], state.setdefault(TIMES, 0))
         state[TIMES] += 1
         for key, (dtype, signed) in self._formats.items():
@@ -134,7 +134,7 @@ class AtRest:
         return random
 
     def weight(self, state: dict[str, Any], parameter: Tensor) -> Tensor:
-        """What a step changes: the master of a bf16 parameter, if there are masters, or the parameter itself."""
+        """The tensor that a step changes: a bf16 parameter's master, if there are masters, or the parameter itself."""
         if parameter.dtype is not torch.bfloat16 or not self.masters:
             return parameter
         if MASTER not in state:
@@ -143,13 +143,13 @@ class AtRest:
         return master
 
     def part(self, state: Mapping[str, Any], key: str, parameter: Tensor, box: Box, origin: Box) -> Tensor:
-        """A copy in fp32 of some rows `[stack, rows, columns]` of a state.
+        """An fp32 copy of some rows `[stack, rows, columns]` of a state.
 
         Args:
             state: of the parameter, narrow.
-            key: in it.
-            parameter: whose it is.
-            box: the rows; all columns that are here.
+            key: selects the tensor in it.
+            parameter: the one that the state belongs to.
+            box: the rows; all columns on this rank.
             origin: this rank's part of the parameter.
         """
 
@@ -166,16 +166,16 @@ class AtRest:
         return codes.values(codes.unpacked(rows_of(state[key]), size), scales)
 
     def rounded_part(self, wide: Tensor, parameter: Tensor, box: Box, random: tuple[object, ...]) -> Tensor:
-        """fp32 → bf16, as this part of the parameter is rounded in a step."""
+        """fp32 → bf16, rounded like this part of the parameter in a step."""
         first = [start for start, _ in box.spans]
         places = places_of(box.shape, first, full_box(parameter.shape).shape, wide.device)
         return rounded_at(wide, places, *random)
 
     def opened(self, saved: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """A `state_dict` for checkpoints: codes one to a byte, so that they are sharded as their parameter is.
+        """A `state_dict` for checkpoints: codes are stored one per byte, so that they are sharded like their parameter.
 
         Args:
-            saved: as torch gives it.
+            saved: as returned by torch.
             groups: of the optimizer.
         """
         numbers = [number for group in saved["param_groups"] for number in group["params"]]

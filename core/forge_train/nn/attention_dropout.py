@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 class DroppedWeights(NamedTuple):
     """Which weights an attention kernel zeroes: its keyword `dropout`.
 
-    The mask is a function of the four numbers that name a weight in the run: the sample, the head, and the positions
-    of the query and of the key. So a kernel may compute any block of the weights on any rank.
+    The mask is a function of the four numbers that identify a weight in the run: the sample, the head, and the
+    positions of the query and of the key. So a kernel may compute any block of the weights on any rank.
     """
 
     rate: float
-    """Share of the weights."""
+    """Share of the weights that is zeroed."""
     samples: Tensor
     """`[batch]` int32, different in each layer."""
     heads: Tensor
@@ -57,7 +57,7 @@ class DroppedWeights(NamedTuple):
 
 
 class AttentionDropout(Salted):
-    """In training, gives the `DroppedWeights` of a layer's attention for the micro-batch that passes through it.
+    """In training, returns the `DroppedWeights` of a layer's attention for the micro-batch that passes through it.
 
     The model's `tensor_plan()` declares the module as `heads`, so that each rank has the numbers of its own heads.
 
@@ -72,17 +72,17 @@ class AttentionDropout(Salted):
     """
 
     heads_piece = (0, 1)
-    """Which of the heads are here, as index and number of pieces; tensor parallelism writes it."""
+    """Which of the heads this rank has: index and number of pieces; set by tensor parallelism."""
 
     def __init__(self, rate: float, heads: int, job: Job, name: str) -> None:
         super().__init__(job, name)
         self.rate, self.heads = check_rate("AttentionDropout", rate), heads
 
     def forward(self, x: Tensor) -> DroppedWeights | None:
-        """None in evaluation.
+        """The dropped weights; None in evaluation.
 
         Args:
-            x: `[batch, …]`, what passes through the attention.
+            x: `[batch, …]`, the input of the attention.
 
         Raises:
             PluginError: in training, outside a step, or if `x` has another size than the micro-batch.

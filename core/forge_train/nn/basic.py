@@ -1,4 +1,4 @@
-"""torch's elementary layers, which here also declare how their parameters start."""
+"""torch's elementary layers, with declarations of how their parameters start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys and values that a generating model keeps."""
+"""The keys and values that a model keeps while it generates."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 class KVCache:
     """Keys and values of one attention layer for all positions so far, in memory that is allocated once.
 
-    The memory is taken at the first `append`, in the dtype, on the device and with the heads of what is appended, so
-    that a layer whose heads are split over ranks keeps only its own.
+    The memory is allocated at the first `append`, with the dtype, device and heads of its arguments, so that
+    a layer whose heads are split over ranks keeps only its own.
 
     Args:
-        batch: sequences that are generated side by side.
+        batch: sequences generated side by side.
         length: the most positions it can hold.
     """
 
@@ -21,12 +21,12 @@ class KVCache:
         self.batch = batch
         self.capacity = length
         self.length = 0
-        """Positions it holds."""
+        """Positions held so far."""
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the newest positions, `[batch, sequence, kv_heads, head_dim]`; gives views of all of them.
+        """Add the newest positions, `[batch, sequence, kv_heads, head_dim]`; returns views of all of them.
 
         Raises:
             ValueError: if they do not fit.

@@ -20,16 +20,16 @@ TensorStyle = Literal[
 ]
 """How tensor parallelism treats a module; a model's `tensor_plan()` maps module names to these.
 
-* `vocabulary`: an embedding, its rows split; what it gives is summed over the ranks, and split along the sequence.
-* `colwise`: a linear whose output features are split; each rank goes on with its own.
-* `rowwise`: a linear whose input features are split; what it gives is summed, and split along the sequence.
-* `sequence`: works on each token alone; its weights are whole, its input is split along the sequence. If the module
-  has `sequence_piece`, it is set to (index of the piece, number of pieces): `(0, 1)` where sequences are whole.
+* `vocabulary`: an embedding, its rows split; its output is summed over the ranks, and split along the sequence.
+* `colwise`: a linear whose output features are split; each rank continues with its own.
+* `rowwise`: a linear whose input features are split; its output is summed, and split along the sequence.
+* `sequence`: works on each token alone; its weights are not split, its input is split along the sequence. If the module
+  has `sequence_piece`, it is set to (index of the piece, number of pieces): `(0, 1)` if sequences are whole.
 * `gather`: a block that needs whole sequences: its input, split along the sequence, is gathered.
-* `tokens`: a block whose tokens do not know each other: it works on this rank's share of them, with whole weights.
-* `summed`: a block that needs whole sequences and splits its own weights: its input is gathered, and what it gives is
+* `tokens`: a block that processes each token alone: it works on this rank's share of them, with unsplit weights.
+* `summed`: a block that needs whole sequences and splits its own weights: its input is gathered, and its output is
   summed, and split along the sequence.
-* `heads`: its weights are whole, its input is this rank's heads, so that its gradient is a sum over the ranks. If the
+* `heads`: its weights are not split, its input is this rank's heads, so its gradient is a sum over the ranks. If the
   module has `heads_piece`, it is set to (index of this rank's heads, number of pieces).
 * `features`: an RMSNorm over split output features, whose weights are split too; the mean square is over all ranks.
 * `channels`: works on each output feature, or each head, alone (a depthwise convolution): its own parameters are split
@@ -50,8 +50,8 @@ def flops_per_token(sequence: int, *, weights: int, width: int = 0, window: int 
     Args:
         sequence: tokens per sequence.
         weights: elements of all weight matrices that a token is multiplied by: 2 operations each, three times.
-        width: heads × head_dim of causal attention: logits and sum cost 2 operations each per key, three times, and
-            half of the sequence is seen on average.
+        width: heads × head_dim of causal attention: logits and weighted sum cost 2 operations each per key, three
+            times, and a query sees half of the sequence on average.
         window: largest number of keys that a query sees; all by default.
     """
     if window is not None and window < sequence:

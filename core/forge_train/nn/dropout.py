@@ -30,17 +30,17 @@ class Salted(nn.Module):
         super().__init__()
         self._step_state = job.step_state
         self._salt = int.from_bytes(hashlib.blake2b(f"{job.seed} {name}".encode(), digest_size=4).digest(), signed=True)
-        # A tensor, so that compiled code of one layer serves all layers.
+        # A tensor, so that one layer's compiled code serves all layers.
         self.register_buffer("salt", torch.empty((), dtype=torch.int32), persistent=False)
         self.reset_buffers()
         self._step_state.number_samples()
 
     def reset_buffers(self) -> None:
-        """Fill in the number that makes this module's random numbers different from those of others."""
+        """Set the number that makes this module's random numbers different from those of other modules."""
         self.salt = torch.full_like(self.salt, self._salt)
 
     def micro(self, whose: str) -> MicroState:
-        """The state of the micro-batch that passes through the model, with the numbers of its samples.
+        """The state of the micro-batch that passes through the model, with its samples' numbers.
 
         Raises:
             PluginError: if there is none.
@@ -68,7 +68,7 @@ class Dropout(Salted):
     feature. So it does not depend on micro-batches or ranks, a recomputed forward pass repeats it, and a resumed run
     continues with it. Samples are numbered through the whole run: no step repeats a number.
 
-    The input is `[batch, sequence, …]`, with all features on each rank. Where tensor parallelism splits it along the
+    The input is `[batch, sequence, …]`, with all features on each rank. If tensor parallelism splits it along the
     sequence, the model's `tensor_plan()` declares the module as `sequence`.
 
     Args:
@@ -84,7 +84,7 @@ class Dropout(Salted):
         super().__init__(job, name)
         self.rate = check_rate("Dropout", rate)
         self.sequence_piece = (0, 1)
-        """This rank's piece of each sequence, and of how many; tensor parallelism writes it."""
+        """Index of this rank's piece of each sequence, and number of pieces; set by tensor parallelism."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, sequence, …]` → the same.
@@ -98,7 +98,7 @@ class Dropout(Salted):
         return torch.where(keep, x * (1 / (1 - self.rate)), 0.0)
 
     def _bits(self, x: Tensor) -> Tensor:
-        """For every feature an int32, each value as likely as the others."""
+        """An int32 for every feature; all values are equally likely."""
         samples, positions = self._place(x)
         tokens = mixed(mixed(samples.int() ^ self.salt)[:, None] + positions.int())
         rest = x.shape[2:]
@@ -106,7 +106,7 @@ class Dropout(Salted):
         return mixed(tokens.view(*tokens.shape, *[1] * len(rest)) ^ features)
 
     def _place(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of samples, and positions in their rows."""
+        """The numbers of samples, and their positions in the rows."""
         micro = self.micro("A Dropout")
         length = cast(Tensor, micro.extent).shape[1]
         piece, pieces = self.sequence_piece
@@ -118,7 +118,7 @@ class Dropout(Salted):
                 "must name it as 'sequence'."
             )
         positions = micro[POSITIONS] if POSITIONS in micro else torch.arange(length, device=x.device)
-        if pieces > 1:  # the last piece may be filled up with positions that nobody looks at
+        if pieces > 1:  # the last piece may be padded with positions that are never read
             positions = F.pad(positions, (0, each * pieces - length))[piece * each : (piece + 1) * each]
         return micro[SAMPLES], positions
 
@@ -132,5 +132,5 @@ def mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, without a sign."""
+    """Shift right without the sign."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)

@@ -1,4 +1,4 @@
-"""Parts of matrices, sent to the ranks that own them and back: one buffer of bytes for each direction."""
+"""Sends parts of matrices to the ranks that own them, and back, in one buffer of bytes per direction."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from .matrices import Box, Matrix
 from .owners import Exchange, Regions, Round
 
 ALIGNED = 8
-"""Bytes that a part's place in a buffer is a multiple of, so that any dtype may lie there."""
+"""A part's place in a buffer is a multiple of this many bytes, so that any dtype is aligned."""
 Dtypes = Callable[[str], torch.dtype]
 """Name of a part → its dtype."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a matrix, or of a rule's state for it."""
+    """The part of a matrix, or of a rule's state for it, that one rank holds."""
 
     matrix: Matrix
     name: str
-    """Of the state; empty for the matrix."""
+    """Name of the state; empty for the matrix."""
     box: Box
-    """In the parameter, or in the state beside it."""
+    """The part's place in the parameter, or in its state."""
     whole: Box
-    """All of it, likewise."""
+    """The place of the whole matrix or state."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank sends to each of a group, or receives from each."""
+    """The pieces that a rank sends to each rank of a group, or receives from each."""
 
     pieces: tuple[tuple[Piece, ...], ...]
-    """By place in the group."""
+    """The pieces, by rank in the group."""
 
     def sizes(self, dtypes: Dtypes) -> list[int]:
-        """Bytes for each rank."""
+        """Number of bytes for each rank."""
         return [sum(_room(piece, dtypes) for piece in pieces) for pieces in self.pieces]
 
     def buffer(self, device: Any, dtypes: Dtypes) -> Tensor:
         return torch.empty(sum(self.sizes(dtypes)), dtype=torch.uint8, device=device)
 
     def parts(self, buffer: Tensor, dtypes: Dtypes) -> Iterator[tuple[Piece, Tensor]]:
-        """Each piece, and its place in a buffer."""
+        """Each piece and its place in a buffer."""
         start = 0
         for piece in itertools.chain(*self.pieces):
             dtype = dtypes(piece.name)
@@ -58,7 +58,7 @@ class Message:
             start += _room(piece, dtypes)
 
     def gather(self, buffer: Tensor, device: Any, dtypes: Dtypes) -> dict[tuple[int, ...], dict[str, Tensor]]:
-        """Shape of matrices → the full ones of that shape `[matrices, rows, columns]` and their state, by name."""
+        """Shape → the full matrices of that shape, `[matrices, rows, columns]`, and their state by name."""
         full = {
             shape: {
                 name: torch.empty(len(self._places[shape]), *whole, dtype=dtypes(name), device=device)
@@ -71,7 +71,7 @@ class Message:
         return full
 
     def scatter(self, full: Mapping[tuple[int, ...], Mapping[str, Tensor]], buffer: Tensor, dtypes: Dtypes) -> None:
-        """The way back of `gather`."""
+        """The reverse of `gather`."""
         for source, part in self._targets(full, buffer, dtypes):
             part.copy_(source)
 
@@ -83,7 +83,7 @@ class Message:
 
     @cached_property
     def _places(self) -> dict[tuple[int, ...], dict[Matrix, int]]:
-        """Shape → matrices of that shape, and their places."""
+        """Shape → matrices of that shape and their places."""
         found: dict[tuple[int, ...], dict[Matrix, int]] = {}
         for piece in itertools.chain(*self.pieces):
             same = found.setdefault(piece.matrix.box.shape, {})
@@ -92,7 +92,7 @@ class Message:
 
     @cached_property
     def _wholes(self) -> dict[tuple[int, ...], dict[str, tuple[int, int]]]:
-        """Shape of matrices → rows and columns of each name."""
+        """Shape → rows and columns of each name, for matrices of that shape."""
         found: dict[tuple[int, ...], dict[str, tuple[int, int]]] = {}
         for piece in itertools.chain(*self.pieces):
             found.setdefault(piece.matrix.box.shape, {})[piece.name] = piece.whole.shape[1:]
@@ -101,10 +101,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The rounds of a group of ranks, as one of them sees them."""
+    """A group's rounds, as seen by one of its ranks."""
 
     rounds: tuple[tuple[Message, Message], ...]
-    """What it sends to the owners, and what it receives as one; the way back is the same."""
+    """The pieces that the rank sends to owners and receives as an owner; on the way back, they are swapped."""
     group: Any
 
     @classmethod
@@ -127,7 +127,7 @@ class Traffic:
         return cls(tuple(messages(one) for one in exchange.rounds), group)
 
     def send(self, buffer: Tensor, sent: Message, received: Message, dtypes: Dtypes) -> Tensor:
-        """What the others sent."""
+        """The bytes that the other ranks sent."""
         result = received.buffer(buffer.device, dtypes)
         torch.distributed.all_to_all_single(
             result, buffer, received.sizes(dtypes), sent.sizes(dtypes), group=self.group
@@ -136,7 +136,7 @@ class Traffic:
 
 
 def group_of(ranks: Sequence[int], where: tuple[Any, Sequence[int]]) -> Any:
-    """The process group of some ranks, which differ along axes of a mesh."""
+    """The process group of ranks that differ along these axes of a mesh."""
     import torch.distributed as dist
 
     mesh, axes = where

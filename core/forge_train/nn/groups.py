@@ -1,4 +1,4 @@
-"""Parameter groups of an optimizer: what decays, and what a user's patterns change."""
+"""Parameter groups of an optimizer: which parameters decay, and what a user's patterns change."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 Settings = Callable[[str, "nn.Parameter"], Mapping[str, Any]]
 """Global name and parameter → its settings (`lr`, `weight_decay`, …), all of them hashable."""
 Key = tuple[int, tuple[tuple[str, Any], ...], Any]
-"""Index of a pattern or −1, settings, axes and sizes of a mesh: the same on all stages of a pipeline."""
+"""Index of a pattern or −1, settings, and a mesh's axes and sizes: the same on all stages of a pipeline."""
 
 
 def parameter_groups(
     model: Model, job: Job, settings: Settings, groups: Sequence[ParameterGroup] = ()
 ) -> list[dict[str, Any]]:
-    """Every trainable parameter in exactly one group. Parameters with the same settings share one.
+    """Put every trainable parameter into exactly one group. Parameters with the same settings share one.
 
-    A group holds the parameters of one device mesh only, since torch (2.13) refuses fused and foreach updates over
-    several of them, and over a mix of DTensors and plain tensors. All stages of a pipeline have the same groups, some
+    A group holds parameters of only one device mesh, because torch (2.13) rejects fused and foreach updates over
+    several meshes, or over a mix of DTensors and plain tensors. All stages of a pipeline have the same groups, some
     of them empty.
 
     Args:
-        model: composed.
+        model: the composed model.
         job: its run. All processes call this.
-        settings: those of each parameter; `lr` and `weight_decay` among them if there are `groups`.
+        settings: those of each parameter; they include `lr` and `weight_decay` if there are `groups`.
         groups: the user's patterns. A tied parameter has several names, and each of them may match. An optimizer group
             carries its pattern as `match` and its factor as `lr_factor`, which `forge plan` shows.
 
@@ -66,7 +66,7 @@ def decay_groups(model: Model, job: Job, config: Any) -> list[dict[str, Any]]:
     `parameter_groups`.
 
     Args:
-        model: composed.
+        model: the composed model.
         job: its run. All processes call this.
         config: the optimizer's section, with `lr`, `weight_decay` and, where they are options, `groups` and
             `decay_embeddings`.
@@ -89,7 +89,7 @@ def decays(model: Model, name: str, parameter: Tensor, *, embeddings: bool) -> b
 def _indices(
     model: Model, job: Job, trained: Sequence[tuple[str, nn.Parameter]], groups: Sequence[ParameterGroup]
 ) -> dict[str, int]:
-    """Parameter → the one pattern that matches it, if one does."""
+    """Parameter → the only pattern that matches it, if any."""
     key = f"{job.hooks.provider('optimizer')}.groups"
     names = _names(model)
     hits: dict[str, list[int]] = {}
@@ -112,7 +112,7 @@ def _indices(
 
 
 def _names(model: Model) -> dict[int, set[str]]:
-    """Every name of each parameter, by its id: a tied one has several."""
+    """All names of each parameter, by its id: a tied one has several."""
     found: dict[int, set[str]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):

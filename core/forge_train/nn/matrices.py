@@ -1,4 +1,4 @@
-"""Where the matrices of sharded parameters lie: which rank holds which part of each."""
+"""Which rank holds which part of each matrix, for sharded parameters."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ..contract.model import Model
 
 Span = tuple[int, int]
-"""From an index to the one before another."""
+"""Start and end of a range of indices."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a parameter, which counts as a stack of matrices `[stack, rows, columns]`."""
+    """A part of a parameter, which is treated as a stack of matrices `[stack, rows, columns]`."""
 
     stack: Span
     rows: Span
@@ -48,7 +48,7 @@ class Box:
         return math.prod(self.shape)
 
     def of(self, tensor: Tensor, origin: Box) -> Tensor:
-        """The part of a tensor `[stack, rows, columns]` whose first element is that of `origin`."""
+        """The part of a tensor `[stack, rows, columns]` whose first element is `origin`'s."""
         for axis, (own, first) in enumerate(zip(self.spans, origin.spans, strict=True)):
             tensor = tensor.narrow(axis, own[0] - first[0], own[1] - own[0])
         return tensor
@@ -56,22 +56,22 @@ class Box:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A full matrix, or several of a stack that one rank holds together."""
+    """A full matrix, or several matrices of a stack that one rank holds together."""
 
     parameter: int
     """Its index."""
     box: Box
     part: int = 0
-    """Which of the matrices that are stacked in the parameter's rows."""
+    """Index among the matrices that are stacked in the parameter's rows."""
 
     @property
     def cost(self) -> int:
-        """Of its products: rows × columns × the smaller of them."""
+        """Cost of the matrix's products: rows × columns × the smaller of the two."""
         return self.box.numel * min(self.box.shape[1:])
 
 
 def stacked(tensor: Tensor) -> Tensor:
-    """A matrix or a stack of matrices as `[stack, rows, columns]`."""
+    """View a matrix or a stack of matrices as `[stack, rows, columns]`."""
     return tensor if tensor.ndim == 3 else tensor.unsqueeze(0)
 
 
@@ -89,18 +89,18 @@ def sharded_axes(parameter: Any) -> list[int]:
 
 
 def regions(parameter: Any, rank: int) -> dict[int, Box]:
-    """Global rank → its part, for the ranks that hold one copy of a parameter together, this one among them.
+    """Global rank → its part, for the ranks that together hold one copy of a parameter, including this rank.
 
     Raises:
-        PluginError: for a placement that is no box, or another one than the local tensor has.
+        PluginError: for a placement that is not a box, or that does not match the local tensor.
     """
     whole, axes = full_box(parameter.shape), sharded_axes(parameter)
     if not axes:
         return {rank: whole}
     mesh, placements = parameter.device_mesh, parameter.placements
-    with _disable_current_modes():  # under fake tensors (`forge plan`), torch (2.13) makes a fake one of the table
+    with _disable_current_modes():  # under fake tensors (`forge plan`), torch (2.13) makes the table a fake one
         table, here = mesh.mesh.tolist(), list(mesh.get_coordinate())
-    # A strided shard is one of a shard that an axis further in made before it, as FSDP2's is of tensor parallelism's.
+    # A strided shard divides the shard of an axis further in, as FSDP2's does with tensor parallelism's.
     strided = [axis for axis in axes if getattr(placements[axis], "split_factor", 1) > 1]
     order = [axis for axis in axes if axis not in strided] + strided[::-1]
     found: dict[int, Box] = {}
@@ -124,7 +124,7 @@ def regions(parameter: Any, rank: int) -> dict[int, Box]:
 
 
 def _chunk(span: Span, index: int, count: int) -> Span:
-    """As torch.chunk splits: the last ones may be shorter, or empty."""
+    """Splits like torch.chunk: the last parts may be shorter, or empty."""
     start, end = span
     size = -(-(end - start) // count)
     return min(start + index * size, end), min(start + (index + 1) * size, end)
@@ -149,14 +149,14 @@ def hidden_matrices(model: Model) -> set[str]:
 
 
 def fused_rows(model: Model) -> dict[int, tuple[int, ...]]:
-    """Id of a parameter → rows of each matrix that is stacked in it, as modules say in `fused_rows()`.
+    """Id of a parameter → rows of each matrix that is stacked in it, as modules declare in `fused_rows()`.
 
     Raises:
-        PluginError: for rows that are not those of the parameter.
+        PluginError: if the rows do not match the parameter's.
     """
     found: dict[int, tuple[int, ...]] = {}
     for prefix, module in model.named_modules():
-        declares = getattr(type(module), "fused_rows", None)  # its own, not what a wrapper shows of a module within
+        declares = getattr(type(module), "fused_rows", None)  # its own, not a wrapped module's
         declared: Mapping[str, Sequence[int]] = declares(module) if declares else {}
         for name, rows in declared.items():
             parameter = module.get_parameter(name)
@@ -173,9 +173,9 @@ def matrices_of(index: int, shape: Sequence[int], rows: Sequence[int] = ()) -> I
     """Every full matrix of a parameter.
 
     Args:
-        index: the parameter's.
+        index: of the parameter.
         shape: `[rows, columns]` or `[stack, rows, columns]`.
-        rows: of the matrices stacked in its rows, if there are several.
+        rows: the number of rows of each matrix stacked in its rows, if there are several.
     """
     whole = full_box(shape)
     bounds = list(itertools.accumulate(rows or whole.shape[1:2], initial=0))

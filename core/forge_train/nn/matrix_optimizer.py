@@ -1,4 +1,4 @@
-"""An optimizer whose updates are functions of full matrices, however these are sharded."""
+"""An optimizer whose updates are functions of full matrices, however they are sharded."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class _Held:
     weight: Tensor
     gradient: Tensor | None
     momentum: Tensor | None
-    """Where it is fp32; narrow, it has moved on already."""
+    """The momentum if it is fp32; a narrow one has been updated already."""
     group: Mapping[str, Any]
     random: tuple[object, ...] = ()
-    """What random bits of the rounding are a function of."""
+    """The key of the random bits for rounding."""
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -36,18 +36,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
     m ← β m + (1 − β) g;  u = rule((1 − β) g + β m, or m);  θ ← θ − lr λ θ − lr factor u
 
     Each matrix that several ranks hold is gathered by one of them, its owner, which sends the update back. Owners are
-    balanced by the cost of their matrices. All ranks take part in rounds, in each of which an owner gathers no more
-    than the largest matrix; a round is two all-to-alls. Replicas of a matrix compute the same, each for itself.
+    balanced by the cost of their matrices. All ranks take part in rounds; in each round an owner gathers no more than
+    the size of the largest matrix, and a round is two all-to-alls. Replicas of a matrix compute the same update
+    separately.
 
     Args:
         groups: parameter groups of matrices `[rows, columns]` and of stacks `[stack, rows, columns]`, with `lr`,
             `weight_decay`, `momentum` and `nesterov`.
-        rule: of matrices.
+        rule: computes the updates of matrices.
         rest: the optimizer of all other parameters. Its groups and its state become part of this one's.
-        rank: this process's, of all.
+        rank: global rank of this process.
         device: where the rule computes.
         fused: id of a parameter → rows of the matrices stacked in it (`fused_rows`).
-        at_rest: how momenta, and parameters in bf16, are kept between steps.
+        at_rest: how momenta and bf16 parameters are stored between steps.
     """
 
     def __init__(
@@ -132,14 +133,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if kept is None:
                 yield _Held(stacked(local(parameter)), stacked(gradient), stacked(local(state["momentum"])), group)
                 continue
-            # A parameter at a time, in the order of all ranks, which may have to agree on scales.
+            # One parameter at a time, in the same order on all ranks, which may have to agree on scales.
             kept.widen(state, parameter)
             local(state["momentum"]).lerp_(gradient.float(), 1 - group["momentum"])
             random = kept.narrow(state, parameter)
             yield _Held(stacked(local(kept.weight(state, parameter))), stacked(gradient), None, group, random)
 
     def _update_own(self, batch: Sequence[Matrix]) -> None:
-        """Matrices that this rank holds in full, all of one shape."""
+        """Matrices of one shape that this rank holds in full."""
         if not batch:
             return
         momentum = _joined([self._momentum(matrix.parameter, matrix.box).to(self._device) for matrix in batch])
@@ -155,7 +156,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     view.copy_(new)
 
     def _update_shared(self, traffic: Traffic, there: Message, back: Message) -> None:
-        """A round: gather what this rank owns, compute, and send it back. Each buffer is dropped before the next."""
+        """A round: gather this rank's own matrices, compute, and send back. Each buffer is freed before the next."""
         sizes = self._sizes
         received = traffic.send(self._packed(there), there, back, sizes)
         full = back.gather(received, self._device, sizes)
@@ -176,7 +177,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self._move(piece.matrix, piece.box, part)
 
     def _packed(self, there: Message) -> Tensor:
-        """What this rank holds of what others own."""
+        """The parts that this rank holds of matrices that other ranks own."""
         buffer = there.buffer(self._device, self._sizes)
         for piece, part in there.parts(buffer, self._sizes):
             if not piece.name:
@@ -194,7 +195,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return self.rule.direction(momentum, state).to(self.rule.dtype)
 
     def _momentum(self, index: int, box: Box) -> Tensor:
-        """Move a part of the momentum on; a copy of what the rule is given of it. Part by part, while it is cached."""
+        """Update a part of the momentum; returns a copy of the rule's input. Part by part, while it is cached."""
         held, origin = self._held[index], self._regions[index][self._rank]
         if held.gradient is None:
             return held.weight.new_zeros(box.shape)
@@ -219,7 +220,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     # -- the rule's state ---------------------------------------------------------------------------------------------
 
     def _pieces(self, matrix: Matrix, region: Box) -> list[Piece]:
-        """What a rank with this region of a parameter holds of a matrix: of its momentum, and of the rule's state."""
+        """What a rank with this region of a parameter holds of a matrix: its momentum, and the rule's state."""
         part = matrix.box & region
         if not part.numel:
             return []

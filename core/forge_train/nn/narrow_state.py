@@ -1,4 +1,4 @@
-"""Optimizers that hold their state, and the parameters, in fewer bits than they compute in."""
+"""Optimizers that keep their state, and the parameters, in fewer bits than they compute in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..contract.model import Model
 
 ROOM = 1 << 24
-"""Elements of parameters that are widened at a time."""
+"""Number of parameter elements that are widened at a time."""
 
 
 def narrowed(
@@ -32,13 +32,13 @@ def narrowed(
     first: Sequence[str] = (),
     second: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
-    """An optimizer with its state at rest in these dtypes; the optimizer itself where nothing is narrow.
+    """An optimizer that stores its state in these dtypes; the optimizer itself if none is narrow.
 
     Args:
-        optimizer: of fp32 parameters as far as it knows. It keeps its state by parameter, not by group.
+        optimizer: treats all parameters as fp32. It must keep its state per parameter, not per group.
         model: whose parameters it updates; those in bf16 are updated in fp32 all the same.
         job: its run, whose seed the rounding depends on.
-        dtypes: as the user's section says.
+        dtypes: from the user's section.
         first: keys of its state for the running mean of gradients.
         second: the same for their squares.
 
@@ -55,7 +55,7 @@ def narrowed(
 class NarrowState(torch.optim.Optimizer):
     """Takes another optimizer's steps in fp32, for a few parameters at a time.
 
-    What is kept between steps is narrow (`AtRest`): tensors of the state are rounded stochastically, and bf16
+    Between steps, everything is narrow (`AtRest`): tensors of the state are rounded stochastically, and bf16
     parameters are updated through fp32 masters, or by stochastic rounding.
     """
 
@@ -122,7 +122,7 @@ class NarrowState(torch.optim.Optimizer):
 
 
 def _few(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """As many at a time as there is room for."""
+    """Groups of as many parameters as there is room for."""
     chunk: list[Tensor] = []
     room = ROOM
     for parameter in parameters:

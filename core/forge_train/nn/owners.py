@@ -1,4 +1,4 @@
-"""Who computes with which matrix: each rank gathers the full matrices that it owns, in rounds that bound its memory."""
+"""Assigns matrices to ranks: each rank gathers the full matrices that it owns, in rounds that bound its memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Round:
     """One exchange: every rank of a group gathers the matrices that it owns in this round."""
 
     owned: tuple[tuple[Matrix, ...], ...]
-    """By place in the group."""
+    """The matrices to gather, by rank in the group."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Exchange:
 def split_local(
     matrices: Sequence[Matrix], regions: Mapping[int, Regions], rank: int
 ) -> tuple[list[Matrix], list[Matrix]]:
-    """Those that this rank holds in full, and those that several ranks hold together.
+    """The matrices that this rank holds in full, and those that several ranks hold together.
 
     Args:
         matrices: all of them.
-        regions: index of a parameter → who holds what of it.
-        rank: this one.
+        regions: index of a parameter → which rank holds which part of it.
+        rank: this process's.
     """
     mine, shared = [], []
     for matrix in matrices:
@@ -50,7 +50,7 @@ def split_local(
 
 
 def batches(matrices: Sequence[Matrix], room: int) -> list[list[Matrix]]:
-    """Local matrices of equal shape together, in at most `room` elements; neighbours of a stack become one."""
+    """Batches of local matrices of equal shape, of at most `room` elements; neighbours of a stack are merged."""
     merged: list[Matrix] = []
     for matrix in matrices:
         last = merged[-1] if merged else None
@@ -74,7 +74,7 @@ def batches(matrices: Sequence[Matrix], room: int) -> list[list[Matrix]]:
 
 
 def exchanges(shared: Sequence[Matrix], regions: Mapping[int, Regions], room: int) -> list[Exchange]:
-    """The rounds of every group of ranks. Owners are balanced by the cost of their matrices (longest first)."""
+    """The rounds of each group of ranks. Owners are balanced by the cost of their matrices (longest first)."""
     groups: dict[tuple[int, ...], list[Matrix]] = {}
     for matrix in shared:
         groups.setdefault(tuple(regions[matrix.parameter]), []).append(matrix)
@@ -93,7 +93,7 @@ def _rounds(matrices: Sequence[Matrix], count: int, room: int) -> tuple[Round, .
 
 
 def _filled(matrices: Sequence[Matrix], room: int) -> list[list[Matrix]]:
-    """Neighbours together, as many as fit into the room."""
+    """Batches of consecutive matrices, as many as fit into the room."""
     found: list[list[Matrix]] = []
     size = 0
     for matrix in matrices:

@@ -48,7 +48,7 @@ def _weigh(pooling: Pooling, batch: Batch) -> Batch:
 def pool(values: Tensor, batch: Batch, job: Job) -> Tensor:
     """`[batch, sequence, features]` → `[batch, features]` fp32, by the target of `prepare_pooling`.
 
-    Under context parallelism, every rank gets the vectors of whole sequences, and propagates its part of the gradient.
+    Under context parallelism, every rank gets the vectors of whole sequences and propagates its part of the gradient.
     """
     pooled = (values.float() * batch.targets[POOLING].unsqueeze(-1)).sum(1)
     if job.dist.layout.cp == 1:
@@ -92,7 +92,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        # gloo has no reduce-scatter of autograd's layout; vectors of texts are small beside gradients of weights
+        # gloo lacks autograd's form of reduce-scatter; vectors of texts are small compared with gradients of weights
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         start = dist.get_rank(ctx.group) * ctx.count

@@ -1,4 +1,4 @@
-"""State in 8 and 4 bits: an element is a code of a table, times a scale that a block of its row shares."""
+"""State in 8 and 4 bits: an element is a code from a table, times a scale that a block of its row shares."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ..ground.tensors import full_tensor, local
 from .stochastic import offsets, places, random_bits, shards, spread
 
 BLOCK = 128
-"""Neighbours in a row that share a scale; all of a shorter row."""
+"""Number of neighbours in a row that share a scale; a shorter row has one scale."""
 LEAST, SHORTEST = 4096, 32
-"""Elements of a tensor, and of its rows, from which on it is quantised (4,096 as in bitsandbytes and torchao)."""
+"""Least number of elements of a tensor, and of its rows, to quantise it (4,096 as in bitsandbytes and torchao)."""
 
 
 def fits(shape: Sequence[int]) -> bool:
-    """Whether state of a parameter of this shape is quantised; vectors and small tensors stay in fp32."""
+    """Whether the state of a parameter of this shape is quantised; vectors and small tensors stay in fp32."""
     return len(shape) > 1 and math.prod(shape) >= LEAST and shape[-1] >= SHORTEST
 
 
 @cache
 def table(bits: int, *, signed: bool) -> tuple[float, ...]:
-    """Values of the codes, as in `torchao.optim`: dynamic maps (arXiv:2110.02861), whose values become denser towards
-    zero; for second moments in 4 bits sixteenths without zero (arXiv:2309.01507)."""
+    """Values of the codes, as in `torchao.optim`: dynamic maps (arXiv:2110.02861), whose values are denser near zero;
+    second moments in 4 bits use sixteenths without zero (arXiv:2309.01507)."""
     with _disable_current_modes():
         if bits == 4 and not signed:
             return tuple(torch.linspace(0, 1, 17, device="cpu")[1:].tolist())
@@ -43,7 +43,7 @@ def table(bits: int, *, signed: bool) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Blocks of the rows of a tensor: those that a rank has scales of, and where its shard begins in the first."""
+    """Blocks of a tensor's rows: those whose scales this rank has, and where its shard starts in the first one."""
 
     block: int
     blocks: int
@@ -61,13 +61,13 @@ class Rows:
         return cls(block, -(-row // block), offsets(tensor)[-1], tuple(axes))
 
     def cut_up(self, part: Tensor) -> Tensor:
-        """`[…, blocks, block]`, with zeros around."""
+        """`[…, blocks, block]`, padded with zeros on both sides."""
         after = self.blocks * self.block - self.start - part.shape[-1]
         padded = torch.nn.functional.pad(part, (self.start, after))
         return padded.reshape(*part.shape[:-1], self.blocks, self.block)
 
     def wide(self, scales: Tensor, start: int, size: int) -> Tensor:
-        """Scales of elements, from one of them on."""
+        """Scales of elements, starting with one of them."""
         return scales.repeat_interleave(self.block, -1).narrow(-1, start, size)
 
 
@@ -79,12 +79,12 @@ class Codes:
         self._tables: dict[torch.device, Tensor] = {}
 
     def quantised(self, values: Any, *key: object) -> tuple[Tensor, Tensor]:
-        """fp32 → codes, two to a byte if they are of 4 bits, and scales `[…, blocks]`. Where a value is not finite,
-        none of its block is.
+        """fp32 → codes (two per byte if they have 4 bits), and scales `[…, blocks]`. If a value is not finite, its
+        whole block becomes non-finite.
 
         Args:
             values: a tensor, or a DTensor; all ranks of its mesh call this.
-            key: what the random bits are a function of, beside the place of an element.
+            key: determines the random bits, together with an element's place.
         """
         part, rows, known = local(values), Rows.of(values), self._table(values.device)
         blocks = rows.cut_up(part)
@@ -100,7 +100,7 @@ class Codes:
         low, high = known[codes], known[codes + 1]
         drawn = (random_bits(places(values), *key) >> 8).to(torch.float32) * 2.0**-24
         codes += drawn < (shares - low) / (high - low)
-        if self._values[0] == 0:  # a second moment that is positive stays so: it is divided by
+        if self._values[0] == 0:  # a positive second moment must stay positive, because it is a divisor
             codes.clamp_(min=(part > 0).to(torch.int32))
         row = values.shape[-1]
         return (
@@ -109,7 +109,7 @@ class Codes:
         )
 
     def widened(self, codes: Any, scales: Any, parameter: Any) -> Tensor:
-        """The fp32 values of codes beside a parameter, both as `quantised` gives them or as they were loaded."""
+        """The fp32 values of a parameter's codes and scales, either from `quantised` or as loaded."""
         part, (here, start), rows = local(codes), scales_beside(parameter, scales), Rows.of(parameter)
         wide = rows.wide(here, start, local(parameter).shape[-1])
         return shards(self.values(self.unpacked(part, wide.shape[-1]), wide), parameter)
@@ -118,7 +118,7 @@ class Codes:
         return self._table(codes.device)[codes.int()] * scales
 
     def unpacked(self, codes: Tensor, size: int) -> Tensor:
-        """One code to a byte, in rows of this size."""
+        """One code per byte, in rows of this size."""
         if self.bits == 8 or codes.shape[-1] == size:
             return codes
         return torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).narrow(-1, 0, size)
@@ -130,15 +130,15 @@ class Codes:
         return pairs[..., ::2] | pairs[..., 1::2] << 4
 
     def _table(self, device: torch.device) -> Tensor:
-        """On the device, copied there once: copies wait for it."""
+        """The table on this device; it is copied there once, because copies make the host wait."""
         if device not in self._tables:
             self._tables[device] = torch.tensor(self._values, device=device)
         return self._tables[device]
 
 
 def scales_beside(parameter: Any, scales: Any) -> tuple[Tensor, int]:
-    """The scales of this rank's shard, and where in the first of their blocks it begins. What was loaded lies in full
-    on every rank."""
+    """The scales of this rank's shard, and where it starts in the first of their blocks. Loaded scales are
+    complete on every rank."""
     rows = Rows.of(parameter)
     if not hasattr(parameter, "device_mesh"):
         return scales, 0

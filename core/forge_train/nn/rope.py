@@ -1,4 +1,4 @@
-"""Rotary position embedding and the ways in which it is stretched to longer sequences."""
+"""Rotary position embedding, and scalings that stretch it to longer sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Scaling(Protocol):
         ...
 
     def frequencies(self, frequencies: Tensor, theta: float) -> Tensor:
-        """New frequencies from the plain ones, both `[head_dim / 2]` fp32."""
+        """New frequencies from the original ones, both `[head_dim / 2]` fp32."""
         ...
 
 
@@ -29,14 +29,14 @@ class RoPE(nn.Module):
     Feature i is paired with feature i + head_dim / 2 (“rotate half”, the layout of Llama's and Qwen3's weights in
     Hugging Face format), and turned by `position · theta^(−2i / head_dim)`.
 
-    Frequencies, with each scaling, are those of `transformers` to the bit: at position 100,000 a relative error of 6e-8
-    turns the fastest feature by 0.006.
+    Frequencies, with each scaling, equal those of `transformers` to the bit: at position 100,000, a relative error of
+    6e-8 would rotate the fastest feature by 0.006.
 
-    cos and sin of all positions lie in two tables, `[length, head_dim / 2]` fp32, that all layers share, so that a
-    training step computes neither.
+    All layers share two tables of cos and sin for all positions, `[length, head_dim / 2]` fp32, so a training step
+    computes neither.
 
     Args:
-        head_dim: number of rotated features, the first of each head; even. The others stay as they are (“partial
+        head_dim: number of rotated features, the first of each head; even. The others are not rotated (“partial
             rotary”).
         length: positions 0…length − 1 can be rotated.
         theta: the base of the frequencies.
@@ -60,7 +60,7 @@ class RoPE(nn.Module):
         """Fill the tables on the device they are on, in fp32 whatever the model was cast to."""
         device = self.cos.device
         if device.type == "meta":
-            return  # nothing to fill, and a power of a meta tensor has torch (2.13) import its compiler: 0.6 s
+            return  # nothing to fill, and a power of a meta tensor makes torch (2.13) import its compiler: 0.6 s
         frequencies = 1.0 / powers(self.theta, self.head_dim)
         factor = 1.0
         if self.scaling is not None:
@@ -88,7 +88,7 @@ class RoPE(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x [batch, sequence, heads, head_dim]`, its first features turned by angles of that cos and sin, `[…, half]`."""
+    """Rotate the first features of `x [batch, sequence, heads, head_dim]` by angles with cos and sin `[…, half]`."""
     features = 2 * cos.shape[-1]
     if x.shape[-1] > features:
         turned, rest = torch.split(x, [features, x.shape[-1] - features], dim=-1)
@@ -102,7 +102,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def powers(theta: float, head_dim: int) -> Tensor:
-    """`theta^(2i / head_dim)`. On the CPU whatever the device of the tables: another rounds powers differently."""
+    """`theta^(2i / head_dim)`. Always on the CPU, because other devices round powers differently."""
     return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
 
 
@@ -122,13 +122,14 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Slow rotations divided by `factor`, fast ones kept, a linear blend between (Llama 3.1, arXiv:2407.21783).
+    """Divides slow frequencies by `factor`, keeps fast ones, and blends linearly in between (Llama 3.1,
+    arXiv:2407.21783).
 
     Args:
-        factor: of the slow ones.
+        factor: divisor of slow frequencies.
         original_length: the context of pre-training, in tokens.
-        low: slow are the features that turn fewer than `low` times within it.
-        high: fast are those that turn more than `high` times.
+        low: slow features turn fewer than `low` times within it.
+        high: fast features turn more than `high` times.
     """
 
     factor: float
@@ -151,12 +152,12 @@ class YarnScaling:
     """YaRN: “NTK-by-parts” frequencies and a temperature (Peng et al. 2023, arXiv:2309.00071, §3.2 and §3.4).
 
     Args:
-        factor: of the slow rotations.
+        factor: divisor of slow frequencies.
         original_length: the context of pre-training, in tokens.
         slow: features that turn fewer times within it are divided by `factor` (β_slow, the paper's α).
         fast: features that turn more times are kept (β_fast, the paper's β).
-        temperature: the attention factor √(1/t); 0 takes the paper's 0.1 ln(factor) + 1.
-        truncate: round the two borders between them outwards to whole features.
+        temperature: the attention factor √(1/t); 0 means the paper's 0.1 ln(factor) + 1.
+        truncate: round the two bounds between slow and fast features outwards to whole features.
     """
 
     factor: float
@@ -177,12 +178,12 @@ class YarnScaling:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * count - 1)
         index = torch.arange(count, dtype=torch.float32, device=frequencies.device)
-        # Published models were trained with the border widened where both fall on one feature.
+        # Published models were trained with the range widened if both bounds fall on one feature.
         width = (last if last != first else last + 0.001) - first
         keep = 1 - ((index - first) / width).clamp(0, 1)
         slow = 1.0 / (self.factor * powers(theta, 2 * count).to(frequencies.device))
         return (1 - keep) * slow + keep * frequencies
 
     def _feature(self, turns: float, count: int, theta: float) -> float:
-        """The (fractional) feature that turns that often within the original length: eq. 17 solved for the feature."""
+        """The (fractional) feature that turns this often within the original length: eq. 17 solved for the feature."""
         return count * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(theta)

@@ -14,7 +14,7 @@ from .rope import powers, rotated
 class LengthRoPE(nn.Module):
     """`RoPE` whose frequencies depend on the length of each sequence: its largest position + 1.
 
-    A row of packed documents is as long as its longest document. `transformers` uses the length of the longest row of a
+    A row of packed documents is as long as its longest document. `transformers` uses the length of the longest row in a
     batch. Here each row uses its own, so that its numbers do not depend on other rows. cos and sin are computed at each
     call, without waiting for the device.
 
@@ -22,7 +22,8 @@ class LengthRoPE(nn.Module):
         head_dim: number of rotated features, the first of each head; even.
         length: positions 0…length − 1 can be rotated.
         theta: the base of the frequencies.
-        original_length: the context of pre-training, in tokens: sequences up to it all have the same frequencies.
+        original_length: the context of pre-training, in tokens; all sequences up to this length have the same
+            frequencies.
     """
 
     table: Tensor
@@ -36,7 +37,7 @@ class LengthRoPE(nn.Module):
 
     def frequencies(self, length: Tensor) -> Tensor:
         """`[…, 1]` lengths → `[…, head_dim / 2]` fp32; each scaling below has its own."""
-        raise NotImplementedError  # of this base alone, which no model has
+        raise NotImplementedError  # no model uses this base class itself
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Rotate `x [batch, sequence, heads, head_dim]`; `position_ids [batch, sequence]` int64, 0, 1, … by default.
@@ -63,7 +64,7 @@ class LongRoPE(LengthRoPE):
     Args:
         short: each frequency is divided by its factor, in sequences of at most `original_length` tokens.
         long: the same for longer ones.
-        attention_factor: multiplies cos and sin; 0 is √(1 + ln(length / original_length) / ln(original_length)).
+        attention_factor: multiplies cos and sin; 0 means √(1 + ln(length / original_length) / ln(original_length)).
     """
 
     def __init__(

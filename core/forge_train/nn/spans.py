@@ -1,4 +1,4 @@
-"""Which keys a query sees, and what a batch's layers share of that."""
+"""Which keys a query sees, and what a batch's layers share of it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _T = TypeVar("_T")
 
 
 class PerBatch(Generic[_T]):
-    """Remembers what was made for the document ids of a batch, so that all layers share it.
+    """Remembers what was made for a batch's document ids, so that all layers share it.
 
-    It keeps what belongs to one batch, the last. Masks and bounds of documents are the same in every layer, and
-    autograd keeps what each call was given, so that one for each layer would cost time and memory.
+    It keeps results for the last batch only. Masks and bounds of documents are the same in every layer, and autograd
+    keeps each call's inputs, so a separate copy for each layer would cost time and memory.
     """
 
     def __init__(self) -> None:
@@ -26,13 +26,13 @@ class PerBatch(Generic[_T]):
     def __call__(
         self, document_ids: Tensor | None, facts: Hashable, make: Callable[[], _T], of_queries: Tensor | None = None
     ) -> _T:
-        """What `make` gave for these ids, in their present state, and for equal facts.
+        """The result of `make` for these ids, in their present state, and for equal facts.
 
         Args:
-            document_ids: of the batch; compared by identity and by how often they were changed in place.
-            facts: whatever else it depends on.
-            make: is called where nothing fits.
-            of_queries: their document ids, where they are given apart.
+            document_ids: the batch's; compared by identity and by how often they were changed in place.
+            facts: everything else that the result depends on.
+            make: called if there is no result yet.
+            of_queries: document ids of the queries, if they are given separately.
         """
         if torch.compiler.is_compiling() or (document_ids is not None and document_ids.is_inference()):
             return make()
@@ -46,17 +46,17 @@ class PerBatch(Generic[_T]):
             made = make()
             if len(self._made) == KEPT:
                 del self._made[next(iter(self._made))]
-            self._made[facts] = made, of_queries  # which lives as long, so that no other has its id
+            self._made[facts] = made, of_queries  # kept alive, so that no other tensor gets its id
         return cast(_T, self._made[facts][0])
 
 
 KEPT = 256
-"""What `PerBatch` keeps of a batch, at most: attention may be computed for several spans of queries and of keys."""
+"""The most results that `PerBatch` keeps for a batch: attention may cover several spans of queries and keys."""
 PIECE = "_forge_piece_of"
 
 
 def piece_of(document_ids: Tensor, start: int, stop: int) -> Tensor:
-    """Some tokens' ids, which `PerBatch` takes for the batch of the whole ids."""
+    """Some tokens' ids, which `PerBatch` treats as the batch of the whole ids."""
     piece = document_ids[:, start:stop]
     setattr(piece, PIECE, (document_ids, (start, stop)))
     return piece
@@ -72,19 +72,19 @@ def first_visible(
     device: torch.device | None = None,
     query_document_ids: Tensor | None = None,
 ) -> Tensor:
-    """The first key that each query sees: it sees all keys from there to its own position, or to the last.
+    """The first key that each query sees: it sees all keys from there to its own position, or to the last key.
 
     Args:
         document_ids: `[batch, keys]` int64, the tokens of a document next to each other; see `check_neighbours`.
-        queries: their number.
-        keys: their number.
+        queries: number of queries.
+        keys: number of keys.
         offset: position of the first query, counted from the first key.
-        window: positions that a query sees, its own included.
-        device: of the answer, where there are no document ids.
-        query_document_ids: `[batch, queries]`, where keys are a block before or around the queries' positions.
+        window: number of positions that a query sees, including its own.
+        device: of the result, if there are no document ids.
+        query_document_ids: `[batch, queries]`, if the keys are a block before or around the queries' positions.
 
     Returns:
-        `[batch, queries]` int64, `keys` or more for a query that sees none; `[1, queries]` without document ids.
+        `[batch, queries]` int64, `keys` or more for a query that sees no key; `[1, queries]` without document ids.
     """
     device = device if document_ids is None else document_ids.device
     rows = torch.arange(offset, offset + queries, device=device)
@@ -100,16 +100,16 @@ def first_visible(
 
 
 def document_bounds(document_ids: Tensor, queries: int, *, offset: int) -> tuple[Tensor, Tensor]:
-    """Where each document begins among all queries, and among all keys, when the batch is one row after the other.
+    """Where each document begins among all queries and among all keys, with the batch's rows concatenated.
 
-    Keys beyond the last query's position are left out. A document none of whose tokens is a query has no queries. The
-    number of documents is read from the device: make it once a batch.
+    Keys beyond the last query's position are left out. A document without query tokens has an empty range of queries.
+    The number of documents is read from the device, so call this once per batch.
 
     Returns:
         Two `[documents + 1]` int64 tensors, as `cu_seqlens` of flash attention.
 
     Raises:
-        ValueError: if a document comes back after another one.
+        ValueError: if a document reappears after another one.
     """
     kept = offset + queries
     ids = document_ids[:, :kept]
@@ -121,10 +121,10 @@ def document_bounds(document_ids: Tensor, queries: int, *, offset: int) -> tuple
 
 
 def check_neighbours(document_ids: Tensor) -> None:
-    """Whether every document is one run of tokens; reads from the device.
+    """Check that every document is one run of tokens; reads from the device.
 
     Raises:
-        ValueError: if a document comes back after another one.
+        ValueError: if a document reappears after another one.
     """
     if not is_imagined(document_ids) and not bool(neighbours(document_ids)):
         raise ValueError("the ids of a document come back after another document's; its tokens must be neighbours")
@@ -136,11 +136,11 @@ def neighbours(document_ids: Tensor) -> Tensor:
 
 
 def is_imagined(tensor: Tensor) -> bool:
-    """Whether it has no values: a tensor of `forge plan`, or one on the meta device."""
+    """Whether a tensor has no values: one of `forge plan`, or one on the meta device."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _begins(document_ids: Tensor) -> Tensor:
-    """Whether a document begins at a token, `[batch, keys]`."""
+    """Whether a document begins at each token, `[batch, keys]`."""
     first = torch.ones_like(document_ids[:, :1], dtype=torch.bool)
     return torch.cat([first, document_ids[:, 1:] != document_ids[:, :-1]], dim=1)

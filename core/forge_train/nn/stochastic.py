@@ -1,4 +1,4 @@
-"""Stochastic rounding to bf16, with random bits that depend on no device, no layout and no generator."""
+"""Stochastic rounding to bf16, with random bits that are the same on every device and layout and use no generator."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ MASK = 0xFFFFFFFF
 
 
 def rounded(values: Tensor, *key: object) -> Tensor:
-    """fp32 → bf16, up or down with probabilities that make the expectation exact; what is not finite stays so.
+    """fp32 → bf16, rounded up or down with probabilities that make the expectation exact; non-finite values stay so.
 
     Args:
-        values: a tensor, or a DTensor whose shards are rounded as the whole one is.
-        key: what the random bits are a function of, beside the place of an element: seed, step, name, …
+        values: a tensor, or a DTensor whose shards are rounded like the whole tensor.
+        key: determines the random bits, together with an element's place: seed, step, name, …
     """
     return shards(rounded_at(local(values), places(values), *key), values)
 
 
 def rounded_at(part: Tensor, places: Tensor, *key: object) -> Tensor:
-    """The same of any part of a tensor, by the places of its elements."""
+    """The same for any part of a tensor, given the places of its elements."""
     part = part.contiguous()
     bits = part.view(torch.int32)
     up = (random_bits(places, *key) >> 16).to(torch.int32)
@@ -39,10 +39,10 @@ def shards(part: Tensor, like: Any, row: int | None = None, cut: Sequence[int] =
     """This rank's part of a tensor that is sharded like another one.
 
     Args:
-        part: what is here.
-        like: the other, or a plain tensor, of which this rank has all.
-        row: size of the last dimension of the whole, where it is not that of `like`.
-        cut: axes of the mesh along which all ranks have the same instead.
+        part: the local part.
+        like: the other tensor, or a plain tensor, which this rank has in full.
+        row: size of the whole's last dimension, if it differs from `like`'s.
+        cut: axes of the mesh along which all ranks have the same part instead.
     """
     if not hasattr(like, "device_mesh"):
         return part
@@ -57,14 +57,14 @@ def shards(part: Tensor, like: Any, row: int | None = None, cut: Sequence[int] =
 
 
 def spread(like: Any, cut: Sequence[int]) -> list[Any]:
-    """Placements of a tensor beside another one, which is replicated along some axes of the mesh."""
+    """Placements of a tensor that belongs to another one and is replicated along some axes of the mesh."""
     from torch.distributed.tensor import Replicate
 
     return [Replicate() if axis in cut else one for axis, one in enumerate(like.placements)]
 
 
 def offsets(tensor: Any) -> tuple[int, ...]:
-    """The place of the first element that lies here, in each dimension."""
+    """The place of the first local element in each dimension."""
     if not hasattr(tensor, "device_mesh"):
         return (0,) * len(tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -75,12 +75,12 @@ def offsets(tensor: Any) -> tuple[int, ...]:
 
 
 def places(tensor: Any) -> Tensor:
-    """The index of each element that lies here, counted over the whole tensor."""
+    """The index of each local element, counted over the whole tensor."""
     return places_of(local(tensor).shape, offsets(tensor), tensor.shape, tensor.device)
 
 
 def places_of(sizes: Sequence[int], first: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
-    """The same of a part with these sizes, whose first element is at `first` in a tensor of this shape."""
+    """The same for a part with these sizes, whose first element is at `first` in a tensor of this shape."""
     place, stride = torch.zeros((), dtype=torch.int64, device=device), 1
     for size, offset, whole in zip(reversed(sizes), reversed(first), reversed(shape), strict=True):
         along = torch.arange(offset, offset + size, device=device) * stride
@@ -90,7 +90,7 @@ def places_of(sizes: Sequence[int], first: Sequence[int], shape: Sequence[int], 
 
 
 def random_bits(places: Tensor, *key: object) -> Tensor:
-    """32 random bits for each place: a multiplication by an odd number of the key's, then a hash of 32 bits (Wellons
+    """32 random bits for each place: a multiplication by an odd number from the key, then a 32-bit hash (Wellons
     2018, “Prospecting for Hash Functions”), in int64 so that nothing overflows."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     factor = int.from_bytes(digest[:4], "little") >> 1 | 1

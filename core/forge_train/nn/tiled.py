@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from .spans import PerBatch, check_neighbours, first_visible, is_imagined
 
 TILE = 64
-"""Queries of a tile: on a CPU faster than 128 and 256 for documents of 256 and 512 tokens (torch 2.13), and smaller."""
+"""Queries per tile: on a CPU faster than 128 and 256 for documents of 256 and 512 tokens (torch 2.13), and smaller."""
 
 
 class Tile(NamedTuple):
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     stop: int
     first: int
     last: int
-    """One beyond the last key."""
+    """Index after the last key."""
 
 
 class Plan(NamedTuple):
@@ -37,9 +37,9 @@ class Plan(NamedTuple):
 class TiledAttention:
     """Causal grouped-query attention for devices without a fused kernel; see `forge_train.AttentionKernel`.
 
-    Time and memory grow with what queries see: documents and windows make it cheaper, where a dense mask makes it
-    dearer. The backward pass computes each tile's weights again (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
-    All sums are in float32, or in float64 for such inputs.
+    Time and memory grow with the number of visible keys, so documents and windows make it cheaper, whereas a dense mask
+    would make it more expensive. The backward pass recomputes each tile's weights (Dao et al. 2022, arXiv:2205.14135,
+    algorithm 4). All sums are in float32, or in float64 for such inputs.
     """
 
     def __init__(self) -> None:
@@ -62,10 +62,10 @@ class TiledAttention:
         query_document_ids: Tensor | None = None,
         scale: float | None = None,
     ) -> Any:
-        """As the protocol has it; documents must be runs of neighbouring tokens.
+        """See the protocol; documents must be runs of neighbouring tokens.
 
         Raises:
-            ValueError: if a document comes back after another one.
+            ValueError: if a document reappears after another one.
         """
         offset = key.shape[1] - query.shape[1] if offset is None else offset
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -100,7 +100,7 @@ def make_plan(
     device: torch.device,
     query_document_ids: Tensor | None = None,
 ) -> Plan:
-    """Tiles for all rows at once, or with documents for each row; reads the documents' bounds from the device."""
+    """Tiles for all rows, or for each row if there are documents; reads the documents' bounds from the device."""
     first = first_visible(
         document_ids,
         queries,
@@ -146,7 +146,7 @@ class LargestLogit:
         window: int | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """0-dim. The arguments are those of a kernel, see `forge_train.AttentionKernel`; waits for the device."""
+        """The largest magnitude, 0-dim; waits for the device. For the arguments, see `forge_train.AttentionKernel`."""
         offset = key.shape[1] - query.shape[1] if offset is None else offset
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         facts = (query.shape[1], key.shape[1], offset, window, query.device)
@@ -203,7 +203,7 @@ class _Tiles(torch.autograd.Function):
             sums = lse[rows, :, :, start:stop]
             weights = logits.sub_(_finite(sums)[..., None]).exp_()
             mixed, mixed_grad = (_together(one[rows, start:stop].to(wide), kv_heads) for one in (out, out_grad))
-            # What the gradients of a query's logits are shifted by: Σ weights · their gradients.
+            # What each query's gradients of logits are shifted by: Σ weights · their gradients.
             shift = (mixed * mixed_grad).sum(-1).view_as(sums) - lse_grad[rows, :, :, start:stop]
             value_grad[rows, :, first:last] += weights.flatten(2, 3).mT @ mixed_grad
             grad = (mixed_grad @ values_BKSD[rows, :, first:last].mT).view_as(weights)
@@ -228,7 +228,7 @@ def _logits(
     rows, start, stop, first, last = tile
     keys = keys_BKSD[rows, :, first:last]
     scaled = _together(query[rows, start:stop].to(keys.dtype), keys.shape[1]) * scale
-    # The product is not changed in place: selective checkpointing may keep it.
+    # The product is not changed in place, because selective checkpointing may keep it.
     logits = torch.unflatten(scaled @ keys.mT, 2, (-1, stop - start))
     slope = None
     if cap is not None:
@@ -241,7 +241,7 @@ def _logits(
 
 
 def _finite(sums: Tensor) -> Tensor:
-    """Something to take from logits: those of a query that sees nothing are −∞ already."""
+    """A value to subtract from logits: those of a query that sees no key are −∞ already."""
     return sums.masked_fill(sums == -torch.inf, 0)
 
 
@@ -251,5 +251,5 @@ def _together(x_BTHD: Tensor, kv_heads: int) -> Tensor:
 
 
 def _apart(x_BKND: Tensor, queries: int) -> Tensor:
-    """The way back."""
+    """The reverse of `_together`."""
     return torch.unflatten(x_BKND, 2, (-1, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)

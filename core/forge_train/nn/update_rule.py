@@ -1,4 +1,4 @@
-"""What an update of full matrices is, and the state that it keeps beside each parameter."""
+"""Defines an update of full matrices, and the state that it keeps for each parameter."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from .exchange import Piece
 from .matrices import Box, Matrix, full_box, stacked
 
 Kept = Literal["scalar", "rows", "columns", "elements"]
-"""What a rule keeps of a matrix: one number, one for each row, for each column, or for each element."""
+"""What a rule keeps for a matrix: one number, or one for each row, each column or each element."""
 
 
 class UpdateRule(Protocol):
-    """What is done with the momentum of full matrices. It is asked on one rank for each matrix and step."""
+    """Turns the momentum of full matrices into an update. It is called on one rank for each matrix and step."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which momenta and updates travel between ranks."""
+        """Dtype in which momenta and updates travel between ranks."""
 
     @property
     def keeps(self) -> Mapping[str, Kept]:
-        """State by name. It is fp32, begins as zeros, is sharded and saved with the parameter."""
+        """State by name. It is fp32, starts as zeros, and is sharded and saved with the parameter."""
 
     def factor(self, rows: int, columns: int) -> float:
         """A factor on the learning rate of a matrix of this shape."""
 
     def direction(self, momentum: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """The step that is taken against, times the learning rate.
+        """The update, which is multiplied by the learning rate and subtracted.
 
         Args:
             momentum: `[matrices, rows, columns]`, in any dtype; may be overwritten.
@@ -42,24 +42,24 @@ class UpdateRule(Protocol):
 
 def state_piece(matrix: Matrix, name: str, kept: Kept, part: Box) -> Piece:
     """The rule's state for a part of a matrix."""
-    one = (matrix.part, matrix.part + 1)  # of the matrices stacked in the rows
+    one = (matrix.part, matrix.part + 1)  # among the matrices stacked in the rows
     rows = (part.rows, matrix.box.rows) if kept in ("rows", "elements") else (one, one)
     columns = (part.columns, matrix.box.columns) if kept in ("columns", "elements") else ((0, 1), (0, 1))
     return Piece(matrix, name, Box(part.stack, rows[0], columns[0]), Box(matrix.box.stack, rows[1], columns[1]))
 
 
 def state_beside(parameter: Any, state: Any, kept: Kept, region: Box, parts: int) -> tuple[Any, Tensor, Box]:
-    """A rule's state for all of a parameter: a new one, or what was loaded, spread as it is on this layout.
+    """A rule's state for a whole parameter: a new one, or a loaded one, sharded for this layout.
 
     Args:
-        parameter: beside which it lies.
-        state: what there is of it, or None.
+        parameter: the one that the state belongs to.
+        state: the loaded state, or None.
         kept: what the rule keeps.
         region: this rank's part of the parameter.
         parts: number of matrices stacked in its rows.
 
     Returns:
-        all of it, this rank's part `[stack, rows, columns]`, and which part that is.
+        the whole state, this rank's part `[stack, rows, columns]`, and the place of that part.
     """
     own = {"rows": (-2,), "columns": (-1,), "elements": (-2, -1), "scalar": ()}[kept]
     mine = Box(region.stack, region.rows if -2 in own else (0, parts), region.columns if -1 in own else (0, 1))

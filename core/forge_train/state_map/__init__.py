@@ -2,7 +2,7 @@
 
 A map is built from operations: `one >> other` applies them in order, `one | other` side by side. It has an inverse.
 From names, shapes and dtypes it makes a `Plan`, or lists everything that does not fit, without reading a tensor. A plan
-reads a tensor, or any range of it, from only the ranges that it is made of. Importing this package imports no torch.
+reads a tensor, or any range of it, from only the ranges that it needs. Importing this package does not import torch.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Renumber(StateMap):
         found = template(self.names).find(step.tensors)
         there = {bindings["i"] for bindings in found.values()}
         gone = sorted({old for old in self.order if str(old) not in there})
-        step.wrong += [f"{template(self.names).text}: there is no {old}, of {len(there)}" for old in gone]
+        step.wrong += [f"{template(self.names).text}: no number {old} among {len(there)}, from 0" for old in gone]
         for name, bindings in found.items():
             for view in step.take(name):
                 for new, old in enumerate(self.order):
@@ -75,13 +75,13 @@ class Renumber(StateMap):
 
     def inverse(self) -> StateMap:
         if sorted(self.order) != [*range(len(self.order))]:
-            raise ConfigError("Renumber has no inverse where it copies or drops tensors.")
+            raise ConfigError("Renumber has no inverse if it copies or drops tensors.")
         return Renumber(self.names, tuple(self.order.index(old) for old in range(len(self.order))))
 
 
 @dataclass(frozen=True, eq=False)
 class MeanRow(View):
-    """The mean of all rows, in each row."""
+    """Every row is the mean of all rows."""
 
     inner: View
 
@@ -96,7 +96,7 @@ class MeanRow(View):
 
 @dataclass(frozen=True, eq=False)
 class Repeated(View):
-    """Copies of a tensor along a new first dimension, which is read once."""
+    """Copies of a tensor along a new first dimension; the tensor is read once."""
 
     inner: View
 

@@ -26,13 +26,13 @@ class Step:
     given: dict[str, View] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     optional: Set[str] = frozenset()
-    """Names that may be missing; the map then does not give what it would make from them."""
+    """Names that may be missing; the map then gives nothing that needs them."""
 
     def take(self, *names: str) -> list[View]:
-        """The tensors of these names, which nothing else may take afterwards; none if one of them is missing."""
+        """The tensors of these names, which nothing else may take afterwards; empty if one of them is missing."""
         for name in names:
             if name not in self.tensors and name not in self.optional:
-                beside = next((f", and {other} is there" for other in names if other in self.tensors), "")
+                beside = next((f", although {other} exists" for other in names if other in self.tensors), "")
                 self.wrong.append(f"{name}: missing{beside}")
             elif name in self.taken:
                 self.wrong.append(f"{name}: taken twice")
@@ -51,21 +51,21 @@ class Step:
 
 
 class StateMap(ABC):
-    """Tensors by name → other tensors by name.
+    """A map from tensors by name to other tensors by name.
 
     `one >> other` applies two maps in order, `one | other` side by side.
     """
 
     @abstractmethod
     def apply(self, step: Step) -> None:
-        """Take tensors of a step, and give it others. What does not fit is added to `step.wrong`."""
+        """Take tensors from a step and give it others. Anything that does not fit is added to `step.wrong`."""
 
     @abstractmethod
     def inverse(self) -> StateMap:
-        """The map in the other direction.
+        """The inverse map.
 
         Raises:
-            ConfigError: if the map has none, because it loses values.
+            ConfigError: if there is none, because the map loses values.
         """
 
     def trace(self, tensors: Mapping[str, tuple[Shape, torch.dtype]], optional: Set[str] = frozenset()) -> Step:
@@ -101,7 +101,7 @@ class StateMap(ABC):
 
 @dataclass(frozen=True)
 class Chain(StateMap):
-    """Maps in order. Each takes some of the tensors that the ones before it left or gave."""
+    """Maps in order. Each takes some of the tensors that the previous ones left or gave."""
 
     steps: tuple[StateMap, ...]
 
@@ -112,7 +112,7 @@ class Chain(StateMap):
             one.apply(inner)
             stays = {name: at_hand[name] for name in inner.left}
             step.wrong += inner.wrong
-            step.wrong += [f"{name}: given, but there is one already" for name in inner.given if name in stays]
+            step.wrong += [f"{name}: given, but it exists already" for name in inner.given if name in stays]
             at_hand = {**stays, **inner.given}
             untouched -= inner.taken
         step.take(*(name for name in step.tensors if name not in untouched))
@@ -148,7 +148,7 @@ def _rules(one: StateMap) -> tuple[StateMap, ...]:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that depend on each other: these sources give these targets, and nothing else does."""
+    """Tensors that depend on each other: these sources make these targets and no others."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
@@ -161,18 +161,18 @@ class Plan:
     targets: Mapping[str, View]
 
     def read(self, target: str, fetch: Fetch, box: Box | None = None) -> Tensor:
-        """A target, or a range of it. Fetches only the ranges of sources that it is made of.
+        """A target, or a range of it. Fetches only the ranges of sources that it needs.
 
         Args:
             target: its name.
-            fetch: reads a range of a source; it is asked for no byte twice within one call.
-            box: first index, and the one after the last, for each dimension; all of it by default.
+            fetch: reads a range of a source; within one call, no byte is fetched twice.
+            box: first index and end index of each dimension; the whole tensor by default.
         """
         view = self.targets[target]
         return read(view, whole(view.shape) if box is None else box, fetch)
 
     def read_into(self, out: Tensor, target: str, fetch: Fetch, box: Box | None = None) -> None:
-        """As `read`, into `out`, which has the shape of the range, and in its dtype. Joining takes no extra memory."""
+        """Like `read`, but into `out`, which has the range's shape, in `out`'s dtype. Joining takes no extra memory."""
         view = self.targets[target]
         write(view, whole(view.shape) if box is None else box, out, fetch)
 
@@ -182,12 +182,12 @@ class Plan:
         return [*reads(view, whole(view.shape) if box is None else box)]
 
     def stream(self, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
-        """All targets, one by one and group by group, so that no more than one group need be in memory."""
+        """All targets, one by one and group by group, so that memory needs to hold only one group at a time."""
         return ((name, self.read(name, fetch)) for group in self.groups for name in group.targets)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """In the order of the targets."""
+        """The groups, in the order of the targets."""
         sources = {name: [*dict.fromkeys(source for source, _ in self.reads(name))] for name in self.targets}
         leader: dict[str, str] = {}
 

@@ -9,14 +9,14 @@ from ..ground.names import import_module, is_file, split
 
 
 def named(spec: str, key: str) -> object:
-    """The object of `folder/file.py:NAME` or `package.module:NAME`.
+    """The object named by `folder/file.py:NAME` or `package.module:NAME`.
 
     Args:
         spec: its name.
         key: the option that names it, for errors.
 
     Raises:
-        ConfigError: if it can't be imported, or is not there.
+        ConfigError: if it can't be imported or does not exist.
     """
     where, name = split(spec)
     if not name:
@@ -25,7 +25,7 @@ def named(spec: str, key: str) -> object:
         raise ConfigError(f"{key}: there is no file {where}.")
     try:
         module = import_module(spec)
-    except (Exception, SystemExit) as error:  # whatever a stranger's module does while it is imported
+    except (Exception, SystemExit) as error:  # a module may raise anything when it is imported
         raise ConfigError(f"{key}: {where} can't be imported: {describe(error)}.") from error
     if not hasattr(module, name):
         place = where if is_file(spec) else f"module {where!r}"

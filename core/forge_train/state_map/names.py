@@ -12,7 +12,7 @@ from ..ground.errors import ConfigError
 _PLACEHOLDER = re.compile(r"\{(\w+)(\*?)\}")
 
 Bindings = Mapping[str, str]
-"""Placeholder → what stands in its place."""
+"""Placeholder → the text that replaces it."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Template:
         return re.compile(pattern + re.escape(self.text[end:]))
 
     def find(self, names: Iterable[str]) -> dict[str, Bindings]:
-        """The names of this form, and what stands for the placeholders in each. A text without placeholders is itself,
-        whether it is among the names or not."""
+        """The names of this form, and the texts that replace the placeholders in each. A template without placeholders
+        gives itself, whether it is among the names or not."""
         if not self.placeholders:
             return {self.text: {}}
         return {name: found.groupdict() for name in names if (found := self._pattern.fullmatch(name))}
@@ -53,7 +53,7 @@ def template(text: str) -> Template:
 
 
 def same_placeholders(what: str, texts: Iterable[str]) -> None:
-    """Raises ConfigError if names do not have the same placeholders: one could not be found from another."""
+    """Raises ConfigError if the names have different placeholders: one could not be derived from the other."""
     first, *others = texts
     for other in others:
         if template(other).placeholders != template(first).placeholders:

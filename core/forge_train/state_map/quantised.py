@@ -1,4 +1,4 @@
-"""Dequantises tensors with their scales. There is no inverse: what was rounded away is gone."""
+"""Dequantises tensors with their scales. There is no inverse, because rounding loses information."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ if TYPE_CHECKING:
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of E2M1's three lower bits; the fourth is the sign (OCP Microscaling Formats 1.0, §5.3.3)."""
 MX_BLOCK = 32
-"""Values that share a scale."""
+"""Number of values that share a scale."""
 _AT_ONCE = 1 << 12
-"""Blocks that are unpacked together: on the way they take eight times their memory."""
+"""Number of blocks that are unpacked together: the temporary memory is eight times theirs."""
 
 
 class _OneWay(StateMap):
     def inverse(self) -> NoReturn:
-        raise ConfigError(f"{type(self).__name__} has no inverse: what was rounded away is gone. Export without it.")
+        raise ConfigError(f"{type(self).__name__} has no inverse: rounding loses information. Export without it.")
 
 
 @dataclass(frozen=True)
 class Dequantise(_OneWay):
-    """Expands block-scaled fp8: each block of a matrix times its scale, as in DeepSeek-V3 (arXiv:2412.19437, §3.3).
+    """Expands block-scaled fp8: multiplies each block of a matrix by its scale, as in DeepSeek-V3 (arXiv:2412.19437,
+    §3.3).
 
     Args:
-        weight: names of the matrices, `[out, in]`; those without a scale are left as they are.
-        scale: names of the scales, `[⌈out / rows⌉, ⌈in / columns⌉]`, which the result does not have.
+        weight: names of the matrices, `[out, in]`; matrices without a scale stay unchanged.
+        scale: names of the scales, `[⌈out / rows⌉, ⌈in / columns⌉]`, which the result does not contain.
         dtype: of the result; the product is computed in fp32.
         block: rows and columns that share a scale.
     """
@@ -54,18 +55,18 @@ class Dequantise(_OneWay):
                 if len(weight.shape) == 2 and factors.shape == blocks:
                     step.give(name, Scaled(weight.shape, self.dtype, weight, factors, self.block))
                 else:
-                    step.wrong.append(f"{scale}: {list(factors.shape)} are not the blocks of {list(weight.shape)}")
+                    step.wrong.append(f"{scale}: {list(factors.shape)} don't fit the blocks of {list(weight.shape)}")
 
 
 @dataclass(frozen=True)
 class DequantiseMXFP4(_OneWay):
-    """Expands packed fp4 with a power of two for every 32 values, as GPT-OSS is published (OCP Microscaling 1.0).
+    """Expands packed fp4 with a power of two for every 32 values, as in the published GPT-OSS (OCP Microscaling 1.0).
 
     Args:
-        blocks: names of the packed values, uint8 `[…, blocks, 16]`: two values in a byte, the lower half first.
+        blocks: names of the packed values, uint8 `[…, blocks, 16]`: two values per byte, the lower half first.
         scales: names of the exponents, uint8 `[…, blocks]`, biased by 127.
         whole: names of the results, `[…, 32 · blocks]`.
-        dtype: of the results; bf16 can hold all values.
+        dtype: of the results; bf16 can represent all values.
     """
 
     blocks: str
@@ -85,7 +86,7 @@ class DequantiseMXFP4(_OneWay):
                     shape = (*outer, count * MX_BLOCK)
                     step.give(template(self.whole).fill(bindings), Unpacked(shape, self.dtype, packed, exponents))
                 else:
-                    step.wrong.append(f"{scale}: {list(exponents.shape)} are not the blocks of {list(packed.shape)}")
+                    step.wrong.append(f"{scale}: {list(exponents.shape)} don't fit the blocks of {list(packed.shape)}")
 
 
 def _pair(step: Step, name: str, scale: str) -> list[tuple[View, View]]:
@@ -95,7 +96,7 @@ def _pair(step: Step, name: str, scale: str) -> list[tuple[View, View]]:
 
 @dataclass(frozen=True, eq=False)
 class Scaled(View):
-    """Blocks of a matrix, each times its scale."""
+    """Blocks of a matrix, each multiplied by its scale."""
 
     weight: View
     scale: View
@@ -121,7 +122,7 @@ class Scaled(View):
 
 @dataclass(frozen=True, eq=False)
 class Unpacked(View):
-    """Packed fp4, each block times a power of two."""
+    """Packed fp4, each block multiplied by a power of two."""
 
     packed: View
     exponents: View
@@ -149,6 +150,6 @@ class Unpacked(View):
         return values[..., first - low * MX_BLOCK : last - low * MX_BLOCK]
 
     def _blocks(self, box: Box) -> tuple[int, int]:
-        """The range of all blocks that a range touches."""
+        """The range of all blocks that overlap a range."""
         low, high = box[-1]
         return low // MX_BLOCK, -(-high // MX_BLOCK)

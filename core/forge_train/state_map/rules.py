@@ -43,7 +43,7 @@ class Rename(StateMap):
 
 @dataclass(frozen=True)
 class Drop(StateMap):
-    """Leaves out tensors that are not needed, such as tables of rotary positions. Its inverse does nothing."""
+    """Drops tensors that are not needed, such as tables of rotary positions. Its inverse does nothing."""
 
     names: tuple[str, ...]
 
@@ -62,8 +62,8 @@ class Stack(StateMap):
     """Stacks many tensors of the same shape along a new first dimension.
 
     Args:
-        each: such as `experts.{e}.up`; the numbers must run from 0.
-        whole: such as `experts.up`: the same placeholders without that of the number.
+        each: the tensors to stack, such as `experts.{e}.up`; the numbers must run from 0.
+        whole: the stack, such as `experts.up`, with the same placeholders except the number.
     """
 
     each: str
@@ -82,7 +82,7 @@ class Stack(StateMap):
             numbers = [str(number) for number in range(len(found))]
             odd = [template(self.each).fill(found[one]) for one in sorted(found.keys() - {*numbers})]
             step.take(*odd)
-            step.wrong += [f"{one}: {name} has {len(found)} in all, numbered from 0" for one in odd]
+            step.wrong += [f"{one}: {name} has {len(found)} parts, numbered from 0" for one in odd]
             rows = step.take(*(template(self.each).fill({**bindings, over: one}) for one in numbers))
             if alike(step, name, rows):
                 step.give(name, Joined.of(((Unsqueezed.of(row, 0), 0, 1) for row in rows), 0))
@@ -194,10 +194,10 @@ class Split(StateMap):
 
 
 def _over(each: str, whole: str) -> str:
-    """The placeholder that is stacked over."""
+    """The placeholder over which tensors are stacked."""
     more = template(each).placeholders - template(whole).placeholders
     if len(more) != 1 or template(whole).placeholders - template(each).placeholders:
-        raise ConfigError(f"{each!r} must have one placeholder more than {whole!r}: the number of what is stacked.")
+        raise ConfigError(f"{each!r} must have one placeholder more than {whole!r}: the number in the stack.")
     return next(iter(more))
 
 
@@ -219,7 +219,7 @@ def _groups(length: int, fused: Concat | Split) -> int:
 
 
 def _turns(bounds: list[int], groups: int) -> bool:
-    """Whether each part has one index in each of several groups: a piece for each would be slow to read."""
+    """Whether each part has one index in each of several groups: a piece per group would be slow to read."""
     return groups > 1 and bounds == [*range(len(bounds))]
 
 
@@ -228,7 +228,7 @@ def _shares(fused: Concat | Split) -> str:
 
 
 def alike(step: Step, name: str, views: list[View], but: int | None = None) -> bool:
-    """Whether tensors, if there are any, can become one: same dtype, and same shape but for a dimension."""
+    """Whether the tensors, if there are any, can become one: same dtype, and same shape except in one dimension."""
     if but is not None and not all(has_dims(step, name, view, but) for view in views):
         return False
     kinds = {(str(one.dtype), *(size for dim, size in enumerate(one.shape) if dim != but)) for one in views}
@@ -239,7 +239,7 @@ def alike(step: Step, name: str, views: list[View], but: int | None = None) -> b
 
 
 def has_dims(step: Step, name: str, view: View, *dims: int) -> bool:
-    """Whether a tensor has dimensions, which count from 0."""
+    """Whether a tensor has these dimensions, counted from 0."""
     wrong = [dim for dim in dims if not 0 <= dim < len(view.shape)]
     step.wrong += [f"{name}: there is no dimension {dim} in {list(view.shape)}" for dim in wrong]
     return not wrong

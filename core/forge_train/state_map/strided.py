@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class EveryNth(View):
-    """Every n-th index of a dimension, from the first one on."""
+    """Every n-th index of a dimension, starting with the first."""
 
     inner: View
     dim: int
@@ -61,7 +61,7 @@ class TakingTurns(View):
         return [_from(out, self.dim, first * count + part - low, count) for part, first, _ in self._turns(box)]
 
     def _turns(self, box: Box) -> Iterator[tuple[int, int, int]]:
-        """Each part that a range is made of, with its own range."""
+        """Each part that a range consists of, with its own range."""
         low, high = box[self.dim]
         for part in range(len(self.parts)):
             first, last = (-(-(bound - part) // len(self.parts)) for bound in (low, high))

@@ -1,4 +1,4 @@
-"""Operations on values: tensors that keep their names."""
+"""Operations on values: tensors keep their names."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Rotary(StateMap):
     Args:
         names: of the projections of queries and keys, `[heads · head_dim, …]`.
         head_dim: features of a head.
-        to: the new order; the tensors have the other one.
-        turned: number of rotated features of a head; 0 is all.
+        to: the new order; the tensors have the other order.
+        turned: number of rotated features of a head; 0 means all.
     """
 
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ class Rotary(StateMap):
 
     def __post_init__(self) -> None:
         if self.to not in ("half", "interleaved"):
-            raise ConfigError(f"Rotary: the order {self.to!r} is not known; known are 'half' and 'interleaved'.")
+            raise ConfigError(f"Rotary: unknown order {self.to!r}; expected 'half' or 'interleaved'.")
         if self.turned % 2 or (self.turned or self.head_dim) % 2 or not 0 <= self.turned <= self.head_dim:
             raise ConfigError(f"Rotary: {self.turned or self.head_dim} of {self.head_dim} features can't be paired.")
 
@@ -62,7 +62,7 @@ class Rotary(StateMap):
         order[:turned] = half if self.to == "half" else [half.index(feature) for feature in range(turned)]
         for name, view in _each(step, self.names, 0):
             if view.shape[0] % self.head_dim:
-                step.wrong.append(f"{name}: {view.shape[0]} features are not heads of {self.head_dim}")
+                step.wrong.append(f"{name}: {view.shape[0]} features are not a multiple of head_dim = {self.head_dim}")
             step.give(name, Reordered(view.shape, view.dtype, view, 0, tuple(order)))
 
     def inverse(self) -> StateMap:
@@ -71,12 +71,12 @@ class Rotary(StateMap):
 
 @dataclass(frozen=True)
 class Resize(StateMap):
-    """Changes the size of a vocabulary: adds rows at the end, or leaves the last ones out.
+    """Changes the size of a vocabulary: adds rows at the end, or drops the last ones.
 
     Args:
         names: of the embedding and the head.
-        before: number of rows before.
-        after: number of rows after.
+        before: number of rows before the change.
+        after: number of rows after the change.
         fill: value of added rows, or `mean` for the mean of the old rows.
     """
 
@@ -88,7 +88,7 @@ class Resize(StateMap):
     def apply(self, step: Step) -> None:
         for name, view in _each(step, self.names, 0):
             if view.shape[0] != self.before:
-                step.wrong.append(f"{name}: it has {view.shape[0]} rows, and {self.before} were expected")
+                step.wrong.append(f"{name}: expected {self.before} rows, found {view.shape[0]}")
             added = self.after - self.before
             shape = (max(added, 0), *view.shape[1:])
             more = MeanRow(shape, view.dtype, view) if self.fill == "mean" else Filled(shape, view.dtype, self.fill)
@@ -110,7 +110,7 @@ class Cast(StateMap):
     def apply(self, step: Step) -> None:
         for name, view in _each(step, self.names):
             if view.dtype != self.before:
-                step.wrong.append(f"{name}: stored as {view.dtype}, and {self.before} was expected")
+                step.wrong.append(f"{name}: expected {self.before}, found {view.dtype}")
             step.give(name, Converted(view.shape, self.after, view))
 
     def inverse(self) -> StateMap:
@@ -118,7 +118,7 @@ class Cast(StateMap):
 
 
 def _each(step: Step, names: tuple[str, ...], *dims: int) -> list[tuple[str, View]]:
-    """The tensors of these names, which are taken and will be given under the same names."""
+    """The tensors of these names, which are taken and will be given again under the same names."""
     found = [name for text in names for name in template(text).find(step.tensors)]
     taken = [(name, view) for name in found for view in step.take(name)]
     return [(name, view) for name, view in taken if has_dims(step, name, view, *dims)]

@@ -1,5 +1,5 @@
 """Tensors that are not in memory, as functions of stored ones: each knows its shape, and which ranges of which other
-tensors a range of it is made of. Nothing is read before `read`, and then only those ranges."""
+tensors it needs for a range of itself. Nothing is read before `read`, and then only those ranges."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
-"""A range of a tensor: first index, and the one after the last, for each dimension."""
+"""A range of a tensor: first index and end index of each dimension."""
 Fetch = Callable[[str, Box], "Tensor"]
 """Reads a range of a stored tensor."""
 
 
 def whole(shape: Shape) -> Box:
-    """The range that is all of a tensor."""
+    """The range that covers a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
@@ -30,7 +30,7 @@ def sizes(box: Box) -> Shape:
 
 
 def along(box: Box, dim: int, start: int, stop: int) -> Box:
-    """A range with another one in one dimension."""
+    """A range, with one dimension replaced."""
     return (*box[:dim], (start, stop), *box[dim + 1 :])
 
 
@@ -46,20 +46,20 @@ class View:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def needs(self, box: Box) -> list[tuple[View, Box]]:
-        """The ranges of other tensors that a range of this one is made of; the range is not empty."""
+        """The ranges of other tensors that a non-empty range of this one needs."""
         raise NotImplementedError
 
     def make(self, box: Box, parts: list[Tensor]) -> Tensor:
-        """A range, from the tensors that it needs."""
+        """A range, made from the tensors that it needs."""
         raise NotImplementedError
 
     def places(self, box: Box, out: Tensor) -> list[Tensor]:
-        """The parts of `out` that the needed ranges are copied to; empty if values are computed from them."""
+        """The parts of `out` that the needed ranges are copied to; empty if the values are computed from them."""
         return []
 
 
 def read(view: View, box: Box, fetch: Fetch) -> Tensor:
-    """A range of a view. It may share memory with what `fetch` gave, and need not be contiguous."""
+    """A range of a view. It may share memory with the result of `fetch`, and need not be contiguous."""
     if 0 in (shape := sizes(box)):
         import torch
 
@@ -70,8 +70,8 @@ def read(view: View, box: Box, fetch: Fetch) -> Tensor:
 
 
 def write(view: View, box: Box, out: Tensor, fetch: Fetch) -> None:
-    """Read a range of a view into memory of its shape, of any dtype. What is joined goes to its place without a copy of
-    the whole in between."""
+    """Read a range of a view into memory of its shape, of any dtype. Pieces to be joined are copied directly to their
+    places, without an intermediate copy of the whole."""
     if 0 in out.shape:
         return
     places = [] if isinstance(view, Stored) else view.places(box, out)
@@ -101,7 +101,7 @@ class Stored(View):
 
 @dataclass(frozen=True, eq=False)
 class Filled(View):
-    """One value everywhere."""
+    """The same value everywhere."""
 
     value: float
 
@@ -116,11 +116,11 @@ class Filled(View):
 
 @dataclass(frozen=True, eq=False)
 class Joined(View):
-    """Pieces one after the other along a dimension."""
+    """Pieces, concatenated along a dimension."""
 
     dim: int
     pieces: tuple[tuple[View, int, int], ...]
-    """Each is a tensor, and the range of it in that dimension."""
+    """Each is a tensor and its range in that dimension."""
 
     @classmethod
     def of(cls, pieces: Iterable[tuple[View, int, int]], dim: int) -> Joined:
@@ -171,7 +171,7 @@ class Unsqueezed(View):
 
 @dataclass(frozen=True, eq=False)
 class Selected(View):
-    """One index of a dimension, which is gone."""
+    """One index of a dimension, which disappears."""
 
     inner: View
     dim: int
@@ -193,7 +193,7 @@ class Selected(View):
 
 @dataclass(frozen=True, eq=False)
 class Transposed(View):
-    """Two dimensions in each other's place."""
+    """A tensor with two dimensions swapped."""
 
     inner: View
     dims: tuple[int, int]
@@ -220,7 +220,7 @@ def _swapped(items: tuple[T, ...], one: int, other: int) -> tuple[T, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Reordered(View):
-    """Another order within each block of a dimension: index `order[j]` of the block comes at `j`."""
+    """Another order within each block of a dimension: position `j` of the block holds index `order[j]`."""
 
     inner: View
     dim: int
@@ -239,14 +239,14 @@ class Reordered(View):
         return parts[0].index_select(self.dim, torch.tensor([*wanted], dtype=torch.long))
 
     def _blocks(self, box: Box) -> tuple[int, int]:
-        """The range of all blocks that a range touches."""
+        """The range of all blocks that overlap a range."""
         (low, high), block = box[self.dim], len(self.order)
         return low // block * block, -(-high // block) * block
 
 
 @dataclass(frozen=True, eq=False)
 class Converted(View):
-    """The same numbers in another dtype."""
+    """The same values in another dtype."""
 
     inner: View
 

@@ -1,4 +1,4 @@
-"""Checks by a state map that the tensors of a folder in Hugging Face layout are those of a model; plans an export."""
+"""Checks with a state map that a folder in Hugging Face layout has exactly a model's tensors; plans an export."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ def plan(
     unexpected: Choose = lambda _: (),
     ignored: Choose = lambda _: (),
 ) -> Plan:
-    """How to make a model's weights from a folder's tensors, if it holds exactly those. Reads only copies.
+    """How to make a model's weights from a folder's tensors, if it holds exactly those. Reads only duplicates of tied
+    ones.
 
     Args:
         folder: an opened folder.
-        layout: how `import_hf` describes its model.
-        wanted: shape and dtype of every weight of the model, those of other ranks and stages too.
+        layout: the description of its model from `import_hf`.
+        wanted: shape and dtype of every weight of the model, including those of other ranks and stages.
         whose: what describes the model, for messages.
-        way_out: the last line of a message about a model that is not that of the files.
+        way_out: the last line of the error if the model is not the one in the files.
         tied: groups of names that share one parameter; the folder may hold copies of its tensor.
-        missing: chooses, among the weights that no tensor gives and the tensors that are missing or have another
-            shape, those that may be absent; the weights then keep their initial values.
-        unexpected: chooses, among the tensors that the layout does not use, those that may be there.
-        ignored: chooses, among the weights that the layout names, those that are left out; the model's of these names
+        missing: chooses weights that may be absent, among those that no tensor gives and the tensors that are missing
+            or have another shape; these weights keep their initial values.
+        unexpected: chooses tensors that the folder may have in addition, among those that the layout does not use.
+        ignored: chooses weights to leave out, among those that the layout names; the model's weights of these names
             keep their initial values.
 
     Raises:
@@ -76,7 +77,7 @@ def plan(
 
 
 def _leftovers(folder: Folder, layout: HFModel, wanted: Described) -> list[str]:
-    """The tensors that the layout knows to be of no use, unless a weight needs one."""
+    """The tensors that the layout declares unnecessary, unless a weight needs one."""
     leftovers = [name for name in folder.tensors if layout.is_leftover(name)]
     if not leftovers:
         return []
@@ -92,8 +93,7 @@ def _unused(
     tied: Iterable[Collection[str]],
     unexpected: Choose,
 ) -> list[str]:
-    """What is wrong with what a map makes of the tensors that are there: dtypes that no weight has, and tensors that no
-    weight takes."""
+    """Problems with a map's results: dtypes that weights can't have, and tensors that no weight takes."""
     made = Plan(step.given)
     sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
     wrong: list[str] = []
@@ -109,7 +109,7 @@ def _unused(
 
 
 def _fitting(layout: HFModel, stored: Described, wanted: Described) -> tuple[HFModel, Step]:
-    """The layout with the map, of those that files may have, that gives the most weights, and its step."""
+    """The layout with the map that gives the most weights, among all that files may follow, and its step."""
     tried: list[tuple[HFModel, Step]] = []
     for one in (layout.map, *layout.others):
         tried.append((replace(layout, map=one), one.trace(stored)))
@@ -119,7 +119,7 @@ def _fitting(layout: HFModel, stored: Described, wanted: Described) -> tuple[HFM
 
 
 def _expected(folder: Folder, layout: HFModel, wanted: Described, whose: str, way_out: str) -> dict[str, Shape] | None:
-    """The tensors that a folder of this model has; None if the map has no inverse, so they are unknown."""
+    """The tensors that a folder of this model should have; None if the map has no inverse, so they are unknown."""
     try:
         back = layout.map.inverse()
     except ConfigError:
@@ -127,10 +127,10 @@ def _expected(folder: Folder, layout: HFModel, wanted: Described, whose: str, wa
     step = back.trace(wanted)
     lines = [*(f"{name}: not named" for name in sorted(step.left)), *step.wrong]
     if lines and whose != CONFIG:
-        told = f"{folder.path / CONFIG} describes another model than {whose}:{indented(lines)}"
+        told = f"{folder.path / CONFIG} describes a different model than {whose}:{indented(lines)}"
         raise ConfigError(told + way_out)
     if lines:
-        raise PluginError("import_hf describes another model than the one that is built here:" + indented(lines))
+        raise PluginError("import_hf describes a different model than the one that was built:" + indented(lines))
     return {name: view.shape for name, view in step.given.items()}
 
 
@@ -142,28 +142,28 @@ def _unfit(folder: Folder, expected: Mapping[str, Shape], whose: str) -> dict[st
         if entry is None:
             unfit[name] = f"{name}: missing ({_words(shape)})"
         elif entry.shape != shape:
-            unfit[name] = f"{name}: {_words(entry.shape)} in {entry.file.name}, {_words(shape)} by {whose}"
+            unfit[name] = f"{name}: {_words(entry.shape)} in {entry.file.name}, {_words(shape)} in {whose}"
     return unfit
 
 
 def _not_given(step: Step, wanted: Described, whose: str) -> list[str]:
-    """As `_unfit`, by forge's names."""
+    """Like `_unfit`, but by forge's names."""
     wrong = list(step.wrong)
     for name, (shape, _) in wanted.items():
         view = step.given.get(name)
         if view is None:
             wrong.append(f"{name}: no tensor gives it ({_words(shape)})")
         elif view.shape != shape:
-            wrong.append(f"{name}: {_words(view.shape)} in the files, {_words(shape)} by {whose}")
+            wrong.append(f"{name}: {_words(view.shape)} in the files, {_words(shape)} in {whose}")
     return wrong + [f"{name}: not in the model" for name in step.given if name not in wanted]
 
 
 def _odd(folder: Folder, name: str) -> str:
-    return f"{name}: stored as {folder.tensors[name].dtype}; weights are expected as {', '.join(DTYPES)}"
+    return f"{name}: stored as {folder.tensors[name].dtype}; expected one of {', '.join(DTYPES)}"
 
 
 def _is_a_copy(folder: Folder, name: str, copied: Iterable[str]) -> list[str]:
-    """A tensor that no parameter takes: fine if it is the copy of a tied one."""
+    """The problem with a tensor that no parameter takes; none if it is a copy of a tied one."""
     others = [other for other in copied if other in folder.tensors]
     if any(torch.equal(folder.read(name), folder.read(other)) for other in others):
         return []
@@ -179,16 +179,16 @@ def plan_export(source: Path, layout: HFModel, stored: Mapping[str, View]) -> Pl
 
     Args:
         source: the run, checkpoint or folder, for errors.
-        layout: how `export_hf` describes its model.
-        stored: each parameter and buffer.
+        layout: the description of its model from `export_hf`.
+        stored: every parameter and buffer.
 
     Raises:
-        ConfigError: naming those that have no place there.
+        ConfigError: naming tensors that have no place in the layout.
     """
     step = Step(stored)
     layout.map.inverse().apply(step)
     if step.left:
-        raise ConfigError(f"{source}: there is no place in Hugging Face layout for" + indented(sorted(step.left)))
+        raise ConfigError(f"{source}: the Hugging Face layout has no place for" + indented(sorted(step.left)))
     if step.wrong:
-        raise ConfigError(f"{source}: its tensors are not those that export_hf describes:" + indented(step.wrong))
+        raise ConfigError(f"{source}: its tensors don't match the description from export_hf:" + indented(step.wrong))
     return Plan(step.given)

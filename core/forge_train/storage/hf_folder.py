@@ -22,26 +22,26 @@ from .consolidated import INDEX
 
 CONFIG, SINGLE = "config.json", "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What weights can be stored as."""
+"""Dtypes of stored weights."""
 PACKED = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
     "U8": torch.uint8,
 }
-"""What quantised weights and their scales can be stored as; a state map makes weights from them."""
+"""Dtypes of quantised weights and their scales; a state map makes weights from them."""
 _LARGEST = 64 << 20
-"""Bytes of JSON that are read at most."""
+"""The most bytes of JSON to read."""
 
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""Keys of a `config.json` that count layers, each of which has at least one tensor."""
+"""Keys of a `config.json` that count layers; each layer has at least one tensor."""
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
 )
-"""Keys of a `config.json` that are the size of a dimension of some tensor."""
+"""Keys of a `config.json` that give the size of a dimension of some tensor."""
 HARMLESS = 10_000
-"""A size that any machine can take, also where no tensor has it."""
+"""A size that any machine can handle, even if no tensor is that large."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that was opened for reading; no tensor is in memory."""
+    """A folder opened for reading; no tensor is in memory."""
 
     path: Path
     config: Mapping[str, Any]
@@ -64,10 +64,10 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path) -> Folder:
-        """Read what describes the model, and the header of every file.
+        """Read the model's description and the header of every file.
 
         Raises:
-            ConfigError: saying what is missing or can't be read.
+            ConfigError: naming what is missing or can't be read.
         """
         if not path.is_dir():
             raise ConfigError(f"{path}: there is no such folder.")
@@ -80,10 +80,10 @@ class Folder:
             return cls(path, config, _header(path / SINGLE))
         others = sorted(file.name for pattern in ("*.bin", "*.safetensors") for file in path.glob(pattern))
         hint = f" There is {', '.join(others[:3])}; only safetensors files of these names are read." if others else ""
-        raise ConfigError(f"{path}: there is neither {SINGLE} nor {INDEX}.{hint}")
+        raise ConfigError(f"{path}: found neither {SINGLE} nor {INDEX}.{hint}")
 
     def check_sizes(self) -> None:
-        """Whether the model that is described could be in the files.
+        """Check that the files are large enough for the described model.
 
         Raises:
             ConfigError: naming a size that is too large for the files; building such a model could fill the memory.
@@ -93,41 +93,41 @@ class Folder:
         for key, (most, what) in limits.items():
             found = self.config.get(key)
             if isinstance(found, int) and found > max(most, HARMLESS):
-                raise ConfigError(f"{self.path / CONFIG}: {key} is {found:,}, and the files hold {most:,} {what}.")
+                raise ConfigError(f"{self.path / CONFIG}: {key} is {found:,}, but the files hold only {most:,} {what}.")
 
     def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor, as a state map takes them; without those of dtypes that no weight has."""
+        """Shape and dtype of each tensor, as a state map expects them; leaves out dtypes that weights can't have."""
         known = DTYPES | PACKED
         return {name: (one.shape, known[one.dtype]) for name, one in self.tensors.items() if one.dtype in known}
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A tensor as it is stored, or a range of it, without reading other bytes."""
+        """A tensor as it is stored, or a range of it; reads no other bytes."""
         file, shape = self.tensors[name].file, self.tensors[name].shape
         if file not in self._opened:
             self._opened[file] = safe_open(file, framework="pt")
-        if box is None or box == whole(shape):  # mapped, where a slice is copied
+        if box is None or box == whole(shape):  # mapped; a slice would be copied
             return self._opened[file].get_tensor(name)  # type: ignore[no-any-return]
         return self._opened[file].get_slice(name)[tuple(slice(*bounds) for bounds in box)]  # type: ignore[no-any-return]
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether a path is a folder in Hugging Face layout, and no checkpoint."""
+    """Whether a path is a folder in Hugging Face layout and not a checkpoint."""
     return (path / CONFIG).is_file() and not any((path / name).exists() for name in ("config.toml", "manifest.json"))
 
 
 class Ranges(Protocol):
-    """Stored tensors of which ranges can be read."""
+    """Stored tensors that can be read in ranges."""
 
     def read(self, name: str, box: Box) -> Tensor: ...
 
 
 def fill(weights: Mapping[str, Tensor], plan: Plan, source: Ranges) -> None:
-    """Read weights in place, of any placement: each rank reads the ranges that its own shards are made of.
+    """Read weights in place, whatever their placement: each rank reads the ranges that its own shards need.
 
     Args:
-        weights: by name; each becomes what the plan gives under its name, in its own dtype.
-        plan: of the tensors that are stored.
-        source: where they lie.
+        weights: by name; each is filled with the plan's tensor of that name, in its own dtype.
+        plan: made from the stored tensors.
+        source: reads the stored tensors.
     """
     with torch.no_grad():
         for name in (name for group in plan.groups for name in group.targets if name in weights):
@@ -136,10 +136,10 @@ def fill(weights: Mapping[str, Tensor], plan: Plan, source: Ranges) -> None:
 
 
 def table(file: Path) -> dict[str, Any]:
-    """A file of JSON.
+    """Read a JSON file.
 
     Raises:
-        ConfigError: if it is none.
+        ConfigError: if it is not one.
     """
     try:
         found = load_json(file, most=_LARGEST, links=True)
@@ -161,7 +161,7 @@ def _header(file: Path) -> dict[str, Entry]:
 
 
 def _cut_short(file: Path) -> str:
-    """Which tensors of a truncated file are not whole; empty if that can't be told."""
+    """Which tensors a truncated file lacks in part; empty if that is unknown."""
     try:
         size = regular_size(file, links=True)
         with file.open("rb") as opened:
@@ -169,7 +169,7 @@ def _cut_short(file: Path) -> str:
             table = parse_json(opened.read(length).decode()) if length <= min(size, _LARGEST) else {}
         ends = {name: 8 + length + one["data_offsets"][1] for name, one in table.items() if name != "__metadata__"}
         cut = sorted((name for name in ends if ends[name] > size), key=ends.__getitem__)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):  # a header that is something else
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):  # the header is not what it should be
         return ""
     needs = max(ends.values(), default=0)
     return f"it has {size:,} of {needs:,} bytes, and {few(cut)} {_are(cut)} cut off." if cut else ""
@@ -180,15 +180,15 @@ def _are(names: Sequence[str]) -> str:
 
 
 def _indexed(path: Path) -> dict[str, Entry]:
-    """The tensors of several files; the index must say what is in them."""
+    """The tensors of several files; the index must list exactly what is in them."""
     index = table(path / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
-        raise ConfigError(f"{path / INDEX}: there is no weight_map of tensors to files.")
+        raise ConfigError(f"{path / INDEX}: has no weight_map from tensors to files.")
     found: dict[str, Entry] = {}
     wrong: list[str] = []
     for name in sorted(set(index.values())):
         if Path(name).name != name or not (path / name).is_file():
-            wrong.append(f"{name}: there is no such file")
+            wrong.append(f"{name}: no such file")
             continue
         inside = _header(path / name)
         listed = {tensor for tensor, file in index.items() if file == name}
@@ -196,7 +196,7 @@ def _indexed(path: Path) -> dict[str, Entry]:
         wrong += [f"{name}: {tensor} is in it, but not in the index" for tensor in sorted(inside.keys() - listed)]
         found |= inside
     if wrong:
-        raise ConfigError(f"{path / INDEX} does not fit the files:" + indented(wrong))
+        raise ConfigError(f"{path / INDEX} does not match the files:" + indented(wrong))
     return found
 
 

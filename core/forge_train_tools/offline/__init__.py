@@ -1,1 +1,1 @@
-"""Models without a run: opened, sampled from, read and written in other forms."""
+"""Models outside of runs: opens them, generates with them, and reads and writes them in other formats."""

@@ -28,9 +28,9 @@ from .opening import compose_meta, lone_job
 
 STORED = {name: dtype for dtype, name in DTYPES.items()}
 DOCUMENTS = ("README*", "LICENSE*", "NOTICE*", "USE_POLICY*")
-"""Files about a model that go where it goes."""
+"""Files about a model that are copied along with it."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
-"""Keys of the dtype in a `config.json`, new and old."""
+"""Keys for the dtype in a `config.json`, new and old."""
 
 
 def convert_folder(
@@ -49,19 +49,19 @@ def convert_folder(
     Args:
         source: the folder to read.
         target: the folder to write, which must be new or empty.
-        architecture: the new `architectures` of the `config.json`; a plugin must know it and the source's.
+        architecture: the new `architectures` of the `config.json`; a plugin must know it and the source's architecture.
         state_map: `FILE.py:NAME` or `package.module:NAME` of a state map from the source's tensors to the target's, of
-            an `HFModel` with the new `config.json` too, or of a function that makes either from the old one.
-        dtype: of the weights; by default, that of each tensor.
+            an `HFModel` that also has the new `config.json`, or of a function that makes either from the old one.
+        dtype: of the weights; by default, each tensor keeps its own.
         shard_bytes: largest size of one file, in bytes.
-        plugins: to enable for `architecture`, beside the defaults.
+        plugins: to enable for `architecture`, in addition to the defaults.
         without: to disable.
 
     Raises:
-        ConfigError: for a folder or tensors that can't be converted, and a target in use; nothing is written then.
+        ConfigError: for a folder or tensors that can't be converted, or a target in use; nothing is written then.
     """
     if architecture and state_map:
-        raise ConfigError("--architecture and --map both describe the new layout; give one of them.")
+        raise ConfigError("--architecture and --map both describe the new layout; give only one of them.")
     folder = Folder.open(source)
     if architecture:
         request = Request(config=PRESET, plugins=plugins, without=without)
@@ -87,7 +87,7 @@ def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 def _described(folder: Folder, leftovers: HFModel | None = None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     found = {name: one for name, one in folder.tensors.items() if not (leftovers and leftovers.is_leftover(name))}
     if odd := [f"{name}: stored as {one.dtype}" for name, one in found.items() if one.dtype not in STORED]:
-        raise ConfigError(f"{folder.path}: dtypes that are not known:{indented(odd)}")
+        raise ConfigError(f"{folder.path}: unknown dtypes:{indented(odd)}")
     return {name: (one.shape, STORED[one.dtype]) for name, one in found.items()}
 
 
@@ -95,7 +95,7 @@ def _as_it_is(folder: Folder, dtype: torch.dtype | None) -> Plan:
     packed = [f"{name}: stored as {one.dtype}" for name, one in folder.tensors.items() if one.dtype in PACKED]
     if dtype and packed:
         raise ConfigError(
-            f"{folder.path} is quantised, and a tensor without its scale has no meaning in another dtype. Name the "
+            f"{folder.path} is quantised, but a tensor without its scale has no meaning in another dtype. Name the "
             f"layout that dequantises it with --architecture or --map.{indented(packed)}"
         )
     return Plan({name: Stored(*one, name) for name, one in _described(folder).items()})
@@ -108,7 +108,7 @@ def _to_map(folder: Folder, spec: str) -> tuple[Plan, Mapping[str, Any]]:
             found = found(dict(folder.config))
         except ConfigError:
             raise
-        except Exception as error:  # of somebody else's function
+        except Exception as error:  # the function may raise anything
             raise ConfigError(f"--map: {spec} failed for {folder.path / CONFIG}: {describe(error)}.") from error
     if isinstance(found, StateMap):
         found = HFModel(found)
@@ -122,7 +122,7 @@ def _to_map(folder: Folder, spec: str) -> tuple[Plan, Mapping[str, Any]]:
 
 
 def _to_architecture(folder: Folder, architecture: str, request: Request) -> tuple[Plan, Mapping[str, Any]]:
-    """Through the names of a model that both layouts describe; it is composed on the meta device only."""
+    """Convert through the names of a model that both layouts describe; it is only composed on the meta device."""
     request, layout = bring(folder, request)
     hooks = resolve(request, training=False).hooks
     provider = hooks.provider("build_model")

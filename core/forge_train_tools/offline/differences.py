@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: tensors by name and by how much, and the rest of the state."""
+"""How two checkpoints differ: tensors by name and by how much, and the rest of the state."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from forge_train.storage import checkpoint, dcp
 from forge_train.storage.tree import TENSOR
 
 PIECE = 1 << 22
-"""Values that are compared at once."""
+"""Number of values compared at once."""
 _APART = ("config", "enabled", "progress")
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that is not the same in both."""
+    """A tensor that differs between the checkpoints."""
 
     name: str
     kind: Literal["values", "shape", "only in the first", "only in the second"]
     shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
     dtypes: tuple[str | None, str | None]
     max_abs: float | None = None
-    """The largest difference of two values; infinite where only one of them is finite."""
+    """The largest difference between two values; infinite if only one of them is finite."""
     relative: float | None = None
-    """Norm of the difference, divided by the norm of the first; infinite where that is 0."""
+    """Norm of the difference, divided by the norm of the first; infinite if that is 0."""
     values: int = 0
-    """How many differ."""
+    """Number of values that differ."""
 
 
 @dataclass(frozen=True)
 class StateDifference:
-    """A value that is not the same in both; None where there is none."""
+    """A value that differs; None if a checkpoint lacks it."""
 
     key: str
     first: Any
@@ -46,21 +46,21 @@ class StateDifference:
 
 @dataclass(frozen=True)
 class Differences:
-    """Between two checkpoints."""
+    """The differences between two checkpoints."""
 
     equal: int
-    """Tensors that are the same to the bit."""
+    """Tensors that are equal to the bit."""
     tensors: tuple[TensorDifference, ...]
     state: tuple[StateDifference, ...]
 
 
 def compare(first: Path, second: Path, *, prefix: str = "") -> Differences:
-    """Compare two whole checkpoints; of their tensors, one of each is in memory at a time.
+    """Compare two whole checkpoints; memory holds one tensor of each at a time.
 
     Args:
         first: a checkpoint.
         second: another one.
-        prefix: compare only tensors whose names begin with it, and no state.
+        prefix: compare only tensors whose names begin with it, and not the state.
     """
     shapes = checkpoint.shapes(first), checkpoint.shapes(second)
     names = sorted(name for name in shapes[0].keys() | shapes[1].keys() if name.startswith(prefix))
@@ -89,7 +89,7 @@ def _compare(name: str, paths: tuple[Path, Path], shapes: tuple[dict[str, Any], 
 
 
 def _distance(a: Tensor, b: Tensor) -> tuple[float, float, int]:
-    """The largest difference, the relative one, and how many values differ. Two that are no number are the same."""
+    """The largest difference, the relative one, and how many values differ. Two NaNs are equal."""
     largest, squares, norm, values = 0.0, 0.0, 0.0, 0
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     for start in range(0, a.numel(), PIECE):
@@ -119,7 +119,7 @@ def _state(first: dict[str, Any], second: dict[str, Any]) -> Iterator[StateDiffe
     ]
     for key in sorted(sides[0].keys() | sides[1].keys()):
         values = sides[0].get(key), sides[1].get(key)
-        if repr(values[0]) != repr(values[1]):  # which has nan equal to nan
+        if repr(values[0]) != repr(values[1]):  # repr makes NaN equal to NaN
             yield StateDifference(key, *values)
 
 

@@ -18,7 +18,7 @@ from .logits import continues, logits_of, new_cache
 
 @dataclass
 class Drafts:
-    """How drafting went."""
+    """Counts of drafted and accepted tokens."""
 
     proposed: int = 0
     """Drafted tokens."""
@@ -30,10 +30,10 @@ class Drafts:
 
 
 def check(job: Job, part: nn.Module, drafts: int) -> None:
-    """Whether a model can draft so many tokens at once.
+    """Check that a model can draft this many tokens at once.
 
     Raises:
-        ConfigError: saying why not.
+        ConfigError: explaining why not.
     """
     own = getattr(part, "tail", None)
     if not isinstance(own, tail.Drafting):
@@ -44,7 +44,7 @@ def check(job: Job, part: nn.Module, drafts: int) -> None:
         raise ConfigError("Drafts need the whole model in one process; leave them out.")
     if not all(hasattr(one, "crop") for one in _caches(part, own, job)):
         raise ConfigError(
-            "This model can't take back wrong drafts: they need attention with a cache of keys and values that can be "
+            "This model can't undo wrong drafts: that needs attention with a cache of keys and values that can be "
             "cropped (forge_train.nn.KVCache), and a kernel that can continue from it. Leave drafts out."
         )
 
@@ -65,7 +65,7 @@ class Drafting:
     def __init__(self, job: Job, part: Any, drafts: int, length: int, vocabulary: int, told: Drafts) -> None:
         """
         Args:
-            job: whose task gives the logits.
+            job: its task computes the logits.
             part: the model.
             drafts: tokens to draft at once.
             length: largest number of tokens, including the prompt's.
@@ -79,9 +79,9 @@ class Drafting:
         self._cache: dict[str, Any] = part.new_cache(1, length)
         self._caches = self._tail.new_cache(1, length)[:drafts]
         self._ids: list[int] = []
-        """Tokens that are certain."""
+        """Tokens that are final."""
         self._given: list[Tensor | None] = [None] * (drafts + 1)
-        """Inputs that each module has not seen yet, `[1, positions, dim]`, from the end of its cache on."""
+        """Inputs that each module has not processed yet, `[1, positions, dim]`, starting at the end of its cache."""
 
     def tokens(self, prompt: Sequence[int]) -> Iterator[int]:
         """The tokens after a prompt; ends only once there are `length` tokens."""
@@ -95,7 +95,7 @@ class Drafting:
 
     @torch.no_grad()
     def _seen(self, ids: Sequence[int]) -> list[int]:
-        """Show tokens to the model; returns its choice after each."""
+        """Run the model on tokens; returns its choice after each."""
         hidden = self._part(torch.tensor([ids], device=self._device), cache=self._cache)
         self._keep(0, hidden)
         return self._choices(hidden)
@@ -125,7 +125,7 @@ class Drafting:
             after, normed = self._tail.draft(depth, hidden, new, positions, cache)
             ids += self._choices(normed[:, -1:])
             self._keep(depth + 1, after)
-            # The last positions may have seen a wrong draft: they are computed again in the next round.
+            # The last positions may have processed a wrong draft: they are computed again in the next round.
             cache.crop(max(known - depth, 0))
             certain = self._caches[depth - 1].length if depth else cache.length
             self._given[depth] = hidden[:, cache.length - start : certain - start]

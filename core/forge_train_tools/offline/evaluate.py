@@ -1,4 +1,4 @@
-"""The evaluations of a run, on a checkpoint: one process or several, without training, without a trace."""
+"""The evaluations of a run, on a checkpoint: on one process or several, without training or writing anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .opening import ReadOnlyRun, Wanted, find, run_folder
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What the evaluations of a checkpoint found."""
+    """Results of a checkpoint's evaluations."""
 
     checkpoint: str
     step: int
@@ -33,25 +33,25 @@ class Evaluated:
     metrics: dict[str, float] = field(default_factory=dict)
     """`name.metric`, as in events.jsonl."""
     unlike_training: tuple[str, ...] = ()
-    """Plugins that put other weights in for evaluations during training; here the checkpoint's own are evaluated."""
+    """Plugins that use other weights for evaluations during training; here the checkpoint's own are evaluated."""
 
 
 def evaluate(path: Path, *, wanted: Wanted | None = None, nproc: int = 1) -> Evaluated:
-    """Evaluate the checkpoint, or a run's newest, as its run does.
+    """Evaluate a checkpoint, or a run's newest, as its run does.
 
     Args:
         path: a run, a checkpoint, or a folder in Hugging Face layout, which gets the configuration for fine-tuning.
-        wanted: plugins and values beside the run's own.
-        nproc: local processes to start; one is this one.
+        wanted: plugins and values in addition to the run's own.
+        nproc: local processes to use, including this one.
 
     Raises:
-        ConfigError: for a path that is none of them, or a configuration that can't be.
+        ConfigError: for a path that is none of these, or an invalid configuration.
         ForgeError: with the message of the rank that failed first.
     """
     wanted = wanted or Wanted()
     if nproc == 1:
         return _evaluate(path, wanted)
-    find(path, world=nproc, wanted=wanted)  # so that a mistake is reported once
+    find(path, world=nproc, wanted=wanted)  # so that a mistake is reported only once
     arguments = {"path": str(path), "wanted": dataclasses.asdict(wanted)}
     with tempfile.TemporaryDirectory(prefix="forge-eval-") as name:
         folder = Path(name)
@@ -63,13 +63,13 @@ def evaluate(path: Path, *, wanted: Wanted | None = None, nproc: int = 1) -> Eva
 
 
 def worker(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
-    """What each process does."""
+    """The work of each process."""
     found = _evaluate(Path(path), Wanted(*(tuple(wanted[name]) for name in ("plugins", "set"))))
     return {"code": 0, "evaluated": dataclasses.asdict(found)}
 
 
 def _evaluate(path: Path, wanted: Wanted) -> Evaluated:
-    """On one process, or as one of those that a launcher started."""
+    """Evaluate on this process alone, or on one of those that a launcher started."""
     world = World.here().size
     source = find(path, world=world, wanted=wanted)
     path, hooks, own = source.path, source.setup.hooks, (source.saved or {}).get("plugins", {})

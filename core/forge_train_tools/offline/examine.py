@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, and is what it says: every byte is read, and nothing of it is run."""
+"""Checks that a checkpoint is whole and consistent: reads every byte, and runs nothing from it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from forge_train.storage.shards import check_shards
 
 @dataclass(frozen=True)
 class Examined:
-    """What was found."""
+    """The result of an examination."""
 
     path: Path
     problem: str = ""
-    """In a phrase; empty if there is none."""
+    """A phrase that describes the problem; empty if there is none."""
     edited: tuple[str, ...] = ()
-    """Files that may be edited, and were."""
+    """Files that were edited and are allowed to be."""
 
 
 def examine(path: Path) -> Examined:
-    """Compare every file with the manifest, then look at the state, the index, and the description of every shard."""
+    """Compare every file with the manifest, then check the state, the index, and the description of every shard."""
     if problem := seal.check(path, contents=True):
         return Examined(path, problem)
     try:

@@ -1,4 +1,4 @@
-"""Generation: one token after the other, with keys and values kept where the model can."""
+"""Generates text one token at a time; keeps keys and values if the model can."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from . import drafting
 from .logits import Logits
 
 Stopped = Literal["", "tokens", "end", "stop", "length"]
-"""Why a text ended: as many tokens as were asked for, the document's end, a stop string, the model's longest sequence;
-empty while it goes on."""
+"""Why a text ended: the requested number of tokens, the document's end, a stop string, or the model's longest sequence;
+empty while it continues."""
 
 _REPLACEMENT = "\ufffd"
 
@@ -30,18 +30,18 @@ class Sampling:
     """How tokens are chosen.
 
     Args:
-        tokens: the most to generate.
+        tokens: the most tokens to generate.
         temperature: divides the logits; 0 takes the likeliest token.
-        top_k: choose among that many of the likeliest; 0 is all.
-        top_p: choose among the fewest of the likeliest whose probabilities reach this sum (Holtzman et al. 2019,
+        top_k: choose among this many of the likeliest tokens; 0 means all.
+        top_p: choose among the fewest likeliest tokens whose probabilities reach this sum (Holtzman et al. 2019,
             arXiv:1904.09751); after top_k.
-        seed: of the generator that draws.
-        stop: texts that end the generation, and are not part of it.
+        seed: of the random generator.
+        stop: texts that end the generation and are not part of it.
         drafts: tokens that the modules of the model's tail draft at once, and that the model then checks in one pass;
-            the text is the same. 0 is off. Needs temperature 0.
+            the text is the same. 0 disables drafts. Needs temperature 0.
 
     Raises:
-        ConfigError: with every value that is out of range.
+        ConfigError: naming every value that is out of range.
     """
 
     tokens: int = 200
@@ -58,12 +58,12 @@ class Sampling:
             for name, fits, expected in (
                 ("tokens", self.tokens >= 1, "at least 1"),
                 ("temperature", 0 <= self.temperature < math.inf, "a finite number of at least 0"),
-                ("top_k", self.top_k >= 0, "at least 0 (which is all)"),
+                ("top_k", self.top_k >= 0, "at least 0 (which means all)"),
                 ("top_p", 0 < self.top_p <= 1, "a number greater than 0 and at most 1"),
                 ("seed", 0 <= self.seed < 2**63, "a number from 0 up to 2⁶³ - 1"),
-                ("stop", all(self.stop), "texts that are not empty"),
-                ("drafts", self.drafts >= 0, "at least 0 (which is off)"),
-                ("temperature", not (self.drafts and self.temperature), "0, with drafts (they are greedy)"),
+                ("stop", all(self.stop), "non-empty texts"),
+                ("drafts", self.drafts >= 0, "at least 0 (which means none)"),
+                ("temperature", not (self.drafts and self.temperature), "0, because drafts are greedy"),
             )
             if not fits
         ]
@@ -89,29 +89,29 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
 
 
 class Completion:
-    """A text that is being generated: iterate over its pieces, once; then it tells how it went.
+    """A text that is being generated: iterate over its pieces, once; then read how it ended.
 
-    It draws from a generator of its own, and leaves the model in the mode (training or not) in which it was. Over
+    It draws from its own generator, and restores the model's mode (training or not) afterwards. Over
     several ranks, all of them must iterate: they get the same tokens.
 
     Args:
-        job: whose tokenizer and task.
+        job: provides the tokenizer and the task.
         model: in one part.
-        prompt: what to go on from; empty for the beginning of a document.
-        sampling: how.
-        whole: whether the prompt has its own beginning, as a rendered chat has; else the tokenizer's is put before it.
+        prompt: the text to continue; empty for the beginning of a document.
+        sampling: how to choose tokens.
+        whole: whether the prompt has its own beginning, as a rendered chat has; if not, the tokenizer's is added.
 
     Raises:
-        ConfigError: for a prompt that leaves no room, a model that can't generate here.
+        ConfigError: for a prompt that leaves no room, or a model that can't generate here.
     """
 
     def __init__(self, job: Job, model: Model, prompt: str, sampling: Sampling, *, whole: bool = False) -> None:
         if max(len(model.parts), job.dist.layout.pp, job.dist.layout.cp) > 1:
-            raise ConfigError("Text is generated with whole models and sequences; this one is cut by pp or cp.")
+            raise ConfigError("Generating text needs a whole model and whole sequences; this model is cut by pp or cp.")
         if not job.hooks.provider("tokenizer"):
-            raise ConfigError("No enabled plugin provides a tokenizer, which generating text needs.")
+            raise ConfigError("Generating text needs a tokenizer, but no enabled plugin provides one.")
         if (given := job.hooks.gives("head")) != "token_logits":
-            raise ConfigError(f"Text is generated from token logits; the head of this model gives {given!r}.")
+            raise ConfigError(f"Generating text needs token logits; the head of this model gives {given!r}.")
         if model.looks_ahead:
             raise ConfigError(f"This model can't generate text: {model.looks_ahead}.")
         self._job, self._model, self._part, self._sampling = job, model, model.parts[0], sampling
@@ -124,7 +124,7 @@ class Completion:
         self.drafts = drafting.Drafts()
         self.stopped: Stopped = ""
         self.tokens = 0
-        """Generated so far, the document's end not counted."""
+        """Number of generated tokens, without the document's end."""
         self.text = ""
 
     def __iter__(self) -> Iterator[str]:
@@ -176,16 +176,16 @@ class Completion:
             new = [token]
 
     def _agree(self, logits: Tensor, generator: torch.Generator) -> int:
-        """The next token, on all ranks that of the first: a rounding difference must not part them."""
+        """The next token; all ranks use the first rank's, so that rounding differences can't make them diverge."""
         token: int = self._job.dist.on_main(lambda: choose(logits, self._sampling, generator))
         return token
 
     def _encode(self, prompt: str, *, whole: bool) -> list[int]:
-        """Token ids of the prompt; where a document has no beginning, the end of another precedes it."""
+        """Token ids of the prompt; if documents have no beginning token, the end of another document precedes it."""
         if ids := [*(() if whole else self._tokenizer.begin), *self._tokenizer.encode(prompt)]:
             return ids
         if self._tokenizer.end is None:
-            raise ConfigError("The tokenizer has no token that begins a document; give a prompt to go on from.")
+            raise ConfigError("The tokenizer has no token that begins a document; give a prompt to continue.")
         return [self._tokenizer.end]
 
     def _room(self) -> int:
@@ -194,31 +194,31 @@ class Completion:
             return self._sampling.tokens
         if len(self._prompt) >= longest:
             raise ConfigError(
-                f"The prompt has {len(self._prompt)} tokens; the model was made for sequences of at most {longest}, "
-                "the generated tokens included. Shorten the prompt."
+                f"The prompt has {len(self._prompt)} tokens; the model supports sequences of at most {longest}, "
+                "including the generated tokens. Shorten the prompt."
             )
         return int(longest) - len(self._prompt)
 
 
 class _Stream:
-    """Tokens to pieces of text. What may be the first half of a character waits for the other.
+    """Turns tokens into pieces of text. Tokens that may be an incomplete character wait for the rest.
 
-    Only the newest tokens are decoded, together with some before them, because what a token reads as can depend on its
-    neighbours; the first of these begins a character, because one broken byte can spoil all that are next to it.
+    Only the newest tokens are decoded, together with some before them, because a token's text can depend on its
+    neighbours. The first of these begins a character, because one broken byte can spoil all characters next to it.
     """
 
     CONTEXT = 5
-    """Tokens before the new ones that are decoded with them, at least."""
+    """Least number of tokens before the new ones that are decoded with them."""
     PATIENCE = 8
-    """Tokens that may wait. A character has at most four bytes, so what waits longer is not UTF-8."""
+    """Number of tokens that may wait. A character has at most four bytes; what waits longer is not UTF-8."""
     REST = 3
-    """The newest of these that may yet be the beginning of a character."""
+    """Number of newest waiting tokens that may still be the beginning of a character."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = list(before)
         self._cuts = [0, len(self._ids)]
-        """Where a piece began; the last is where the next one does."""
+        """Where each piece began; the last entry is where the next one begins."""
 
     def push(self, token: int) -> str:
         self._ids.append(token)
@@ -231,7 +231,7 @@ class _Stream:
         return ""
 
     def flush(self) -> str:
-        """What still waits."""
+        """The text that is still waiting."""
         return self._take(len(self._ids), self._decode(len(self._ids)))
 
     def _decode(self, upto: int) -> str:
@@ -247,7 +247,7 @@ class _Stream:
 
 
 class _Stops:
-    """Holds text back as long as a stop string may be beginning in it."""
+    """Holds text back while it may be the beginning of a stop string."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
@@ -255,7 +255,7 @@ class _Stops:
         self.found = False
 
     def push(self, piece: str) -> str:
-        """What can be shown: all up to the first stop string, and nothing after it."""
+        """The text that can be shown: everything before the first stop string."""
         if self.found:
             return ""
         text = self._held + piece
@@ -273,5 +273,5 @@ class _Stops:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest beginning of `stop` that `text` ends with."""
+    """The length of the longest prefix of `stop` that `text` ends with."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

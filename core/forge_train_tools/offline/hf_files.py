@@ -25,29 +25,29 @@ from forge_train.storage.in_place import Place, as_bytes, fill, size_of
 from forge_train.storage.seal import sync
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of a `config.json` that come from the tokenizer, or from the model that was imported."""
+"""Keys of a `config.json` that come from the tokenizer or from the imported model."""
 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What was imported or exported."""
+    """The result of an import or export."""
 
     path: Path
     parameters: int
     files: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    """What the user should know."""
+    """Remarks for the user."""
     data: str = ""
-    """The option that names what an imported model is trained on."""
+    """The option for the data to train an imported model on."""
 
 
 def check_range(name: str, stored: Tensor, original: Callable[[], Tensor]) -> None:
-    """Refuse fp16 for finite numbers that it turns into infinities.
+    """Refuse fp16 if it turns finite numbers into infinities.
 
     Args:
         name: of the tensor.
-        stored: in the dtype that was asked for.
-        original: gives its values as they were, where that must be known.
+        stored: in the requested dtype.
+        original: returns the original values, if they are needed.
 
     Raises:
         ConfigError: naming the tensor.
@@ -56,7 +56,7 @@ def check_range(name: str, stored: Tensor, original: Callable[[], Tensor]) -> No
         return
     infinite = stored.isinf()
     if bool(infinite.any()) and bool((infinite & original().isfinite()).any()):
-        raise ConfigError(f"--dtype fp16: {name!r} has numbers beyond ±65504, which fp16 can't hold; take bf16.")
+        raise ConfigError(f"--dtype fp16: {name!r} has numbers beyond ±65504, which fp16 can't hold; use bf16.")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class TensorFiles:
 
         Args:
             folder: the folder of the files that `create` made.
-            read: gives a tensor by its name.
+            read: returns a tensor by its name.
             rank: number of the share; all shares have about the same number of bytes.
             world: number of shares.
         """
@@ -109,7 +109,7 @@ class TensorFiles:
         shape, dtype = self.tensors[name]
         tensor = read(name)
         if tuple(tensor.shape) != shape:
-            raise ForgeError(f"{name!r} has shape {[*tensor.shape]}, but {[*shape]} was planned.")
+            raise ForgeError(f"{name!r} has shape {[*tensor.shape]}, but {[*shape]} was expected.")
         stored = tensor.to(dtype)
         check_range(name, stored, lambda: tensor)
         return as_bytes(stored)
@@ -124,7 +124,7 @@ def appearing(target: Path) -> Iterator[Path]:
 
     Raises:
         ConfigError: if the target is in use.
-        ForgeError: if the disk refuses.
+        ForgeError: if the disk reports an error.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty; name a new folder.")
@@ -143,7 +143,7 @@ def appearing(target: Path) -> Iterator[Path]:
 
 
 def in_order(plan: Plan, dtype: torch.dtype | None, exact: Iterable[str] = ()) -> Shapes:
-    """The tensors of a plan, group by group, and the dtype to store each in: the one that was asked for, or its own.
+    """The tensors of a plan, group by group, and the dtype to store each in: the requested one, or its own.
     Tensors that are not floating-point keep their dtype, and so do names that match one of the patterns `exact`."""
     views = {name: plan.targets[name] for group in plan.groups for name in group.targets}
     kept = {name for name in views if any(re.fullmatch(one, name) for one in exact)}
@@ -152,7 +152,7 @@ def in_order(plan: Plan, dtype: torch.dtype | None, exact: Iterable[str] = ()) -
 
 
 def put_beside(folder: Path, beside: Mapping[str, Path]) -> None:
-    """Copy files of a model into its folder, all but its `config.json`."""
+    """Copy a model's files into its folder, except its `config.json`."""
     for name, file in beside.items():
         if name != CONFIG:
             (folder / name).parent.mkdir(exist_ok=True)
@@ -160,7 +160,7 @@ def put_beside(folder: Path, beside: Mapping[str, Path]) -> None:
 
 
 def common_dtype(tensors: Shapes) -> str:
-    """The dtype of most bytes of a model's tensors, as a `config.json` names it."""
+    """The dtype of most bytes of a model's tensors, as named in a `config.json`."""
     held: Counter[torch.dtype] = Counter()
     for shape, dtype in tensors.values():
         held[dtype] += size_of(shape, dtype)
@@ -168,7 +168,7 @@ def common_dtype(tensors: Shapes) -> str:
 
 
 def comments_in(preset: Path) -> dict[Key, str]:
-    """The comments beside the keys of a preset's sections."""
+    """The comments next to the keys of a preset's sections."""
     import tomlkit
 
     tables = {name: table for name, table in tomlkit.parse(preset.read_text(encoding="utf-8")).items() if table}
@@ -181,7 +181,7 @@ def comments_in(preset: Path) -> dict[Key, str]:
 
 
 def special_tokens(beside: Mapping[str, Path], job: Job) -> dict[str, Any]:
-    """The ids of special tokens for `config.json`: as the imported model had them, else the tokenizer's."""
+    """The ids of special tokens for `config.json`: those of the imported model, or else the tokenizer's."""
     if CONFIG in beside:
         own = table(beside[CONFIG])
         return {key: own[key] for key in SPECIAL if key in own}

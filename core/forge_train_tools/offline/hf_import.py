@@ -1,4 +1,4 @@
-"""Makes a checkpoint of a folder in Hugging Face layout. Which model is how named there, plugins tell (`import_hf`)."""
+"""Makes a checkpoint of a folder in Hugging Face layout. Plugins map its model and its names (`import_hf`)."""
 
 from __future__ import annotations
 
@@ -56,28 +56,29 @@ def import_checkpoint(
     allow_extra: Sequence[str] = (),
     nproc: int = 1,
 ) -> Exchanged:
-    """Make a checkpoint, of weights only, of a folder in Hugging Face layout.
+    """Make a checkpoint, of weights only, from a folder in Hugging Face layout.
 
-    Its `config.toml` describes the model for forge and begins with these weights: `forge train TARGET/config.toml`
-    trains them further. They are in safetensors files, whatever `checkpoint.format` is, and pass through memory one
-    tensor at a time.
+    Its `config.toml` describes the model for forge and starts from these weights: `forge train TARGET/config.toml`
+    trains them further. The weights are in safetensors files, whatever `checkpoint.format` is, and pass through memory
+    one tensor at a time.
 
     Args:
         source: `config.json` with `model.safetensors`, or with several files and their index.
-        target: the checkpoint's folder, which is not there yet.
-        plugins: to enable beside the defaults; one of all of them must know the architecture.
+        target: the checkpoint's folder, which must not exist yet.
+        plugins: to enable in addition to the defaults; one of all these must know the architecture.
         without: to disable.
-        settings: `key=value`, as `--set` takes them, over what the folder says.
-        dtype: to store; by default, that of each tensor. A model has fp32 parameters, whatever its checkpoint holds.
+        settings: `key=value`, as in `--set`; they override the folder's values.
+        dtype: to store; by default, each tensor keeps its own. A model has fp32 parameters, whatever its checkpoint
+            holds.
         allow_missing: patterns of tensors that may be missing or have another shape; their weights start as in a new
             model.
-        allow_extra: patterns of tensors that may be there in addition to the model's; they are left out.
-        nproc: local processes that each read and write a share of the tensors; one is this one.
+        allow_extra: patterns of tensors that the folder may have in addition to the model's; they are left out.
+        nproc: local processes that each read and write a share of the tensors, including this one.
 
     Raises:
-        ConfigError: for a folder, an architecture or tensors that can't be imported, and for a pattern that fits
+        ConfigError: for a folder, an architecture or tensors that can't be imported, or for a pattern that matches
             nothing; nothing is written then.
-        ForgeError: with several processes, the message of the one that failed first; nothing is left then either.
+        ForgeError: with several processes, the message of the one that failed first; then, too, nothing is left behind.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists; name a new folder.")
@@ -126,7 +127,7 @@ def import_checkpoint(
 
 @dataclass(frozen=True)
 class _Asked:
-    """The arguments of an import, as JSON can hold them; see `import_checkpoint`."""
+    """The arguments of an import in a form that JSON can hold; see `import_checkpoint`."""
 
     source: str
     target: str
@@ -140,7 +141,7 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Import:
-    """What is going to be written; no tensor is in memory."""
+    """What an import will write; no tensor is in memory."""
 
     folder: Folder
     setup: Setup
@@ -148,7 +149,7 @@ class _Import:
     model: Model
     plan: Plan
     weights: Mapping[str, Tensor]
-    """On the meta device, in the dtype that is stored."""
+    """On the meta device, in the dtype to store."""
     notes: tuple[str, ...]
 
     @classmethod
@@ -175,7 +176,7 @@ class _Import:
             ignored=noting(Patterns("", (), head), left_out),
         )
         may_lack.check(f"{folder.path} lacks")
-        may_exceed.check(f"{folder.path} holds beside the model")
+        may_exceed.check(f"{folder.path} holds in addition to the model")
         drawn = [name for name in wanted if name not in plan.targets]
         notes = _tokenizer_notes(folder, unfit) if takes_file else ()
         if extra:
@@ -193,7 +194,7 @@ class _Import:
 
     @cached_property
     def state(self) -> dict[str, Any]:
-        """Of the checkpoint."""
+        """The checkpoint's state."""
         enabled = [entry for entry in plugin_list(self.setup.hooks) if entry["name"] not in self.setup.config.neutral]
         source = {"from": str(self.folder.path.absolute()), "architectures": self.folder.config.get("architectures")}
         return {
@@ -206,11 +207,11 @@ class _Import:
 
     @property
     def files(self) -> Files:
-        """Of the checkpoint's tensors."""
+        """The files of the checkpoint's tensors."""
         return Files.of({f"{MODEL}{name}": (tuple(t.shape), t.dtype) for name, t in self.weights.items()}, alone=True)
 
     def read(self, name: str) -> Tensor:
-        """A tensor by its name in the checkpoint; what is stored as it is wanted stays mapped from the folder."""
+        """A tensor by its name in the checkpoint; if its stored form fits, it stays mapped from the folder."""
         own = name.removeprefix(MODEL)
         one, view = self.weights[own], self.plan.targets.get(own)
         if isinstance(view, Stored) and view.dtype == one.dtype:
@@ -233,7 +234,7 @@ def _fill_together(asked: _Asked, part: Path, nproc: int) -> None:
 
 
 def import_share(asked: dict[str, Any], part: str) -> dict[str, Any]:
-    """What each process of an import does."""
+    """The work of each process of an import."""
     here, made = World.here(), _Import.of(_Asked(**asked))
     try:
         made.files.fill(Path(part), made.read, rank=here.rank, world=here.size)
@@ -250,7 +251,7 @@ def _understand(folder: Folder, target: Path, request: Request) -> tuple[HFModel
 
 
 def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list[Path]:
-    """The files that lie beside the tensors. The configuration names them as its neighbours, so that the checkpoint can
+    """The files next to the tensors. The configuration names them by relative paths, so that the checkpoint can
     be moved."""
     here = {"train": {**setup.config.as_written.get("train", {}), "init_from": "./"}}
     config = dataclasses.replace(setup.config, as_written={**setup.config.as_written, **here})
@@ -268,12 +269,12 @@ def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list
 
 
 def _data(setup: Setup) -> str:
-    """The option that names what to train on."""
+    """The option for the data to train on."""
     return f"{setup.hooks.provider('build_data') or 'text'}.path"
 
 
 def _composed(job: Job) -> tuple[Model, str]:
-    """The model on the meta device, and why it can't be one of the tokenizer, if it can't."""
+    """The model on the meta device, and why it can't use the tokenizer; empty if it can."""
     try:
         return compose_meta(job, text=True), ""
     except ConfigError as error:

@@ -20,7 +20,7 @@ from forge_train.storage.hf_folder import CONFIG, Folder
 from forge_train.storage.model_files import TOKENIZER
 
 PRESET = "finetune"
-"""Beneath the configuration of a model that came from a folder."""
+"""The preset underneath the configuration of a model that came from a folder."""
 ANY = "*"
 """Among the architectures of a plugin that can't list them."""
 
@@ -29,7 +29,8 @@ def starting_from(request: Request) -> Request:
     """A request with the model and tokenizer of the folder that it starts from; no tensor is read.
 
     Args:
-        request: whose `model_from` is in Hugging Face layout. Without a configuration it has that of fine-tuning.
+        request: its `model_from` is in Hugging Face layout. If it has no configuration, it gets the one for
+            fine-tuning.
 
     Raises:
         ConfigError: for a folder or an architecture that can't be imported.
@@ -42,11 +43,11 @@ def starting_from(request: Request) -> Request:
 
 
 def bring(folder: Folder, request: Request) -> tuple[Request, HFModel]:
-    """A request with the sections that a folder's model and tokenizer have, and how that model is named."""
+    """A request with the sections for a folder's model and tokenizer, and how that model's tensors are named."""
     file = folder.path / CONFIG
     folder.check_sizes()
     request = dataclasses.replace(request, sections_from=str(file))
-    # without settings, which may be of plugins that only the folder's model needs
+    # without settings, because they may belong to plugins that only the folder's model needs
     bare = resolve(dataclasses.replace(request, set=(), environment=""), training=False)
     hooks, sequence = bare.hooks, bare.config.train.sequence
     try:
@@ -68,7 +69,7 @@ def bring(folder: Folder, request: Request) -> tuple[Request, HFModel]:
 
 
 def _kernel(request: Request) -> tuple[str, ...]:
-    """A kernel that can do what the model asks for, where the default one can't and nobody named another."""
+    """A kernel that supports the model, if the default kernel does not and the user named no other."""
     setup = resolve(request, training=False)
     name, asked = setup.hooks.provider(kernels.SLOT), [one for _, one in setup.hooks.kernel_needs(setup.config)]
     if name is None or name not in setup.config.defaults.values() or setup.hooks.enabled[name].named:
@@ -84,7 +85,7 @@ def _kernel(request: Request) -> tuple[str, ...]:
 
 
 def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
-    """What is said of an architecture that no enabled plugin reads: those that are known, and who else knows it."""
+    """The error for an architecture that no enabled plugin reads: the known ones, and which other plugins know it."""
     named = config.get("architectures") or [config.get("model_type")]
     asked = ", ".join(hooks.implementers("import_hf")) or "none"
     known = sorted({name for one in hooks.enabled.values() for name in one.cls.architectures} - {ANY})

@@ -1,4 +1,4 @@
-"""Writes a model in Hugging Face layout. Which model is how named there, plugins tell (`export_hf`)."""
+"""Writes a model in Hugging Face layout. Plugins map the model and its names (`export_hf`)."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def export_checkpoint(
     """Write the model of a run (its newest whole checkpoint) or of a checkpoint in Hugging Face layout.
 
     Args:
-        source: a run, or a checkpoint; what it holds is verified first.
-        target: a folder that is not there yet, or empty.
-        dtype: of the weights; by default, what the checkpoint has.
+        source: a run or a checkpoint, whose contents are verified first.
+        target: a folder that does not exist yet or is empty.
+        dtype: of the weights; by default, that in the checkpoint.
         shard_bytes: largest size of one file, in bytes.
-        nproc: local processes that each write a share of the tensors; one is this one.
+        nproc: local processes that each write a share of the tensors, including this one.
 
     Raises:
-        ConfigError: for a model that the layout can't express, a target that is in use.
-        ForgeError: if the disk refuses; with several processes, the message of the one that failed first.
+        ConfigError: for a model that the layout can't express, or a target in use.
+        ForgeError: if the disk reports an error; with several processes, the message of the one that failed first.
     """
     source = checkpoint.resolve(source)
     export = _Export.of(source, dtype, shard_bytes)
@@ -72,7 +72,7 @@ def export_checkpoint(
         put_beside(part, export.beside)
     notes: tuple[str, ...] = ()
     if TOKENIZER not in export.beside:
-        notes += (f"The run has no {TOKENIZER} to put beside the weights.",)
+        notes += (f"The run has no {TOKENIZER} to copy next to the weights.",)
     if export.left_out:
         notes += (f"Left out, because the layout has no place for them: {few(export.left_out)}.",)
     return Exchanged(target, export.parameters, tuple(export.files.files), notes)
@@ -80,7 +80,7 @@ def export_checkpoint(
 
 @dataclass(frozen=True)
 class _Export:
-    """What is going to be written, of a checkpoint that is whole."""
+    """What an export will write, from a whole checkpoint."""
 
     config: Mapping[str, Any]
     files: TensorFiles
@@ -88,7 +88,7 @@ class _Export:
     beside: Mapping[str, Path]
     parameters: int
     left_out: Sequence[str]
-    """Weights that the layout has no place for."""
+    """Weights that have no place in the layout."""
 
     @classmethod
     def of(cls, source: Path, dtype: torch.dtype | None, shard_bytes: int) -> _Export:
@@ -98,7 +98,7 @@ class _Export:
         model = compose_meta(job, text=False)
         layout = job.hooks.export_hf()
         if layout is None:
-            raise ConfigError(f"{source}: no plugin of it can write its model in Hugging Face layout (export_hf).")
+            raise ConfigError(f"{source}: none of its plugins can write its model in Hugging Face layout (export_hf).")
         where = places(source, job.dist, setup.config.train.init_from)
         left_out = [name for name in model.state_dict() if any(re.fullmatch(one, name) for one in layout.left_out)]
         weights = {name: one for name, one in model.state_dict().items() if name not in left_out}
@@ -127,7 +127,7 @@ def _write_together(source: Path, part: Path, dtype: torch.dtype | None, shard_b
 
 
 def export_share(source: str, part: str, dtype: str, shard_bytes: int) -> dict[str, Any]:
-    """What each process of an export does."""
+    """The work of each process of an export."""
     here = World.here()
     export = _Export.of(Path(source), getattr(torch, dtype) if dtype else None, shard_bytes)
     try:
@@ -138,7 +138,7 @@ def export_share(source: str, part: str, dtype: str, shard_bytes: int) -> dict[s
 
 
 def _padding(special: Mapping[str, Any], layout: HFModel, job: Job) -> dict[str, Any]:
-    """The id of padding where the last token of a text is found by it: that of the imported model, unless texts end
+    """The id of padding, if it is used to find the last token of a text: that of the imported model, unless texts end
     with the same token; else the layout's own."""
     pad = special.get("pad_token_id")
     if "pad_token_id" not in layout.config or pad is None:

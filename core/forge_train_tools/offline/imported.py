@@ -1,4 +1,4 @@
-"""A Hugging Face folder where a configuration is expected: it is imported once, and its checkpoint's is taken."""
+"""Imports a Hugging Face folder given as a configuration, once, and uses its checkpoint's configuration."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from forge_train.ground.errors import ConfigError
 from forge_train.storage.manifest import EDITABLE
 
 FOLDER = "imported"
-"""Where the checkpoints lie, beside the runs."""
+"""The folder of these checkpoints, next to the runs."""
 
 
 def imported(request: Request, run_dir: Path, told: Callable[[str], None]) -> Request:
-    """The request with the configuration of the folder's checkpoint, which is made if it is not there yet.
+    """The request with the configuration of the folder's checkpoint, which is made first if it does not exist.
 
-    Another process that imports the same folder is waited for. Files that changed, and other plugins, are another
+    If another process is importing the same folder, this one waits for it. Changed files or other plugins make another
     checkpoint.
 
     Args:
-        request: `config` is a folder in Hugging Face layout.
+        request: its `config` is a folder in Hugging Face layout.
         run_dir: where runs are made.
-        told: is given what becomes known, to be shown.
+        told: called with messages to show.
 
     Raises:
         ConfigError: see `import_checkpoint`; or the checkpoint can't be written.

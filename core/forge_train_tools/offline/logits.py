@@ -16,7 +16,7 @@ from forge_train.ground.tensors import full_tensor
 
 
 class Logits:
-    """Logits of the next token, from the new tokens."""
+    """Logits of the next token, computed from the new tokens."""
 
     def __init__(self, job: Job, part: nn.Module, length: int) -> None:
         self._part, self._device = part, job.device
@@ -44,7 +44,7 @@ def logits_of(task: Task, part: nn.Module, hidden: Tensor, seen: int) -> Tensor:
         task: computes them as its outputs.
         part: the part of the model that has the head.
         hidden: hidden states for the head.
-        seen: number of tokens that the model has seen, for the message.
+        seen: number of tokens that the model has processed, for the message.
 
     Raises:
         ForgeError: if they are NaN.
@@ -63,7 +63,7 @@ def continues(job: Job) -> bool:
 
 
 def new_cache(part: nn.Module, length: int) -> Any:
-    """A cache for one sequence, or None if the model, or one of its layers (TypeError), has none."""
+    """A cache for one sequence, or None if the model or one of its layers (TypeError) has none."""
     make = getattr(part, "new_cache", None)
     try:
         return make(1, length) if make is not None else None

@@ -1,4 +1,4 @@
-"""Opening a run or a checkpoint to look at its model: on one process, without training, without a trace."""
+"""Opens a run or a checkpoint to inspect its model: on one process, without training or writing anything."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger("forge_train")
 
 @dataclass(frozen=True)
 class Opened:
-    """A model as a checkpoint holds it."""
+    """A model with a checkpoint's weights."""
 
     job: Job
     model: Model
@@ -45,7 +45,7 @@ class Opened:
 
 
 class ReadOnlyRun(Run):
-    """The folder of a run that is only looked at."""
+    """The folder of a run that is opened read-only."""
 
     def artifact(self, name: str) -> NoReturn:
         self._refuse(f"artifacts/{name}")
@@ -63,23 +63,23 @@ class ReadOnlyRun(Run):
         self._refuse("outcome.json")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise ForgeError(f"{self.dir} is only being looked at; {what} can't be written.")
+        raise ForgeError(f"{self.dir} is open read-only; {what} can't be written.")
 
 
 def open_model(path: Path, *, device: Device | None = None, text: bool = True, plugins: tuple[str, ...] = ()) -> Opened:
     """The model of a run (its newest whole checkpoint), of a checkpoint or of a Hugging Face folder, with its weights,
     on this process alone.
 
-    The plugins are those that it was trained with, but for those that change no number. Nothing is written.
+    The plugins are those that it was trained with, except those that change no number. Nothing is written.
 
     Args:
         path: a run, a checkpoint, or a folder in Hugging Face layout.
-        device: where to; by default where it was trained, or what there is here.
-        text: whether the tokenizer is needed. Weights alone are there also where it is gone.
+        device: the device to use; by default the one it was trained on, or else one of this machine.
+        text: whether the tokenizer is needed. Weights alone can be opened even if the tokenizer is gone.
         plugins: to enable with the model of a folder, such as an attention kernel that it needs.
 
     Raises:
-        ConfigError: for a path that is none of these, a plugin that is not installed, a checkpoint of another model.
+        ConfigError: for a path that is none of these, a plugin that is not installed, or a checkpoint of another model.
     """
     source = find(path, plugins=plugins)
     job = lone_job(source.setup, source.path, device)
@@ -93,7 +93,7 @@ def open_model(path: Path, *, device: Device | None = None, text: bool = True, p
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for beside the configuration of a checkpoint that is to be evaluated."""
+    """What was requested in addition to the configuration of a checkpoint to evaluate."""
 
     plugins: tuple[str, ...] = ()
     set: tuple[str, ...] = ()
@@ -126,15 +126,15 @@ class Source:
 
 
 def find(path: Path, *, world: int = 1, wanted: Wanted | None = None, plugins: tuple[str, ...] = ()) -> Source:
-    """What a path means: a run's newest whole checkpoint, a checkpoint, or a folder in Hugging Face layout.
+    """What a path refers to: a run's newest whole checkpoint, a checkpoint, or a folder in Hugging Face layout.
 
     Args:
         path: a run, a checkpoint or a folder.
-        world: see `setup_of`; `wanted` likewise.
+        world: see `setup_of`; so is `wanted`.
         plugins: to enable with the model of a folder; a checkpoint has its own.
 
     Raises:
-        ConfigError: for a path that is none of them, for plugins beside those of a checkpoint, and as `setup_of`.
+        ConfigError: for a path that is none of these, for plugins in addition to a checkpoint's, and as in `setup_of`.
     """
     if is_hugging_face(path):
         asked_for = wanted or Wanted()
@@ -144,22 +144,23 @@ def find(path: Path, *, world: int = 1, wanted: Wanted | None = None, plugins: t
         return Source(path, resolve(starting_from(request), world=world, data=wanted is not None), None)
     path = checkpoint.resolve(path)
     if plugins:
-        raise ConfigError(f"--plugins: {path} brings the plugins that it was trained with; leave the option out.")
+        raise ConfigError(f"--plugins: {path} uses the plugins that it was trained with; leave the option out.")
     saved = checkpoint.read_state(path)
     return Source(path, setup_of(path, saved, world=world, wanted=wanted), saved)
 
 
 def setup_of(path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wanted | None = None) -> Setup:
-    """The configuration and the plugins that a checkpoint was saved with, without those that change no number.
+    """The configuration and the plugins that a checkpoint was saved with, without plugins that change no number.
 
     Args:
         path: the checkpoint.
         saved: its state.
-        world: number of processes; several share the data, by the default plugin for that.
-        wanted: what else, if it is to be evaluated, with data and all; without, it is only looked at.
+        world: number of processes; several of them share the data, by the default data-parallel plugin.
+        wanted: what to add for an evaluation, which needs data and everything else; without it, the model is only
+            inspected.
 
     Raises:
-        ConfigError: naming what is not installed any more, or is not as it was.
+        ConfigError: naming what is no longer installed or has changed.
     """
     file = str(path / "config.toml")
     tree = lay(Request(config=file)).tree
@@ -169,7 +170,7 @@ def setup_of(path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wa
     already = {canonical(name) for name in _names(tree.values.get(("without",)))}
     kept = {entry["name"] for entry in saved["enabled"]}
     needed = {value.value for value in tree.below(("defaults", "distributed")).values()} if world > 1 else set()
-    needed.add(tree.values[("defaults", "executor")].value)  # changes no number, and another one may have filled it
+    needed.add(tree.values[("defaults", "executor")].value)  # changes no number, and another plugin may have filled it
     asked_for = wanted or Wanted()
     more = {plugin_name(spec) for spec in asked_for.plugins}
     request = Request(
@@ -177,7 +178,7 @@ def setup_of(path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wa
         plugins=asked_for.plugins,
         without=tuple(sorted(named - kept - already - needed - more)),
         set=asked_for.set,
-        sections={"parallel": Layout(dp_shard=-1 if world > 1 else 1).axes()},  # of what other axes leave
+        sections={"parallel": Layout(dp_shard=-1 if world > 1 else 1).axes()},  # of the ranks that other axes leave
         sections_from="the processes of this command",
         foreign=str(run_folder(path)),
     )
@@ -191,10 +192,10 @@ def setup_of(path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wa
 
 
 def lone_job(setup: Setup, path: Path, device: Device | None = None) -> Job:
-    """A job of one process, whatever a launcher says, that leaves no trace.
+    """A job of one process that ignores launchers and writes nothing.
 
     Raises:
-        ConfigError: for a device that was asked for and is not here.
+        ConfigError: if the requested device does not exist here.
     """
     try:
         chosen = choose_device(device or setup.config.run.device)
@@ -206,7 +207,7 @@ def lone_job(setup: Setup, path: Path, device: Device | None = None) -> Job:
 
 
 def run_folder(path: Path) -> Path:
-    """The run of a checkpoint; the checkpoint itself, where it lies alone."""
+    """The run of a checkpoint; the checkpoint itself if it is outside of a run."""
     return path.parent.parent if is_run(path.parent.parent) else path
 
 
@@ -214,11 +215,11 @@ def compose_meta(job: Job, *, text: bool) -> Model:
     """The composed model, on the meta device.
 
     Args:
-        job: a lone one.
-        text: whether the tokenizer is needed. One that is gone, or does not fit the model, is else left out.
+        job: a job of one process.
+        text: whether the tokenizer is needed. If not, a tokenizer that is gone or does not fit the model is left out.
 
     Raises:
-        ConfigError: for a composition that can't be.
+        ConfigError: if the model can't be composed.
     """
     try:
         return compose(job, allocate=False, extra=False).model

@@ -1,4 +1,4 @@
-"""Moving and copying a checkpoint, also to another file system or an address. What is moved is verified, copied,
+"""Moves and copies checkpoints, even to another file system or an address. A moved checkpoint is verified, copied,
 verified again, and only then removed."""
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def move(path: Path, new: Path) -> None:
     """Move a checkpoint.
 
     Args:
-        path: the checkpoint, whole.
-        new: what it is to be called; it is not there yet.
+        path: the checkpoint, which must be whole.
+        new: its new path, which must not exist yet.
 
     Raises:
-        ConfigError: if that can't be; the checkpoint then stays where it is.
-        ForgeError: if the disk refuses; likewise.
+        ConfigError: if that is impossible; the checkpoint then stays where it is.
+        ForgeError: if the disk reports an error; likewise.
     """
     path = path.resolve()  # not a link to it
     if checkpoint.resolve(path) != path:
@@ -37,10 +37,10 @@ def move(path: Path, new: Path) -> None:
     if os.path.lexists(new):
         raise ConfigError(f"{new} exists; name a new folder.")
     if new.absolute().is_relative_to(path.absolute()):
-        raise ConfigError(f"{new} lies in the checkpoint itself; name a folder elsewhere.")
+        raise ConfigError(f"{new} is inside the checkpoint itself; name a folder elsewhere.")
     step = checkpoint.read_state(path).get("step")
     if (named := manifest.NAME.match(new.name)) and int(named[1]) != step:
-        raise ConfigError(f"{new} is the name of another step: this checkpoint is of step {step}.")
+        raise ConfigError(f"{new} names another step: this checkpoint is from step {step}.")
     run = path.absolute().parent.parent
     lock = _lock(run, path) if is_run(run) else None
     try:
@@ -49,7 +49,7 @@ def move(path: Path, new: Path) -> None:
         if lock is not None:
             _name_latest(run)
     except OSError as error:
-        raise ForgeError(f"{new}: can't be written: {error.strerror or error}. {path} is where it was.") from error
+        raise ForgeError(f"{new}: can't be written: {error.strerror or error}. {path} is unchanged.") from error
     finally:
         if lock is not None:
             lock.release()
@@ -60,11 +60,11 @@ def copy(path: str, new: str) -> None:
 
     Args:
         path: a path or an address.
-        new: what the copy is to be called; it is not there yet.
+        new: the path of the copy, which must not exist yet.
 
     Raises:
-        ConfigError: if that can't be.
-        ForgeError: if the disk or the store refuses.
+        ConfigError: if that is impossible.
+        ForgeError: if the disk or the store reports an error.
     """
     place = locate(path)
     stored, there = place.one(), new.rstrip("/")
@@ -72,7 +72,7 @@ def copy(path: str, new: str) -> None:
         raise ConfigError(f"{new} exists; name a new folder.")
     parent, _, name = there.rpartition("/")
     if (named := manifest.NAME.match(name)) and stored.step not in (-1, int(named[1])):
-        raise ConfigError(f"{new} is the name of another step: this checkpoint is of step {stored.step}.")
+        raise ConfigError(f"{new} names another step: this checkpoint is from step {stored.step}.")
     if not is_remote(new):
         place.store.fetch(stored, Path(new))
         return
@@ -84,7 +84,7 @@ def copy(path: str, new: str) -> None:
 
 
 def _lock(run: Path, path: Path) -> Lock | None:
-    """The run's lock; none, if a process trains it and has a newer whole checkpoint to go on from."""
+    """The run's lock; None if a process trains it and has a newer whole checkpoint to continue from."""
     try:
         return take(run)
     except ConfigError as busy:
@@ -102,14 +102,14 @@ def _move(path: Path, new: Path) -> None:
             raise
         _copy(path, new)
         gone = path.with_name(f".{path.name}.removed")
-        path.rename(gone)  # a checkpoint is never seen half removed
+        path.rename(gone)  # so that nobody sees a half-removed checkpoint
         shutil.rmtree(gone, ignore_errors=True)
     for folder in (path.absolute().parent, new.absolute().parent):
         seal.sync(folder)
 
 
 def _copy(path: Path, new: Path) -> None:
-    """A verified copy, which is there whole or not at all."""
+    """A verified copy, which appears complete or not at all."""
     part = new.with_name(f".{new.name}.partial")
     shutil.rmtree(part, ignore_errors=True)
     try:
@@ -118,14 +118,14 @@ def _copy(path: Path, new: Path) -> None:
             seal.sync(one)
         seal.sync(part)
         if problem := seal.check(part, contents=True):
-            raise ForgeError(f"{new}: what was copied can't be read back: {problem}. {path} is where it was.")
+            raise ForgeError(f"{new}: the copy can't be read back: {problem}. {path} is unchanged.")
         part.rename(new)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
 def _name_latest(run: Path) -> None:
-    """Have `latest` name the newest checkpoint that is left."""
+    """Make `latest` name the newest remaining checkpoint."""
     latest, newest = run / "checkpoints" / "latest", checkpoint.newest(run / "checkpoints")
     if newest is not None:
         write_whole(latest, f"{newest.path.name}\n")

@@ -1,4 +1,4 @@
-"""One recorded step of a run again, alone: its batch, the loss of each token, the gradient norm of each parameter."""
+"""Replays one recorded step of a run: its batch, each token's loss, and each parameter's gradient norm."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ class Row:
     inputs: list[int]
     """Token ids."""
     labels: list[int]
-    """What each position is compared with; -100 is masked."""
+    """The target at each position; -100 is masked."""
     losses: list[float | None] = field(default_factory=list)
-    """Of each position, in evaluation mode; None where it is masked. Empty where the head gives no token logits."""
+    """The loss at each position, in evaluation mode; None if masked. Empty if the head gives no token logits."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """A step as it was found to be."""
+    """A replayed step."""
 
     run: str
     step: int
     checkpoint: str
-    """Where it began; empty for the run's first weights."""
+    """The checkpoint it started from; empty for the run's initial weights."""
     repeated: int
-    """Steps that were taken from there."""
+    """Steps that were repeated from there."""
     data_range: tuple[int, int]
-    """Global sequences of the step."""
+    """The step's global sequences."""
     loss: float
     grad_norm: float
     recorded_loss: float | None
-    """What metrics.jsonl has; None for a step that was not logged."""
+    """The values in metrics.jsonl; None for a step that was not logged."""
     recorded_grad_norm: float | None
     gradients: dict[str, float]
     """Parameter → 2-norm of its gradient."""
@@ -70,19 +70,19 @@ class Replayed:
 
 
 def replay(run: Path, step: int, *, settings: Sequence[str] = (), device: Device | None = None) -> Replayed:
-    """Take a step of a run again, on this process, from the newest checkpoint before it. Nothing is written there.
+    """Repeat a step of a run on this process, from the newest checkpoint before it. Writes nothing into the run.
 
     Args:
         run: its folder.
         step: from 1.
-        settings: values beside the run's own, such as `train.micro_batch=1`.
-        device: where; by default where it was trained, or what there is here.
+        settings: values that override the run's, such as `train.micro_batch=1`.
+        device: the device to use; by default the one it was trained on, or else one of this machine.
 
     Raises:
-        ConfigError: for a folder that is no run, or a step that it has not.
+        ConfigError: for a folder that is not a run, or a step that it does not have.
     """
     if not is_run(run):
-        raise ConfigError(f"{run} is no run. Name the folder with its config.toml.")
+        raise ConfigError(f"{run} is not a run. Name the folder that contains its config.toml.")
     found = newest_before(run / "checkpoints", step, ALONE)
     setup = _setup(run, found.path if found else None, tuple(settings))
     steps = setup.config.train.total_steps
@@ -105,7 +105,7 @@ def replay(run: Path, step: int, *, settings: Sequence[str] = (), device: Device
 
 
 def _setup(run: Path, path: Path | None, settings: tuple[str, ...]) -> Setup:
-    """The run's configuration for one process, without plugins that only watch or lay out."""
+    """The run's configuration for one process, without plugins that only observe or define a layout."""
     wanted = Wanted(set=settings)
     if path is not None:
         return setup_of(path, checkpoint.read_state(path), wanted=wanted)
@@ -127,7 +127,7 @@ def _begin(stepper: Stepper, progress: Progress, run: Path, path: Path | None) -
 
 
 def _look(stepper: Stepper, progress: Progress, run: Path, begun: str, repeated: int) -> Replayed:
-    """Take the step as far as its gradients."""
+    """Run the step up to its gradients."""
     stepper.leave_out(progress)
     stepper.show_model(stepper.loader)
     first = int(stepper.loader.state_dict()["sequences"])
@@ -165,7 +165,7 @@ def _flat(labels: Any) -> list[int]:
 
 
 class _Reader:
-    """A task that reads the loss of every position."""
+    """A task that records the loss at every position."""
 
     def __init__(self, task: Any) -> None:
         self._task = task

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and removing the others: what a run does after each save, done by hand."""
+"""Which checkpoints of a run to keep, and removing the others: a run does this after each save; here it is manual."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from forge_train.storage.manifest import EDITABLE
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept beside the newest."""
+    """Which checkpoints to keep."""
 
     keep: int = 2
     keep_every: int = 0
@@ -39,12 +39,12 @@ class Retention:
 
 
 def retention_of(run: Path, *, keep: int | None = None, keep_every: int | None = None) -> Retention:
-    """What the configuration of a run says.
+    """The retention in a run's configuration.
 
     Args:
         run: its folder.
-        keep: instead of `checkpoint.keep`.
-        keep_every: instead of `checkpoint.keep_every`.
+        keep: overrides `checkpoint.keep`.
+        keep_every: overrides `checkpoint.keep_every`.
 
     Raises:
         ConfigError: for a value of another type.
@@ -56,18 +56,19 @@ def retention_of(run: Path, *, keep: int | None = None, keep_every: int | None =
     for name, default in asdict(Retention()).items():
         if type(wanted[name]) is not type(default):
             raise ConfigError(
-                f"{run / 'config.toml'}: checkpoint.{name}: {wanted[name]!r} is no {type(default).__name__}."
+                f"{run / 'config.toml'}: checkpoint.{name}: expected {type(default).__name__}, found {wanted[name]!r}."
             )
     return Retention(**{name: wanted[name] for name in asdict(Retention())})
 
 
 def unwanted(run: Path, retention: Retention) -> list[Saved]:
-    """Checkpoints that would go, the newest first. Every file of those that are kept for being the newest is read.
+    """Checkpoints to remove, newest first. Reads every file of the newest ones, which are kept.
 
-    Fewer than `keep` whole ones, and nothing goes. A damaged one does not count, and goes where it is older.
+    With fewer than `keep` whole ones, nothing is removed. Damaged ones do not count; they are removed if they are
+    older.
 
     Raises:
-        ConfigError: if none is whole.
+        ConfigError: if no checkpoint is whole.
     """
     found = checkpoint.found(run / "checkpoints")
     whole = (saved for saved in found if not seal.verify(saved.path))
@@ -85,10 +86,10 @@ def unwanted(run: Path, retention: Retention) -> list[Saved]:
 
 
 def remove(run: Path, retention: Retention) -> Iterator[Saved]:
-    """Remove what is not wanted; tells each once it is gone.
+    """Remove unwanted checkpoints; yields each once it is gone.
 
     Raises:
-        ConfigError: if a process trains the run.
+        ConfigError: if a process is training the run.
     """
     lock = take(run)
     try:
@@ -103,13 +104,13 @@ def remove(run: Path, retention: Retention) -> Iterator[Saved]:
 def prune_there(
     address: str, *, keep: int | None = None, keep_every: int | None = None, dry_run: bool = False
 ) -> list[tuple[str, int, int]]:
-    """The same for a run at an address, as the configuration in its newest whole checkpoint says.
+    """The same for a run at an address, by the configuration in its newest whole checkpoint.
 
     Returns:
-        Address, step and bytes of what is removed, or would be.
+        Address, step and bytes of each checkpoint that is removed, or would be.
 
     Raises:
-        ConfigError: if it is no run, or none of its checkpoints is whole.
+        ConfigError: if it is not a run, or none of its checkpoints is whole.
     """
     place = locate(address)
     if place.checkpoint:
@@ -127,7 +128,7 @@ def best_steps(said: Iterable[tuple[int, Any]], retention: Retention) -> set[int
     """The steps of the best checkpoints.
 
     Args:
-        said: what each checkpoint says of `checkpoint.best`, by step.
+        said: the value of `checkpoint.best` in each checkpoint, by step.
         retention: what is kept.
     """
     scores: dict[int, float] = {}

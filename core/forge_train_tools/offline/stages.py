@@ -1,4 +1,4 @@
-"""What a run does with its data, stage by stage, as its plugins tell it."""
+"""The stages of a run's data, as declared by its plugins."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Stage:
 
     stage: str
     plugin: str
-    """Who says it; empty for forge itself."""
+    """The plugin that describes it; empty for forge itself."""
     text: str
 
 
 def stages(setup: Setup, world: int) -> list[Stage]:
-    """Every stage that somebody tells, in the order in which data goes through them.
+    """Every stage that a plugin describes, in the order in which data passes through them.
 
     Raises:
-        PluginError: a plugin tells of a stage that there is not.
+        PluginError: if a plugin describes an unknown stage.
     """
     job, hooks = lone_job(setup, Path(), "cpu"), setup.hooks
     found: list[Stage] = []
@@ -41,11 +41,11 @@ def stages(setup: Setup, world: int) -> list[Stage]:
                 hooks.note_plugin(error)
             raise
         if wrong := next((one.stage for one in told if one.stage not in STAGES), None):
-            raise PluginError(f"Plugin {name!r} tells of a stage {wrong!r}; there are {', '.join(STAGES)}.")
+            raise PluginError(f"Plugin {name!r} describes an unknown stage {wrong!r}; there are {', '.join(STAGES)}.")
         found += told
     tellers, provider = {one.plugin for one in found}, hooks.provider("build_data") or ""
     if provider not in tellers:
-        found.append(Stage("source", provider, "tells nothing of its data (data_stages)"))
+        found.append(Stage("source", provider, "does not describe its data (data_stages)"))
     tokenizer = hooks.provider("tokenizer")
     if tokenizer and tokenizer not in tellers:
         found.append(Stage("tokenise", tokenizer, f"{hooks.tokenizer().vocabulary:,} token ids"))

@@ -11,7 +11,7 @@ from forge_train.nn import DroppedWeights, PerBatch
 
 
 class Kernel:
-    """Causal grouped-query attention; see `forge_train.AttentionKernel`. Everything is computed in float32 at least."""
+    """Causal grouped-query attention; see `forge_train.AttentionKernel`. Everything is computed in float32 or wider."""
 
     def __init__(self) -> None:
         self._hidden: PerBatch[tuple[Tensor, Tensor | None]] = PerBatch()
@@ -48,7 +48,7 @@ class Kernel:
         if sinks is not None:
             column = sinks.to(logits.dtype)[None, :, None, None].expand(len(query), -1, queries, 1)
             logits = torch.cat([logits, column], dim=-1)
-        elif blind is not None:  # a softmax over nothing would be no number
+        elif blind is not None:  # a softmax over no keys would be NaN
             logits = logits.masked_fill(blind, 0)
         weights, sums = logits.softmax(-1)[..., :keys], logits.logsumexp(-1).float()
         if blind is not None and sinks is None:
@@ -67,7 +67,7 @@ def hidden(
     device: torch.device,
     query_document_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Whether a query does not see a key, `[1 or batch, 1, queries, keys]`; and whether it sees none, if some may."""
+    """The keys hidden from each query, `[1 or batch, 1, queries, keys]`; queries without any key, if possible."""
     rows = torch.arange(offset, offset + queries, device=device)[:, None]
     columns = torch.arange(keys, device=device)
     unseen = ((columns > rows) | (columns <= rows - (window or offset + queries)))[None, None]

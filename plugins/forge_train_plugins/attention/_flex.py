@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from forge_train.nn import PerBatch, TiledAttention, first_visible, is_imagined, neighbours
 
 BLOCK = 128
-"""Queries, and keys, of a block: FlexAttention's default."""
+"""Queries and keys per block: FlexAttention's default."""
 
 
 class FlexKernel:
@@ -27,9 +27,9 @@ class FlexKernel:
     def __init__(self, attention: Callable[..., Any] | None = None) -> None:
         self._attention = attention or torch.compile(flex_attention)
         self._block_mask: PerBatch[BlockMask] = PerBatch()
-        # Within a compiled graph each layer would make its own.
+        # In a compiled graph each layer would make its own.
         self._shared_mask: Callable[..., BlockMask] = torch.compiler.disable(self._mask)  # type: ignore[no-untyped-call]
-        self._imagined = TiledAttention()  # what `forge plan` sees: memory of the same size, and no compilation
+        self._imagined = TiledAttention()  # for `forge plan`: the same memory, without compiling
 
     def __call__(  # noqa: PLR0913 — every keyword that there is
         self,
@@ -68,7 +68,7 @@ class FlexKernel:
             return found.transpose(1, 2)
         out, lse_BHT = found[0].transpose(1, 2), found[1].lse
         if sinks is not None:
-            # A sink adds exp(sink) to each query's sum of exponentials, which the weights are divided by.
+            # A sink adds exp(sink) to the sum of exponentials that normalises each query's weights.
             total = torch.logaddexp(lse_BHT, sinks.to(lse_BHT.dtype)[:, None].expand_as(lse_BHT))
             out = out * (lse_BHT - total).exp().transpose(1, 2)[..., None].to(out.dtype)
             lse_BHT = total
@@ -92,7 +92,7 @@ class FlexKernel:
 
 @cache
 def capped(cap: float) -> Callable[..., Tensor]:
-    """The same function for the same cap: FlexAttention is compiled for each."""
+    """Returns the same function for the same cap, because FlexAttention compiles for each function."""
 
     def bend(score: Tensor, *indices: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
@@ -109,10 +109,10 @@ def make_block_mask(
     device: torch.device,
     query_document_ids: Tensor | None = None,
 ) -> BlockMask:
-    """Blocks of keys that some queries of a block see, and those that all of them see in full.
+    """Blocks of keys that some queries of a block see, and blocks that all of them see in full.
 
-    A query sees one run of keys, so the bounds of these runs are enough: `create_block_mask` would make a mask of all
-    queries × keys first. Nothing is read from the device.
+    A query sees one run of keys, so the bounds of these runs suffice; `create_block_mask` would first make a mask of
+    all queries × keys. Nothing is read from the device.
     """
     first = first_visible(
         None if document_ids is None else document_ids[:, :keys],
@@ -146,6 +146,6 @@ def make_block_mask(
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of blocks of each row, and their indices first: `[batch, 1, rows]`, `[batch, 1, rows, columns]`."""
+    """The number of blocks in each row, and their indices first: `[batch, 1, rows]`, `[batch, 1, rows, columns]`."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None].contiguous()

@@ -15,7 +15,7 @@ class Sinks(nn.Module):
     """A logit for each head (as in GPT-OSS; compare arXiv:2309.17453)."""
 
     heads_piece = (0, 1)
-    """Which of the heads are here, as index and number of pieces."""
+    """Which of the heads this rank has: index and number of pieces."""
 
     def __init__(self, heads: int, std: float) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Sinks(nn.Module):
         return Init("normal", self.std)
 
     def forward(self) -> Tensor:
-        """`[heads]` of those that are here."""
+        """The logits of this rank's heads, `[heads]`."""
         at, pieces = self.heads_piece
         return self.weight if pieces == 1 else self.weight.chunk(pieces)[at]
 
@@ -33,7 +33,7 @@ class Sinks(nn.Module):
 class GroupedQueryAttention(nn.Module):
     """Attention in which heads // kv_heads neighbouring query heads share a key and a value head.
 
-    The numbers of heads follow from the projections' outputs, so that each rank may hold some of the heads.
+    The numbers of heads are read from the projections' outputs, so that each rank may hold some of the heads.
     """
 
     def __init__(self, layer: Layer, kernel: AttentionKernel, dropout: AttentionDropout | None = None) -> None:

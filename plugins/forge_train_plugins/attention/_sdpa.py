@@ -26,30 +26,28 @@ BACKENDS = {
 }
 
 PIECE = 256
-"""Queries after other tokens that are computed together where that takes a mask: theirs is small, and they share it."""
+"""Queries after other tokens that are computed together if a mask is needed; the mask is small, and they share it."""
 
 ROWS = 4096
-"""Queries whose mask is made at once: what that takes in passing is as large as several masks of them."""
+"""Queries whose mask is made at once; the temporary memory is that of several masks for so many queries."""
 
 
 def missing(backend: str, device: torch.device, precision: str, *, masked: bool) -> str:
-    """Why a backend can't run, in a clause; empty if nothing is known to stand against it."""
+    """A clause that says why a backend can't run; empty if no reason is known."""
     if backend in ("efficient", "cudnn") and device.type != "cuda":
-        return f"it runs on CUDA only, and the run is on {device.type}; take 'auto', 'flash' or 'math'"
+        return f"it runs on CUDA only, and the run is on {device.type}; use 'auto', 'flash' or 'math'"
     if backend == "cudnn" and not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
         return "this torch has no cuDNN"
     if device.type == "cuda" and backend in ("flash", "cudnn") and precision == "fp32":
         return "on CUDA it computes in bf16 or fp16 only, and train.precision is 'fp32'"
     if device.type == "cuda" and backend == "flash" and masked:
-        return (
-            "on CUDA it takes no mask, and the run needs one for documents or windows; take the kernel varlen or flex"
-        )
+        return "on CUDA it takes no mask, but the run needs one for documents or windows; use the kernel varlen or flex"
     return ""
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What decides which keys a query sees, beside the documents."""
+    """What decides which keys a query sees, besides the documents."""
 
     queries: int
     keys: int
@@ -62,11 +60,11 @@ class _Seen:
 class Kernel:
     """Causal grouped-query attention; see `forge_train.AttentionKernel`.
 
-    Without a mask (no documents and no window) torch takes its flash kernels, which never hold a sequence × sequence
+    Without a mask (no documents and no window) torch uses its flash kernels, which never hold a sequence × sequence
     matrix. Keys and values are not repeated for their group of heads.
 
-    One kernel serves all layers, so that they share a batch's mask: autograd keeps the mask of every call, and a mask
-    for each layer would outgrow all other activations.
+    One kernel serves all layers, so that they share a batch's mask: autograd keeps the mask of every call, and separate
+    masks for each layer would outgrow all other activations.
     """
 
     def __init__(self, backend: str = "auto") -> None:
@@ -86,7 +84,7 @@ class Kernel:
     ) -> Tensor:
         queries, keys = query.shape[1], key.shape[1]
         offset = keys - queries if offset is None else offset
-        keys = offset + queries  # nobody sees what comes later
+        keys = offset + queries  # no query sees later keys
         key, value = key[:, :keys], value[:, :keys]
         narrow = window is not None and window < offset + queries
         if offset and queries > 1 and document_ids is None and not narrow:
@@ -98,7 +96,7 @@ class Kernel:
         return self._compute(query, key, value, mask, scale)
 
     def _after(self, query: Tensor, key: Tensor, value: Tensor, offset: int, scale: float | None) -> Tensor:
-        """Queries that see all tokens before them, and the keys of all these."""
+        """Queries that see all tokens before them, together with the keys of all these tokens."""
         same = query.shape[-1] == value.shape[-1]
         if query.device.type == "cpu" and self._backend in ("auto", "flash") and same:
             return after_others(query, key, value, offset, scale)
@@ -119,7 +117,7 @@ class Kernel:
         return torch.cat(found, 1)
 
     def _compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        """By the backend; without a mask, keys are those of the queries, or those that a single query sees."""
+        """Call the backend; without a mask, the keys are those of the queries, or all that a single query sees."""
         with nullcontext() if self._backend == "auto" else only(self._backend, query, mask):
             out_BHTD = F.scaled_dot_product_attention(
                 query.transpose(1, 2),
@@ -134,17 +132,17 @@ class Kernel:
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's flash kernel on CUDA takes these."""
+    """Whether torch's flash kernel on CUDA supports these."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, True, query.shape[2] != key.shape[2]))
 
 
 @contextmanager
 def only(backend: str, query: Tensor, mask: Tensor | None) -> Iterator[None]:
-    """Have torch take this backend, or none.
+    """Have torch use this backend or fail.
 
     Raises:
-        ConfigError: if it can't compute what is asked.
+        ConfigError: if it can't compute this call.
     """
     try:
         with sdpa_kernel(BACKENDS[backend]):
@@ -160,7 +158,7 @@ def only(backend: str, query: Tensor, mask: Tensor | None) -> Iterator[None]:
 def make_mask(seen: _Seen, document_ids: Tensor | None) -> Tensor:
     """`[queries, keys]`, with document ids `[batch, 1, queries, keys]`: 0 where a query sees a key, else −∞.
 
-    Torch would turn a mask of booleans into one of numbers at every call, and keep that.
+    Torch would convert a boolean mask to numbers at every call, and keep the result.
     """
     rows = torch.arange(seen.offset, seen.offset + seen.queries, device=seen.device)[:, None]
     columns = torch.arange(seen.keys, device=seen.device)

@@ -29,11 +29,12 @@ def after_others(query: Tensor, key: Tensor, value: Tensor, offset: int, scale: 
 
 
 class _AfterOthers(torch.autograd.Function):
-    """torch's kernel masks only as many queries as keys. So it is called for the tokens before, which every query sees,
-    and for the queries' own; the results are merged by their log-sum-exp in float32 or float64 (arXiv:1805.02867).
+    """torch's causal kernel needs as many queries as keys. So it is called twice: for the earlier tokens, which every
+    query sees, and for the queries' own. The results are merged by their log-sum-exp in float32 or float64
+    (arXiv:1805.02867).
 
-    The kernel's backward takes the result and the log-sum-exp of all keys: with these, each call gives the exact share
-    of the gradients that its keys have, as in a ring (arXiv:2310.01889).
+    The kernel's backward takes the result and the log-sum-exp over all keys. With these, each call gives its keys'
+    exact share of the gradients, as in a ring (arXiv:2310.01889).
     """
 
     @staticmethod
@@ -65,5 +66,5 @@ class _AfterOthers(torch.autograd.Function):
 
 
 def _dense(x: Tensor) -> Tensor:
-    """With features next to each other, as the kernel reads them."""
+    """A copy with contiguous features, as the kernel reads them."""
     return x if x.stride(-1) == 1 else x.contiguous()

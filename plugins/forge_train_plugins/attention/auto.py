@@ -30,10 +30,11 @@ log = logging.getLogger("forge_train")
 class Auto(Plugin):
     """Attention by the fastest of several kernels that can do what the run needs, measured when the run starts.
 
-    Rank 0 measures forward and backward at the run's shape and tells the others; what it found is kept for the next
-    run on such a device. A resumed run keeps its kernel, and says so if that one can't run any more. A call that needs
-    more than the run said beforehand, as generation does, goes to the first kernel of the list that can. `forge plan`
-    and offline commands measure nothing: they take the first kernel of the list that can, too.
+    Rank 0 measures forward and backward at the run's shape and tells the other ranks. The result is kept for later runs
+    on the same kind of device. A resumed run keeps its kernel, and logs a warning if that kernel can't run any more. A
+    call that needs more than the run declared at the start, as generation does, uses the first kernel of the list that
+    supports it. `forge plan` and offline commands measure nothing; they, too, use the first kernel of the list that
+    supports the run.
     """
 
     api = (1, 0)
@@ -51,9 +52,9 @@ class Auto(Plugin):
     @section
     class Config:
         kernels: tuple[str, ...] = ("sdpa", "varlen", "flex", "flash", "eager")
-        """Installed kernels to choose from, each with its defaults; the last is taken only where no other can."""
+        """Installed kernels to choose from, each with its defaults; the last is used only if no other can be."""
         cache: Annotated[str, Volatile()] = ""
-        """Folder for measurements; empty for forge-train/attention in $XDG_CACHE_HOME or ~/.cache."""
+        """Folder for measurements; empty means forge-train/attention in $XDG_CACHE_HOME or ~/.cache."""
 
     config: Config
 
@@ -80,7 +81,7 @@ class Auto(Plugin):
                 yield Problem("auto.kernels", str(error))
                 continue
             if "attention_kernel" not in found.hooks or found.object.endswith(":Auto"):
-                yield Problem("auto.kernels", f"{name!r} is no attention kernel to choose.")
+                yield Problem("auto.kernels", f"{name!r} is not an attention kernel that auto can choose.")
 
     @hookimpl
     def attention_kernel(self, job: Job) -> AttentionKernel:
@@ -92,7 +93,7 @@ class Auto(Plugin):
 
     @hookimpl
     def on_start(self, job: Job) -> None:
-        """Measure once the model is composed: by now every layer has said what it needs."""
+        """Measure once the model is composed: by then every layer has declared what it needs."""
         from ._auto.measure import fastest
 
         self._main = job.dist.main
@@ -104,7 +105,7 @@ class Auto(Plugin):
                 _tell(f"auto: attention by {name}: {why}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Which kernel the run has: another one rounds otherwise."""
+        """The run's kernel, because another one rounds differently."""
         return {"kernel": self._choice.taken if self._choice else ""}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -116,7 +117,7 @@ class Auto(Plugin):
                 _tell(f"auto: attention by {name}, as before in this run")
         else:
             log.warning(
-                "auto: until here the run had the attention kernel %s, which can't run now: it goes on with %s, and "
+                "auto: so far this run used the attention kernel %s, which can't run now; it continues with %s, and "
                 "its numbers may differ by rounding",
                 name,
                 self._choice.taken,
@@ -124,7 +125,7 @@ class Auto(Plugin):
 
 
 def _tell(text: str) -> None:
-    """In the run's log, and on the screen of a command that shows progress."""
+    """Write to the run's log, and to the screen of a command that shows progress."""
     log.info("%s", text)
     shown = logging.getLogger("forge_train.progress")
     if shown.handlers:

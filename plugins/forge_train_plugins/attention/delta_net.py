@@ -38,19 +38,19 @@ class DeltaNet(Plugin):
         """Which layers have linear attention: the list is repeated from the first layer to the last; empty means
         all."""
         heads: Annotated[int, Ge(0)] = 0
-        """Number of value heads, each with its own state; 0 is `decoder.heads`."""
+        """Number of value heads, each with its own state; 0 means `decoder.heads`."""
         k_heads: Annotated[int, Ge(0)] = 0
-        """Number of query and key heads, a divisor of `heads`; 0 is the same as `heads`."""
+        """Number of query and key heads, a divisor of `heads`; 0 means the same as `heads`."""
         k_dim: Annotated[int, Ge(0)] = 0
-        """Features of a head's query and key; 0 is `decoder.head_dim`."""
+        """Features of a head's query and key; 0 means `decoder.head_dim`."""
         v_dim: Annotated[int, Ge(0)] = 0
-        """Features of a head's value; 0 is `decoder.head_dim`."""
+        """Features of a head's value; 0 means `decoder.head_dim`."""
         convolution: Annotated[int, Gt(0)] = 4
         """Kernel size, in tokens, of the causal convolutions on queries, keys and values."""
         chunk: Annotated[int, Gt(0)] = 64
-        """Tokens that training computes at once. It changes memory and speed, but no result."""
+        """Tokens that training computes at once. It changes memory and speed, but not the result."""
         recompute: bool = True
-        """Keep only the projections of a layer, and recompute the rest in the backward pass."""
+        """Keep only the projections of a layer, and recompute everything else in the backward pass."""
 
     config: Config
 
@@ -74,7 +74,7 @@ class DeltaNet(Plugin):
         if all(own) and (unused := next((name for name in OF_ATTENTION if getattr(layer, name)), None)):
             raise ConfigError(
                 f"decoder.{unused} has no effect: all {layer.num_layers} layers have linear attention "
-                "(delta_net.layers), which does not have it. Leave it at its default.",
+                "(delta_net.layers), which does not support it. Leave it at its default.",
                 key=f"decoder.{unused}",
             )
         from ._delta_net.module import GatedDeltaNet, Sizes

@@ -1,4 +1,4 @@
-"""Attention as its formula has it."""
+"""Attention as in its formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Eager(Plugin):
-    """Attention written out in plain torch operations: does everything on every device, slowly; the reference."""
+    """The reference attention, in plain torch operations: supports everything on every device, but slowly."""
 
     api = (1, 0)
     kernel_capabilities = KernelCapabilities(
@@ -31,7 +31,7 @@ class Eager(Plugin):
 
     @hookimpl
     def attention_kernel(self, job: Job) -> AttentionKernel:
-        """The same for every layer that asks: they share a batch's mask."""
+        """The same kernel for every layer, so that layers share a batch's mask."""
         from ._eager import Kernel
 
         self._kernel = self._kernel or Kernel()

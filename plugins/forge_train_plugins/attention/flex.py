@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Flex(Plugin):
     """Attention by torch's FlexAttention on CUDA, with documents, windows, soft caps and sinks in one fused kernel.
 
-    FlexAttention trains on CUDA only (torch 2.13); on other devices attention is computed in tiles of plain torch
+    FlexAttention trains on CUDA only (torch 2.13); on other devices, attention is computed in tiles of plain torch
     operations. Neither holds a sequence × sequence mask. The tokens of a document must be neighbours.
     """
 
@@ -34,7 +34,7 @@ class Flex(Plugin):
 
     @hookimpl
     def attention_kernel(self, job: Job) -> AttentionKernel:
-        """The same for every layer that asks: they share a batch's block mask."""
+        """The same kernel for every layer, so that layers share a batch's block mask."""
         from ._flex import FlexKernel
 
         if self._kernel is None:

@@ -20,7 +20,7 @@ class MLA(Plugin):
     latents.
 
     Under `tp` the heads are split; every rank computes the latents of all tokens. Kernels need values as wide as
-    queries and keys, so values are padded with zeros: on a CPU, that is 4 to 9 times as fast as torch's kernel for
+    queries and keys, so values are padded with zeros. On a CPU, this is 4 to 9 times as fast as torch's kernel for
     different widths.
     """
 
@@ -37,13 +37,13 @@ class MLA(Plugin):
         rope_dim: Annotated[int, Gt(0)] = 64
         """Rotated features of queries and keys, in addition to the `decoder.head_dim` others; an even number."""
         v_dim: Annotated[int, Ge(0)] = 0
-        """Features of a head's value; 0 is the model's head_dim."""
+        """Features of a head's value; 0 means the model's head_dim."""
         mscale: Annotated[float, Ge(0)] = 0.0
         """With the scaling `yarn`, the logits are multiplied by (0.1 · mscale · ln(factor) + 1)² (`mscale_all_dim` in a
-        config.json). 0 is off."""
+        config.json). 0 disables this."""
         interleaved: bool = False
-        """Rotate features 2i and 2i + 1 as a pair, as published DeepSeek weights need, instead of i and
-        i + rope_dim / 2. The two differ by a permutation of weights, so with random weights it makes no difference."""
+        """Rotate features 2i and 2i + 1 as a pair, as published DeepSeek weights need, instead of i and i + rope_dim /
+        2. The two differ by a permutation of weights, so for random weights the choice does not matter."""
 
     config: Config
 

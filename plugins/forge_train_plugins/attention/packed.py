@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 class Varlen(Plugin):
     """Attention without a mask, over packed documents given by their bounds: torch's varlen attention on CUDA.
 
-    Where torch has none, flash-attn's is taken. Both compute in bf16 or fp16. On other devices attention is computed in
-    tiles of plain torch operations, in any dtype. None holds a sequence × sequence mask, and the bounds are read from
-    the device once a batch. The tokens of a document must be neighbours.
+    If torch has none, flash-attn's is used. Both compute in bf16 or fp16. On other devices, attention is computed in
+    tiles of plain torch operations, in any dtype. None of them holds a sequence × sequence mask, and the bounds are
+    read from the device once per batch. The tokens of a document must be neighbours.
     """
 
     api = (1, 0)
@@ -28,7 +28,7 @@ class Varlen(Plugin):
 
     @hookimpl
     def attention_kernel(self, job: Job) -> AttentionKernel:
-        """The same for every layer that asks: they share a batch's bounds."""
+        """The same kernel for every layer, so that layers share a batch's bounds."""
         from ._packed.functions import flash_function, torch_function
         from ._packed.kernel import PackedKernel, TiledKernel
 
@@ -58,7 +58,7 @@ class Flash(Plugin):
     @section
     class Config:
         version: Literal["auto", "2", "3", "4"] = "auto"
-        """Of flash-attn; auto takes the newest that is installed and runs on the device."""
+        """Version of flash-attn; auto means the newest that is installed and runs on the device."""
 
     config: Config
 
@@ -75,7 +75,7 @@ class Flash(Plugin):
 
     @hookimpl
     def attention_kernel(self, job: Job) -> AttentionKernel:
-        """The same for every layer that asks: they share a batch's bounds."""
+        """The same kernel for every layer, so that layers share a batch's bounds."""
         from ._packed.functions import flash_function
         from ._packed.kernel import PackedKernel
 
@@ -94,5 +94,5 @@ def check_dtype(job: Job, name: str) -> None:
     if job.config.train.precision == "fp32":
         raise ConfigError(
             f"{name}: on CUDA it computes in bf16 or fp16 only, and train.precision is 'fp32'; set it to 'bf16', or "
-            "take another kernel."
+            "use another kernel."
         )

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class SDPA(Plugin):
     """Attention by torch's scaled_dot_product_attention: runs everywhere.
 
-    Documents and windows need a dense mask, which torch's flash kernels on CUDA do not take; `varlen` and `flex` need
-    none.
+    Documents and windows need a dense mask, which torch's flash kernels on CUDA do not support; `varlen` and `flex`
+    need none.
     """
 
     api = (1, 0)
@@ -33,7 +33,7 @@ class SDPA(Plugin):
 
     @hookimpl
     def attention_kernel(self, job: Job) -> AttentionKernel:
-        """The same for every layer that asks: they share a batch's mask."""
+        """The same kernel for every layer, so that layers share a batch's mask."""
         from ._sdpa import Kernel, missing
 
         backend = self.config.backend

@@ -36,11 +36,12 @@ class TextLabels(DataPlugin):
         path: str | tuple[str, ...] = ""
         """Files, folders, patterns or addresses; each record has a labelled text."""
         text: str = ""
-        """Field of the text, or of the list of words; empty is `text`, or `tokens`."""
+        """Field of the text, or of the list of words; empty means `text`, or `tokens`."""
         label: str = ""
-        """Field of the label, or of the list of labels; empty is `label`, or `labels`."""
+        """Field of the label, or of the list of labels; empty means `label`, or `labels`."""
         align: Literal["", "first", "last", "all"] = ""
-        """Which of a word's tokens get its label; empty is the last one, at which a causal model has read the word."""
+        """Which of a word's tokens get its label; empty means the last, at which a causal model has read the whole
+        word."""
         long: Literal["refuse", "drop", "left", "right"] = "refuse"
         """What happens to a text that is longer than a row: it ends the run, is left out, or loses tokens on its left
         or right."""
@@ -53,7 +54,7 @@ class TextLabels(DataPlugin):
         prefetch: Annotated[Prefetch, Volatile()] = Prefetch()
         """Reading ahead of the step, and what happens to samples that can't be read."""
         cache: Annotated[str, Volatile()] = ""
-        """Folder for cached tokens; empty for forge-train/text_labels in $XDG_CACHE_HOME or ~/.cache."""
+        """Folder for cached tokens; empty means forge-train/text_labels in $XDG_CACHE_HOME or ~/.cache."""
 
     config: Config
     _sides: Mapping[Side, Documents] | None = None
@@ -140,7 +141,7 @@ class TextLabels(DataPlugin):
         )
 
     def _labels(self, job: Job) -> Labels:
-        """Where records have what.
+        """The record fields to read.
 
         Raises:
             ConfigError: for an option that has no effect on labels of texts.

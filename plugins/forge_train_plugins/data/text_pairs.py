@@ -47,7 +47,7 @@ class TextPairs(Plugin):
         shuffle: bool = True
         """Use a different order of the pairs in every epoch."""
         cache: Annotated[str, Volatile()] = ""
-        """Folder for cached tokens; empty for forge-train/text_pairs in $XDG_CACHE_HOME or ~/.cache."""
+        """Folder for cached tokens; empty means forge-train/text_pairs in $XDG_CACHE_HOME or ~/.cache."""
 
     config: Config
     _sides: Mapping[Side, Documents] | None = None
@@ -75,7 +75,7 @@ class TextPairs(Plugin):
 
         if job.config.train.micro_batch % 2:  # 0 in a file is the rank's share, known only now
             raise ConfigError(
-                f"train.micro_batch: {job.config.train.micro_batch} is odd, and a pair is two sequences of one "
+                f"train.micro_batch: {job.config.train.micro_batch} is odd, but a pair is two sequences of one "
                 "micro-batch; set it to an even number."
             )
         documents, sequence = self._open(job)[split], job.config.train.sequence

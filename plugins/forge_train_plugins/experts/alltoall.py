@@ -11,15 +11,16 @@ if TYPE_CHECKING:
 
 
 class AllToAll(Plugin):
-    """Sends tokens to the ranks of their experts by all-to-all, and nowhere where all experts are local."""
+    """Sends tokens to their experts' ranks by all-to-all; sends nothing if all experts are local."""
 
     api = (1, 0)
 
     @section
     class Config:
         payload: Literal["same", "fp8"] = "same"
-        """What is sent to experts, and as gradients back to them: values as they are, or e4m3 with an fp32 scale for
-        each 128 of a row, half the bytes of bf16 (arXiv:2412.19437, §3.3.3). What experts give is sent as it is."""
+        """Format of the rows sent to experts, and of the gradients sent back: values unchanged, or e4m3 with an fp32
+        scale for each 128 of a row, half the bytes of bf16 (arXiv:2412.19437, §3.3.3). The experts' outputs are sent
+        unchanged."""
 
     config: Config
 

@@ -13,7 +13,7 @@ from forge_train.nn import Linear, TensorStyle
 class LMHead(Linear):
     """Hidden states `[…, dim]` → logits `[…, vocabulary]`, one product without a bias.
 
-    Logits are divided and capped in a forward hook, so that tensor parallelism and narrow formats can still replace the
+    A forward hook divides and caps the logits, so that tensor parallelism and narrow formats can still replace the
     product. Their hooks run after this one, on a rank's share of the logits.
     """
 
@@ -29,7 +29,7 @@ class LMHead(Linear):
 
 @dataclass(frozen=True)
 class _Bend:
-    """`cap · tanh(logits / divisor / cap)` (Gemma 2, arXiv:2408.00118; Granite's divisor is of arXiv:2203.03466)."""
+    """`cap · tanh(logits / divisor / cap)` (cap: Gemma 2, arXiv:2408.00118; divisor: Granite, arXiv:2203.03466)."""
 
     divisor: float
     soft_cap: float | None

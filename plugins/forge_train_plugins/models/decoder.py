@@ -28,7 +28,7 @@ class Rope:
     theta: Annotated[float, Gt(1)] = 10_000.0
     """Base of the frequencies."""
     scaling: Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope"] = "none"
-    """How frequencies are changed; the keys below belong to it."""
+    """How frequencies are changed; each option below names the scalings that read it."""
     factor: Annotated[float, Ge(1)] = 1.0
     """Stretch (linear, llama3, yarn, dynamic)."""
     original_sequence: Annotated[int, Ge(0)] = 0
@@ -36,17 +36,17 @@ class Rope:
     low: Annotated[float, Gt(0)] = 1.0
     """Features with fewer turns in the original context are stretched (llama3, yarn)."""
     high: Annotated[float, Ge(0)] = 0.0
-    """Features with more turns are kept (llama3, yarn); 0 is 4 for llama3 and 32 for yarn."""
+    """Features with more turns are kept (llama3, yarn); 0 means 4 for llama3 and 32 for yarn."""
     temperature: Annotated[float, Ge(0)] = 0.0
-    """Factor on cos and sin (yarn, longrope); 0 is 0.1 ln(factor) + 1 for yarn, and for longrope
+    """Factor on cos and sin (yarn, longrope); 0 means 0.1 ln(factor) + 1 for yarn, and for longrope
     √(1 + ln(s) / ln(original_sequence)) with s = max_sequence / original_sequence."""
     truncate: bool = True
-    """Round the borders between stretched and kept features to whole ones (yarn)."""
+    """Round the bounds between stretched and kept features to whole features (yarn)."""
     short: tuple[float, ...] = ()
-    """Factors that divide the frequency of each pair of features, in sequences within the original context
+    """Divisors of the frequency of each pair of features, in sequences within the original context
     (longrope)."""
     long: tuple[float, ...] = ()
-    """The same factors for longer sequences (longrope)."""
+    """The same for longer sequences (longrope)."""
 
 
 class Decoder(Plugin):
@@ -84,13 +84,13 @@ class Decoder(Plugin):
         heads: Annotated[int, Gt(0)] = 4
         """Query heads."""
         kv_heads: Annotated[int, Ge(0)] = 0
-        """Key and value heads, a divisor of heads; 0 is as many as heads."""
+        """Key and value heads, a divisor of heads; 0 means as many as heads."""
         head_dim: Annotated[int, Ge(0)] = 0
-        """Features per head; 0 is dim / heads."""
+        """Features per head; 0 means dim / heads."""
         hidden: Annotated[int, Ge(0)] = 0
-        """Width of the feed-forward blocks; 0 is 8/3 dim, rounded up to a multiple of 64."""
+        """Width of the feed-forward blocks; 0 means 8/3 dim, rounded up to a multiple of 64."""
         vocabulary: Annotated[int, Ge(0)] = 0
-        """Number of token ids; 0 is the tokenizer's."""
+        """Number of token ids; 0 means the tokenizer's."""
         max_sequence: Annotated[int, Gt(0)] = 2048
         """Longest sequence in tokens."""
         norm: Literal["rms", "layer"] = "rms"
@@ -101,7 +101,7 @@ class Decoder(Plugin):
         unit_offset: bool = False
         """RMSNorm multiplies by 1 + its weight, which starts at zero (Gemma)."""
         norm_eps: Annotated[float, Gt(0)] = 1e-6
-        """Added to the mean square (the variance) in norms."""
+        """Added to the mean square (or the variance) in norms."""
         qk_norm: bool = False
         """Normalise queries and keys with RMSNorm, as Qwen3 does."""
         qk_norm_over: Literal["head", "width"] = "head"
@@ -115,13 +115,13 @@ class Decoder(Plugin):
         o_bias: bool = False
         """Biases in attention's output projection."""
         window: Annotated[int, Ge(0)] = 0
-        """Sliding window: number of positions that a query sees, its own and those before it; 0 is all."""
+        """Sliding window: number of positions that a query sees, its own and those before it; 0 means all."""
         window_layers: tuple[bool, ...] = ()
         """Which layers have the window: the list is repeated from the first layer to the last; empty means all."""
         soft_cap: Annotated[float, Ge(0)] = 0.0
-        """Attention's logits become cap · tanh(logits / cap), as in Gemma 2; 0 is no cap."""
+        """Attention's logits become cap · tanh(logits / cap), as in Gemma 2; 0 means no cap."""
         scale: Annotated[float, Ge(0)] = 0.0
-        """Factor on attention's logits; 0 is 1/√head_dim."""
+        """Factor on attention's logits; 0 means 1/√head_dim."""
         logit_soft_cap: Annotated[float, Ge(0)] = 0.0
         """The same as `soft_cap`, for the logits of the head."""
         logit_divisor: Annotated[float, Gt(0)] = 1.0
@@ -129,7 +129,7 @@ class Decoder(Plugin):
         embedding_multiplier: Annotated[float, Gt(0)] = 1.0
         """Factor on embeddings (Gemma: √dim)."""
         residual_multiplier: Annotated[float, Gt(0)] = 1.0
-        """Factor on what attention and feed-forward add to the residual stream (Granite)."""
+        """Factor on the outputs of attention and feed-forward, before the residual addition (Granite)."""
         dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
         """Share of the outputs of attention and feed-forward that is zeroed in training (arXiv:1706.03762, §5.4)."""
         embedding_dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
@@ -137,9 +137,9 @@ class Decoder(Plugin):
         std: Annotated[float, Gt(0)] = 0.02
         """Standard deviation of initial weights."""
         depth_scaled: bool = True
-        """Divide that of projections into the residual stream by √(2 · layers)."""
+        """Divide the standard deviation of projections into the residual stream by √(2 · layers)."""
         architecture: str = ""
-        """Architecture of exports in Hugging Face layout, such as MistralForCausalLM; empty takes the first that can
+        """Architecture of exports in Hugging Face layout, such as MistralForCausalLM; empty means the first that can
         hold the model."""
         rope: Rope = Rope()
         """Rotary positions."""
@@ -174,7 +174,7 @@ class Decoder(Plugin):
 
         known = self.architectures
         if self.config.architecture not in ("", *known):
-            yield Problem("decoder.architecture", f"found {self.config.architecture!r}; known are {', '.join(known)}.")
+            yield Problem("decoder.architecture", f"found {self.config.architecture!r}; known: {', '.join(known)}.")
         yield from check(self.config, config)
 
     @hookimpl
@@ -201,21 +201,21 @@ class Decoder(Plugin):
             return write(self.config, self._vocabulary(job), model, job.config.sections)
         if given not in heads.KINDS:
             raise ConfigError(
-                f"The Hugging Face layout of a decoder has a head that gives token_logits, {', '.join(heads.KINDS)}; "
+                f"A decoder in Hugging Face layout needs a head that gives token_logits, {', '.join(heads.KINDS)}; "
                 f"plugin {job.hooks.provider('head')!r} gives {given!r}."
             )
         head, model.head = model.head, None
         trunk = write(replace(self.config, tied=True), self._vocabulary(job), model, job.config.sections)
         classes = job.hooks.classes() if job.hooks.provider("classes") else None
-        # Texts to be classified don't end with the token that ends documents; those with a reward do.
+        # Texts to classify don't end with the token that ends documents; texts with a reward do.
         pad = job.hooks.tokenizer().end if classes and job.hooks.provider("tokenizer") else None
         return heads.exported(trunk, given, head, classes, pad)
 
     def _vocabulary(self, job: Job) -> int:
-        """Token ids of the model: at least as many as the tokenizer has.
+        """The model's number of token ids: at least as many as the tokenizer has.
 
         Raises:
-            ConfigError: if there is neither a number nor a tokenizer, or the number is too small.
+            ConfigError: if neither the number nor a tokenizer is given, or the number is too small.
         """
         wanted = self.config.vocabulary
         if not job.hooks.provider("tokenizer"):

@@ -33,9 +33,9 @@ class HF(Plugin):
     @section
     class Config:
         config: Annotated[str, FilePath()] = ""
-        """A folder in Hugging Face layout, or its `config.json`; empty takes that of `weights`."""
+        """A folder in Hugging Face layout, or its `config.json`; empty means the folder in `weights`."""
         type: str = ""
-        """Instead of `config`: a model type of transformers, such as `falcon`, with the defaults of its class."""
+        """Instead of `config`: a model type of transformers, such as `falcon`, with its class's defaults."""
         set: Mapping[str, Any] = field(default_factory=dict)
         """Keys of `config.json` to change, such as `{ hidden_size = 64 }`. A model made from `type` has the tokenizer's
         vocabulary unless `vocab_size` is set."""
@@ -51,10 +51,10 @@ class HF(Plugin):
     def check_config(self) -> Iterator[Problem]:
         mine = self.config
         if mine.config and mine.type:
-            yield Problem("hf.type", "hf.config already says the type; set one of them.")
+            yield Problem("hf.type", "hf.config already determines the type; set only one of them.")
         if not (mine.config or mine.type or mine.weights):
             yield Problem(
-                "hf.config", "is required: a folder with a config.json, or a type of model in hf.type instead."
+                "hf.config", "is required: a folder with a config.json, or set a model type in hf.type instead."
             )
 
     @hookimpl
@@ -74,7 +74,7 @@ class HF(Plugin):
         from ._hf.files import exported
 
         classes = job.hooks.classes() if job.hooks.provider("classes") else None
-        # As for the decoder: texts to be classified don't end with the token that ends documents.
+        # As for the decoder: texts to classify don't end with the token that ends documents.
         pad = job.hooks.tokenizer().end if classes and job.hooks.provider("tokenizer") else None
         given = job.hooks.gives("head") if job.hooks.provider("head") else "token_logits"
         return exported(self._config(job), given, classes, pad)
@@ -86,7 +86,7 @@ class HF(Plugin):
         mine = self.config
         if (given := job.hooks.provider("head")) and job.hooks.gives("head") not in HEADS:
             raise ConfigError(
-                f"hf: heads of transformers' classes give {', '.join(HEADS)}; plugin {given!r} gives "
+                f"hf: the heads of transformers' classes give {', '.join(HEADS)}; plugin {given!r} gives "
                 f"{job.hooks.gives('head')!r}."
             )
         found = read(mine.config or ("" if mine.type else mine.weights), mine.type, mine.set, mine.extra, tokenizer)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 class MultiTokenPrediction(Plugin):
     """Multi-token prediction: modules after the last layer predict the tokens after the next (arXiv:2412.19437, §2.2).
 
-    Module k projects two normed inputs to one: the output of module k − 1 (for the first module, the hidden states for
-    the model's head) and the embedding of the token k positions later. One more layer of the model's kind and a norm
-    follow. All modules share the model's embedding and head. The logged loss, evaluation and generation use the next
-    token alone. `mtp.loss.k` and `mtp.accuracy.k`, the share of tokens that it predicts correctly, are logged for each
-    module.
+    Module k projects two normed inputs to one: the output of module k − 1 (for the first module, the hidden states that
+    the model's head reads) and the embedding of the token k positions later. One more layer of the model's kind and a
+    norm follow. All modules share the model's embedding and head. The logged loss, evaluation and generation use the
+    next token alone. `mtp.loss.k` and `mtp.accuracy.k`, the share of tokens that module k predicts correctly, are
+    logged for each module.
 
     A token is predicted only from its own document. A depth's summed loss is divided by the number of next-token
     labels, so that tokens without a label have no weight.
@@ -32,8 +32,8 @@ class MultiTokenPrediction(Plugin):
     The modules are the model's `tail`. To start without them from weights that have them, set
     `train.init_unexpected = ["tail.*"]`. To add them to other weights, set `train.init_missing = ["tail.*"]`.
     With `forge generate --temperature 0 --drafts N`, the first N modules draft tokens and the model checks them in one
-    pass; the text is the same. An export in the layout of DeepSeek-V3 has the modules. Other exports leave them out and
-    say so.
+    pass; the generated text is the same as without drafts. An export in DeepSeek-V3's layout contains the modules.
+    Other exports leave them out and say so.
 
     A module costs as much as a layer, a projection and another pass through the head. Under `fsdp2`, the shared
     embedding stays gathered during the step, as tied weights do.
@@ -48,9 +48,9 @@ class MultiTokenPrediction(Plugin):
         depths: Annotated[int, Gt(0)] = 1
         """Number of modules, one for each further token."""
         weight: Annotated[float, Ge(0)] = 0.3
-        """Weight of the mean of their losses (λ in eq. 25; the paper uses 0.3 at first and 0.1 at the end)."""
+        """Weight of the mean of their losses (λ in eq. 25; the paper starts with 0.3 and ends with 0.1)."""
         chunk: Annotated[int, Ge(0)] = 0
-        """Tokens whose logits are in memory at once; 0 chooses by vocabulary and batch."""
+        """Number of tokens whose logits are in memory at once; 0 chooses by vocabulary and batch."""
 
     config: Config
 
@@ -83,8 +83,8 @@ class MultiTokenPrediction(Plugin):
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
         if not self._asked:
             raise ConfigError(
-                f"mtp: the model of plugin {job.hooks.provider('build_model')!r} has no place for layers after its "
-                "last one (it asks for no tail); leave mtp out, or use a model that has, such as decoder."
+                f"mtp: the model of plugin {job.hooks.provider('build_model')!r} can't have layers after its "
+                "last one (it asks for no tail); disable mtp, or use a model that can, such as decoder."
             )
 
     @hookimpl

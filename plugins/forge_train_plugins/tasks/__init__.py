@@ -1,1 +1,1 @@
-"""What is learned from a batch, and its loss."""
+"""What a model learns from a batch, and the loss."""

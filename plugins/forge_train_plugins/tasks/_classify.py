@@ -20,7 +20,7 @@ class ClassHead(nn.Module):
     Args:
         dim: features of the hidden states.
         classes: their names, for an export.
-        bias: of the linear layer.
+        bias: whether the linear layer has a bias.
         std: standard deviation of its initial weights.
     """
 
@@ -43,7 +43,7 @@ class MacroF1(ConfusionMatrix):
 
 @dataclass(frozen=True)
 class Observed:
-    """The metrics, once somebody has asked for them."""
+    """The metrics, once they have been requested."""
 
     accuracy: Accuracy
     macro_f1: MacroF1
@@ -60,7 +60,7 @@ class Observed:
 @dataclass(frozen=True)
 class Classification:
     """Every unmasked label `[batch, sequence]` is the class at its position: of a text at its last token, or of a
-    token. Labels lie along the sequence, so that every cut of it is right."""
+    token. Labels lie along the sequence, so they can be split along with it."""
 
     loss_function: LossFunction
     observed: Callable[[], Observed | None]

@@ -17,16 +17,16 @@ from forge_train.nn import full_tensor, sum_in_chunks
 class ChunkedCrossEntropy:
     """Sum over the unmasked tokens of `−Σ q log softmax(logits) + z_loss · (log Σ exp logits)²`.
 
-    q is `1 − label_smoothing` at the label, and the rest spread evenly over the vocabulary. A head in evaluation mode
-    gets the cross-entropy alone.
+    q is `1 − label_smoothing` at the label, and the rest is spread evenly over the vocabulary. A head in evaluation
+    mode gets only the cross-entropy.
 
-    The sequence is cut into chunks whose logits are computed once for the loss and once more in the backward pass,
-    and freed in between: memory for time, one more product with the head's weights in four.
+    The sequence is cut into chunks. Their logits are computed once for the loss and again in the backward pass, and are
+    freed in between. This saves memory and costs one more product with the head's weights, four instead of three.
 
     Args:
         z_loss: weight of the second term (PaLM, arXiv:2204.02311, §5).
-        chunk: tokens per chunk; 0 chooses.
-        label_smoothing: what the label gives away (Szegedy et al. 2015, arXiv:1512.00567, §7).
+        chunk: tokens per chunk; 0 chooses automatically.
+        label_smoothing: probability taken from the label (Szegedy et al. 2015, arXiv:1512.00567, §7).
     """
 
     z_loss: float = 0.0
@@ -38,12 +38,12 @@ class ChunkedCrossEntropy:
         return sum_in_chunks(partial(self._sums, head, False), head, self.chunk, hidden, labels)
 
     def by_row(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, and each sequence's part of it, `[batch]`, without a graph."""
+        """The same, and each sequence's share of it, `[batch]`, without a graph."""
         sums = sum_in_chunks(partial(self._sums, head, True), head, self.chunk, hidden, labels)
         return sums[0], sums[1:].detach()
 
     def _sums(self, head: nn.Module, rows: bool, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The sum, 0-dim; or, `[1 + batch]`, the sum and then that of each row."""
+        """The sum, 0-dim; or, `[1 + batch]`, the sum followed by each row's sum."""
         logits, flat = head(hidden).float().flatten(0, 1), labels.flatten()
         log_probabilities = F.log_softmax(logits, -1)
         total = self._loss(head, logits, log_probabilities, flat, "sum")

@@ -19,7 +19,7 @@ class Distillation:
 
     loss_function: LossFunction
     models: Mapping[str, Model]
-    """With the teacher, except in a job that computes no loss."""
+    """Adds the teacher, except in a job that computes no loss."""
     share: float
     temperature: float
     chunk: int
@@ -47,8 +47,8 @@ class Distillation:
     def _divergence(
         self, head: nn.Module, teaching: nn.Module, hidden: Tensor, taught: Tensor, labels: Tensor
     ) -> Tensor:
-        """Of a chunk: `Σ p (x − y) − log Σ exp x + log Σ exp y`, with the teacher's logits x, p their softmax, and the
-        student's logits y."""
+        """The divergence of a chunk: `Σ p (x − y) − log Σ exp x + log Σ exp y`, with the teacher's logits x, their
+        softmax p and the student's logits y."""
         with torch.no_grad():
             theirs = teaching(taught).float() / self.temperature
             partition = theirs.logsumexp(-1, keepdim=True)
@@ -56,8 +56,8 @@ class Distillation:
         mine = head(hidden).float() / self.temperature
         if mine.shape != theirs.shape:
             raise ConfigError(
-                f"distill.teacher: the teacher's vocabulary has {theirs.shape[-1]:,} tokens, the student's "
-                f"{mine.shape[-1]:,}; both need the same."
+                f"distill.teacher: the teacher's vocabulary has {theirs.shape[-1]:,} tokens, but the student's has "
+                f"{mine.shape[-1]:,}; they must be equal."
             )
         apart = full_tensor((targets * (theirs - mine)).sum(-1)) - full_tensor(partition).squeeze(-1)
         divergence = apart + full_tensor(mine.logsumexp(-1))

@@ -15,7 +15,7 @@ from forge_train.nn import full_tensor, gather_rows, pool
 
 
 class NoHead(nn.Module):
-    """Hidden states as they are, whole on every rank."""
+    """Returns hidden states unchanged, in full on every rank."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -28,7 +28,7 @@ class Contrastive:
     job: Job
     temperature: float
     group: int
-    """Pairs that are each other's negatives."""
+    """Number of pairs that are each other's negatives."""
     observed: Callable[[], Mapping[str, Any] | None]
     rows_together = 2
 

@@ -1,4 +1,4 @@
-"""Classes of texts, and of their tokens: a head and its task."""
+"""Classes of texts and of their tokens: heads and their tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class _Classifier(Plugin):
-    """The common part of both: a score for each class at each position, learned where there is a label."""
+    """The common part of both plugins: a score for each class at each position, trained at positions with a label."""
 
     api = (1, 0)
     requires = ("loss",)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class CrossEntropy(Plugin):
-    """Cross-entropy in fp32 that never holds all logits at once, with z-loss and label smoothing on request."""
+    """Cross-entropy in fp32 that never holds all logits at once, optionally with z-loss and label smoothing."""
 
     api = (1, 0)
     takes: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -22,10 +22,10 @@ class CrossEntropy(Plugin):
     @section
     class Config:
         z_loss: Annotated[float, Ge(0)] = 0.0
-        """Weight of the squared log-partition function, which keeps logits from drifting (PaLM uses 1e-4). Evaluation
-        leaves it out."""
+        """Weight of the squared log-partition function, which keeps logits from drifting (PaLM uses 1e-4). Not used in
+        evaluation."""
         label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
-        """Share of the label's probability that is spread over the vocabulary. Evaluation leaves it out."""
+        """Share of the label's probability that is spread over the vocabulary. Not used in evaluation."""
         chunk: Annotated[int, Ge(0)] = 0
         """Tokens whose logits exist at once; 0 chooses by vocabulary and batch."""
 

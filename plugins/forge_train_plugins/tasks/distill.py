@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 
 class Distill(Plugin):
-    """Next-token prediction from a teacher's soft targets beside the labels (Hinton et al. 2015, arXiv:1503.02531).
+    """Next-token prediction from a teacher's soft targets and the labels (Hinton et al. 2015, arXiv:1503.02531).
 
     The teacher is frozen. It is built by the run's plugins, with the sections that differ from the student's, and
-    sharded as the student is. Evaluation is the loss of labels alone. If the teacher has moved, a run goes on with its
-    new path in `distill.weights`, and `checkpoint.allow_changes = ["distill.weights"]`; it must be the same to the bit.
+    sharded like the student. Evaluation uses the loss on labels alone. If the teacher has moved, resume the run with
+    its new path in `distill.weights` and `checkpoint.allow_changes = ["distill.weights"]`; its weights must be
+    identical.
     """
 
     api = (1, 0)
@@ -31,9 +32,9 @@ class Distill(Plugin):
         teacher: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
         """Sections of the teacher that differ from the student's, as in `[distill.teacher.decoder]`."""
         share: Annotated[float, Gt(0), Le(1)] = 0.5
-        """Of the loss that is the divergence from the teacher; the rest is that of the labels."""
+        """Weight of the divergence from the teacher in the loss; the rest is the loss on labels."""
         temperature: Annotated[float, Gt(0)] = 1.0
-        """What both models' logits are divided by in the divergence, which is multiplied by its square."""
+        """Divides both models' logits in the divergence, which is multiplied by its square."""
         chunk: Annotated[int, Ge(0)] = 0
         """Tokens whose logits exist at once; 0 chooses by vocabulary and batch."""
 
@@ -42,7 +43,7 @@ class Distill(Plugin):
     @hookimpl
     def check_config(self) -> Iterator[Problem]:
         if not self.config.weights:
-            yield Problem("distill.weights", "is required: the teacher's run, or its checkpoint.")
+            yield Problem("distill.weights", "is required: the teacher's run or its checkpoint.")
 
     @hookimpl
     def extra_models(self) -> Iterable[ExtraModel]:

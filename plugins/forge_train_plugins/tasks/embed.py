@@ -30,9 +30,9 @@ class Embed(Plugin):
         pooling: Literal["mean", "last", "cls"] = "mean"
         """The vector of a text: the mean over its tokens, its last token, or its first one."""
         temperature: Annotated[float, Gt(0)] = 0.05
-        """Similarities are divided by this."""
+        """Similarities are divided by this temperature."""
         group: Annotated[int, Ge(0)] = 0
-        """Number of neighbouring pairs in the global batch that are each other's negatives; 0 is the whole global
+        """Number of neighbouring pairs in the global batch that are each other's negatives; 0 means the whole global
         batch, which must then be one micro-batch of each rank."""
 
     config: Config
@@ -58,13 +58,13 @@ class Embed(Plugin):
         together = train.micro_batch * job.dist.data_ranks // 2
         if not group and job.dist.layout.micro_batches(train.global_batch, train.micro_batch) > 1:
             raise ConfigError(
-                f"embed.group: the global batch of {train.global_batch // 2} pairs is computed {together} pairs at a "
-                f"time, so the others can't be negatives; set embed.group to {together} or a divisor of it, or "
+                f"embed.group: the global batch of {train.global_batch // 2} pairs is computed in groups of {together} "
+                f"pairs, so other pairs can't be negatives; set embed.group to {together} or a divisor of it, or "
                 "train.micro_batch to the rank's share."
             )
         if group and together % group:
             raise ConfigError(
-                f"embed.group: {group} does not divide the {together} pairs that are computed at a time "
+                f"embed.group: {group} does not divide the {together} pairs that are computed together "
                 f"(train.micro_batch × data-parallel ranks / 2)."
             )
         return Contrastive(job, self.config.temperature, group or together, lambda: self._observed)

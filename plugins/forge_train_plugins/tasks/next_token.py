@@ -27,7 +27,7 @@ class NextToken(Plugin):
 
 @dataclass(frozen=True)
 class NextTokenTask:
-    """Asks the `loss` slot; every unmasked label counts once."""
+    """Calls the `loss` slot; every unmasked label counts once."""
 
     loss_function: LossFunction
 

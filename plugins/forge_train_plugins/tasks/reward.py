@@ -1,4 +1,4 @@
-"""Rewards: a head that scores a text, and the task that learns it from preferences."""
+"""Rewards: a head that scores a text, and the task that trains it on preferences."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Reward(Plugin):
-    """A reward model: one number for a text, from the hidden state of its last token.
+    """A reward model: one number per text, from the hidden state of its last token.
 
-    The loss is that of Bradley and Terry, `−log σ(r(chosen) − r(rejected))` (InstructGPT, arXiv:2203.02155, eq. 1),
-    averaged over pairs. The head is that of `…ForSequenceClassification` of transformers with one label.
+    The loss is Bradley and Terry's, `−log σ(r(chosen) − r(rejected))` (InstructGPT, arXiv:2203.02155, eq. 1),
+    averaged over pairs. The head is the one of transformers' `…ForSequenceClassification` with one label.
     `reward.accuracy` is the share of pairs whose chosen answer has the higher reward, and `reward.margin` is the mean
     difference of the two.
     """

@@ -1,4 +1,4 @@
-"""The kernel that hands each call to the one that was chosen."""
+"""The kernel that passes each call to the chosen one."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Choice:
         self._job = job
         self.needs = KernelCapabilities()
         self.kernels: dict[str, AttentionKernel] = {}
-        """Those that run on this device, in order of preference."""
+        """The kernels that run on this device, in order of preference."""
         self.refused: dict[str, str] = {}
         self._capabilities: dict[str, KernelCapabilities] = {}
         here = KernelCapabilities(devices=(job.device.type,))
         for name in names:
             cls = load(find(name))
             if lacking := [*cls.kernel_capabilities.lacks(here)]:
-                self.refused[name] = f"it is without {lacking[0]}"
+                self.refused[name] = f"it does not support {lacking[0]}"
                 continue
             try:
                 kernel: Any = cls(cls.Config())
@@ -58,7 +58,7 @@ class Choice:
         self._by_asked: dict[frozenset[str], AttentionKernel] = {}
 
     def able(self) -> list[str]:
-        """Kernels that can do what plugins and layers have asked for so far.
+        """Kernels that can do everything that plugins and layers have asked for so far.
 
         Raises:
             ConfigError: if there is none.
@@ -73,13 +73,13 @@ class Choice:
         raise ConfigError(f"auto.kernels: none of them can do what the run needs. Missing: {'; '.join(reasons)}")
 
     def take(self, name: str) -> None:
-        """Hand calls to this kernel from now on.
+        """Pass calls to this kernel from now on.
 
         Raises:
-            ConfigError: if it does not run here.
+            ConfigError: if it does not run on this rank.
         """
         if name not in self.kernels:
-            raise ConfigError(f"auto: rank 0 takes the kernel {name!r}, which does not run here: {self.refused[name]}")
+            raise ConfigError(f"auto: rank 0 chose the kernel {name!r}, which does not run here: {self.refused[name]}")
         self.taken = name
         self._by_asked.clear()
 
@@ -102,7 +102,7 @@ class Choice:
 
 
 def union(asked: Iterable[KernelCapabilities]) -> KernelCapabilities:
-    """Everything that any of them asks for."""
+    """The union of all that they ask for."""
     found: dict[str, Any] = {}
     for needs in asked:
         for one in fields(needs):

@@ -1,4 +1,4 @@
-"""Measuring kernels, and remembering what was found."""
+"""Measures kernels, and remembers the results."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from forge_train.nn import DroppedWeights
 from .choice import Choice
 
 HEADS, KV_HEADS = 8, 2
-"""Of what is measured: a kernel does not know the model's. The order of kernels hardly depends on it."""
+"""Head counts in the measurement, because a kernel does not know the model's. They hardly change the ranking."""
 MOST_TOKENS = 8192
-"""Measured at once, so that a dense mask of a long row takes neither minutes nor all memory."""
+"""The most tokens measured at once, so that a dense mask of a long row takes neither minutes nor all memory."""
 DOCUMENTS = 8
-"""Of a row."""
+"""Number of documents in a row."""
 REPEATS, SECONDS = 3, 0.5
-"""Calls of a kernel at least, and time for more of them: other work on the machine slows some of them down."""
+"""Least number of calls of a kernel, and seconds for more of them: other work on the machine slows some calls down."""
 
 
 def fastest(choice: Choice, job: Job, folder: str) -> tuple[str, str]:
-    """The kernel to take, and why in a clause."""
+    """The kernel to take, and a clause that says why."""
     able = choice.able()
     if len(able) == 1:
         return able[
@@ -50,13 +50,13 @@ def fastest(choice: Choice, job: Job, folder: str) -> tuple[str, str]:
         _remember(file, times)
     name = min(rivals, key=lambda one: times[one])
     if math.isinf(times[name]):
-        return able[-1], f"{', '.join(rivals)} failed when they were measured"
+        return able[-1], f"{', '.join(rivals)} failed when measured"
     told = ", ".join(f"{one} {_told(times[one])}" for one in sorted(rivals, key=lambda one: times[one]))
     return name, f"{told} for {shape} ({how})"
 
 
 class Shape:
-    """What is measured: the run's sequence, rows, dtype and head size, with everything that it needs."""
+    """What is measured: the run's sequence, rows, dtype and head size, and everything that the run needs."""
 
     def __init__(self, job: Job, needs: KernelCapabilities) -> None:
         train = job.config.train
@@ -80,7 +80,7 @@ class Shape:
         }
 
     def draw(self) -> tuple[list[Tensor], dict[str, Any]]:
-        """Query, key and value, and the keywords. Torch's own random state stays as it is."""
+        """Query, key and value, and the keywords. Leaves torch's global random state unchanged."""
         generator = torch.Generator(self.device).manual_seed(0)
 
         def normal(heads: int) -> Tensor:
@@ -106,9 +106,9 @@ class Shape:
 
 
 def measure(kernel: AttentionKernel, shape: Shape, best: float = math.inf) -> float:
-    """Seconds of a forward and a backward pass, the best of some; infinite for a kernel that fails at this shape.
+    """Seconds of the fastest forward and backward pass; infinite for a kernel that fails at this shape.
 
-    A kernel whose second call takes thrice the best so far is not called again.
+    A kernel that takes more than three times the best time so far is not called again.
     """
     least = math.inf
     with torch.device(shape.device), torch.enable_grad():
@@ -124,11 +124,11 @@ def measure(kernel: AttentionKernel, shape: Shape, best: float = math.inf) -> fl
                 out = out[0] if isinstance(out, tuple) else out
                 torch.autograd.grad(out.sum(), given)
                 _wait(shape.device)
-                if turn:  # the first call compiles, and fills caches
+                if turn:  # the first call compiles and fills caches
                     least = min(least, time.perf_counter() - started)
                     if least > 3 * best:
                         break
-        except (RuntimeError, ValueError):  # out of memory, a shape that the device's kernel does not take
+        except (RuntimeError, ValueError):  # out of memory, or an unsupported shape
             return math.inf
     return least
 
@@ -143,7 +143,7 @@ def _told(seconds: float) -> str:
 
 
 def cached(folder: str, facts: dict[str, Any]) -> Path:
-    """The file for the times under these facts."""
+    """The file that stores the times under these facts."""
     home = os.environ.get("XDG_CACHE_HOME")
     default = (Path(home) if home else Path.home() / ".cache") / "forge-train" / "attention"
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -151,7 +151,7 @@ def cached(folder: str, facts: dict[str, Any]) -> Path:
 
 
 def _recall(file: Path, names: list[str]) -> dict[str, float] | None:
-    """The times that were found before; None for a file that is not there, or holds something else."""
+    """The stored times; None if the file does not exist or holds something else."""
     try:
         times = json.loads(file.read_text(encoding="utf-8"))
         found = {name: math.inf if times[name] is None else float(times[name]) for name in names}
@@ -161,7 +161,7 @@ def _recall(file: Path, names: list[str]) -> dict[str, float] | None:
 
 
 def _remember(file: Path, times: dict[str, float]) -> None:
-    """Whole or not at all, and the last of several writers wins; failing is harmless: it is measured again."""
+    """Write the file completely or not at all; the last writer wins. After a failure, the next run measures again."""
     text = json.dumps({name: None if math.isinf(one) else one for name, one in times.items()})
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from forge_train.nn import Linear, RMSNorm, TensorStyle, flops_per_token
 from .rule import in_chunks, in_steps
 
 Part = tuple[int, int]
-"""Which of how many equal parts of this rank's heads."""
+"""Index and number of equal parts of this rank's heads."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DeltaCache:
     """The states of one layer and the last inputs of its convolutions. Its size does not depend on the length.
 
     Args:
-        batch: number of sequences that are generated side by side.
+        batch: number of sequences generated side by side.
         length: largest number of positions.
     """
 
@@ -54,7 +54,7 @@ class DeltaCache:
         """`[batch, taps - 1, heads, features]` of queries, keys and values."""
 
     def expect(self, batch: int, positions: int) -> None:
-        """Make sure that these positions fit.
+        """Check that these positions fit.
 
         Raises:
             ValueError: if they do not.
@@ -70,8 +70,8 @@ class ShortConvolution(nn.Module):
     """A depthwise causal convolution over a few tokens, then SiLU: `[batch, sequence, heads, head_dim]` → the same.
 
     Args:
-        features: their number, of all heads.
-        taps: kernel size: a token, and those before it.
+        features: number of features of all heads.
+        taps: kernel size: a token and those before it.
         name: name of the parameter in this model, so that each has its own initial values.
         head_dim: features that tensor parallelism keeps together.
     """
@@ -79,31 +79,31 @@ class ShortConvolution(nn.Module):
     def __init__(self, features: int, taps: int, name: str, head_dim: int) -> None:
         super().__init__()
         self.taps, self.name, self.head_dim = taps, name, head_dim
-        # Three axes, as in torch's convolutions: not a matrix between hidden states, which optimizers treat apart.
+        # Three axes, as in torch's convolutions, so that optimizers do not treat it as a matrix between hidden states.
         self.weight = nn.Parameter(torch.empty(features, 1, taps))
 
     def initial(self, name: str) -> Init:
-        """As torch's own convolutions start: uniform, ±1/√taps."""
+        """Initialised as torch's own convolutions: uniform, ±1/√taps."""
         return Init("given", values=partial(uniform, self.name, tuple(self.weight.shape), self.taps**-0.5))
 
     def forward(
         self, x: Tensor, tail: Tensor | None = None, document_ids: Tensor | None = None, part: Part = (0, 1)
     ) -> tuple[Tensor, Tensor]:
-        """In fp32 at least.
+        """Computes in fp32 or wider.
 
         Args:
             x: `[batch, sequence, heads, head_dim]`, of this part.
-            tail: the inputs before, `[batch, taps - 1, heads, head_dim]`; zeros by default.
-            document_ids: `[batch, sequence]`: each document begins after zeros, but the first after `tail`.
-            part: whose weights.
+            tail: the previous inputs, `[batch, taps - 1, heads, head_dim]`; zeros by default.
+            document_ids: `[batch, sequence]`: each document starts after zeros, but the first one after `tail`.
+            part: the part whose weights to use.
 
         Returns:
-            The same shape, and the tail for what follows.
+            An output of the same shape, and the tail for the next call.
         """
         length, before = x.shape[1], self.taps - 1
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        # Inputs keep the axis of heads: the gradient has the strides of the rule's axes, and a compiled backward pass
-        # for any size makes a view of it where its last two axes were one here, which fails (torch 2.13).
+        # Inputs keep the axis of heads. Otherwise the gradient has the strides of the rule's axes, and a compiled
+        # backward pass for dynamic sizes makes a view of it as if its last two axes were one, which fails (torch 2.13).
         weight = torch.unflatten(of_part(local(self.weight), part)[:, 0].to(x.dtype), 0, (-1, self.head_dim))
         x = F.pad(x, (0, 0, 0, 0, before, 0)) if tail is None else torch.cat((tail, x), 1)
         ids = None
@@ -127,7 +127,7 @@ class ShortConvolution(nn.Module):
 
 class Decay(nn.Module):
     """The log decay of each head at a token, `g = −exp(A_log) · softplus(x + dt_bias)`: `[…, heads]` → the same, in
-    fp32 at least (Mamba 2, arXiv:2405.21060, §7)."""
+    fp32 or wider (Mamba 2, arXiv:2405.21060, §7)."""
 
     def __init__(self, heads: int, name: str) -> None:
         super().__init__()
@@ -136,8 +136,8 @@ class Decay(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(heads))
 
     def initial(self, name: str) -> Init:
-        """As Mamba 2 and the released Gated DeltaNet start: exp(A_log) uniform from 0 to 16, softplus(dt_bias) from
-        0.001 to 0.1 with a uniform logarithm."""
+        """Initialised as in Mamba 2 and the released Gated DeltaNet: exp(A_log) is uniform from 0 to 16,
+        softplus(dt_bias) is log-uniform from 0.001 to 0.1."""
         values = log_rates if name == "A_log" else step_biases
         return Init("given", values=partial(values, f"{self.name}.{name}", len(self.A_log)))
 
@@ -150,7 +150,7 @@ class Decay(nn.Module):
 class GatedDeltaNet(nn.Module):
     """Linear attention by the gated delta rule (arXiv:2412.06464, figure 1), with grouped values as in Qwen3-Next.
 
-    The numbers of heads follow from the projections' outputs, so that each rank may hold some of the heads.
+    The numbers of heads are read from the projections' outputs, so that each rank may hold some of the heads.
     """
 
     def __init__(self, layer: Layer, sizes: Sizes, chunk: int, *, recompute: bool) -> None:
@@ -159,7 +159,7 @@ class GatedDeltaNet(nn.Module):
         self.heads, self.kv_heads, self.sizes, self.chunk = sizes.heads, sizes.k_heads, sizes, chunk
         dim, std, name = layer.dim, layer.std, f"layers.{layer.index}"
         keys, values = sizes.k_heads * sizes.k_dim, sizes.heads * sizes.v_dim
-        # Tensor parallelism keeps a head's features together, as the convolutions say.
+        # Tensor parallelism keeps a head's features together, as the convolutions declare.
         self.q = Linear(dim, keys, std=std)
         self.k = Linear(dim, keys, std=std)
         self.v = Linear(dim, values, std=std)
@@ -186,7 +186,7 @@ class GatedDeltaNet(nn.Module):
         """`[batch, sequence, dim]` → the same; `document_ids`: `[batch, sequence]` int64 or None.
 
         Raises:
-            ValueError: for documents after what a cache holds.
+            ValueError: for document ids with a cache that already holds tokens.
         """
         sizes = self.sizes
         q, k = (torch.unflatten(one(x), -1, (-1, sizes.k_dim)) for one in (self.q, self.k))
@@ -211,7 +211,7 @@ class GatedDeltaNet(nn.Module):
         document_ids: Tensor | None = None,
         part: Part = (0, 1),
     ) -> Tensor:
-        """Everything that looks along the sequence: `[batch, sequence, heads of its kind, features]` each, → as `v`."""
+        """All that mixes along the sequence: `[batch, sequence, heads of its kind, features]` each → like `v`."""
         given = (q, k, v, alpha, beta), document_ids, part
 
         def run(*given: Any) -> Tensor:
@@ -226,7 +226,7 @@ class GatedDeltaNet(nn.Module):
         return DeltaCache(batch, length)
 
     def flops_per_token(self, sequence: int) -> int:
-        """Counts the state as read for the key and for the query, and written once, at any length."""
+        """Counts the state as read twice, for the key and the query, and written once, at any length."""
         return flops_per_token(sequence, weights=self.weights + 3 * self.heads * self.sizes.k_dim * self.sizes.v_dim)
 
     def tensor_plan(self) -> dict[str, TensorStyle]:
@@ -239,7 +239,7 @@ class GatedDeltaNet(nn.Module):
         v = inputs[2]
         cache.expect(*v.shape[:2])
         if cache.length and document_ids is not None:
-            raise ValueError("A cache does not hold the documents of its tokens; pass document_ids with an empty one.")
+            raise ValueError("A cache does not store document ids; pass document_ids only with an empty cache.")
         mixed, cache.state, cache.tails = self._run(inputs, document_ids, (0, 1), cache)
         cache.length += v.shape[1]
         return mixed.to(v.dtype)
@@ -247,7 +247,7 @@ class GatedDeltaNet(nn.Module):
     def _run(
         self, inputs: tuple[Tensor, ...], document_ids: Tensor | None, part: Part, cache: DeltaCache | None = None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Outputs, and the state and the tails after them."""
+        """The outputs, and the state and tails that follow."""
         alpha, beta = (x[..., 0] for x in inputs[3:])
         tails = (None, None, None) if cache is None else cache.tails
         state = None if cache is None else cache.state
@@ -264,7 +264,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def unit(x: Tensor) -> Tensor:
-    """Normalised to length one, except a vector of zeros; with Qwen3-Next's epsilon."""
+    """Normalised to length one, except a zero vector; with Qwen3-Next's epsilon."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
@@ -286,7 +286,7 @@ def log_rates(name: str, heads: int, seed: int) -> Tensor:
 
 
 def step_biases(name: str, heads: int, seed: int) -> Tensor:
-    """What softplus makes a step of 0.001 to 0.1 from."""
+    """Softplus turns these into steps from 0.001 to 0.1."""
     lowest, highest = torch.tensor([0.001, 0.1]).log()
     steps = torch.lerp(lowest, highest, torch.rand(heads, generator=_generator(name, seed))).exp()
     return steps + torch.log(-torch.expm1(-steps))

@@ -5,7 +5,7 @@ A head's state S, `[k_dim, v_dim]`, starts at zero, and at each token becomes
     S ← exp(g) · S
     S ← S + k ⊗ β (v − k S)
 
-and the token's output is q S. Both forms compute in fp32, or wider where they are given wider tensors.
+and the token's output is q S. Both forms compute in fp32, or wider if their inputs are wider.
 """
 
 from __future__ import annotations
@@ -31,41 +31,43 @@ def in_chunks(
     Args:
         query: `[batch, sequence, k_heads, k_dim]`, scaled.
         key: as `query`, of length one at most.
-        value: `[batch, sequence, heads, v_dim]`; heads is a multiple of k_heads, each serving neighbours.
+        value: `[batch, sequence, heads, v_dim]`; heads is a multiple of k_heads, and neighbouring heads share a key
+            head.
         log_decay: g, `[batch, sequence, heads]`, at most 0.
         beta: `[batch, sequence, heads]`, from 0 to 1.
         size: tokens in a chunk.
         state: initial state, `[batch, heads, k_dim, v_dim]`; zeros by default.
-        document_ids: `[batch, sequence]`: each document starts with a state of zeros, the first one with `state`.
+        document_ids: `[batch, sequence]`: each document starts with a zero state, except the first, which starts with
+            `state`.
 
     Returns:
-        Outputs as `value`, and the state after the last token.
+        Outputs shaped like `value`, and the state after the last token.
     """
     length, (k_heads, k_dim), (heads, v_dim) = query.shape[1], query.shape[2:], value.shape[2:]
     size, dtype = min(size, length), torch.promote_types(query.dtype, torch.float32)
 
     def chunks(x_BTHD: Tensor) -> Tensor:
-        """`[batch, k_heads, heads of each, chunk, token, features]`; tokens that fill up the last change nothing."""
+        """`[batch, k_heads, heads of each, chunk, token, features]`; the padding of the last chunk changes nothing."""
         filled = F.pad(x_BTHD.to(dtype), (0, 0, 0, 0, 0, -length % size))
         return torch.unflatten(torch.unflatten(filled, 1, (-1, size)).permute(0, 3, 1, 2, 4), 1, (k_heads, -1))
 
     q, k, v = chunks(query), chunks(key), chunks(value)
     decay, strength = chunks(log_decay[..., None]), chunks(beta[..., None])
     seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    # Summed up for each pair: a difference of sums from the beginning would keep little of what follows a large one.
+    # Summed for each pair: a difference of sums from the beginning would lose precision after a large one.
     sums = torch.where(seen.tril(-1), decay, 0.0).cumsum(-2)
-    since, until = decay[..., 0].cumsum(-1).exp(), sums[..., -1, :].exp()  # the chunk's beginning; its end
+    since, until = decay[..., 0].cumsum(-1).exp(), sums[..., -1, :].exp()  # since the chunk's start; until its end
     kept = since[..., -1]
     if document_ids is not None:
         ids = _filled_up(document_ids, size)[:, None, None]
-        before = torch.cat((ids[..., :1, 0], ids[..., :-1, -1]), -1)  # the last of the chunk before
+        before = torch.cat((ids[..., :1, 0], ids[..., :-1, -1]), -1)  # the last token of the previous chunk
         seen = seen & (ids[..., :, None] == ids[..., None, :])
         since = since * (ids == before[..., None])
         until = until * (ids == ids[..., -1:])
         kept = kept * (ids[..., -1] == before)
     between = sums.masked_fill(~seen, -torch.inf).exp()
 
-    # What each token writes, from its own chunk alone, and what is to be taken off for the state before it.
+    # What each token writes from its own chunk alone, and what to subtract for the state before the chunk.
     system = strength * (k @ k.mT) * between
     sides = torch.cat((strength * v, (strength * since[..., None]) * k), -1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
@@ -103,7 +105,7 @@ def in_steps(
 
 
 def _filled_up(document_ids: Tensor, size: int) -> Tensor:
-    """`[batch, chunk, token]`, the last chunk filled up with the last token's document."""
+    """`[batch, chunk, token]`; the last chunk is padded with the last token's document."""
     missing = -document_ids.shape[1] % size
     filled = torch.cat((document_ids, document_ids[:, -1:].expand(-1, missing)), 1)
     return torch.unflatten(filled, 1, (-1, size))

@@ -1,4 +1,4 @@
-"""From the configuration and a layer to the module."""
+"""Builds the module from the configuration and a layer."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 class Ropes:
-    """The tables for the rotated features: one for all layers that share a table of the model's."""
+    """The tables for the rotated features: one for all layers that share one of the model's tables."""
 
     def __init__(self, features: int) -> None:
         self._features = features
         self._made: WeakKeyDictionary[nn.Module, RoPE] = WeakKeyDictionary()
 
     def like(self, rope: nn.Module | None) -> RoPE | None:
-        """The model's positions, base and scaling, for so many features; None where a layer has no positions.
+        """A table with the model's positions, base and scaling for these features; None if a layer has no positions.
 
         Raises:
-            ConfigError: for a rotary embedding that does not say what it was made from.
+            ConfigError: for a rotary embedding whose parameters are unknown.
         """
         if rope is None:
             return None
         if isinstance(rope, LengthRoPE):
             raise ConfigError(
-                "mla rotates by a table that is the same for sequences of every length; set decoder.rope.scaling to "
+                "mla uses the same rotary table for sequences of every length; set decoder.rope.scaling to "
                 "'none', 'linear', 'llama3' or 'yarn'."
             )
         if type(rope) is not RoPE:
@@ -50,10 +50,10 @@ class Ropes:
 
 
 def build(config: MLA.Config, layer: Layer, job: Job, ropes: Ropes) -> LatentAttention:
-    """The module of one layer.
+    """Build the module of one layer.
 
     Raises:
-        ConfigError: if the layer asks for something that latent attention does not have.
+        ConfigError: if the layer asks for something that latent attention does not support.
     """
     if layer.kv_heads != layer.heads:
         raise ConfigError(
@@ -85,10 +85,10 @@ def build(config: MLA.Config, layer: Layer, job: Job, ropes: Ropes) -> LatentAtt
 
 
 def temperature(mscale: float, rope: RoPE | None) -> float:
-    """What yarn multiplies the logits by (arXiv:2405.04434, §3.1.4, as released).
+    """The factor by which yarn multiplies the logits (arXiv:2405.04434, §3.1.4, as released).
 
     Raises:
-        ConfigError: if there is no yarn.
+        ConfigError: if the scaling is not yarn.
     """
     if not mscale:
         return 1.0

@@ -15,29 +15,29 @@ from forge_train.nn import AttentionDropout, KVCache, Linear, RMSNorm, RoPE, Ten
 
 @dataclass(frozen=True)
 class Sizes:
-    """Features of the latents, and of one head."""
+    """Feature counts of the latents and of one head."""
 
     q_rank: int
-    """0 for queries without a latent."""
+    """0 if queries have no latent."""
     kv_rank: int
     plain: int
-    """Of queries and keys, without positions."""
+    """Features of queries and keys that carry no position."""
     rotated: int
     value: int
 
     @property
     def head(self) -> int:
-        """Of queries and keys."""
+        """Features of queries and keys."""
         return self.plain + self.rotated
 
     @property
     def widest(self) -> int:
-        """Of everything that a kernel is given."""
+        """The largest feature count that a kernel is given."""
         return max(self.head, self.value)
 
 
 class HeadsLinear(Linear):
-    """A projection to or from heads, each of so many features, which tensor parallelism keeps together."""
+    """A projection to or from heads, whose features tensor parallelism keeps together."""
 
     def __init__(self, in_features: int, out_features: int, head_dim: int, *, std: float, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias, std=std)
@@ -50,13 +50,13 @@ class LatentCache(KVCache):
     def __init__(self, batch: int, length: int) -> None:
         super().__init__(batch, length)
         self.expansion: Tensor | None = None
-        """What makes keys and values from a latent, `[kv_rank, heads, features]`."""
+        """The weights that expand a latent to keys and values, `[kv_rank, heads, features]`."""
 
 
 class LatentAttention(nn.Module):
     """Multi-head latent attention (arXiv:2405.04434, eq. 9 to 19, and figure 3).
 
-    The number of heads follows from the projections' outputs, so that each rank may hold some of the heads.
+    The number of heads is read from the projections' outputs, so that each rank may hold some of the heads.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LatentAttention(nn.Module):
         self.q_a = self.q_norm = None
         if sizes.q_rank:
             self.q_a = Linear(dim, sizes.q_rank, bias=bias, std=std)
-            # DeepSeek's epsilon in norms of latents, whatever that of the model's other norms
+            # DeepSeek's epsilon in norms of latents, whatever the model's other norms use
             self.q_norm = RMSNorm(sizes.q_rank, 1e-6)
         self.q_b = HeadsLinear(sizes.q_rank or dim, heads * sizes.head, sizes.head, std=std)
         self.kv_a = Linear(dim, sizes.kv_rank + sizes.rotated, bias=bias, std=std)
@@ -100,7 +100,7 @@ class LatentAttention(nn.Module):
         """`[batch, sequence, dim]` → the same; `position_ids`, `document_ids`: `[batch, sequence]` int64 or None.
 
         Raises:
-            ValueError: for documents after what a cache holds.
+            ValueError: for document ids with a cache that already holds tokens.
         """
         sizes = self.sizes
         q_BTHD = self._query(x, position_ids)
@@ -115,19 +115,19 @@ class LatentAttention(nn.Module):
         if not earlier:
             return self._plain(q_BTHD, latent_BTR, k_rotated_BTP, document_ids)
         if document_ids is not None:
-            raise ValueError("A cache does not hold the documents of its tokens; pass document_ids with an empty one.")
+            raise ValueError("A cache does not store document ids; pass document_ids only with an empty cache.")
         return self._absorbed(q_BTHD, seen_BSL, cache)
 
     def new_cache(self, batch: int, length: int) -> LatentCache:
         return LatentCache(batch, length)
 
     def flops_per_token(self, sequence: int) -> int:
-        width = self.heads * (self.sizes.head + self.sizes.value) // 2  # logits cost the one, sums the other
+        width = self.heads * (self.sizes.head + self.sizes.value) // 2  # the logits cost one, the sums the other
         return flops_per_token(sequence, weights=self.weights, width=width)
 
     def tensor_plan(self) -> dict[str, TensorStyle]:
-        """Every rank makes the latents of all tokens, and heads of its own from them: gradients of what makes latents
-        are sums over the ranks."""
+        """Every rank computes the latents of all tokens, and its own heads from them, so the gradients of the weights
+        that make latents are summed over the ranks."""
         plan: dict[str, TensorStyle] = {"q_b": "colwise", "kv_a": "heads", "kv_norm": "heads", "kv_b": "colwise"}
         if self.q_a is not None:
             plan |= {"q_a": "heads", "q_norm": "heads"}
@@ -148,7 +148,7 @@ class LatentAttention(nn.Module):
         return x_BTHP if self.rope is None else self.rope(x_BTHP, position_ids)
 
     def _plain(self, q_BTHD: Tensor, latent_BTR: Tensor, k_rotated_BTP: Tensor, document_ids: Tensor | None) -> Tensor:
-        """With a key and a value for each head."""
+        """Attention with a key and a value for each head."""
         sizes = self.sizes
         kv_BTHE = torch.unflatten(self.kv_b(latent_BTR), -1, (-1, sizes.plain + sizes.value))
         k_plain, v_BTHV = torch.split(kv_BTHE, [sizes.plain, sizes.value], -1)
@@ -162,11 +162,12 @@ class LatentAttention(nn.Module):
         return mixed
 
     def _absorbed(self, q_BTHD: Tensor, seen_BSL: Tensor, cache: LatentCache) -> Tensor:
-        """On latents, which all heads share: what makes keys is applied to queries, and what makes values to the
-        result (arXiv:2405.04434, §2.1.2). Not by the kernel: few take heads as wide as a latent."""
+        """Attention on latents, which all heads share: the weights that make keys are applied to queries, and those
+        that make values to the result (arXiv:2405.04434, §2.1.2). The kernel is not used: few accept heads as wide as a
+        latent."""
         sizes, queries, keys = self.sizes, q_BTHD.shape[1], seen_BSL.shape[1]
         if cache.expansion is None:
-            # Through the module, since others may have put adapters or other products in its place.
+            # Through the module, because a plugin may have replaced it, with an adapter for example.
             unit = torch.eye(sizes.kv_rank, dtype=q_BTHD.dtype, device=q_BTHD.device)
             cache.expansion = torch.unflatten(self.kv_b(unit), -1, (-1, sizes.plain + sizes.value))
         to_key_RHD, to_value_RHV = torch.split(cache.expansion, [sizes.plain, sizes.value], -1)

@@ -1,4 +1,4 @@
-"""Fused attention over packed documents, by torch and by flash-attn, each with the same few arguments."""
+"""Fused attention over packed documents, from torch and from flash-attn, each with the same few arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .versions import MODULES, choose, installed
 
 
 class Bounds(NamedTuple):
-    """Where documents begin, as `[documents + 1]` int32 of queries and of keys; and the longest document."""
+    """Where documents begin among queries and among keys, `[documents + 1]` int32 each; and the longest document."""
 
     queries: Tensor
     keys: Tensor
@@ -24,17 +24,17 @@ class Bounds(NamedTuple):
 
 
 class PackedFunction(Protocol):
-    """Causal attention inside each document, its last query at its last key."""
+    """Causal attention inside each document; its last query is at its last key."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: int | None
     ) -> Tensor:
-        """`[tokens, heads, head_dim]` of all documents one after the other → the same."""
+        """`[tokens, heads, head_dim]` of all documents, concatenated → the same."""
         ...
 
 
 def torch_function() -> PackedFunction | None:
-    """`torch.nn.attention.varlen`, if this torch has it with windows and grouped heads (2.13 does)."""
+    """`torch.nn.attention.varlen`, if this torch supports windows and grouped heads in it (2.13 does)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -63,7 +63,7 @@ def of_torch(varlen_attn: Any) -> PackedFunction:
 
 
 def flash_function(wanted: str, device: torch.device, plugin: str) -> PackedFunction:
-    """flash-attn's, of a version or of the newest that runs here.
+    """flash-attn's function, of the wanted version or of the newest that runs here.
 
     Raises:
         ConfigError: if there is none.
@@ -81,7 +81,7 @@ def flash_function(wanted: str, device: torch.device, plugin: str) -> PackedFunc
 
 
 def of_flash(flash_attn_varlen_func: Any, version: str) -> PackedFunction:
-    """Its versions differ in how they say that there is no window, and in what they return beside the output."""
+    """flash-attn's versions differ in how they express no window, and in what they return besides the output."""
     unlimited = None if version == "4" else -1
 
     def attend(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kernels of `varlen` and `flash`: batches become packed documents, one after the other."""
+"""The kernels of `varlen` and `flash`: batches become packed documents, concatenated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .functions import Bounds, PackedFunction
 
 
 class TiledKernel:
-    """Without a fused kernel; see `forge_train.AttentionKernel`."""
+    """Attention without a fused kernel; see `forge_train.AttentionKernel`."""
 
     def __init__(self) -> None:
         self._tiled = TiledAttention()
@@ -36,12 +36,12 @@ class TiledKernel:
 
 
 class PackedKernel:
-    """With a fused kernel; see `forge_train.AttentionKernel`."""
+    """Attention with a fused kernel; see `forge_train.AttentionKernel`."""
 
     def __init__(self, function: PackedFunction) -> None:
         self._function = function
         self._bounds: PerBatch[Bounds] = PerBatch()
-        # Within a compiled graph each layer would make its own.
+        # In a compiled graph each layer would make its own.
         self._shared_bounds: Callable[..., Bounds] = torch.compiler.disable(self._of_batch)  # type: ignore[no-untyped-call]
 
     def __call__(
@@ -77,7 +77,7 @@ class PackedKernel:
 
 
 def make_bounds(document_ids: Tensor | None, batch: int, queries: int, offset: int, device: torch.device) -> Bounds:
-    """Reads from the device how many documents there are, and how long the longest is."""
+    """Reads from the device how many documents there are and how long the longest one is."""
     if document_ids is None or is_imagined(document_ids):
         rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
         return Bounds(rows * queries, rows * (offset + queries), queries, offset + queries)

@@ -6,16 +6,16 @@ import importlib.util
 from pathlib import Path
 
 MODULES = {"2": "flash_attn", "3": "flash_attn_interface", "4": "flash_attn.cute"}
-"""Where a version has its `flash_attn_varlen_func`."""
+"""The module in which each version has its `flash_attn_varlen_func`."""
 RUNS_ON = {"2": range(8, 99), "3": range(9, 10), "4": range(9, 12)}
 """Major compute capabilities: from Ampere on, Hopper, Hopper and Blackwell."""
 PACKAGES = {"2": "flash-attn", "3": "flash_attn_3", "4": "flash-attn-4"}
 
 
 def installed() -> tuple[str, ...]:
-    """The versions that are here, the newest first.
+    """The installed versions, newest first.
 
-    `flash_attn` alone says nothing: version 4 lies in a folder of that name, too.
+    `flash_attn` alone does not tell: version 4 is in a folder of that name, too.
     """
     found = []
     package = importlib.util.find_spec("flash_attn")
@@ -29,7 +29,7 @@ def installed() -> tuple[str, ...]:
 
 
 def missing(wanted: str) -> str:
-    """What is not installed and how to install it, in a sentence; empty where it is."""
+    """A sentence that says what is missing and how to install it; empty if it is installed."""
     here = installed()
     if wanted == "auto":
         return "" if here else "flash-attn is not installed. Install it: pip install flash-attn --no-build-isolation"
@@ -39,11 +39,11 @@ def missing(wanted: str) -> str:
 
 
 def choose(wanted: str, here: tuple[str, ...], major: int) -> str:
-    """The version to take, or the empty string where none runs.
+    """The version to take, or an empty string if none runs.
 
     Args:
         wanted: a version, or `auto`.
-        here: the installed versions, the newest first.
+        here: the installed versions, newest first.
         major: the device's major compute capability.
     """
     return next((one for one in here if wanted in ("auto", one) and major in RUNS_ON[one]), "")

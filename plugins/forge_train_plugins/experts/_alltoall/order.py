@@ -1,4 +1,4 @@
-"""Rows sorted by expert, and back, with gradients that gather instead of adding up in any order."""
+"""Sorts rows by expert and back; gradients are gathered, so they are summed in a fixed order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Order:
-    """A sorting of assignments by expert; those that go nowhere (−1) come last."""
+    """Assignments sorted by expert; those without an expert (−1) come last."""
 
     rows: Tensor
     """Row → assignment (token × top_k + slot), `[tokens × top_k]`."""
     places: Tensor
-    """Assignment → row, `[tokens × top_k]`; that of one that goes nowhere is 0, and `valid` says so."""
+    """Assignment → row, `[tokens × top_k]`; 0 for an assignment without an expert, which `valid` marks."""
     valid: Tensor
     """`[tokens, top_k]`, 1 or 0 in float32."""
     sizes: Tensor
@@ -29,7 +29,7 @@ class Order:
 
     @classmethod
     def of(cls, experts: Tensor, count: int) -> Order:
-        """Sort `experts [tokens, top_k]` without waiting for the device; a token's rows keep the order of tokens."""
+        """Sort `experts [tokens, top_k]` without waiting for the device; an expert's rows keep the order of tokens."""
         flat = experts.flatten()
         nowhere = flat < 0
         flat = torch.where(nowhere, count, flat)
@@ -45,7 +45,7 @@ class Order:
 class Spread(torch.autograd.Function):
     """Tokens `[tokens, dim]` → the first `count` rows, `[count, dim]`.
 
-    Those beyond the sizes hold tokens that nobody looks at, and nobody looks at their gradients.
+    Rows beyond the sizes hold tokens that are never read, and neither are their gradients.
     """
 
     @staticmethod
@@ -59,7 +59,7 @@ class Spread(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """Rows → the weighted sum of each token's, `[tokens, dim]`. Rows beyond the sizes may hold anything, NaN too."""
+    """Rows → the weighted sum of each token's, `[tokens, dim]`. Rows beyond the sizes may hold anything, even NaN."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Order) -> Tensor:
@@ -90,5 +90,5 @@ def _collect(rows: Tensor, factors: Tensor, order: Order) -> Tensor:
     if not len(rows):
         return rows.new_zeros(len(factors), rows.shape[1])
     total = torch.bmm(factors.unsqueeze(1).to(rows.dtype), _of_tokens(rows, order)).squeeze(1)
-    # A token that goes nowhere has picked row 0, which holds anything where nobody goes anywhere.
+    # A token without an expert has picked row 0, which may hold anything if no token has an expert.
     return torch.where(order.valid.any(1, keepdim=True), total, 0.0)

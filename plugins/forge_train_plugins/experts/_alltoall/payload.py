@@ -24,7 +24,7 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """What `pack` took, rounded."""
+    """The rows that `pack` was given, rounded."""
     values = packed[:, :dim].contiguous().view(torch.float8_e4m3fn).float()
     scales = packed[:, dim:].contiguous().view(torch.float32)
     blocks = F.pad(values, (0, -dim % BLOCK)).view(len(packed), -(-dim // BLOCK), BLOCK) * scales.unsqueeze(-1)
@@ -32,12 +32,12 @@ def unpack(packed: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """What arrives of rows that are sent."""
+    """Rows as they arrive after being sent."""
     return unpack(pack(x), x.shape[1], x.dtype)
 
 
 class Rounded(torch.autograd.Function):
-    """Rows as they would arrive; their gradients as they are."""
+    """Rows as they would arrive; gradients unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class Rounded(torch.autograd.Function):
 
 
 class RoundedGradient(torch.autograd.Function):
-    """Rows as they are; their gradients as they would arrive."""
+    """Rows unchanged; gradients as they would arrive."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

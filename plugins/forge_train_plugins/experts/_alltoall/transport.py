@@ -1,4 +1,4 @@
-"""Tokens to their experts and back: within this process, or over the ranks of a group."""
+"""Carries tokens to their experts and back: within this process, or over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ops = torch.ops._c10d_functional
 
 
 class Local:
-    """All experts are here: rows are sorted, and nothing is sent; the host waits for nothing.
+    """All experts are local: rows are sorted, nothing is sent, and the host never waits.
 
     Args:
-        narrow: whether rows are rounded as `Exchange` would, so that every layout computes the same.
+        narrow: whether rows are rounded as in `Exchange`, so that every layout computes the same.
     """
 
     def __init__(self, *, narrow: bool = False) -> None:
@@ -46,17 +46,17 @@ class Sent:
 
     order: Order
     forth: Tensor
-    """Row as the experts have it → row as it arrived."""
+    """Index of a row in the experts' order → index in the order of arrival."""
     back: Tensor
     """The reverse."""
     leaving: list[int]
-    """Rows for each rank."""
+    """Number of rows for each rank."""
     coming: list[int]
-    """Rows from each rank."""
+    """Number of rows from each rank."""
 
 
 class Exchange:
-    """Experts are spread over the ranks of a group, in order; every rank sends each row to the rank of its expert.
+    """Experts are spread over the ranks of a group, in order; every rank sends each row to its expert's rank.
 
     The host waits once per layer and direction, for the split sizes.
 
@@ -71,7 +71,7 @@ class Exchange:
     def dispatch(
         self, x: Tensor, experts: Tensor, count: int, *, meanwhile: Callable[[], None] | None = None
     ) -> tuple[Tensor, Tensor, Sent]:
-        """See `forge_train.TokenDispatch`; `meanwhile` is called while rows are under way."""
+        """See `forge_train.TokenDispatch`; `meanwhile` is called while rows are being sent."""
         order = Order.of(experts, count)
         mine = order.sizes.view(self.size, -1)
         theirs = _ops.wait_tensor(self.send(mine, [1] * self.size, [1] * self.size))
@@ -92,18 +92,18 @@ class Exchange:
         return _apply(Collect, returned, weights, handle.order)
 
     def send(self, x: Tensor, leaving: list[int], coming: list[int]) -> Tensor:
-        """Send runs of rows to each rank; what arrives is there after `wait_tensor`."""
+        """Send runs of rows to each rank; the received rows are valid after `wait_tensor`."""
         arriving: Tensor = _ops.all_to_all_single(x.contiguous(), coming, leaving, self.name)
         return arriving
 
     def send_narrow(self, x: Tensor, leaving: list[int], coming: list[int]) -> Tensor:
-        """The same in e4m3, waited for."""
+        """The same in e4m3, including the wait."""
         packed = _ops.wait_tensor(self.send(pack(x), leaving, coming))
         return unpack(packed, x.shape[1], x.dtype)
 
 
 def _splits(mine: Tensor, theirs: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """Rows for each rank, and from each: the one place where the host waits. In a plan, without values, even ones."""
+    """Rows to and from each rank. The host waits only here. A plan has no values, so it spreads rows evenly."""
     if isinstance(mine, FakeTensor):
         even = [rows // len(mine)] * len(mine)
         return even, even
@@ -112,8 +112,8 @@ def _splits(mine: Tensor, theirs: Tensor, rows: int) -> tuple[list[int], list[in
 
 
 class Start(torch.autograd.Function):
-    """Rows leave. Gives what stands for the rows that are to arrive, for the gradients' sake, and what really arrives
-    once it is waited for: rows, or their packed form."""
+    """Start sending rows. Returns a placeholder for the rows to arrive, which carries gradients, and a tensor to wait
+    for: the rows, or their packed form."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, to: Exchange, leaving: list[int], coming: list[int]) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ class Start(torch.autograd.Function):
 
 
 class Finish(torch.autograd.Function):
-    """Rows have arrived."""
+    """Finish receiving rows."""
 
     @staticmethod
     def forward(ctx: Any, under_way: Tensor, payload: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class Finish(torch.autograd.Function):
 
 
 class Return(torch.autograd.Function):
-    """Rows go back to where they came from; their gradients come as the rows did."""
+    """Send rows back to their origin; their gradients travel as the rows did on the way here."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, to: Exchange, sent: Sent) -> Tensor:
@@ -158,7 +158,7 @@ class Return(torch.autograd.Function):
 
 
 class Permute(torch.autograd.Function):
-    """`x[forth]`, where `back` is the reverse of `forth`."""
+    """`x[forth]`, where `back` is the inverse of `forth`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forth: Tensor, back: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def build(config: MoE.Config, layer: Layer, job: Job, *, of: int) -> MoEFeedForward:
-    """The module of a layer, one `of` so many with experts."""
+    """Build the module of a layer, one of `of` layers with experts."""
     hidden = config.width(layer.ffn_dim)
     router = Router(
         layer.dim,
@@ -95,7 +95,7 @@ class MoEFeedForward(nn.Module):
         return out + beside.result()
 
     def flops_per_token(self, sequence: int) -> int:
-        """Of the experts that a token takes."""
+        """Weights of the experts that a token uses."""
         router, experts = self.routed.router, self.routed.experts
         weights = router.weight.numel() + 3 * experts.gate[0].numel() * router.choice.top_k
         if self.shared is not None:
@@ -103,14 +103,14 @@ class MoEFeedForward(nn.Module):
         return flops_per_token(sequence, weights=weights)
 
     def tensor_plan(self) -> dict[str, TensorStyle]:
-        """Each rank routes its own tokens, or, where experts are split too (`parallel.etp`), all of them."""
+        """Each rank routes its own tokens; if experts are split too (`parallel.etp`), every rank routes all of them."""
         plan: dict[str, TensorStyle] = {"": "sequence", "routed": "summed" if self.routed.slices.summed else "tokens"}
         return plan if self.shared is None else {**plan, "shared": "tokens"}
 
 
 @dataclass
 class Overlapped:
-    """Work that is done once, whenever there is time."""
+    """Work that is done once, at any time before its result is needed."""
 
     work: Any
     done: list[Tensor] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Overlapped:
 
 
 class SharedExperts(nn.Module):
-    """N experts that every token takes are one of N times the width."""
+    """N experts that every token takes equal one of N times the width."""
 
     def __init__(self, layer: Layer, hidden: int, gate: Gate, *, bias: bool = False) -> None:
         super().__init__()
@@ -140,21 +140,21 @@ class SharedExperts(nn.Module):
 
 
 class Routed(nn.Module):
-    """Tokens to their experts and back, with the auxiliary losses and what is worth watching.
+    """Carries tokens to their experts and back, and collects auxiliary losses and statistics.
 
     Args:
-        router: decides.
-        experts: compute.
+        router: chooses experts for tokens.
+        experts: compute the outputs.
         transport: carries rows to experts and back.
-        slices: which of the tokens this rank has, where tensor parallelism splits them.
+        slices: which tokens this rank has, if tensor parallelism splits them.
         losses: weights of the auxiliary losses.
-        capacity: most rows of an expert in training, in multiples of the mean over the micro-batch; 0 is no limit.
+        capacity: most rows per expert in training, as a multiple of the micro-batch's mean; 0 means no limit.
         expert_choice: whether experts choose tokens.
     """
 
     statistics: Tensor
     looks_ahead = ""
-    """Why what a token becomes depends on later tokens."""
+    """Why a token's output depends on later tokens; empty if it does not."""
 
     def __init__(
         self,
@@ -174,8 +174,8 @@ class Routed(nn.Module):
         self.capacity, self.expert_choice = capacity, expert_choice
         if expert_choice:
             self.looks_ahead = (
-                "under moe.router = 'expert_choice' each expert chooses among all tokens of a text, so what a token "
-                "becomes depends on tokens that are not generated yet"
+                "under moe.router = 'expert_choice' each expert chooses among all tokens of a text, so a token's "
+                "output depends on tokens that are not generated yet"
             )
         self.register_buffer("statistics", torch.zeros(self.count + len(MEASURES)), persistent=False)
 
@@ -188,7 +188,7 @@ class Routed(nn.Module):
 
         Args:
             x: tokens.
-            meanwhile: work that the transport may do while rows are under way.
+            meanwhile: work that the transport may do while rows are being sent.
         """
         tokens = x.flatten(0, -2)
         choose = self._by_experts if self.expert_choice else self._by_tokens
@@ -226,11 +226,11 @@ class Routed(nn.Module):
         return torch.zeros_like(x).index_add(0, tokens, out)
 
     def _limit(self, tokens: int, capacity: float) -> int:
-        """Rows that one expert takes of a micro-batch of which `tokens` are here."""
+        """Rows that one expert takes of a micro-batch, of which this rank has `tokens` tokens."""
         return math.ceil(capacity * tokens * self.slices.count * self.router.choice.top_k / self.count)
 
     def _within_capacity(self, routing: Routing, batch: int) -> Tensor:
-        """Which assignments stay: decided over the whole micro-batch, also where a rank has a slice of it."""
+        """Which assignments are kept: decided over the whole micro-batch, even if this rank has only a slice of it."""
         experts, weights = self.slices.gather(routing.experts), self.slices.gather(routing.weights.detach())
         stays = kept(experts, weights, self._limit(len(routing.experts), self.capacity), self.count)
 
@@ -243,7 +243,7 @@ class Routed(nn.Module):
         return self.slices.own(stays)
 
     def _with_losses(self, routing: Routing, taken: Tensor, batch: int) -> Tensor:
-        """The weights, with the auxiliary losses attached; the step's statistics are counted on the way."""
+        """The weights, with the auxiliary losses attached; also counts the step's statistics."""
         sets = batch if self.losses.by_sequence else 1
         own = loads(routing.experts.view(sets, -1), self.count)
         even = balance(self.slices.add(own), routing, self.slices.count) if self.losses.balance else None
@@ -268,9 +268,9 @@ class Routed(nn.Module):
 
 
 MEASURES = ("tokens", "balance", "entropy", "dropped", "broken")
-"""What a layer counts beside the load of each expert, as sums over tokens."""
+"""What a layer counts besides the load of each expert, as sums over tokens."""
 
 
 def _recomputing() -> bool:
-    """Whether this forward repeats another one, within a backward pass: what was counted is not counted twice."""
+    """Whether this forward is a recomputation in a backward pass, so that statistics are not counted twice."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ..moe import MoE
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`rows [rows, in]` sorted by expert, `weight [experts, out, in]`, `sizes [experts]` → `[rows, out]`. What it gives for
-rows beyond the sum of sizes may be anything."""
+"""`rows [rows, in]` sorted by expert, `weight [experts, out, in]`, `sizes [experts]` → `[rows, out]`. Outputs for rows
+beyond the sum of sizes may be anything."""
 
 Gate = Callable[[Tensor, Tensor], Tensor]
 """Makes the input of `down` from the outputs of `gate` and `up`."""
@@ -45,17 +45,17 @@ def clamped_swiglu(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> T
 class Experts(nn.Module):
     """`down(act(gate(x)) · up(x))` of each row's own expert.
 
-    Other plugins find these modules by `domain`, split them as `expert_plan` says, and may put another grouped product
-    in the place of `product`.
+    Other plugins find these modules by `domain`, split them as `expert_plan` declares, and may replace `product` with
+    another grouped product.
 
     Args:
         count: number of experts.
         dim: width of tokens.
         hidden: width of one expert.
-        gate: of each expert.
-        matmul: which grouped product.
-        std: of the initial weights that read the residual stream.
-        output_std: of those that write it.
+        gate: the activation of each expert.
+        matmul: which grouped product to use.
+        std: of initial weights that read the residual stream.
+        output_std: of initial weights that write to it.
         bias: whether the three projections have biases.
     """
 
@@ -90,8 +90,8 @@ class Experts(nn.Module):
         return Init("normal", self.output_std if name == "down" else self.std)
 
     def expert_plan(self) -> dict[str, tuple[int, int]]:
-        """Parameter → the axis of experts, and the axis that tensor parallelism splits within an expert; none does that
-        where there are biases."""
+        """Parameter → the axis of experts, and the axis that tensor parallelism splits within an expert. Experts with
+        biases are never split within."""
         plan = {"gate": (0, 1), "up": (0, 1), "down": (0, 2)}
         return plan | {f"{name}_bias": (0, 1) for name in plan if self.bias}
 
@@ -102,7 +102,7 @@ class Experts(nn.Module):
             return self.product(self.combine(gate, up), local(self.down), sizes)
         each = torch.arange(len(rows), device=rows.device)
         expert = torch.searchsorted(sizes.cumsum(0), each, right=True).clamp(max=len(sizes) - 1)
-        # Its gradient is summed in an order that does not change from run to run, on CUDA too; an index's is not.
+        # Its gradient is summed in the same order in every run, even on CUDA, unlike the gradient of indexing.
         of_gate, of_up, of_down = (
             F.embedding(expert, local(bias)) for bias in (self.gate_bias, self.up_bias, self.down_bias)
         )
@@ -110,12 +110,12 @@ class Experts(nn.Module):
 
 
 def automatic(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
-    """The grouped product where torch can do it, else the loop."""
+    """The grouped product if torch supports the shapes, else the loop."""
     return (grouped if groupable(rows, weight) else looped)(rows, weight, sizes)
 
 
 def groupable(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes these: strides of 16 bytes, and on CUDA bf16."""
+    """Whether torch's grouped product supports these: strides of 16 bytes, and on CUDA bf16."""
     kinds = (torch.bfloat16,) if rows.device.type == "cuda" else (torch.float32, torch.bfloat16, torch.float16)
     aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
     return rows.dtype in kinds and rows.dtype == weight.dtype and aligned and len(rows) > 0
@@ -125,14 +125,14 @@ _grouped_mm: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the fo
 
 
 def grouped(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
-    """One kernel for all experts. It refuses the strides that a single row may have although it is contiguous."""
+    """One kernel for all experts. It rejects the strides that a single row may have even though it is contiguous."""
     rows = rows.reshape(-1).view(rows.shape)
     product: Tensor = _grouped_mm(rows, weight.transpose(1, 2), offs=sizes.cumsum(0, dtype=torch.int32))
     return product
 
 
 def looped(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
-    """One product for each expert; the host waits for their sizes. The oracle of every other product."""
+    """One product for each expert; the host waits for their sizes. The reference for every other product."""
     bounds = sizes.tolist()
     parts = torch.split(rows, [*bounds, len(rows) - sum(bounds)])
     return torch.cat(

@@ -11,12 +11,12 @@ from .router import Routing
 def balance(loads: Tensor, routing: Routing, slices: int) -> Tensor:
     """`N · E · Σ fᵢ Pᵢ`, summed over sets of N tokens (arXiv:2101.03961, eq. 4, for top-k).
 
-    It is 1 per token where all experts have the same load.
+    It is 1 per token if all experts have the same load.
 
     Args:
-        loads: assignments in each set, on all slices together, `[sets, experts]`.
-        routing: of this slice; its share of the sum is what comes out.
-        slices: how many there are of each set.
+        loads: assignments in each set, summed over all slices, `[sets, experts]`.
+        routing: of this slice; the result is its share of the sum.
+        slices: number of slices of each set.
     """
     sets, experts = loads.shape
     mass = routing.shares.view(sets, -1, experts).sum(1)
@@ -31,6 +31,6 @@ def z_loss(logits: Tensor) -> Tensor:
 
 
 def entropy(shares: Tensor) -> Tensor:
-    """In nats, summed over tokens."""
+    """Entropy of the shares in nats, summed over tokens."""
     total: Tensor = torch.special.entr(shares).sum()
     return total

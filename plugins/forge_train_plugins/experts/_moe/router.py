@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and with what weight."""
+"""Chooses the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Routing:
     """What a router decided for `tokens` tokens."""
 
     experts: Tensor
-    """`[tokens, top_k]` int64; −1 goes nowhere."""
+    """`[tokens, top_k]` int64; −1 means no expert."""
     weights: Tensor
     """`[tokens, top_k]` float32."""
     shares: Tensor
@@ -28,22 +28,22 @@ class Routing:
 
 @dataclass(frozen=True)
 class Choice:
-    """How experts are chosen, and weighed."""
+    """How experts are chosen and weighted."""
 
     top_k: int
-    """How many a token takes."""
+    """Number of experts that a token takes."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """Over the experts (Switch, Mixtral), or of each (DeepSeek-V3)."""
+    """Softmax over the experts (Switch, Mixtral), or sigmoid of each (DeepSeek-V3)."""
     normalise: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     scaling: float = 1.0
     """Factor on the weights."""
     groups: int = 1
-    """Of neighbouring experts."""
+    """Number of groups of neighbouring experts."""
     top_groups: int = 1
-    """From how many of these a token may choose."""
+    """Number of groups that a token may choose from."""
     group_best: int = 2
-    """How many of a group's best scores are summed to choose it."""
+    """Number of a group's best scores whose sum ranks it."""
     jitter: float = 0.0
     """Noise on the input in training."""
 
@@ -54,8 +54,8 @@ class Router(nn.Module):
     Args:
         dim: width of tokens.
         experts: how many there are.
-        choice: of experts.
-        biased: whether there is a bias that takes part in the choice alone (arXiv:2408.15664).
+        choice: how experts are chosen.
+        biased: whether scores get a bias that affects only the choice (arXiv:2408.15664).
         std: standard deviation of initial weights.
         learned: whether the logits have a bias.
     """
@@ -87,7 +87,7 @@ class Router(nn.Module):
             self.bias.zero_()
 
     def forward(self, x: Tensor) -> Routing:
-        """`x [tokens, dim]` → where they go."""
+        """`x [tokens, dim]` → the routing."""
         scores, shares, logits = self.score(x)
         by = self._choose(scores.detach())
         experts = by.topk(self.choice.top_k, dim=-1).indices
@@ -110,7 +110,7 @@ class Router(nn.Module):
         return scores, scores / (scores.sum(-1, keepdim=True) + 1e-20), logits
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """What the choice goes by: scores with the bias, −∞ outside the token's groups."""
+        """The scores that decide the choice: with the bias, and −∞ outside the token's groups."""
         if self.bias is not None:
             scores = scores + self.bias
         if self.choice.groups == 1:
@@ -127,7 +127,7 @@ def _mask(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def kept(experts: Tensor, weights: Tensor, limit: int, count: int) -> Tensor:
-    """Which of `experts [tokens, top_k]` are among the `limit` of most weight that their expert has, bool."""
+    """Which of `experts [tokens, top_k]` are among their expert's `limit` assignments of the greatest weight, bool."""
     flat = experts.flatten()
     by_weight = weights.flatten().argsort(descending=True, stable=True)
     order = by_weight[flat[by_weight].argsort(stable=True)]
@@ -137,6 +137,6 @@ def kept(experts: Tensor, weights: Tensor, limit: int, count: int) -> Tensor:
 
 
 def loads(experts: Tensor, count: int) -> Tensor:
-    """Assignments of each of `count` experts in each row of `experts [sets, assignments]`: `[sets, count]` int64."""
+    """Number of assignments to each expert, per row of `experts [sets, assignments]`: `[sets, count]` int64."""
     found = torch.zeros(len(experts), count, dtype=torch.int64, device=experts.device)
     return found.scatter_add(1, experts, torch.ones_like(experts))

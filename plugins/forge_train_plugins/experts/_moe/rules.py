@@ -1,4 +1,4 @@
-"""Mistakes between values, found without torch."""
+"""Problems between values, found without importing torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
-    """What only several values together show."""
+    """Problems that involve several values."""
     experts, parallel, train = config.experts, run.parallel, run.train
     if config.top_k > experts:
         yield Problem("moe.top_k", f"a token can't choose {config.top_k} of {experts} experts (moe.experts).")
-    as_trained = train.init_from and not train.init_map  # an imported model computes by the rule it was trained by
+    as_trained = train.init_from and not train.init_map  # an imported model keeps the rule it was trained with
     if config.top_k == 1 and config.normalise and config.router != "expert_choice" and not as_trained:
         yield Problem(
             "moe.normalise",
-            "with top_k = 1 the weight would always be 1, and the router learn nothing; set it to false.",
+            "with top_k = 1 the weight would always be 1, and the router would learn nothing; set it to false.",
         )
     if experts % config.groups:
         yield Problem("moe.groups", f"{config.groups} groups do not divide {experts} experts (moe.experts).")
@@ -36,13 +36,13 @@ def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
     if config.group_best != 2 and config.groups == 1:
         yield Problem("moe.group_best", "has no effect with groups = 1; remove it.")
     if experts % parallel.ep:
-        yield Problem("parallel.ep", f"expert parallelism over {parallel.ep} ranks does not divide {experts} experts.")
+        yield Problem("parallel.ep", f"{parallel.ep} ranks do not divide {experts} experts (moe.experts).")
     split = parallel.cp * (parallel.tp if parallel.etp == 1 else 1)
     if train.sequence % split:
         axes = " × ".join(axis for axis in ("cp", "tp") if getattr(parallel, axis) > 1)
         yield Problem(
             "train.sequence",
-            f"each of {split} ranks ({axes}) routes its share of a sequence, and {split} does not divide "
+            f"each of {split} ranks ({axes}) routes its share of a sequence, but {split} does not divide "
             f"{train.sequence}.",
         )
     for key, default in (("alpha", 1.702), ("limit", 7.0)):
@@ -51,7 +51,7 @@ def check(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
     if config.bias and parallel.etp > 1:
         yield Problem(
             "parallel.etp",
-            "experts with biases (moe.bias) can't be split within an expert; set it to 1, and parallel.ep instead.",
+            "experts with biases (moe.bias) can't be split within an expert; set it to 1, and use parallel.ep instead.",
         )
     if config.router == "expert_choice":
         yield from _expert_choice(config, run)
@@ -68,14 +68,14 @@ def _expert_choice(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
     if run.parallel.tp > 1 and run.parallel.etp == 1:
         yield Problem(
             "moe.router",
-            "under expert_choice each expert compares all tokens of a micro-batch, and with parallel.tp = "
-            f"{run.parallel.tp} a rank has a share of them; set parallel.etp = {run.parallel.tp}.",
+            "under expert_choice each expert compares all tokens of a micro-batch, but with parallel.tp = "
+            f"{run.parallel.tp} a rank has only a share of them; set parallel.etp = {run.parallel.tp}.",
         )
     if run.parallel.cp > 1:
         yield Problem(
             "moe.router",
-            "under expert_choice each expert compares all tokens of a micro-batch, and with parallel.cp = "
-            f"{run.parallel.cp} a rank has a slice of them; choose another router, or set parallel.cp = 1.",
+            "under expert_choice each expert compares all tokens of a micro-batch, but with parallel.cp = "
+            f"{run.parallel.cp} a rank has only a slice of them; choose another router, or set parallel.cp = 1.",
         )
     unused = {"bias_speed": config.bias_speed, "balance": config.balance}
     for key, value in unused.items():
@@ -83,4 +83,4 @@ def _expert_choice(config: MoE.Config, run: RunConfig) -> Iterator[Problem]:
             reason = "has no effect under expert_choice, where every expert has the same load; set it to 0."
             yield Problem(f"moe.{key}", reason)
     if config.groups > 1:
-        yield Problem("moe.groups", "has no effect under expert_choice: tokens choose nothing.")
+        yield Problem("moe.groups", "has no effect under expert_choice, where tokens don't choose experts.")

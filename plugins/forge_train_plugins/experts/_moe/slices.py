@@ -1,4 +1,4 @@
-"""Tokens of one micro-batch that are spread over ranks."""
+"""Combines tokens of one micro-batch that are spread over ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ops = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Slices:
-    """What is known of the other ranks that work on this rank's micro-batch.
+    """The other ranks that work on this rank's micro-batch.
 
     Args:
-        groups: gives the groups of ranks over which its tokens are spread, from the outer to the inner.
+        groups: returns the groups of ranks over which its tokens are spread, from outer to inner.
         sizes: of these groups.
-        copies: ranks that have the same tokens, each computing a part of the output's sum.
+        copies: number of ranks with the same tokens, each of which computes a part of the output's sum.
     """
 
     groups: Callable[[], list[Any]]
@@ -31,7 +31,7 @@ class Slices:
 
     @classmethod
     def of(cls, job: Job) -> Slices:
-        """Context parallelism spreads tokens, and tensor parallelism does where experts are whole."""
+        """Context parallelism spreads tokens, and so does tensor parallelism unless experts are split."""
         layout, dist = job.dist.layout, job.dist
         whole = layout.etp == 1
         axes = [axis for axis, spreads in (("cp", True), ("tp", whole)) if spreads and getattr(layout, axis) > 1]
@@ -40,12 +40,12 @@ class Slices:
 
     @property
     def count(self) -> int:
-        """Slices of a micro-batch."""
+        """Number of slices of a micro-batch."""
         return torch.Size(self.sizes).numel()
 
     @property
     def summed(self) -> bool:
-        """Whether what this rank computes is a part of a sum."""
+        """Whether this rank's output is a part of a sum."""
         return self.copies > 1
 
     def add(self, x: Tensor) -> Tensor:
@@ -55,17 +55,17 @@ class Slices:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """Everybody's rows, behind each other, without gradients."""
+        """All ranks' rows, concatenated, without gradients."""
         for group in reversed(self.groups()):
             x = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
         return x
 
     def in_order(self, x: Tensor, batch: int) -> Tensor:
-        """What `gather` gave of so many sequences, sequence by sequence."""
+        """The result of `gather`, rearranged sequence by sequence, for this number of sequences."""
         return x.view(self.count, batch, -1, x.shape[-1]).transpose(0, 1).reshape(len(x), -1)
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's rows of what `gather` gave."""
+        """This rank's rows of a result of `gather`."""
         for group in self.groups():
             x = x.chunk(group.size())[group.rank()]
         return x

@@ -1,4 +1,4 @@
-"""What happens once a step: the load of experts is counted over all ranks, biases follow it, numbers are logged."""
+"""Runs once a step: counts the load of experts over all ranks, updates biases by it, and logs metrics."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Watch:
         blocks = [module for _, module in model.named_modules() if isinstance(module, MoEFeedForward)]
         self.layers: dict[int, Routed] = {block.index: block.routed for block in blocks}
         self.everywhere = sorted({index for stage in job.dist.gather_stages(list(self.layers)) for index in stage})
-        """The layers with experts of all stages of a pipeline."""
+        """The layers with experts in all stages of a pipeline."""
 
     def step(self, step: StepResult) -> None:
-        """Look at a step's statistics, and forget them."""
+        """Read a step's statistics, and reset them."""
         if not self.everywhere:
             return
         every = self.job.config.log.every
@@ -44,11 +44,11 @@ class Watch:
         """Statistics over all ranks, `[layers, experts + measures]`."""
         seen = torch.stack([layer.statistics for layer in self.layers.values()])
         seen = self.job.dist.all_reduce(seen, axis="data")
-        split = self.job.dist.layout.etp == 1  # each tensor-parallel rank has routed its own share of the tokens
+        split = self.job.dist.layout.etp == 1  # each tensor-parallel rank routed its own share of the tokens
         return self.job.dist.all_reduce(seen, axis="tp") if split else seen
 
     def _move_biases(self, seen: Tensor) -> None:
-        """Up for experts with less than the mean load, down for those with more (arXiv:2408.15664, algorithm 1)."""
+        """Raise biases of experts with less than the mean load, lower the others (arXiv:2408.15664, algorithm 1)."""
         loads = seen[:, : -len(MEASURES)]
         moves = self.config.bias_speed * (loads.mean(1, keepdim=True) - loads).sign()
         torch._foreach_add_(self._biases(), list(torch.unbind(moves)))
@@ -57,8 +57,8 @@ class Watch:
         return [layer.router.bias for layer in self.layers.values() if layer.router.bias is not None]
 
     def _measured(self, seen: Tensor | None) -> dict[str, Tensor]:
-        """Metrics of every layer, and under `broken` whether its router gave what is no number: `[layers]` each, those
-        of all stages of a pipeline."""
+        """Metrics of every layer, and `broken`, whether its router gave non-finite values: `[layers]` each, for all
+        stages of a pipeline."""
         names = ["broken", "load", "entropy", "dropped"]
         names += ["balance"] * bool(self.config.balance) + ["bias_range"] * bool(self.config.bias_speed)
         table = torch.zeros(len(names), len(self.everywhere), device=self.job.device)
@@ -71,7 +71,7 @@ class Watch:
         return dict(zip(names, table.unbind(), strict=True))
 
     def _of_layers(self, seen: Tensor) -> dict[str, Tensor]:
-        """The same of this stage's layers."""
+        """The same for this stage's layers."""
         loads, rest = seen[:, : -len(MEASURES)], seen[:, -len(MEASURES) :]
         measured = dict(zip(MEASURES, rest.unbind(1), strict=True))
         found = {
@@ -95,10 +95,10 @@ class Watch:
                     step.add(f"{name}.{index}", value)
 
     def _check(self, broken: Tensor, step: StepResult) -> None:
-        """Raises DivergedError, naming the first layer whose router gave something that is no number."""
+        """Raises DivergedError, naming the first layer whose router gave non-finite values."""
         layers = [index for index, bad in zip(self.everywhere, broken.tolist(), strict=True) if bad]
         if layers and not step.skipped and not self.job.control.rolls_back:
             raise DivergedError(
-                f"moe: at step {step.step} the router of layer {layers[0]} is the first that gives logits that are not "
+                f"moe: at step {step.step} the router of layer {layers[0]} was the first to give logits that are not "
                 "finite. Try a lower learning rate, more warm-up, or moe.z_loss = 0.001."
             )

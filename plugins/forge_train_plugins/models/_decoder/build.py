@@ -1,4 +1,4 @@
-"""From the configuration to the model."""
+"""Builds the model from the configuration."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
-    """The model, its attention and feed-forward blocks asked for layer by layer from the chains."""
+    """Build the model; each layer's attention and feed-forward blocks come from the plugin chains."""
     ropes = _ropes(config) if config.positions == "rotary" else (None, None)
     windows, rotated = rules.windows(config), rules.rotated(config)
 
     def block(index: int, count: int, name: str) -> Block:
-        at = min(index, config.layers - 1)  # a layer of a tail is like the last one
+        at = min(index, config.layers - 1)  # the layers of a tail are built like the last layer
         window = windows[at] or None
         layer = Layer(
             index=index,
@@ -69,7 +69,7 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
         )
         attention = job.hooks.attention(layer)
         _check_obeyed("the attention", attention, layer, ("window", "soft_cap", "scale", "sinks"))
-        if not hasattr(attention, "recurrence"):  # layers without weights of attention
+        if not hasattr(attention, "recurrence"):  # such layers have no attention weights to drop
             _check_obeyed("the attention", attention, layer, ("attention_dropout",))
         return Block(
             attention,
@@ -117,11 +117,11 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
 
 
 DEFAULTS = {"window": None, "soft_cap": None, "scale": None, "sinks": False, "divisor": 1.0, "attention_dropout": 0.0}
-"""What a module without the attribute does."""
+"""How a module behaves without the attribute."""
 
 
 def _check_obeyed(whose: str, module: object, asked: Layer | HeadSpec, names: Iterable[str]) -> None:
-    """Whether a module has an attribute for each option that was asked for; without it, the module ignores the option.
+    """Check that the module has an attribute for each requested option; without it, the module ignores the option.
 
     Raises:
         ConfigError: naming the option.
@@ -137,7 +137,7 @@ def _check_obeyed(whose: str, module: object, asked: Layer | HeadSpec, names: It
 
 
 def _ropes(config: Decoder.Config) -> tuple[RoPE | LengthRoPE, RoPE | LengthRoPE]:
-    """The rotation of layers without a window, and of those with one."""
+    """The rotations of layers without a window and of layers with one."""
     rope, features = config.rope, rules.rotated_features(config)
     plain = _rope(rope, features, config.max_sequence)
     if not rope.window_theta:

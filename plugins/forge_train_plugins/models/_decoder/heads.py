@@ -1,7 +1,7 @@
-"""The decoder under other heads than that of language modelling, in Hugging Face layout.
+"""The decoder with heads other than a language model's, in Hugging Face layout.
 
-A family is a table of a causal language model. Under another head, its trunk is the same: what is read and written here
-is that of a tied model, which has no tensor for its head, and the other head beside it.
+A family is a table of a causal language model. With another head, the trunk stays the same. It is read and written
+as the trunk of a tied model, which has no tensor for its head, and the other head is added to it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ if TYPE_CHECKING:
 
 CAUSAL = "ForCausalLM"
 TRUNKS = {"GPT2": "transformer."}
-"""What names of the trunk's tensors begin with, where it is not `model.`; they have no prefix in the class without a
-head."""
+"""The prefix of the trunk's tensors if it is not `model.`; in the class without a head they have no prefix."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A head.
+    """A kind of head.
 
     Args:
         suffix: of its class in transformers.
-        parameters: of the head's module, each a tensor of its own name.
-        missing: families that transformers has no such class of.
+        parameters: names of the head's parameters, each stored as one tensor.
+        missing: families for which transformers has no such class.
     """
 
     suffix: str
@@ -46,15 +45,15 @@ TOKENS = Kind(
     ("Granite", "Olmo2", "Olmo3", "Olmoe", "Gemma3Text", "DeepseekV2"),
 )
 KINDS = {"text_class_logits": TEXT, "token_class_logits": TOKENS, "rewards": TEXT, "embeddings": Kind("Model")}
-"""What a head gives → its class. `embeddings` stands last: its suffix is that of no other."""
+"""What a head gives → its class. `embeddings` comes last, because its suffix is the most general."""
 CAUSALS = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
-"""Stem of classes under other heads → the causal class, where it has another name."""
+"""Stem of a class with another head → the causal class, if that has a different stem."""
 SCORES = {"GPT2ForTokenClassification": "classifier"}
-"""Class → the name of its head, where it is not `score`."""
+"""Class → the name of its head, if it is not `score`."""
 
 
 def gives(table: Mapping[str, Any]) -> tuple[str, str]:
-    """What the head of a `config.json` gives, and the architecture of its family; empty for a causal model."""
+    """What the head of a `config.json` gives, and the family's architecture; both empty for a causal model."""
     named: Sequence[str] = table.get("architectures") or ()
     for given, kind in KINDS.items():
         for one in named:
@@ -72,10 +71,10 @@ def causal(table: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def imported(found: HFModel, given: str, table: Mapping[str, Any]) -> HFModel:
-    """A model that was read as a causal one, under its own head.
+    """A model that was read as a causal one, with its own head.
 
     Raises:
-        ConfigError: for labels that no plugin here learns.
+        ConfigError: for labels that no plugin can learn.
     """
     kind = KINDS[given]
     (architecture,) = table["architectures"]
@@ -95,23 +94,23 @@ def imported(found: HFModel, given: str, table: Mapping[str, Any]) -> HFModel:
 
 
 def _trunk(stem: str) -> Rename:
-    """Names of the class without a head → those in the other classes."""
+    """Names in the class without a head → names in the other classes."""
     return Rename({"{name*}": f"{TRUNKS.get(stem, 'model.')}{{name*}}"})
 
 
 def _head(kind: Kind, architecture: str) -> Rename:
-    """Names of the head's tensors → those here."""
+    """Names of the head's tensors → names here."""
     theirs = SCORES.get(architecture, "score")
     return Rename({name.replace("score", theirs): f"head.{name}" for name in kind.parameters})
 
 
 def _mapped(found: HFModel, change: Callable[[StateMap], StateMap], **more: Any) -> HFModel:
-    """With each of its maps changed."""
+    """The model with each of its maps changed."""
     return replace(found, map=change(found.map), others=tuple(map(change, found.others)), **more)
 
 
 def _names(table: Mapping[str, Any]) -> list[str]:
-    """Names of the classes, in order of their labels."""
+    """Class names in the order of their labels."""
     given = table.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
     try:
         ordered = {int(key): str(name) for key, name in given.items()}
@@ -121,24 +120,24 @@ def _names(table: Mapping[str, Any]) -> list[str]:
 
 
 def exported(found: HFModel, given: str, head: nn.Module, classes: Classes | None, pad: int | None) -> HFModel:
-    """A model that was written as a tied causal one, under its own head.
+    """A model that was written as a tied causal one, with its own head.
 
     Args:
-        found: with the trunk alone.
+        found: the model with its trunk alone.
         given: what the head gives.
         head: of the model.
-        classes: which it tells apart, if it does.
+        classes: the classes that it predicts; None if it predicts none.
         pad: the token id of padding, by which transformers finds the last token of a text.
 
     Raises:
-        ConfigError: for a class that transformers does not have, or a head of other parameters.
+        ConfigError: for a class that transformers does not have, or a head with other parameters.
     """
     kind = KINDS[given]
     (architecture,) = found.config["architectures"]
     renamed = (stem for stem, causal in CAUSALS.items() if causal == architecture)
     stem = next(renamed, architecture.removesuffix(CAUSAL))
     if stem in kind.missing:
-        raise ConfigError(f"transformers has no {stem}{kind.suffix}; decoder.architecture names another family.")
+        raise ConfigError(f"transformers has no {stem}{kind.suffix}; choose another family in decoder.architecture.")
     own = tuple(name for name, _ in head.named_parameters())
     if own != kind.parameters:
         has, needs = (", ".join(names) or "no parameter" for names in (own, kind.parameters))

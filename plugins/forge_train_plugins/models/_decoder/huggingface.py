@@ -1,4 +1,4 @@
-"""The decoder in Hugging Face layout: the family of a `config.json`, and the one that a model can be exported as."""
+"""The decoder in Hugging Face layout: the family of a `config.json`, and the family to export a model as."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from ..decoder import Decoder
 
 LEFTOVERS = (r"(.*\.)?rotary_emb\.inv_freq",)
-"""Tensors that older versions of transformers stored, and that follow from the configuration."""
+"""Tensors that older versions of transformers stored although the configuration determines them."""
 AHEAD = "num_nextn_predict_layers"
-"""The key of a `config.json` that counts the layers of a tail."""
+"""The key of `config.json` for the number of layers in a tail."""
 
 
 def read(table: Mapping[str, Any], plain: Decoder.Config) -> HFModel | None:
-    """How the model of a `config.json` is built and named here; None for another architecture.
+    """How to build the model of a `config.json` and map its names; None for another architecture.
 
     Args:
         table: the `config.json`.
-        plain: any section, to make another one like it.
+        plain: any decoder section; its type is used to make new ones.
 
     Raises:
         ConfigError: naming the keys whose values have no counterpart.
@@ -56,16 +56,16 @@ def read(table: Mapping[str, Any], plain: Decoder.Config) -> HFModel | None:
 
 
 def write(config: Decoder.Config, vocabulary: int, model: nn.Module, sections: Mapping[str, Any]) -> HFModel:
-    """`config.json` and names for a model, which may lie on the meta device.
+    """`config.json` and names for a model, which may be on the meta device.
 
     Args:
         config: of the decoder.
-        vocabulary: its token ids.
-        model: as these sections build it.
+        vocabulary: its number of token ids.
+        model: built from these sections.
         sections: of all plugins.
 
     Raises:
-        ConfigError: saying what the family, or each of them, can't express.
+        ConfigError: listing what the family, or each family, can't express.
     """
     activations = {str(module.activation) for module in model.modules() if hasattr(module, "activation")}
     config = _resolved(replace(config, vocabulary=vocabulary))
@@ -91,7 +91,7 @@ def write(config: Decoder.Config, vocabulary: int, model: nn.Module, sections: M
             differing[family.architecture] = wrong
     lines = "\n".join(f"  {name}: {'; '.join(wrong)}" for name, wrong in sorted(differing.items(), key=_fewest))
     told = f"{config.architecture} can't" if config.architecture else "No architecture in Hugging Face layout can"
-    raise ConfigError(f"{told} hold this model. What differs:\n{lines}")
+    raise ConfigError(f"{told} hold this model. Differences:\n{lines}")
 
 
 def _fewest(item: tuple[str, list[str]]) -> int:
@@ -105,7 +105,7 @@ def _differences(
     activations: set[str],
     sections: Mapping[str, Any],
 ) -> Iterator[str]:
-    """What a reader of the `config.json` would build otherwise."""
+    """What a reader of the `config.json` would build differently."""
     try:
         there = family.read(found)
     except ConfigError as error:
@@ -114,19 +114,19 @@ def _differences(
     read = _flat(asdict(_resolved(_made(there["decoder"], config))))
     for name, value in _flat(asdict(config)).items():
         if name not in (*NO_NUMBER, *family.unused) and value != read[name]:
-            yield f"decoder.{name} is {json.dumps(value)} here, and {json.dumps(read[name])} there"
+            yield f"decoder.{name} is {json.dumps(value)} here, but {json.dumps(read[name])} there"
     if activations - {activation := there["swiglu"]["activation"]}:
-        yield f"swiglu.activation is {' and '.join(sorted(activations))} here, and {activation} there"
+        yield f"swiglu.activation is {' and '.join(sorted(activations))} here, but {activation} there"
     for part in family.parts:
         own = sections[part.plugin]
         again = asdict(part.resolved(type(own)(**there[part.plugin]), config))
         for name, value in asdict(part.resolved(own, config)).items():
             if name not in part.neutral and value != again[name]:
-                yield f"{part.plugin}.{name} is {json.dumps(value)} here, and {json.dumps(again[name])} there"
+                yield f"{part.plugin}.{name} is {json.dumps(value)} here, but {json.dumps(again[name])} there"
 
 
 def _without_place(layout: StateMap, model: nn.Module, left_out: Sequence[str]) -> Iterator[str]:
-    """Weights that a layout has no tensors for, without those that are left out."""
+    """Weights for which a layout has no tensors, except those that are left out on purpose."""
     stored = model.state_dict()
     weights = dict([*model.named_parameters(), *(one for one in model.named_buffers() if one[0] in stored)])
     kept = {name: one for name, one in weights.items() if not any(re.fullmatch(out, name) for out in left_out)}
@@ -137,7 +137,7 @@ def _without_place(layout: StateMap, model: nn.Module, left_out: Sequence[str]) 
 
 
 NO_NUMBER = ("architecture", "depth_scaled", "dropout", "embedding_dropout", "attention_dropout", "std")
-"""Options that change no number of a trained model."""
+"""Options that change no output of a trained model."""
 
 
 def _flat(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _made(section: Mapping[str, Any], like: Decoder.Config) -> Decoder.Config:
 
 
 def _resolved(config: Decoder.Config) -> Decoder.Config:
-    """The same, with everything filled in that follows from other options, so that equal models are equal."""
+    """The configuration with all derived options filled in, so that equal models compare equal."""
     rope, windows = config.rope, rules.windows(config)
     same = not any(windows) or (rope.window_theta == rope.theta and rope.scaling == "none")
     return replace(

@@ -1,4 +1,4 @@
-"""A decoder-only transformer that declares what techniques need to know about it."""
+"""A decoder-only transformer that declares what other techniques need to know about it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .renewed import RenewedCaches, renewed
 
 
 class Block(nn.Module):
-    """One layer: a token mixer and a channel mixer, each on the residual stream and added to it.
+    """One layer: a token mixer and a channel mixer, each of which reads the residual stream and adds to it.
 
     Args:
         attention: the token mixer.
         feed_forward: the channel mixer.
         norm: makes a norm.
         norm_at: before the mixers, after them, or both.
-        multiplier: factor on what they add.
+        multiplier: factor on their outputs.
         dropout: after the token mixer, and after the channel mixer.
-        parallel: whether the channel mixer reads the input of the token mixer, not its output.
+        parallel: whether the channel mixer reads the same input as the token mixer, instead of its output.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Block(nn.Module):
         return _new_cache(self.attention, batch, length)
 
     def tensor_plan(self) -> dict[str, TensorStyle]:
-        """Module → how tensor parallelism splits it, as attention and feed-forward say for their own parts."""
+        """Module → how tensor parallelism splits it, as declared by the attention and feed-forward modules."""
         plan: dict[str, TensorStyle] = {}
         for name in ("attention", "feed_forward"):
             beside = (f"{name}_norm", f"{name}_post_norm", f"{name}_dropout")
@@ -86,8 +86,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Embedding, blocks, final norm and head, in the form of Llama (Touvron et al. 2023, arXiv:2302.13971).
 
-    A pipeline may leave holes: the embedding, the norm, the tail and the head set to None, and layers deleted from
-    `layers`. What is left keeps its name.
+    A pipeline may remove modules: it sets the embedding, the norm, the tail and the head to None, and deletes layers
+    from `layers`. The remaining modules keep their names.
     """
 
     def __init__(
@@ -127,14 +127,14 @@ class Transformer(nn.Module):
         document_ids: Tensor | None = None,
         cache: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Hidden states `[batch, sequence, dim]`, normed on the last part; in training with a tail, more rows of them.
+        """Hidden states `[batch, sequence, dim]`, normed on the last part; in training with a tail, it adds more rows.
 
         Args:
             x: token ids `[batch, sequence]` on the first part, hidden states on later ones.
-            positions: `[batch, sequence]` int64; by default 0, 1, …, going on from what the cache holds.
+            positions: `[batch, sequence]` int64; by default 0, 1, …, continuing after what the cache holds.
             documents: `[batch, sequence]` int64; attention stays inside a document.
-            cache: what `new_cache` gave; it is extended by this sequence. Where it had to begin anew, the hidden states
-                of all its tokens are given, those of `x` last.
+            cache: a result of `new_cache`, which this sequence extends. If the cache had to start again, the hidden
+                states of all its tokens are returned, those of `x` last.
         """
         if cache and position_ids is None:
             x = cache.take(x) if isinstance(cache, RenewedCaches) else x
@@ -153,11 +153,11 @@ class Transformer(nn.Module):
         """An empty cache for each layer, for `batch` sequences of at most `length` tokens.
 
         Raises:
-            TypeError: if a layer's attention keeps none, or its positions allow none.
-            ValueError: if the model was not made for that length.
+            TypeError: if a layer's attention can't keep a cache, or its positions do not allow one.
+            ValueError: if the length is greater than `max_sequence`.
         """
         if length > self.max_sequence:
-            raise ValueError(f"the model was made for at most {self.max_sequence} tokens, not for {length}")
+            raise ValueError(f"the model supports at most {self.max_sequence} tokens, but {length} were requested")
         caches = {index: _new_cache(layer.attention, batch, length) for index, layer in self.layers.items()}
         return renewed(caches, [layer.attention for layer in self.layers.values()], length)
 
@@ -178,7 +178,7 @@ class Transformer(nn.Module):
 
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:
-        """Modules in the order data takes; a part is a run of neighbouring entries, and an entry is never divided."""
+        """Modules in the order data takes. A part is a run of neighbouring entries; an entry is never split."""
         beside = (one for one in ("positions", "embedding_dropout") if getattr(self, one) is not None)
         first = [("embedding", *beside)] if self.embedding is not None else []
         tail = () if self.tail is None else ("tail",)
@@ -187,8 +187,8 @@ class Transformer(nn.Module):
 
     @property
     def roles(self) -> dict[str, str]:
-        """Parameters that optimizers may treat apart: name → `embedding` or `head`. Tied ones are the embedding, where
-        that is here."""
+        """Parameters that optimizers may treat differently: name → `embedding` or `head`. A tied weight counts as the
+        embedding if the embedding is on this part."""
         roles = {f"head.{name}": "head" for name, _ in _parameters(self.head)}
         if self.tied and self.embedding is not None:
             roles.pop("head.weight", None)
@@ -198,15 +198,15 @@ class Transformer(nn.Module):
         } | roles
 
     def hidden_shape(self, batch: int, sequence: int) -> tuple[int, ...]:
-        """What a part hands on to the next."""
+        """The shape of what a part passes to the next."""
         return batch, sequence, self.dim
 
     def tensor_plan(self) -> dict[str, TensorStyle]:
-        """Module → how tensor parallelism splits it; attention, feed-forward and head modules say so for their own
-        parts, and under the empty name for themselves (a block that says nothing is `gather`, a head stays whole).
+        """Module → how tensor parallelism splits it. Attention, feed-forward and head modules declare this for their
+        own parts, and under the empty name for themselves (by default a block is `gather`, and a head is not split).
 
         Raises:
-            TypeError: if one of them does not.
+            TypeError: if one of them does not declare it.
         """
         plan: dict[str, TensorStyle] = {}
         if self.embedding is not None:
@@ -227,7 +227,7 @@ class Transformer(nn.Module):
     def flops_per_token(self, sequence: int) -> int:
         """Operations per token of a forward and a backward pass of this part, with causal attention.
 
-        The input embedding, a look-up, is not counted.
+        The input embedding is a look-up and is not counted.
         """
         heads = [self.head] * (1 + len(self.tail.units) if self.tail is not None else 1)
         modules = [*self.layers.values(), self.tail, *heads]
@@ -244,7 +244,7 @@ def _parameters(module: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _new_cache(attention: Any, batch: int, length: int) -> Any:
     if not hasattr(attention, "new_cache"):
-        raise TypeError(f"{type(attention).__name__} keeps no keys and values to generate from (new_cache)")
+        raise TypeError(f"{type(attention).__name__} can't generate: it has no cache for keys and values (new_cache)")
     return attention.new_cache(batch, length)
 
 
@@ -256,7 +256,7 @@ def _plan(module: Any) -> Mapping[str, TensorStyle]:
 
 
 def _flops(module: Any, sequence: int) -> int:
-    """A module's own `flops_per_token`; where it declares none, every weight matrix is used once per token."""
+    """A module's own `flops_per_token`; if it declares none, each weight matrix is used once per token."""
     if hasattr(module, "flops_per_token"):
         return int(module.flops_per_token(sequence))
     return flops_per_token(sequence, weights=sum(p.numel() for p in module.parameters() if p.ndim > 1))

@@ -1,4 +1,4 @@
-"""Caches of a model whose positions are rotated by a sequence's length."""
+"""Caches of a model whose rotary positions depend on the sequence's length."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from forge_train.nn import DynamicRoPE, LengthRoPE
 
 
 class RenewedCaches(dict[str, Any]):
-    """The caches of all layers. They start again once, when a sequence becomes longer than the original context: from
-    then on all its positions have other frequencies, and so other keys, values and hidden states.
+    """The caches of all layers. They start again once, when a sequence outgrows the original context: from then on, all
+    its positions have other frequencies, and therefore other keys, values and hidden states.
 
     Args:
         caches: one for each layer.
@@ -36,10 +36,10 @@ class RenewedCaches(dict[str, Any]):
 
 
 def renewed(caches: dict[str, Any], attention: Sequence[Any], length: int) -> dict[str, Any]:
-    """The same caches, or ones that start again if the positions need it.
+    """The same caches, or ones that start again, if the positions need it.
 
     Raises:
-        TypeError: where no cache of that length can be kept.
+        TypeError: if a cache of that length is impossible.
     """
     ropes = (getattr(one, "rope", None) for one in attention)
     rope = next((one for one in ropes if isinstance(one, LengthRoPE)), None)

@@ -1,4 +1,4 @@
-"""Rules between the values of `[decoder]`, and the values that follow from others. Imports no torch."""
+"""Rules that relate the values of `[decoder]`, and values that are derived from others. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BELONGS = {
     "dynamic": ("factor", "original_sequence"),
     "longrope": ("original_sequence", "temperature", "short", "long"),
 }
-"""Scaling → the keys of `[decoder.rope]` it reads, beside `theta`."""
+"""Scaling → the keys of `[decoder.rope]` it reads, in addition to `theta`."""
 
 
 def kv_heads(config: Decoder.Config) -> int:
@@ -39,12 +39,12 @@ def hidden(config: Decoder.Config) -> int:
 
 
 def rotated_features(config: Decoder.Config) -> int:
-    """Of each head; as transformers rounds them."""
+    """The rotated features of each head, rounded as in transformers."""
     return int(head_dim(config) * config.rope.fraction)
 
 
 def windows(config: Decoder.Config) -> tuple[int, ...]:
-    """Positions that each layer's queries see; 0 is all."""
+    """How many positions each layer's queries see; 0 means all."""
     return tuple(config.window if on else 0 for on in _repeated(config.window_layers, config.layers))
 
 
@@ -62,7 +62,7 @@ def high(rope: Rope) -> float:
 
 
 def check(config: Decoder.Config, run: RunConfig) -> Iterator[Problem]:
-    """What several values together get wrong."""
+    """Problems that involve several values."""
     sequence, learned = run.train.sequence, config.positions == "learned"
     if not config.head_dim and config.dim % config.heads:
         yield Problem("decoder.heads", f"{config.heads} does not divide decoder.dim ({config.dim}); set head_dim.")
@@ -78,9 +78,7 @@ def check(config: Decoder.Config, run: RunConfig) -> Iterator[Problem]:
     if config.heads % kv_heads(config):
         yield Problem("decoder.kv_heads", f"{config.kv_heads} does not divide decoder.heads ({config.heads}).")
     if sequence > config.max_sequence:
-        yield Problem(
-            "train.sequence", f"{sequence} tokens are more than decoder.max_sequence ({config.max_sequence})."
-        )
+        yield Problem("train.sequence", f"{sequence} tokens exceed decoder.max_sequence ({config.max_sequence}).")
     if config.unit_offset and config.norm != "rms":
         yield Problem("decoder.unit_offset", f"has no effect with decoder.norm = {config.norm!r}.")
     if config.qk_norm_over != "head" and not config.qk_norm:
@@ -97,7 +95,7 @@ def _check_patterns(config: Decoder.Config) -> Iterator[Problem]:
         if len(pattern) > config.layers:
             yield Problem(f"decoder.{key}", f"has {len(pattern)} entries for {config.layers} layers.")
         elif pattern and not any(pattern):
-            way = "decoder.window = 0" if key == "window_layers" else "a model of another plugin"
+            way = "decoder.window = 0" if key == "window_layers" else "another plugin's model"
             yield Problem(f"decoder.{key}", f"selects no layer; use {way} instead.")
     theta = config.rope.window_theta
     if theta and not any(windows(config)):
@@ -118,7 +116,7 @@ def _check_rope(rope: Rope) -> Iterator[Problem]:
 
 
 def _check_by_length(config: Decoder.Config, run: RunConfig) -> Iterator[Problem]:
-    """Scalings that go by the length of a sequence."""
+    """Problems of scalings that depend on a sequence's length."""
     rope, features = config.rope, rotated_features(config)
     if rope.scaling not in ("dynamic", "longrope"):
         return

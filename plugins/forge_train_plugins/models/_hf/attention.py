@@ -1,4 +1,4 @@
-"""Attention of a class of `transformers` by a run's kernel, through the library's attention interface."""
+"""Has the run's kernel compute the attention of a `transformers` class, through the library's attention interface."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from forge_train.ground.errors import describe
 log = logging.getLogger("forge_train")
 
 NAME = "forge"
-"""Of the interface's implementation. It has no function that makes masks, so that classes make none."""
+"""The name of Forge's implementation. No mask function is registered for it, so classes make no masks."""
 _PROBE = "forge_probe"
 _PLAIN = ("scaling", "dropout", "sliding_window", "softcap", "s_aux", "document_ids")
-"""Keywords of the interface that a kernel has a counterpart of."""
+"""Keywords of the interface that kernels support."""
 _IGNORED = (
     *("is_causal", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"),
     *("layer_past", "past_key_values", "past_key_value", "position_embeddings", "return_dict", "layer_idx"),
     *("output_router_logits", "logits_to_keep", "num_items_in_batch", "layer_head_mask", "head_mask"),
 )
-"""Keywords that change nothing in attention of whole sequences."""
+"""Keywords that have no effect on attention over whole sequences."""
 _CAUSAL, _WINDOWED = "create_causal_mask", "create_sliding_window_causal_mask"
 _CHANGES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
-"""Keywords of functions that make masks, by which other tokens are seen."""
+"""Keywords of mask functions that change which tokens are seen."""
 
 
 @dataclass
 class Asked:
-    """What the attention modules of a model ask of a kernel, found by running the model on the meta device."""
+    """What the attention modules of a model need from a kernel, found by running the model on the meta device."""
 
     needs: KernelCapabilities = field(default_factory=KernelCapabilities)
     heads: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """Module → query heads, key heads, features."""
     documents: set[int] = field(default_factory=set)
-    """Modules that documents reach."""
+    """Modules that receive document ids."""
 
 
 def attend(
@@ -58,10 +58,10 @@ AttentionInterface.register(NAME, attend)
 
 
 def probe(model: nn.Module, call: Any) -> Asked | None:
-    """What the attention modules ask for; None for a class that computes attention itself.
+    """What the attention modules need; None for a class that computes attention itself.
 
     Args:
-        model: whose `config` chooses the implementation, on the meta device.
+        model: on the meta device; its `config` chooses the implementation.
         call: runs the model with document ids.
     """
     asked, found = Asked(), list[Mapping[str, Any]]()
@@ -82,7 +82,7 @@ def probe(model: nn.Module, call: Any) -> Asked | None:
             call()
     except ConfigError:
         raise
-    except Exception as error:  # such a class reads values, which there are none of; its own attention is always right
+    except Exception as error:  # the class reads values, which meta tensors lack; its own attention is always correct
         log.info("%s computes attention itself: %s", type(model).__name__, describe(error))
         return None
     if not found or not _say_all(found, masks, getattr(config, "layer_types", None)):
@@ -100,13 +100,13 @@ def probe(model: nn.Module, call: Any) -> Asked | None:
 
 @contextmanager
 def attending(config: Any, function: Any) -> Iterator[None]:
-    """Have attention computed by a function of the library's interface, and experts on the meta device."""
+    """Use this function of the library's interface for attention, and experts that run on the meta device."""
     AttentionInterface.register(_PROBE, function)
     own = config._attn_implementation
     config._attn_implementation = _PROBE
     experts = getattr(config, "_experts_implementation", None)
     if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "batched_mm"  # of the library's own the one that needs no values
+        config._experts_implementation = "batched_mm"  # the only one of the library's own that needs no values
     try:
         yield
     finally:
@@ -116,14 +116,14 @@ def attending(config: Any, function: Any) -> Iterator[None]:
 
 
 def mixing(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
-    """A function of the interface, of the right shape and with a graph to all that it is given."""
+    """A function for the interface whose output has the right shape and depends on all inputs in the graph."""
     given = query.sum() + key.sum() + value.sum()
     return given.expand(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 @contextmanager
 def _masks_noted(model: nn.Module, made: list[str]) -> Iterator[None]:
-    """Note the masks that classes of the library make while the block runs; `changed` where they see other tokens."""
+    """Record the masks that the library's classes make in this block; `changed` if a mask shows other tokens."""
 
     def noting(name: str, function: Any) -> Any:
         def make(*arguments: Any, **keywords: Any) -> Any:
@@ -142,7 +142,7 @@ def _masks_noted(model: nn.Module, made: list[str]) -> Iterator[None]:
 
 
 def _say_all(found: Sequence[Mapping[str, Any]], masks: Sequence[str], layers: Sequence[str] | None) -> bool:
-    """Whether the keywords of attention say all that the masks would have said, which a kernel is not given."""
+    """Whether the keywords of attention describe the masks completely; a kernel is given no masks."""
     if any(name not in (_CAUSAL, _WINDOWED) for name in masks):
         return False
     windows = sum("window" in one for one in found)
@@ -165,10 +165,10 @@ def take(model: nn.Module, kernel: AttentionKernel, asked: Asked) -> None:
 
 
 def _translated(module: Any, mask: Tensor | None, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The interface's keywords as a kernel's.
+    """Translate the interface's keywords to a kernel's.
 
     Raises:
-        ConfigError: for one that no kernel supports.
+        ConfigError: for a keyword that no kernel supports.
     """
     if mask is not None:
         raise ConfigError(f"hf: {type(module).__name__} makes its own attention mask, which no kernel accepts.")

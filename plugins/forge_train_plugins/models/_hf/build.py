@@ -1,4 +1,4 @@
-"""From a configuration to a model."""
+"""Builds the model from the configuration."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from forge_train import Job
 
 _PROBED = 8
-"""Tokens of the run on the meta device."""
+"""Number of tokens in the run on the meta device."""
 
 
 def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
-    """The model on the meta device, its attention by the run's kernel where the class allows that.
+    """Build the model on the meta device; the run's kernel computes attention if the class allows that.
 
     Raises:
         ConfigError: naming what the class lacks.
@@ -37,11 +37,11 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     config._attn_implementation = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
     try:
         model = kind(config)
-    except Exception as error:  # whatever a class checks
+    except Exception as error:  # a class may raise anything
         raise ConfigError(f"hf: {kind.__name__} can't be built from its configuration: {describe(error)}") from error
     name, base = kind.__name__, kind.base_model_prefix
     if not isinstance(getattr(model, base, None), nn.Module):
-        raise ConfigError(f"hf: {name} has no module {base!r}, which its base_model_prefix names.")
+        raise ConfigError(f"hf: {name} has no module {base!r}, although its base_model_prefix names it.")
     _check_values(model)
     inner = getattr(model, base)
     units = _units(model)
@@ -78,12 +78,12 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
 
 
 def _inputs() -> dict[str, torch.Tensor]:
-    """Of a run on the meta device."""
+    """The inputs of a run on the meta device."""
     return {name: torch.zeros(1, _PROBED, dtype=torch.int64, device="meta") for name in ("input_ids", "position_ids")}
 
 
 def _units(model: Any) -> tuple[str, ...]:
-    """The outermost modules of the classes that are not to be split."""
+    """The outermost modules whose classes must not be split."""
     kinds = model._no_split_modules or ()
     found: list[str] = []
     for path, module in model.named_modules():
@@ -93,30 +93,30 @@ def _units(model: Any) -> tuple[str, ...]:
 
 
 def _check_values(model: nn.Module) -> None:
-    """Raises ConfigError for tensors that are neither parameters nor buffers: their values are lost on meta."""
+    """Raises ConfigError for tensors that are neither parameters nor buffers: they would lose their values on meta."""
     for path, module in model.named_modules():
         for name, one in vars(module).items():
             if isinstance(one, torch.Tensor):
                 raise ConfigError(
-                    f"hf: {type(module).__name__} keeps the tensor {f'{path}.{name}'!r} that is not a buffer, so it "
+                    f"hf: {type(module).__name__} keeps the tensor {f'{path}.{name}'!r}, which is not a buffer, so it "
                     "can't be built on the meta device."
                 )
 
 
 def _forget(model: nn.Module) -> None:
-    """Remove tensors that modules kept of the run on the meta device, as rotary tables of long sequences do."""
+    """Remove tensors that modules kept from the run on the meta device, such as rotary tables of long sequences."""
     for module in model.modules():
         for name in [name for name, one in vars(module).items() if isinstance(one, torch.Tensor)]:
             delattr(module, name)
 
 
 def _random(name: str) -> bool:
-    """Whether a value of this name switches random numbers on: dropout, or noise in the choice of experts."""
+    """Whether a value with this name enables random numbers: dropout, or noise in routing."""
     return "drop" in name or "jitter" in name
 
 
 def _watched_dropout(model: nn.Module) -> dict[str, list[torch.Size]]:
-    """Path → what each call of a module of dropout is given, filled from now on."""
+    """Path of each dropout module → the shapes it is called with, recorded from now on."""
     found: dict[str, list[torch.Size]] = {}
     for path, module in model.named_modules():
         if type(module) is nn.Dropout and module.p:
@@ -127,7 +127,7 @@ def _watched_dropout(model: nn.Module) -> dict[str, list[torch.Size]]:
 
 def _swap_dropout(model: nn.Module, calls: Mapping[str, list[torch.Size]], job: Job) -> None:
     """Replace dropout modules by Forge's dropout, whose masks are the same on every layout. A module that is called
-    twice stays, because both calls would have the same mask."""
+    twice is kept, because both calls would have the same mask."""
     for path, shapes in calls.items():
         if [shape[:-1] for shape in shapes] == [(1, _PROBED)]:
             parent, _, name = path.rpartition(".")

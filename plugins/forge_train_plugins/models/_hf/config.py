@@ -23,7 +23,7 @@ from forge_train.storage.hf_folder import CONFIG, is_hugging_face, table
 
 VOCABULARY = "vocab_size"
 LABELS = ("id2label", "label2id", "num_labels", "problem_type")
-"""Keys of a head, which its plugin has."""
+"""Keys that belong to a head; the head's plugin sets them."""
 HEADS: Mapping[str, tuple[str, Any]] = {
     "token_logits": ("a causal language model", MODEL_FOR_CAUSAL_LM_MAPPING),
     "text_class_logits": ("sequence classification", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
@@ -31,24 +31,24 @@ HEADS: Mapping[str, tuple[str, Any]] = {
     "rewards": ("sequence classification", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
     "embeddings": ("a model without a head", MODEL_MAPPING),
 }
-"""What a head gives → what its class is for, and the classes."""
+"""What a head gives → a description of its classes, and the classes."""
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read(
     path: str, model_type: str, changes: Mapping[str, Any], extra: Mapping[str, Any], tokenizer: Tokenizer | None
 ) -> PreTrainedConfig:
-    """The configuration of a folder, of a file or of a type, with some keys changed.
+    """The configuration of a folder, of a file or of a model type, with some keys changed.
 
     Args:
-        path: a folder, or its `config.json`; empty for a type.
+        path: a folder, or its `config.json`; empty to use the type.
         model_type: as in `config.json`.
         changes: keys and their values.
         extra: keys that the configuration's class does not list, and their values.
-        tokenizer: its ids are the model's input; None if there is none.
+        tokenizer: provides the ids that are the model's input; None if there is none.
 
     Raises:
-        ConfigError: naming what transformers does not know or refuses.
+        ConfigError: naming what transformers does not know or rejects.
     """
     stored: dict[str, Any] = {}
     if path:
@@ -56,7 +56,7 @@ def read(
         stored = table(file)
         model_type = str(stored.get("model_type", ""))
         if not model_type:
-            raise ConfigError(f"{file}: there is no model_type, by which transformers chooses a class.")
+            raise ConfigError(f"{file}: model_type is missing; transformers needs it to choose a class.")
     config = of(model_type, stored, changes if path else _from_scratch(model_type, changes, tokenizer), extra)
     if tokenizer is not None and (size := vocabulary(config)) < tokenizer.vocabulary:
         raise ConfigError(
@@ -74,7 +74,7 @@ def of(
     """The configuration of a causal language model.
 
     Raises:
-        ConfigError: for an unknown type or key, a value that the class refuses, a model that is not causal.
+        ConfigError: for an unknown type or key, a value that the class rejects, or a model that is not causal.
     """
     kind = config_class(model_type)
     changes, extra = changes or {}, extra or {}
@@ -88,9 +88,9 @@ def of(
             raise ConfigError(f"hf.extra.{key}: the configuration of {model_type!r} lists it; set it in hf.set.")
     try:
         config = kind.from_dict({**stored, **changes, **extra})
-    except Exception as error:  # whatever a class checks
+    except Exception as error:  # a class may raise anything
         raise ConfigError(
-            f"hf.set: transformers refuses this configuration of {model_type!r}: {describe(error)}"
+            f"hf.set: transformers rejects this configuration of {model_type!r}: {describe(error)}"
         ) from error
     if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
         raise ConfigError(
@@ -106,8 +106,8 @@ def listed(kind: type[PreTrainedConfig]) -> set[str]:
 
 
 def fits_folder(config: PreTrainedConfig, changes: Mapping[str, Any], path: str) -> None:
-    """Raises ConfigError where first weights lie in a Hugging Face folder whose model has other values than
-    this one, and `hf.set` does not name them: a table that is set as a whole replaces all that the folder says."""
+    """Raises ConfigError if the initial weights are in a Hugging Face folder whose `config.json` has other values than
+    this configuration, and `hf.set` does not name them: setting a table as a whole replaces all its values."""
     if not is_hugging_face(Path(path)):
         return
     stored = table(Path(path) / CONFIG)
@@ -118,13 +118,13 @@ def fits_folder(config: PreTrainedConfig, changes: Mapping[str, Any], path: str)
     lost = [key for key in unlike if key in stored and key not in ("architectures", "dtype", "transformers_version")]
     if lost:
         raise ConfigError(
-            f"hf.set leaves out what {path} says of {few(lost, 4)}. Set single keys, such as hf.set.{lost[0]}, and not "
+            f"hf.set drops {few(lost, 4)}, which {path} sets. Set single keys, such as hf.set.{lost[0]}, instead of "
             "the whole table."
         )
 
 
 def config_class(model_type: str) -> type[PreTrainedConfig]:
-    """The configuration's class of a type that has a causal language model.
+    """The configuration class of a type that has a causal language model.
 
     Raises:
         ConfigError: with the nearest names.
@@ -136,16 +136,16 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
     if model_type in CONFIG_MAPPING:
         raise ConfigError(f"hf: transformers has no causal language model of type {model_type!r}.{known}")
     raise ConfigError(
-        f"hf: this version of transformers knows no model of type {model_type!r}.{known} Models whose code comes with "
-        "their weights (trust_remote_code) are not run."
+        f"hf: this version of transformers knows no model of type {model_type!r}.{known} Forge does not run models "
+        "whose code comes with their weights (trust_remote_code)."
     )
 
 
 def model_class(config: PreTrainedConfig, given: str = "token_logits") -> Any:
-    """The class of the causal language model, or of the model whose head gives something else.
+    """The class of the causal language model, or the class for another head.
 
     Raises:
-        ConfigError: where transformers has none.
+        ConfigError: if transformers has none.
     """
     what, classes = HEADS[given]
     if type(config) not in classes:
@@ -159,8 +159,8 @@ def vocabulary(config: PreTrainedConfig) -> int:
 
 
 def _from_scratch(model_type: str, changes: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """A new model has the tokenizer's vocabulary, and none of the special tokens of the published one: an embedding
-    does not learn the row of its padding token."""
+    """The changes for a new model: it has the tokenizer's vocabulary and none of the published model's special tokens,
+    because an embedding does not train the row of its padding token."""
     known = vars(config_class(model_type)())
     if tokenizer is None and VOCABULARY not in changes:
         raise ConfigError(f"hf.set.{VOCABULARY}: no enabled plugin provides a tokenizer to take it from; set it.")

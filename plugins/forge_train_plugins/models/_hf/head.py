@@ -1,4 +1,4 @@
-"""The head of a class of `transformers`: from the last hidden states to logits, by the class's own code."""
+"""The head of a `transformers` class: the class's own code turns the last hidden states into logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Answer(tuple[Any, ...]):
-    """What the model without its head returns: the hidden states, and nothing else."""
+    """The result of the model without its head: the hidden states, and nothing else."""
 
     __slots__ = ()
 
@@ -23,30 +23,30 @@ class Answer(tuple[Any, ...]):
 
 
 class Given(nn.Module):
-    """Stands where the class's forward expects the model without its head, and returns the hidden states it is given.
+    """Takes the place of the model without its head in the class's forward, and returns the hidden states it is given.
 
     Args:
-        paths: children of that model, which the class may call instead.
+        paths: children of that model that the class may call directly.
     """
 
     def __init__(self, paths: tuple[str, ...]) -> None:
         super().__init__()
         for path in paths:
-            self.__dict__[path] = self  # not a child: that would be a circle of modules
+            self.__dict__[path] = self  # not a child module, which would form a cycle
 
     def forward(self, *_: Any, inputs_embeds: Tensor | None = None, **__: Any) -> Answer:
         return Answer((inputs_embeds,))
 
 
 class Head:
-    """Mixed into the class: its forward takes hidden states.
+    """Mixed into the class, so that its forward takes hidden states.
 
-    Multipliers, biases and soft caps of the logits are in the forward of the class, and not in its linear layer.
+    Multipliers, biases and soft caps of the logits are in the class's forward, not in its linear layer.
     """
 
     @property
     def out_features(self) -> int:
-        """Logits of a token, from which a loss chooses how many tokens' logits it holds at once."""
+        """Logits per token; a loss uses it to choose for how many tokens it holds logits at once."""
         return int(self.config.get_text_config().vocab_size)  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A causal language model of `transformers` as a part that techniques can work on."""
+"""A causal language model of `transformers`, wrapped so that Forge's techniques can be applied to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .weights import Drawn, Stored
 
 HEAD = "head."
 _LONG = 1 << 20
-"""Tokens of a sequence, of which the ranks of a tensor-parallel group hold pieces of about equal length."""
+"""A sequence long enough that the pieces of a tensor-parallel group's ranks are about equally long."""
 
 
 def hf_name(name: str) -> str:
@@ -30,12 +30,12 @@ def hf_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run of the class on the meta device has shown."""
+    """What a run of the class on the meta device revealed."""
 
     kernel: bool
     """Whether the run's kernel computes attention."""
     isolates: bool
-    """Whether documents reach attention in every unit."""
+    """Whether document ids reach attention in every unit."""
     attention_widths: Mapping[str, int]
     """Attention module → query heads × features."""
     staging: Staging | str
@@ -45,8 +45,8 @@ class Facts:
 class CausalLM(nn.Module):
     """The model without its head under its own name, such as `model` or `transformer`, and its head as `head`.
 
-    Names are those of transformers, with `head.` before those of the head. A pipeline leaves holes: modules of other
-    parts are None, and layers are gone from their list.
+    Names are those of transformers, with `head.` in front of the head's. A pipeline removes modules: those of other
+    parts are None, and their layers are deleted from the list.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.base, self._units, self._facts, self._drawn = base, units, facts, drawn
         self.stored: Stored | None = None
-        """First weights from files, if there are any."""
+        """Initial weights from files, if there are any."""
         self.config = inner.config
         self.add_module(base, inner)
         self.head: nn.Module | None = head
@@ -75,15 +75,15 @@ class CausalLM(nn.Module):
         document_ids: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """Hidden states `[batch, sequence, dim]` of token ids `[batch, sequence]`, or of the hidden states that the
-        part before gave; normed in the last part."""
+        """Hidden states `[batch, sequence, dim]` for token ids `[batch, sequence]`, or for the hidden states of the
+        previous part; normed in the last part."""
         asked: dict[str, Any] = {"use_cache": cache is not None}
         if document_ids is not None:
             if not self._facts.isolates:
                 raise ConfigError(no_documents(type(self._inner).__name__))
             asked["document_ids"] = document_ids
         if position_ids is None and self._facts.kernel and cache is None:
-            # Under sequence parallelism the class would count the tokens of this rank's piece.
+            # Under sequence parallelism the class would count only the tokens of this rank's piece.
             position_ids = torch.arange(self._length(x), device=x.device)[None]
         if position_ids is not None and "position_ids" in self._takes:
             asked["position_ids"] = position_ids
@@ -104,7 +104,7 @@ class CausalLM(nn.Module):
         return found if self.head is not None else out[0]
 
     def _length(self, x: Tensor) -> int:
-        """Of whole sequences; hidden states between parts may be pieces of them."""
+        """The length of whole sequences; between parts, hidden states may hold only pieces of them."""
         return int(x.shape[1]) * (1 if self._first else round(_LONG / self.hidden_shape(1, _LONG)[1]))
 
     @property
@@ -113,7 +113,7 @@ class CausalLM(nn.Module):
 
     @property
     def embedding(self) -> Any:
-        """The input embedding; None where it is in another part."""
+        """The input embedding; None if it is in another part."""
         return self._module(self._table)
 
     @property
@@ -123,7 +123,7 @@ class CausalLM(nn.Module):
         return self._facts.staging
 
     def _module(self, path: str) -> nn.Module | None:
-        """A module; None where it is in another part."""
+        """A module; None if it is in another part."""
         found: nn.Module | None = self
         for name in path.split("."):
             found = None if found is None else found._modules.get(name)
@@ -136,7 +136,7 @@ class CausalLM(nn.Module):
     # -- what the model declares ------------------------------------------------------------------
 
     def initial(self, name: str) -> Init:
-        """As the class initialises it, or as it is stored."""
+        """The value that the class would initialise it with, or the stored one."""
         source: Drawn | Stored = self.stored or self._drawn
         return Init("given", values=lambda seed: source.parameter(hf_name(name), seed))
 
@@ -155,10 +155,10 @@ class CausalLM(nn.Module):
 
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:
-        """What is here of the stages that the class declares.
+        """The stages that the class declares, as far as they are in this part.
 
         Raises:
-            TypeError: saying why the class can't be cut.
+            TypeError: explaining why the class can't be cut.
         """
         staging = self._staging
         entries = [tuple(f"{self.base}.{one}" for one in staging.before)]
@@ -169,27 +169,27 @@ class CausalLM(nn.Module):
 
     @property
     def roles(self) -> dict[str, str]:
-        """The input embedding and the parameters of the head; tied ones are the embedding."""
+        """The input embedding and the head's parameters; a tied weight counts as the embedding."""
         table = getattr(self.embedding, "weight", None)
         found = {name: "embedding" for name, one in self.named_parameters() if one is table}
         head = self.head.named_parameters() if self.head is not None else ()
         return found | {f"{HEAD}{n}": "head" for n, one in head if one is not table}
 
     def hidden_shape(self, batch: int, sequence: int) -> tuple[int, ...]:
-        """Of what the head is given."""
+        """The shape of the head's input."""
         return batch, sequence, self.config.get_text_config().hidden_size
 
     def tensor_plan(self) -> dict[str, TensorStyle]:
-        """The class's own plan in Forge's styles.
+        """The class's own plan, in Forge's styles.
 
         Raises:
-            TypeError: saying what the class does not declare.
+            TypeError: naming what the class does not declare.
         """
         return plan.translated(self, self.base, self.units, kernel=self._facts.kernel)
 
     def flops_per_token(self, sequence: int) -> int:
-        """Operations per token of a forward and a backward pass: each matrix once, of experts those that a token is
-        given to, and causal attention that goes through the kernel."""
+        """Operations per token of a forward and a backward pass: each matrix counts once, of the experts only those
+        that process the token, and causal attention counts if the run's kernel computes it."""
         table, text = getattr(self.embedding, "weight", None), self.config.get_text_config()
         tied = self.head is not None and any(one is table for one in self.head.parameters())
         chosen = getattr(text, "num_experts_per_tok", None)
@@ -204,15 +204,15 @@ class CausalLM(nn.Module):
         """The library's cache.
 
         Raises:
-            TypeError: for a class that takes none.
+            TypeError: if the class does not accept one.
         """
         if "past_key_values" not in self._takes:
-            raise TypeError(f"{type(self._inner).__name__} takes no past_key_values")
+            raise TypeError(f"{type(self._inner).__name__} does not accept past_key_values")
         return DynamicCache(config=self.config)
 
 
 def no_documents(name: str) -> str:
-    """Why documents can't be kept apart."""
+    """The error for documents that can't be kept apart."""
     return (
         f"hf: {name} computes attention itself, or mixes tokens in another way, so it can't keep the documents of a "
         "row apart; have the data plugin join them (isolate = false)."

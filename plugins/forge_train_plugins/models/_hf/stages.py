@@ -1,4 +1,4 @@
-"""Where a class of `transformers` can be cut: the stages of its plan, and its forward with some of its layers."""
+"""Where a class of `transformers` can be cut: its plan's stages, and its forward with only some of its layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Staging:
         layers: the name of the list of layers.
         before: modules before them.
         after: modules after them.
-        given: the layers as they were built. Where one is in another part, the class may still ask it what it is.
+        given: the layers as they were built. If a layer is in another part, the class may still read its attributes.
     """
 
     layers: str
@@ -35,17 +35,17 @@ class Staging:
     def standing_in(
         self, inner: nn.Module, kept: Mapping[int, Callable[..., Tensor]], hidden: Tensor | None, out: list[Tensor]
     ) -> Iterator[None]:
-        """Have a class run some of its layers while the block runs.
+        """Have a class run only some of its layers inside this block.
 
-        A class may scale what it has embedded, whoever embedded it, and call modules of any part. So the first layer
-        is given the hidden states by hand, and the last one's are taken as they are; what the class does before and
-        after is without effect where it belongs to another part.
+        A class may scale its embeddings in any part, and call modules of any part. So the first layer is given the
+        hidden states directly, and those of the last layer are taken as they are. Thus whatever the class does before
+        and after the layers has no effect if it belongs to another part.
 
         Args:
-            inner: the class's module; those of other parts are None.
+            inner: the class's module; its modules in other parts are None.
             kept: index → layer of this part.
-            hidden: what the part before gave; None in the first part.
-            out: takes what the last layer gives.
+            hidden: the output of the previous part; None in the first part.
+            out: receives the output of the last layer.
         """
         passing: list[Any] = [kept.get(at, Absent(one)) for at, one in enumerate(self.given)]
         if hidden is not None:
@@ -66,7 +66,7 @@ def _same(hidden: Tensor) -> Tensor:
 
 
 class Absent:
-    """A layer of another part: passes on what it is given."""
+    """A layer of another part: returns its input."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -79,7 +79,7 @@ class Absent:
 
 
 class First(Absent):
-    """The first layer, of what the part before gave."""
+    """The first layer, which reads the output of the previous part."""
 
     def __init__(self, layer: Any, hidden: Tensor) -> None:
         super().__init__(layer)
@@ -91,7 +91,7 @@ class First(Absent):
 
 
 class Last(Absent):
-    """The last layer, whose hidden states are kept."""
+    """The last layer, whose output is kept."""
 
     def __init__(self, layer: Any, out: list[Tensor]) -> None:
         super().__init__(layer)
@@ -104,7 +104,7 @@ class Last(Absent):
 
 
 class Watched(Absent):
-    """A layer in a run that looks for what passes between layers beside the hidden states."""
+    """A layer in a run that looks for anything that layers share besides the hidden states."""
 
     def __init__(self, layer: nn.Module, watch: Watch) -> None:
         super().__init__(layer)
@@ -116,19 +116,19 @@ class Watched(Absent):
             raise CutError("changes the hidden states between two layers")
         found: Any = self.layer(hidden.detach().requires_grad_(), *rest, **keywords)
         if not isinstance(found, Tensor):
-            raise CutError(f"has layers that give more than hidden states ({type(found).__name__})")
+            raise CutError(f"has layers that return more than hidden states ({type(found).__name__})")
         own = {id(one) for one in self.layer.parameters()}
         if foreign := [one for one in _reached(found) if id(one) not in own]:
             names = {id(one): name for name, one in self.watch.inner.named_parameters()}
             shared = sorted(names[id(one)] for one in foreign if id(one) in names)
-            raise CutError(f"hands layers more than hidden states: what it computes with {few(shared, 2)}")
+            raise CutError(f"passes its layers more than hidden states: a result of {few(shared, 2)}")
         self.watch.calls.append((self.layer, frozenset(name for name, one in keywords.items() if one is not None)))
         self.watch.given = found
         return found
 
 
 class Watch:
-    """What is seen of the layers of one run."""
+    """What was observed about the layers in one run."""
 
     def __init__(self, inner: nn.Module) -> None:
         self.inner = inner
@@ -137,11 +137,11 @@ class Watch:
 
 
 class CutError(Exception):
-    """Says what a class does that can't be cut."""
+    """Names what prevents a class from being cut."""
 
 
 def staged(inner: Any) -> Staging | str:
-    """The stages that a class declares, or what it lacks."""
+    """The stages that a class declares, or the reason why there are none."""
     name = type(inner).__name__
     plan: Mapping[str, Any] = getattr(inner.config.get_text_config(), "base_model_pp_plan", None) or {}
     if not plan:
@@ -149,7 +149,7 @@ def staged(inner: Any) -> Staging | str:
     lists = [one for one in plan if isinstance(inner._modules.get(one), nn.ModuleList)]
     if len(lists) != 1 or any(one not in inner._modules for one in plan):
         return (
-            f"the base_model_pp_plan of {name} of transformers does not name one list of layers and modules beside it"
+            f"the base_model_pp_plan of {name} of transformers must name one list of layers and the modules around it"
         )
     names, layers = [*plan], lists[0]
     at = names.index(layers)
@@ -174,17 +174,17 @@ def separable(inner: Any, staging: Staging, inputs: Mapping[str, Tensor]) -> str
             with _instead(inner, staging.layers, [Watched(one, whole) for one in layers]):
                 inner(**inputs, use_cache=False)
             if [one for one, _ in whole.calls] != [*layers]:
-                raise CutError("does not call its layers one after the other, each once")
+                raise CutError("does not call each of its layers once, in order")
             hidden = whole.given.detach()  # type: ignore[union-attr]  # there is a layer
             later = {key: one for key, one in inputs.items() if key != "input_ids"}
             kept = {len(layers) - 1: Watched(layers[-1], rest)}
             with staging.standing_in(inner, kept, hidden, []):
                 inner(inputs_embeds=hidden, **later, use_cache=False)
             if rest.calls != whole.calls[-1:]:
-                raise CutError("gives its layers other arguments where token ids are not at hand")
+                raise CutError("passes its layers other arguments if it is given no token ids")
     except CutError as error:
         return f"{name} of transformers {error}"
-    except Exception as error:  # whatever a class does with values, or with layers
+    except Exception as error:  # a class may do anything with values or layers
         return f"{name} of transformers can't run with only some of its layers: {describe(error)}"
     return ""
 
@@ -199,7 +199,7 @@ def _instead(inner: nn.Module, name: str, one: Sequence[Any]) -> Iterator[None]:
 
 
 def _reached(tensor: Tensor) -> Iterable[Tensor]:
-    """The leaves that want a gradient of a tensor's graph."""
+    """The parameters in a tensor's graph that need a gradient."""
     seen, ahead = set[Any](), [tensor.grad_fn]
     while ahead:
         node = ahead.pop()

@@ -1,4 +1,4 @@
-"""The following tokens: the inputs of each module, and its labels."""
+"""The tokens that follow: the inputs and the labels of each module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LABELS: StateKey[Tensor] = StateKey("mtp.labels", Axes(batch=0, sequence=1))
 
 
 def look_ahead(depths: int) -> PrepareStep:
-    """Writes both to the state of each micro-batch, before sequences are cut: what follows may lie on another rank."""
+    """Writes both to each micro-batch's state before sequences are cut: the next tokens may be on another rank."""
     return PrepareStep(partial(_write, depths))
 
 
@@ -34,7 +34,7 @@ def _write(depths: int, batches: Sequence[Batch]) -> None:
 
 
 def following(batch: Batch, by: int) -> tuple[Tensor, Tensor]:
-    """The token `by` positions later, and its label; masked in another document and beyond the row."""
+    """The token `by` positions later, and its label, which is masked in another document and beyond the row."""
     ids, labels = torch.zeros_like(batch.inputs), torch.full_like(batch.labels, MASKED)
     ids[:, :-by], labels[:, :-by] = batch.inputs[:, by:], batch.labels[:, by:]
     if batch.document_ids is not None:

@@ -22,7 +22,7 @@ class Measures:
         return {f"{name}.{at}": one for name, of in both.items() for at, one in enumerate(of, start=1)}
 
     def update(self, seen: Tensor) -> None:
-        """Add summed losses, right guesses and labels of each depth, `[3, depths]`."""
+        """Add the summed losses, the correct guesses and the label counts of each depth, `[3, depths]`."""
         losses, hits, labels = seen.unbind()
         for depth in range(self.depths):
             self.losses[depth].update(losses[depth], labels[depth])

@@ -14,7 +14,7 @@ from .ahead import IDS
 
 
 class Depth(nn.Module):
-    """Projects the hidden states of the depth before and the embeddings of the following tokens, then runs one layer.
+    """Projects the previous depth's hidden states and the embeddings of the following tokens, then runs one layer.
 
     `h'ᵢᵏ = Mₖ [RMSNorm(Emb(tᵢ₊ₖ)); RMSNorm(hᵢᵏ⁻¹)]`, `hᵏ = TRMₖ(h'ᵏ)` (arXiv:2412.19437, eq. 21 and 22). The halves
     are in the order of the published weights.
@@ -35,7 +35,7 @@ class Depth(nn.Module):
         document_ids: Tensor | None = None,
         cache: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """What the next depth is given, and the same normed, for the head: `[batch, sequence, dim]` each."""
+        """The next depth's input, and its normed version for the head: `[batch, sequence, dim]` each."""
         joined = self.projection(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1))
         hidden = self.layer(joined, position_ids, document_ids, cache)
         return hidden, self.norm(hidden)
@@ -52,12 +52,12 @@ class Depth(nn.Module):
 
 
 class Depths(nn.Module):
-    """All modules. The first is given what the model hands to its head, as servers of the published weights do.
+    """All modules. The first takes the model's input to its head, as servers of the published weights do.
 
     Args:
         trunk: of the model.
         depths: number of modules.
-        state: the state of the step, which has the following tokens.
+        state: the state of the step, which holds the following tokens.
     """
 
     def __init__(self, trunk: Trunk, depths: int, state: StepState) -> None:
@@ -73,8 +73,8 @@ class Depths(nn.Module):
         if micro is None or IDS not in micro:
             return hidden
         looked_up = self.embedding(torch.cat(micro[IDS].unbind(-1)))
-        # One tensor joins all embeddings to the trunk: a pipeline that takes input and weight gradients apart (torch
-        # 2.13) passes twice through what lies between two places where a weight comes in.
+        # One tensor joins all embeddings to the trunk: a pipeline that separates input and weight gradients (torch
+        # 2.13) would otherwise traverse the graph between two uses of a weight twice.
         hidden, *embedded = torch.cat((hidden, looked_up)).chunk(1 + self.depths)
         found = [hidden]
         for layer, one in zip(self.layers, embedded, strict=True):

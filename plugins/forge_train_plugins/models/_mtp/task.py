@@ -19,8 +19,8 @@ from .ahead import LABELS
 
 @dataclass(frozen=True)
 class MultiTokenTask:
-    """The loss of the next token, whose gradient is that of it and `weight / depths · Σ` of the depths' cross-entropy
-    (arXiv:2412.19437, eq. 24 and 25). As there, a depth's sum is divided by as many tokens as the next token's.
+    """The next token's loss. Its gradient also includes `weight / depths · Σ` of the depths' cross-entropy
+    (arXiv:2412.19437, eq. 24 and 25). As in the paper, a depth's sum is divided by the number of next-token labels.
     """
 
     loss_function: LossFunction
@@ -28,7 +28,7 @@ class MultiTokenTask:
     share: float
     chunk: int
     observe: Callable[[Tensor], None]
-    """Is told the summed losses, the right guesses and the labels of each depth, `[3, depths]`."""
+    """Called with the summed losses, the correct guesses and the label counts of each depth, `[3, depths]`."""
 
     def weight(self, batch: Batch) -> int:
         return int((batch.labels != MASKED).sum())
@@ -41,15 +41,15 @@ class MultiTokenTask:
             return loss
         if len(hidden) != rows * (1 + depths):
             raise PluginError(
-                f"mtp: the model gave {len(hidden)} rows of hidden states for {rows} sequences in training, where "
-                f"{1 + depths} for each were expected. The model must call its tail, and the executor "
+                f"mtp: in training, the model returned {len(hidden)} rows of hidden states for {rows} sequences, but "
+                f"{1 + depths} for each were expected. The model must call its tail, and the executor must call "
                 "model.on_micro_batch(…, batch=batch)."
             )
         labels = torch.cat(batch.state[LABELS].unbind(-1))
         sums = sum_in_chunks(partial(_sums, head, depths), head, self.chunk, hidden[rows:], labels)
         self.observe(sums[1:].detach().view(3, depths))
         further = self.share / depths * sums[0]
-        return loss + (further - further.detach())  # adds zero, and a gradient
+        return loss + (further - further.detach())  # adds a gradient, but no value
 
     def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
         logits: Tensor = part.get_submodule("head")(hidden)
@@ -57,7 +57,7 @@ class MultiTokenTask:
 
 
 def _sums(head: nn.Module, depths: int, hidden: Tensor, labels: Tensor) -> Tensor:
-    """The summed loss, and what is observed, flat."""
+    """The summed loss and the observed values, flattened."""
     log_probabilities = F.log_softmax(head(hidden).float().flatten(0, 1), -1)
     flat = labels.flatten()
     loss = full_tensor(F.nll_loss(log_probabilities, flat, ignore_index=MASKED, reduction="sum"))

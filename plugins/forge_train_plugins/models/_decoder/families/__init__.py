@@ -1,4 +1,4 @@
-"""Families of models: each a table between a `config.json` and the sections of a configuration."""
+"""Model families: each is a table that translates between a `config.json` and the sections of a configuration."""
 
 from __future__ import annotations
 

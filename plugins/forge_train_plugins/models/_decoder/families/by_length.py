@@ -1,4 +1,4 @@
-"""Scalings of rotary positions that go by a sequence's length, between a `config.json` and `[decoder.rope]`."""
+"""Rotary scalings that depend on the sequence's length, between a `config.json` and `[decoder.rope]`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 def read(kind: str, given: Reader, config: Reader, original: int) -> dict[str, Any]:
-    """Options of a scaling.
+    """The options of a scaling.
 
     Args:
         kind: `dynamic` or `longrope`.
-        given: the table that describes it.
+        given: the table that describes the scaling.
         config: the whole file.
-        original: length of the original context where the file does not say it; the length of now by default.
+        original: length of the original context if the file does not give one; `max_position_embeddings` by default.
     """
     from forge_train.nn.rope_by_length import long_attention_factor
 
     length = config.integer("max_position_embeddings")
-    if kind == "dynamic":  # goes by this length, whatever an original one the table names
+    if kind == "dynamic":  # ignores the original length in the table
         return {"factor": given.number("factor"), "original_sequence": length}
     given.skip("original_max_position_embeddings")
     original = config.integer(
@@ -40,13 +40,13 @@ def read(kind: str, given: Reader, config: Reader, original: int) -> dict[str, A
 
 
 def max_sequence(decoder: Mapping[str, Any]) -> int:
-    """Of a section that was read: a dynamic base may go on for as long as the sequence is stretched."""
+    """`max_sequence` for a section that was read; with a dynamic base, `factor` times the length in the file."""
     rope, length = decoder["rope"], decoder["max_sequence"]
     return int(length * rope["factor"]) if rope.get("scaling") == "dynamic" else length
 
 
 def write(rope: Rope) -> dict[str, Any]:
-    """The table of a scaling."""
+    """The table that describes a scaling."""
     if rope.scaling == "dynamic":
         return {"rope_type": "dynamic", "factor": rope.factor}
     table: dict[str, Any] = {"rope_type": "longrope", "short_factor": [*rope.short], "long_factor": [*rope.long]}
@@ -55,7 +55,7 @@ def write(rope: Rope) -> dict[str, Any]:
 
 
 def outer(config: Decoder.Config) -> dict[str, Any]:
-    """Keys beside the table."""
+    """The keys outside the table."""
     rope = config.rope
     if rope.scaling == "dynamic":
         return {"max_position_embeddings": rope.original_sequence}

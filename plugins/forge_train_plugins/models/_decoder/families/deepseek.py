@@ -1,4 +1,4 @@
-"""DeepSeek V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437): latent attention, and experts beside shared ones."""
+"""DeepSeek V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437): latent attention, and routed and shared experts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ NAMES = {
 BY_LENGTH = ("dynamic", "longrope")
 """Scalings whose rotation depends on the length of a sequence."""
 AHEAD = 16
-"""Modules for multi-token prediction that files may hold after the last layer, at most."""
+"""The most modules for multi-token prediction that files may hold after the last layer."""
 
 
 def _queries(sections: Sections) -> dict[str, str]:
-    """Queries that no latent lies before have another name."""
+    """The query projection has another name if it has no latent."""
     return {"attention.q_b": f"self_attn.q{'_b' if sections['mla']['q_rank'] else ''}_proj"}
 
 
@@ -39,7 +39,7 @@ def _latent(*, interleaved: bool | None) -> Part:
     """Latent attention.
 
     Args:
-        interleaved: whether rotated features are neighbours; None where `rope_interleave` says so.
+        interleaved: whether the two rotated features of a pair are neighbours; None to read `rope_interleave`.
     """
     ranks = {"kv_lora_rank": "kv_rank", "qk_rope_head_dim": "rope_dim", "v_head_dim": "v_dim"}
     missing = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -47,13 +47,13 @@ def _latent(*, interleaved: bool | None) -> Part:
     def read(config: Reader, sections: Sections) -> dict[str, Any]:
         decoder = sections["decoder"]
         if decoder["kv_heads"] != decoder["heads"]:
-            config.refuse("num_key_value_heads", f"latent attention has as many as heads, {decoder['heads']}")
+            config.refuse("num_key_value_heads", f"latent attention needs one for each of the {decoder['heads']} heads")
         if (scaling := decoder["rope"].get("scaling")) in BY_LENGTH:
             key = "rope_scaling" if config.table.get("rope_scaling") else "rope_parameters"
-            config.refuse(key, f"latent attention has no rotation that depends on the length, such as {scaling!r}")
+            config.refuse(key, f"latent attention does not support {scaling!r}, which depends on the length")
         found: dict[str, Any] = {ours: config.integer(theirs, missing[theirs]) for theirs, ours in ranks.items()}
         if interleaved is None and config.table.get("head_dim") not in (None, found["rope_dim"]):
-            config.refuse("head_dim", f"transformers rotates as many features; qk_rope_head_dim is {found['rope_dim']}")
+            config.refuse("head_dim", f"it must equal qk_rope_head_dim, which is {found['rope_dim']}")
         null = "q_lora_rank" in config.table and config.get("q_lora_rank", None) is None
         found["q_rank"] = 0 if null else config.integer("q_lora_rank", 1536)
         table = config.table.get("rope_scaling") or config.table.get("rope_parameters") or {}
@@ -77,7 +77,7 @@ def _latent(*, interleaved: bool | None) -> Part:
 
 
 def _mscales(mscale: float, decoder: Decoder.Config) -> dict[str, float]:
-    """The factor on logits, and what makes that on cos and sin of it, for readers that know no `attention_factor`."""
+    """The factor on logits, and the one that gives cos and sin their factor, for readers without `attention_factor`."""
     found = {"mscale_all_dim": mscale}
     if decoder.rope.temperature and decoder.rope.factor > 1:
         stretch = 0.1 * math.log(decoder.rope.factor)
@@ -86,7 +86,7 @@ def _mscales(mscale: float, decoder: Decoder.Config) -> dict[str, float]:
 
 
 def _leftovers(decoder: Decoder.Config) -> tuple[str, ...]:
-    """Modules for multi-token prediction, which files have after the last layer."""
+    """Modules for multi-token prediction, which files store after the last layer."""
     return tuple(rf"model\.layers\.{decoder.layers + ahead}\..*" for ahead in range(AHEAD))
 
 
@@ -110,7 +110,7 @@ EXPERTS = {
 
 
 def _read_method(config: Reader, count: int) -> dict[str, Any]:
-    """V2 has groups only by one of its two methods."""
+    """V2 selects groups in only one of its two methods."""
     limited = config.one_of("topk_method", {"greedy": "", "group_limited_greedy": "groups"}, "greedy")
     config.skip("n_group", "topk_group")
     if not limited:

@@ -1,4 +1,4 @@
-"""Experts between a `config.json` and `[moe]`, and the layouts in which files have them."""
+"""Translates experts between a `config.json` and `[moe]`, and reads the layouts in which files store them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...decoder import Decoder
 
 NEUTRAL = ("balance", "balance_over", "z_loss", "capacity", "jitter", "matmul", "metrics")
-"""Options of `[moe]` that change no number of a trained model."""
+"""Options of `[moe]` that change no output of a trained model."""
 BALANCE = "router_aux_loss_coef"
 DENSE = ("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step")
 """Keys that say which layers are dense."""
@@ -32,15 +32,15 @@ def part(
     read_more: Callable[[Reader, int], dict[str, Any]] = lambda config, count: {},
     write_more: Callable[[Any, int], dict[str, Any]] = lambda section, count: {},
 ) -> Part:
-    """Experts as a family writes them.
+    """The experts of a family.
 
     Args:
-        keys: of the file, each an option of `[moe]`.
-        options: what all models of the family have.
+        keys: keys of the file, each of which sets options of `[moe]`.
+        options: options that all models of the family share.
         fixed: keys that can have only this value.
-        balance: weight of the load-balancing loss in a file that names none.
-        read_more: what takes several keys, for a model of so many layers.
-        write_more: these keys.
+        balance: weight of the load-balancing loss if the file gives none.
+        read_more: reads options that depend on several keys, given the number of layers.
+        write_more: writes these keys.
     """
 
     def read(config: Reader, sections: Sections) -> dict[str, Any]:
@@ -52,16 +52,14 @@ def part(
                 config.refuse(name, f"expected {value!r}")
         section.setdefault("activation", sections["swiglu"]["activation"])
         if "activation" not in options and section["activation"] not in ACTS.values():
-            config.refuse("hidden_act", f"experts have {', '.join(ACTS)}")
-        if "balance" not in section:  # here it is 1 where loads are even, there `top_k`
+            config.refuse("hidden_act", f"experts support {', '.join(ACTS)}")
+        if "balance" not in section:  # with even loads, the loss is 1 here and `top_k` there
             section["balance"] = short(config.number(BALANCE, balance) * section["top_k"])
         section |= read_more(config, sections["decoder"]["layers"])
         layers = sections["decoder"]["layers"]
         if not [*range(section.get("dense_first", 0), layers)][section.get("every", 1) - 1 :: section.get("every", 1)]:
             dense = next((one for one in DENSE if config.table.get(one)), DENSE[0])
-            config.refuse(
-                dense, f"none of the {layers} layers would have experts, and this family has no model without"
-            )
+            config.refuse(dense, f"none of the {layers} layers would have experts, and this family needs them")
         _check_choice(config, section, next(name for name, key in keys.items() if "top_k" in key.options))
         return section
 
@@ -77,7 +75,7 @@ def part(
 
 
 def _check_choice(config: Reader, section: Mapping[str, Any], top_k: str) -> None:
-    """Refuse a choice that can't be made: a folder is also opened without the checks of a training run."""
+    """Refuse an impossible choice: a folder can be opened without the checks of a training run."""
     experts, chosen = section["experts"], section["top_k"]
     groups, top_groups = section.get("groups", 1), section.get("top_groups", 1)
     if not 1 <= chosen <= experts:
@@ -89,25 +87,25 @@ def _check_choice(config: Reader, section: Mapping[str, Any], top_k: str) -> Non
 
 
 def _resolved(section: Any, decoder: Decoder.Config) -> Any:
-    """With everything filled in that follows from other options, so that equal models are equal."""
+    """The section with all derived options filled in, so that equal models compare equal."""
     first, every = _pattern(section.layers(decoder.layers), decoder.layers) or (section.dense_first, section.every)
     width, speed = section.width(decoder.hidden), 0.001 * (section.bias_speed > 0)
     return replace(section, hidden=width, dense_first=first, every=every, bias_speed=speed)
 
 
 def short(value: float) -> float:
-    """Without what rounding leaves of a product."""
+    """The value without the rounding error of a product."""
     return float(f"{value:.12g}")
 
 
 def _pattern(sparse: list[int], count: int) -> tuple[int, int] | None:
-    """`moe.dense_first` and `moe.every` that give exactly these layers, if any do."""
+    """`moe.dense_first` and `moe.every` that give exactly these layers, if there are any."""
     pairs = ((first, every) for first in range(count) for every in range(1, count + 1))
     return next((pair for pair in pairs if [*range(pair[0], count)][pair[1] - 1 :: pair[1]] == sparse), None)
 
 
 def read_sparse(config: Reader, count: int) -> dict[str, Any]:
-    """Qwen's two keys: every n-th layer, without those of a list."""
+    """Qwen's two keys: every n-th layer, except those in a list."""
     step, dense = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
     if step < 1:
         config.refuse("decoder_sparse_step", "expected a number greater than 0")
@@ -116,7 +114,7 @@ def read_sparse(config: Reader, count: int) -> dict[str, Any]:
     sparse = [index for index in range(count) if (index + 1) % step == 0 and index not in dense]
     if not (found := _pattern(sparse, count)):
         key = "mlp_only_layers" if dense else "decoder_sparse_step"
-        config.refuse(key, f"no moe.dense_first and moe.every give experts to the layers {sparse}")
+        config.refuse(key, f"moe.dense_first and moe.every can't select the layers {sparse}")
     return {"dense_first": found[0], "every": found[1]}
 
 
@@ -132,13 +130,13 @@ def tensors(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     router: Mapping[str, str] | None = None,
 ) -> Callable[[Decoder.Config], tuple[StateMap, ...]]:
-    """Routed experts as published, one by one, and as transformers 5 has them in memory, stacked.
+    """Maps for routed experts: one by one, as published, and stacked, as transformers 5 holds them in memory.
 
     Args:
-        block: the place of routed experts in a layer.
-        fused_block: the same where they are stacked.
-        names: of the projections of one expert: gate, up, down.
-        router: tensor of the router there → here; its weight by default.
+        block: where a layer has its routed experts.
+        fused_block: the same for stacked experts.
+        names: of one expert's projections: gate, up, down.
+        router: tensor of the router there → here; by default its weight only.
     """
     to = "layers.{i}.feed_forward.routed"
 

@@ -1,4 +1,4 @@
-"""A family as a table: what each key of its `config.json` is in sections, and how it names tensors."""
+"""A family as a table: how each key of its `config.json` maps to sections, and how it names tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Sections = Mapping[str, Mapping[str, Any]]
 """Plugin → options."""
 
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
-"""`hidden_act` → `swiglu.activation`; all families here gate."""
+"""`hidden_act` → `swiglu.activation`; all families here use gated activations."""
 BLOCK = {
     "attention_norm": "input_layernorm",
     "attention.q": "self_attn.q_proj",
@@ -44,13 +44,13 @@ class Key:
     """A key of `config.json`.
 
     Args:
-        options: of `[decoder]` that it sets, all to the same value.
+        options: the options of `[decoder]` that it sets, all to the same value.
         kind: int, float or bool.
-        missing: its value in a file that leaves it out.
-        null: its value where the file says null; as `missing` by default.
-        ours: the option's value from the key's.
-        theirs: the way back.
-        positive: whether the file must say a number greater than 0.
+        missing: its value if the file leaves it out.
+        null: its value if the file has null; same as `missing` by default.
+        ours: turns the key's value into the option's.
+        theirs: the inverse of `ours`.
+        positive: whether a value in the file must be greater than 0.
     """
 
     options: tuple[str, ...]
@@ -94,20 +94,20 @@ MLP_BIAS = {"mlp_bias": Key(("bias",), bool, False)}
 
 
 def soft_cap(option: str, missing: float | None) -> Key:
-    """A cap that null leaves out."""
+    """A soft cap; null means none."""
     return Key((option,), float, missing or 0.0, null=0.0, theirs=lambda cap: cap or None, positive=True)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What the models of a family have of a plugin beside `decoder` and `swiglu`; an import enables it.
+    """The options of a plugin besides `decoder` and `swiglu` that a family's models need; an import enables the plugin.
 
     Args:
         plugin: its name.
-        read: its section, from the file and the sections read so far.
-        write: keys of the file, from its section and that of the decoder.
-        neutral: options of it that change no number of a trained model.
-        resolved: a section with everything filled in that follows from other options.
+        read: makes its section from the file and the sections read so far.
+        write: makes keys of the file from its section and the decoder's.
+        neutral: options of it that change no output of a trained model.
+        resolved: fills in all derived options of a section.
     """
 
     plugin: str
@@ -122,33 +122,34 @@ class Family:
     """Models of one architecture of transformers.
 
     Args:
-        architecture: its class there.
+        architecture: its class in transformers.
         model_type: its `model_type`.
-        options: of `[decoder]` that all its models have; a function is called with the section read so far.
-        keys: beside `COMMON`, or in the place of one of these.
-        kv_heads: `num_key_value_heads` of a file that leaves it out; as many as heads by default.
+        options: options of `[decoder]` that all its models share; a function is called with the section read so far.
+        keys: keys that add to `COMMON` or replace some of these.
+        kv_heads: `num_key_value_heads` if the file leaves it out; as many as heads by default.
         head_dim: the same for `head_dim`; `hidden_size` / heads by default.
-        activation: the key that names it.
-        act: its value in a file that leaves it out.
-        rotation: how positions are written; None for a family that rotates nothing.
-        windows: how sliding windows are written; a family without has none.
+        activation: the key that names the activation.
+        act: its value if the file leaves it out.
+        rotation: how positions are written; None for a family without rotary positions.
+        windows: how sliding windows are written; None for a family without windows.
         block: module in a layer → its name in the family's layout.
-        by_sections: those of such names that go by the sections of other parts.
-        ahead: the same for a model's tail, whose layers the family has after the last one; empty if it has none.
-        ignored: keys that transformers does not look at.
+        by_sections: further such names, which depend on the sections of other parts.
+        ahead: the same for the model's tail, whose layers the family stores after the last one; empty if it has no
+            tail.
+        ignored: keys that transformers ignores.
         parts: other plugins that its models need.
         outer: module outside layers → its name in the family's layout.
         layers: where the family has its layers.
-        tensors: maps from its layout to forge's parameters, for a decoder like this: those of tensors that are not only
-            renamed. The first is what is written; files in the layouts of the others are read too.
-        leftovers: patterns of tensors that files may hold beside a decoder's like this.
-        common: keys of every family, unless it names them otherwise.
-        grouped: whether keys and values may have fewer heads, and heads other widths than `hidden_size` / heads.
+        tensors: for a given decoder, maps from its layout to forge's parameters, for tensors that need more than a new
+            name. Exports use the first; files in the layouts of the others can be read too.
+        leftovers: patterns of tensors that files may hold in addition to the decoder's.
+        common: keys of every family, unless this family names them differently.
+        grouped: whether there may be fewer key and value heads, and heads of another width than `hidden_size` / heads.
         activations: `hidden_act` → `swiglu.activation`.
-        fixed: keys that a file is given beside those.
+        fixed: keys that an export writes in addition, with their values.
         exact: patterns of tensors that are never stored in a narrower dtype.
-        unused: options of `[decoder]` that make no difference to its models.
-        spellings: other names of keys → those that are read and written here.
+        unused: options of `[decoder]` that have no effect on its models.
+        spellings: other names of keys → the names used here.
     """
 
     architecture: str
@@ -179,7 +180,7 @@ class Family:
     ahead: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """The sections `[decoder]`, `[swiglu]`, and those of other parts.
+        """The sections `[decoder]`, `[swiglu]`, and those of the other parts.
 
         Raises:
             ConfigError: naming the keys whose values have no counterpart.
@@ -187,7 +188,7 @@ class Family:
         config = Reader(table, neutral=NEUTRAL)
         for other, usual in self.spellings.items():
             if other in table and table.get(usual, table[other]) != table[other]:
-                config.refuse(other, f"{usual} says something else")
+                config.refuse(other, f"it contradicts {usual}")
         table = {self.spellings.get(name, name): value for name, value in table.items()}
         config = Reader(table, neutral=NEUTRAL)
         config.skip(*self.ignored)
@@ -232,12 +233,12 @@ class Family:
             decoder["head_dim"] = config.integer("head_dim", width) if self.grouped else width
 
     def write(self, config: Decoder.Config, activation: str, sections: Mapping[str, Any]) -> dict[str, Any]:
-        """The `config.json` of a model with these options, or of one that is as near as the family has.
+        """The `config.json` of a model with these options, or of the closest model that the family can express.
 
         Args:
-            config: with everything that follows from other options filled in.
+            config: with all derived options filled in.
             activation: of `[swiglu]`.
-            sections: of the family's other parts.
+            sections: those of the family's other parts.
         """
         acts = {ours: theirs for theirs, ours in self.activations.items()}
         found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
@@ -254,12 +255,12 @@ class Family:
         return found | (self.windows.write(config) if self.windows is not None else {})
 
     def maps(self, config: Decoder.Config, sections: Sections, ahead: int = 0) -> tuple[StateMap, ...]:
-        """From the family's layout, and from others that files may have, to the parameters of a decoder like this.
+        """Maps to this decoder's parameters: from the family's layout, and from others that files may have.
 
         Args:
             config: of the decoder.
-            sections: of other parts.
-            ahead: layers of its tail.
+            sections: those of other parts.
+            ahead: number of layers in its tail.
         """
         block = {**self.block, **self.by_sections(sections)}
         outer = {ours: theirs for ours, theirs in self.outer.items() if not (config.tied and ours == "head")}
@@ -270,7 +271,7 @@ class Family:
         return tuple(self._with_tail(one, config.layers, ahead) for one in maps) if self.ahead and ahead else maps
 
     def _with_tail(self, one: StateMap, first: int, ahead: int) -> StateMap:
-        """A map that also finds the layers of a tail, as numbers from `first` on."""
+        """Extend a map to the layers of a tail, which the family numbers from `first` on."""
         own = {
             f"{self.layers}.{first + at}.{theirs}.{{kind}}": f"tail.layers.{at}.{ours}.{{kind}}"
             for at in range(ahead)

@@ -10,7 +10,7 @@ from .reader import Reader
 
 
 def _every_sixth_not(config: Reader, layers: int) -> tuple[bool, ...]:
-    """All but each last of `sliding_window_pattern` layers."""
+    """All layers except each last one of `sliding_window_pattern`."""
     period = config.integer("sliding_window_pattern", 6)
     if period < 1:
         config.refuse("sliding_window_pattern", "expected a number greater than 0")
@@ -58,8 +58,8 @@ GEMMA2 = Family(
     block=NAMES,
     ignored=("hidden_act",),
 )
-# transformers 5.23 reads attn_logit_softcapping of Gemma 3 and leaves it out of attention; a file that has one is
-# refused, whichever of the two its author meant.
+# transformers 5.23 reads Gemma 3's attn_logit_softcapping but does not apply it in attention. A file that has one is
+# refused, because its author may have meant either.
 GEMMA3 = Family(
     "Gemma3ForCausalLM",
     "gemma3_text",

@@ -24,7 +24,7 @@ BLOCK = {
 
 
 def _tensors(config: Decoder.Config) -> tuple[StateMap, ...]:
-    """As transformers writes them, and as the first files have them: without a prefix."""
+    """The layout that transformers writes, and that of the original files, which has no prefix."""
     return _named("transformer.", config.tied), _named("", config.tied)
 
 
@@ -72,5 +72,5 @@ GPT2 = Family(
     block={},
     tensors=_tensors,
     leftovers=lambda config: (r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
-    ignored=("n_ctx",),  # of older files, which says what n_positions does
+    ignored=("n_ctx",),  # in older files; it repeats n_positions
 )

@@ -37,7 +37,7 @@ def _tensors(config: Decoder.Config) -> tuple[StateMap, ...]:
 
 
 def _loss(config: Reader, count: int) -> dict[str, float]:
-    """transformers adds none unless it is told to, and published files have a weight of 0.9 all the same."""
+    """transformers adds this loss only on request, although published files give it a weight of 0.9."""
     return {} if config.flag("output_router_logits", False) else {"balance": 0.0}
 
 

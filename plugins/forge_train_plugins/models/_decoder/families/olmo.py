@@ -1,5 +1,5 @@
-"""OLMo 2 (arXiv:2501.00656) and OLMo 3 (arXiv:2512.13961): norms after each block, and over whole queries and keys;
-and OLMoE (arXiv:2409.02060)."""
+"""OLMo 2 (arXiv:2501.00656) and OLMo 3 (arXiv:2512.13961), with norms after each block and over all heads' queries and
+keys together; and OLMoE (arXiv:2409.02060)."""
 
 from __future__ import annotations
 

@@ -38,5 +38,5 @@ PHI3 = Family(
     windows=Windows(lambda config, layers: (True,) * layers, missing=None, listed=False),
     block={ours: theirs for ours, theirs in BLOCK.items() if ours not in SPLIT},
     tensors=_tensors,
-    ignored=("original_max_position_embeddings",),  # but with longrope
+    ignored=("original_max_position_embeddings",),  # except with longrope
 )

@@ -31,14 +31,14 @@ class Rotation:
     """How a family's positions are written.
 
     Args:
-        theta: of files that do not name one.
-        window_theta: the same for layers with a window, where these have a rotation of their own, without a scaling.
-        window_key: the key for it beside `rope_theta`.
+        theta: `rope_theta` if the file gives none.
+        window_theta: the same for layers with a window, if these have a rotation of their own, without a scaling.
+        window_key: the key for `window_theta`, next to `rope_theta`.
         skipping: whether `no_rope_layers` names layers without positions.
         partial: whether `partial_rotary_factor` may leave some features of each head unrotated.
         types: `rope_type` → `decoder.rope.scaling`.
-        original: `original_max_position_embeddings` of a file that leaves it out; `max_position_embeddings` by default.
-        scaled: the table of a file that has none.
+        original: `original_max_position_embeddings` if the file leaves it out; `max_position_embeddings` by default.
+        scaled: the scaling's table if the file has none.
     """
 
     theta: float = 10_000.0
@@ -68,19 +68,19 @@ class Rotation:
         elif not isinstance(given, Mapping) or given.keys() - {FULL, SLIDING}:
             config.refuse("rope_parameters", f"expected a table for each of {FULL} and {SLIDING}")
         elif config.get("rope_scaling", None):
-            config.refuse("rope_scaling", "rope_parameters is there too; keep one of them")
+            config.refuse("rope_scaling", "the file also has rope_parameters; keep only one of them")
         else:
             of_each = {kind: _nested(config, given, kind) for kind in (FULL, SLIDING)}
             found = self._rotation(of_each[FULL], config, theta)
             sliding = self._rotation(of_each[SLIDING], config, own)
             own = sliding.pop("theta")
             if sliding:
-                config.refuse("rope_parameters", "layers with a window are rotated without a scaling here")
+                config.refuse("rope_parameters", "layers with a window can't have a scaling")
         same = own == found["theta"] and "scaling" not in found
         return found if same or not windows else {**found, "window_theta": own}
 
     def with_positions(self, config: Reader, layers: int) -> tuple[bool, ...]:
-        """Whether each layer has positions, by `no_rope_layers`, whose 1 means that it has."""
+        """Whether each layer has positions; in `no_rope_layers`, 1 means that it does."""
         interval = config.integer("no_rope_layer_interval", 4)
         if interval < 1:
             config.refuse("no_rope_layer_interval", "expected a number greater than 0")
@@ -88,7 +88,7 @@ class Rotation:
         return config.flags("no_rope_layers", layers, every)
 
     def write(self, config: Decoder.Config) -> dict[str, Any]:
-        """The keys as written before transformers 5, which every reader understands, where there are such."""
+        """The keys as before transformers 5, which every reader understands; the new ones only if no old key exists."""
         rope = config.rope
         scaling = _scaling(rope) or ({"rope_type": "default"} if self.scaled else None)
         own = rope.window_theta or rope.theta
@@ -111,7 +111,7 @@ class Rotation:
         if given.table.get("type", given.table.get("rope_type")) != given.table.get(
             "rope_type", given.table.get("type")
         ):
-            given.refuse("type", "rope_type says something else")
+            given.refuse("type", "it contradicts rope_type")
         given.skip("type", "rope_type")
         if kind in ("dynamic", "longrope"):
             rope |= {"scaling": kind, **by_length.read(kind, given, config, self.original)}
@@ -146,10 +146,10 @@ class Windows:
     """How a family's sliding windows are written.
 
     Args:
-        which: the layers that have one, where `layer_types` does not say so.
-        missing: the window of a file that names none.
-        switch: whether `use_sliding_window` must be true for them.
-        listed: whether `layer_types` decides which layers have one.
+        which: the layers with a window, if `layer_types` is missing.
+        missing: the window if the file gives none.
+        switch: whether windows apply only if `use_sliding_window` is true.
+        listed: whether `layer_types` decides which layers have a window.
     """
 
     which: Callable[[Reader, int], tuple[bool, ...]]
@@ -160,7 +160,7 @@ class Windows:
     def read(self, config: Reader, layers: int) -> tuple[int, tuple[bool, ...]]:
         """The window, and which layers have it."""
         window = config.table.get("sliding_window", self.missing)
-        if self.switch and not config.flag("use_sliding_window", False):  # then transformers looks at neither
+        if self.switch and not config.flag("use_sliding_window", False):  # then transformers ignores both keys
             config.skip("sliding_window", "max_window_layers")
             window = None
         elif window is not None:
@@ -169,7 +169,7 @@ class Windows:
         which = self.which(config, layers) if some else (False,) * layers
         which = layer_types(config, which, fixed=not self.listed)
         if any(which) and (not window or window < 1):
-            config.refuse("sliding_window", f"{SLIDING} needs a number of tokens")
+            config.refuse("sliding_window", f"{SLIDING} needs a window in tokens")
         config.skip("sliding_window")
         return window or 0, which
 
@@ -184,12 +184,12 @@ class Windows:
 
 
 def layer_types(config: Reader, default: tuple[bool, ...], *, fixed: bool) -> tuple[bool, ...]:
-    """Which layers have a window, by `layer_types`.
+    """Which layers have a window, according to `layer_types`.
 
     Args:
-        config: of the model.
-        default: where there is no such key.
-        fixed: whether that is all it may say.
+        config: the model's.
+        default: the value if the key is missing.
+        fixed: whether the default is the only allowed value.
     """
     expected = [SLIDING if one else FULL for one in default]
     found = config.get("layer_types", expected)
@@ -202,7 +202,7 @@ def layer_types(config: Reader, default: tuple[bool, ...], *, fixed: bool) -> tu
 
 
 def repeating(which: tuple[bool, ...]) -> tuple[bool, ...]:
-    """The shortest list that, repeated, gives this one; empty if that is all true."""
+    """The shortest list whose repetition gives this one; empty if all entries are true."""
     if all(which):
         return ()
     sizes = (size for size in range(1, len(which)) if all(one == which[at % size] for at, one in enumerate(which)))
@@ -210,13 +210,13 @@ def repeating(which: tuple[bool, ...]) -> tuple[bool, ...]:
 
 
 def _table(config: Reader, missing: Mapping[str, Any] | None = None) -> Reader:
-    """The one table that says how positions are rotated; `missing`, or empty, where there is none."""
+    """The only table that describes the rotation; `missing`, or an empty one, if the file has none."""
     tables = {key: config.get(key, {}) for key in ("rope_scaling", "rope_parameters")}
     for key, table in tables.items():
         if not isinstance(table, Mapping):
             config.refuse(key, "expected a table")
     if all(tables.values()):
-        config.refuse("rope_scaling", "rope_parameters is there too; keep one of them")
+        config.refuse("rope_scaling", "the file also has rope_parameters; keep only one of them")
     key = "rope_scaling" if tables["rope_scaling"] else "rope_parameters"
     return Reader(tables[key] or missing or {}, f"{key}.")
 
@@ -229,7 +229,7 @@ def _nested(config: Reader, given: Mapping[str, Any], kind: str) -> Reader:
 
 
 def _temperature(given: Reader, factor: float) -> float:
-    """YaRN's factor on cos and sin; DeepSeek's two “mscale” keys give it as a ratio. 0 is the paper's."""
+    """YaRN's factor on cos and sin; DeepSeek's two “mscale” keys give it as a ratio. 0 means the paper's."""
     over, under = given.number("mscale", 0.0), given.number("mscale_all_dim", 0.0)
     if given.get("attention_factor", None) is not None:
         if (found := given.number("attention_factor")) <= 0:

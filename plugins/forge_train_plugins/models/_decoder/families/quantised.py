@@ -1,4 +1,4 @@
-"""Files with quantised weights: what makes plain ones of them, by the `quantization_config` of a `config.json`."""
+"""Maps that dequantise a folder's weights, chosen by the `quantization_config` of its `config.json`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = "quantization_config"
 
 
 def _fp8(config: Reader) -> StateMap:
-    """Blocks of fp8 with a scale each, as DeepSeek-V3 and Qwen3 are published (arXiv:2412.19437, §3.3)."""
+    """fp8 blocks with one scale each, as in the published DeepSeek-V3 and Qwen3 (arXiv:2412.19437, §3.3)."""
     import torch
 
     config.one_of("fmt", {"e4m3": ""}, "e4m3")
@@ -28,7 +28,7 @@ def _fp8(config: Reader) -> StateMap:
 
 
 def _mxfp4(config: Reader) -> StateMap:
-    """Experts in packed fp4, as GPT-OSS is published, their matrices as `[out, in]`."""
+    """Experts in packed fp4, as in the published GPT-OSS, with matrices stored as `[out, in]`."""
     import torch
 
     config.skip("modules_to_not_convert", "dequantize")
@@ -42,10 +42,10 @@ METHODS: dict[str, Callable[[Reader], StateMap]] = {"fp8": _fp8, "mxfp4": _mxfp4
 
 
 def taken_out(table: Mapping[str, Any]) -> tuple[dict[str, Any], StateMap | None]:
-    """A `config.json` without its `quantization_config`, and what makes plain tensors of quantised ones.
+    """A `config.json` without its `quantization_config`, and the map that dequantises its tensors.
 
     Raises:
-        ConfigError: for a method, or a variety of it, that is not known.
+        ConfigError: for an unknown method or an unknown variant of one.
     """
     rest, found = {key: value for key, value in table.items() if key != KEY}, table.get(KEY)
     if not found:

@@ -1,4 +1,4 @@
-"""Reading a `config.json`: every key is understood, or it is refused."""
+"""Reads a `config.json`, and refuses every key that it does not understand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IRRELEVANT = frozenset(
         *("summary_first_dropout", "unsloth_version", "unsloth_fixed", "cache_implementation"),
     ]
 )
-"""Keys that change no logit: names, the dtype in the files, ids of special tokens, labels, settings of generation."""
+"""Keys that change no logit: names, the dtype of the files, ids of special tokens, labels, generation settings."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_dropout": (0, None),
     "pretraining_tp": (1, None),
@@ -52,13 +52,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "reorder_and_upcast_attn": (False,),
 }
-"""Keys that change nothing with these values, where a family does not read them."""
+"""Values with which a key changes nothing, in families that do not read it."""
 
 REQUIRED: Any = object()
 
 
 class Reader:
-    """Reads a table of a `config.json`. It knows which keys were read, and names keys in its errors."""
+    """Reads a table of a `config.json`. It tracks which keys were read, and names the key in its errors."""
 
     def __init__(
         self, table: Mapping[str, Any], prefix: str = "", neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
@@ -98,14 +98,14 @@ class Reader:
     def one_of(self, key: str, table: Mapping[str, str], default: str) -> str:
         value = self.get(key, default)
         if not isinstance(value, str) or value not in table:
-            self.refuse(key, f"known are {', '.join(table)}")
+            self.refuse(key, f"expected one of {', '.join(table)}")
         return table[value]
 
     def flags(self, key: str, count: int, default: tuple[bool, ...]) -> tuple[bool, ...]:
-        """A list of 0 and 1, or false and true, as long as `count` at least."""
+        """A list of at least `count` entries, each 0 or 1, or false or true."""
         value = self.get(key, list(default))
         if not isinstance(value, list) or len(value) < count or any(one not in (0, 1) for one in value):
-            self.refuse(key, f"expected a list of {count} times 0 or 1")
+            self.refuse(key, f"expected a list of {count} entries, each 0 or 1")
         return tuple(bool(one) for one in value[:count])
 
     def numbers(self, key: str) -> tuple[float, ...]:
@@ -115,16 +115,16 @@ class Reader:
         return tuple(map(float, value))
 
     def skip(self, *keys: str) -> None:
-        """Keys that need not be looked at."""
+        """Mark keys as read without looking at them."""
         self._read.update(keys)
 
     def refuse(self, key: str, why: str) -> NoReturn:
         raise ConfigError(self._sentence(key, f"{why}."))
 
     def refuse_the_rest(self) -> None:
-        """Refuse every key that was not read and could change a number."""
+        """Refuse every key that was not read and could change the model's output."""
         rest = [key for key in sorted(self.table) if not (key in self._read or self._changes_nothing(key))]
-        why = "the model here does not have this; remove the key only if it changes nothing."
+        why = "the model does not support it; remove the key only if it has no effect."
         if rest:
             raise ConfigError("\n".join(self._sentence(key, why) for key in rest))
 
