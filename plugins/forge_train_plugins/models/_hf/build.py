@@ -71,7 +71,8 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     text = config.get_text_config()
     spec = HeadSpec(text.hidden_size, text.vocab_size, getattr(text, "initializer_range", None) or 0.02)
     head: Any = head_of(model, base) if given == "token_logits" else job.hooks.head(spec)
-    made = CausalLM(base, inner, head, drawn, Facts(kernel, isolates, widths, staging), units)
+    facts = Facts(kernel, isolates, widths, staging)
+    made = CausalLM(base, inner, head, drawn, facts, units, job.dist.layout.tp)
     if weights:
         made.stored = Stored(weights, model, base, headless=given != "token_logits")
     return made
