@@ -45,6 +45,26 @@ def translated(part: Any, base: str, units: tuple[str, ...], *, kernel: bool, ra
         raise TypeError(f"{name} of transformers declares no base_model_tp_plan")
     if not kernel:
         raise TypeError(f"{name} of transformers computes attention itself")
+    plan, unknown = _read(part, base, units, declared)
+    for block in _attention(part, units):
+        if block in unknown or block not in plan:
+            unknown.pop(block, None)
+            plan = _without(plan, block) | {block: "summed"}
+    for block, entries in unknown.items():
+        if not _works_on_tokens(part.get_submodule(block)):
+            raise TypeError(f"{name} of transformers plans {few(sorted(entries), 4)}, which is not supported")
+        plan = _without(plan, block) | {block: "tokens"}
+    _complete(part, base, plan)
+    if "summed" in plan.values():
+        log.info("Each rank computes the attention of %s whole: its plan splits it in no way of Forge's.", name)
+    _specialise(part, plan, ranks)
+    return plan
+
+
+def _read(
+    part: nn.Module, base: str, units: tuple[str, ...], declared: Mapping[str, str]
+) -> tuple[dict[str, TensorStyle], dict[str, list[str]]]:
+    """What is declared in styles that Forge has too, and block → what is declared for it in others."""
     plan: dict[str, TensorStyle] = {}
     unknown: dict[str, list[str]] = {}
     for path, one in (*part.named_modules(), *part.named_parameters()):
@@ -60,27 +80,7 @@ def translated(part: Any, base: str, units: tuple[str, ...], *, kernel: bool, ra
             unknown.setdefault(block, []).append(f"{pattern} ({style})")
         else:
             plan |= {block: "gather", path: known}
-    for block in _attention(part, units):
-        if block in unknown or block not in plan:
-            unknown.pop(block, None)
-            plan = _without(plan, block) | {block: "summed"}
-    for block, entries in unknown.items():
-        if not _works_on_tokens(part.get_submodule(block)):
-            raise TypeError(f"{name} of transformers plans {few(sorted(entries), 4)}, which is not supported")
-        plan = _without(plan, block) | {block: "tokens"}
-    _complete(part, base, plan)
-    if "summed" in plan.values():
-        log.info("Each rank computes the attention of %s whole: its plan splits it in no way of Forge's.", name)
-    positional, alike = Specialisation(_positional), Specialisation(_alike)
-    for path, style in plan.items():
-        module = part.get_submodule(path)
-        if style in BLOCKS and not hasattr(module, "_by_position"):
-            positional(module)
-            if style == "summed":
-                alike(module, ranks)
-                for one in filter(_has_kernel, module.modules()):
-                    one.heads, one.kv_heads = one.heads * ranks, one.kv_heads * ranks  # each rank has them all
-    return plan
+    return plan, unknown
 
 
 def _attention(part: nn.Module, units: tuple[str, ...]) -> list[str]:
@@ -129,7 +129,21 @@ def _complete(part: Any, base: str, plan: dict[str, TensorStyle]) -> None:
         elif all(one.ndim == 1 for one in own):
             plan[path] = "sequence"
         else:
-            raise TypeError(f"the plan of {type(part.get_submodule(base)).__name__} of transformers leaves {path} out")
+            name = type(part.get_submodule(base)).__name__
+            raise TypeError(f"the base_model_tp_plan of {name} of transformers leaves {path} out")
+
+
+def _specialise(part: nn.Module, plan: Mapping[str, TensorStyle], ranks: int) -> None:
+    """Have blocks do what their style expects of them, once."""
+    positional, alike = Specialisation(_positional), Specialisation(_alike)
+    for path, style in plan.items():
+        module = part.get_submodule(path)
+        if style in BLOCKS and not hasattr(module, "_by_position"):
+            positional(module)
+            if style == "summed":
+                alike(module, ranks)
+                for one in filter(_has_kernel, module.modules()):
+                    one.heads, one.kv_heads = one.heads * ranks, one.kv_heads * ranks  # each rank has them all
 
 
 def _positional(own: Any) -> Mapping[str, Any]:
