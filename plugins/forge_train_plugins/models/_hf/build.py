@@ -57,7 +57,13 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     if asked is not None and (chosen := job.hooks.provider("attention_kernel")):
         heads = {path: asked.heads[id(one)] for path, one in model.named_modules() if id(one) in asked.heads}
         widths = {path: count * features for path, (count, _, features) in heads.items()}
-        kernel = not [*job.hooks.enabled[chosen].cls.kernel_capabilities.lacks(asked.needs)]
+        lacking = [*job.hooks.enabled[chosen].cls.kernel_capabilities.lacks(asked.needs)]
+        kernel = not lacking
+        if lacking and (job.dist.layout.tp > 1 or job.dist.layout.cp > 1):
+            raise ConfigError(
+                f"hf: attention of {name} needs {few(lacking)}, which plugin {chosen!r} does not support, so tp and cp "
+                "can't split it; enable a kernel that does, such as eager."
+            )
     reached = asked.documents if asked is not None and kernel else set()
     isolates = all(any(id(one) in reached for one in model.get_submodule(unit).modules()) for unit in units)
     for who, needs in job.hooks.kernel_needs(job.config):
