@@ -78,7 +78,9 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     spec = HeadSpec(text.hidden_size, text.vocab_size, getattr(text, "initializer_range", None) or 0.02)
     head: Any = head_of(model, base) if given == "token_logits" else job.hooks.head(spec)
     facts = Facts(kernel, isolates, widths, staging)
-    made = CausalLM(base, inner, head, drawn, facts, units, job.dist.layout.tp)
+    tp = job.dist.layout.tp
+    piece = (job.dist.mesh("dense", "tp").get_local_rank(), tp) if tp > 1 else (0, 1)
+    made = CausalLM(base, inner, head, drawn, facts, units, piece)
     if weights:
         made.stored = Stored(weights, model, base, headless=given != "token_logits")
     return made

@@ -57,7 +57,7 @@ class CausalLM(nn.Module):
         drawn: Drawn,
         facts: Facts,
         units: tuple[str, ...],
-        ranks: int,
+        piece: tuple[int, int],
     ) -> None:
         """
         Args:
@@ -67,10 +67,10 @@ class CausalLM(nn.Module):
             drawn: the first weights.
             facts: what a run of the class has shown.
             units: modules to shard, recompute and compile one by one.
-            ranks: that tensor parallelism splits the model over.
+            piece: this rank's index among those that tensor parallelism splits the model over, and their number.
         """
         super().__init__()
-        self.base, self._units, self._facts, self._drawn, self._ranks = base, units, facts, drawn, ranks
+        self.base, self._units, self._facts, self._drawn, self._tensor_rank = base, units, facts, drawn, piece
         self.stored: Stored | None = None
         """First weights from files, if there are any."""
         self.config = inner.config
@@ -202,7 +202,7 @@ class CausalLM(nn.Module):
         Raises:
             TypeError: saying what the class does not declare.
         """
-        return plan.translated(self, self.base, self.units, kernel=self._facts.kernel, ranks=self._ranks)
+        return plan.translated(self, self.base, self.units, kernel=self._facts.kernel, piece=self._tensor_rank)
 
     def flops_per_token(self, sequence: int) -> int:
         """Operations per token of a forward and a backward pass: each matrix once, of experts those that a token is

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from forge_train import Specialisation
 from forge_train.ground.present import few
@@ -25,7 +26,9 @@ BLOCKS = ("gather", "tokens", "summed")
 """Styles of blocks."""
 
 
-def translated(part: Any, base: str, units: tuple[str, ...], *, kernel: bool, ranks: int) -> dict[str, TensorStyle]:
+def translated(
+    part: Any, base: str, units: tuple[str, ...], *, kernel: bool, piece: tuple[int, int]
+) -> dict[str, TensorStyle]:
     """Module → style.
 
     Args:
@@ -34,7 +37,7 @@ def translated(part: Any, base: str, units: tuple[str, ...], *, kernel: bool, ra
         units: its blocks.
         kernel: whether the run's kernel computes attention; a class that computes it itself makes masks from the part
             of a sequence that it sees.
-        ranks: that share one copy of the model.
+        piece: this rank's index among those that share one copy of the model, and their number.
 
     Raises:
         TypeError: saying what the class lacks.
@@ -56,8 +59,10 @@ def translated(part: Any, base: str, units: tuple[str, ...], *, kernel: bool, ra
         plan = _without(plan, block) | {block: "tokens"}
     _complete(part, base, plan)
     if "summed" in plan.values():
-        log.info("Each rank computes the attention of %s whole: its plan splits it in no way of Forge's.", name)
-    _specialise(part, plan, ranks)
+        log.info(
+            "Each rank computes all attention of %s: its base_model_tp_plan splits it in no way that Forge has.", name
+        )
+    _specialise(part, plan, piece)
     return plan
 
 
@@ -133,17 +138,18 @@ def _complete(part: Any, base: str, plan: dict[str, TensorStyle]) -> None:
             raise TypeError(f"the base_model_tp_plan of {name} of transformers leaves {path} out")
 
 
-def _specialise(part: nn.Module, plan: Mapping[str, TensorStyle], ranks: int) -> None:
+def _specialise(part: nn.Module, plan: Mapping[str, TensorStyle], piece: tuple[int, int]) -> None:
     """Have blocks do what their style expects of them, once."""
-    positional, alike = Specialisation(_positional), Specialisation(_alike)
+    positional, in_parts = Specialisation(_positional), Specialisation(_in_parts)
     for path, style in plan.items():
         module = part.get_submodule(path)
         if style in BLOCKS and not hasattr(module, "_by_position"):
             positional(module)
             if style == "summed":
-                alike(module, ranks)
+                in_parts(module, piece)
                 for one in filter(_has_kernel, module.modules()):
-                    one.heads, one.kv_heads = one.heads * ranks, one.kv_heads * ranks  # each rank has them all
+                    target: Any = one  # who divides the heads by the number of ranks gets those of this rank: all
+                    target.heads, target.kv_heads = target.heads * piece[1], target.kv_heads * piece[1]
 
 
 def _positional(own: Any) -> Mapping[str, Any]:
@@ -158,12 +164,19 @@ def _positional(own: Any) -> Mapping[str, Any]:
     return {"__call__": call, "_by_position": True}
 
 
-def _alike(own: Any, ranks: int) -> Mapping[str, Any]:
-    """A block that every rank computes whole. Each gives an equal part of the sum that `summed` makes, so that all
-    gradients are parts of sums too."""
+def _in_parts(own: Any, piece: tuple[int, int]) -> Mapping[str, Any]:
+    """A block that every rank computes whole, of which each gives its piece of the tokens to the sum that `summed`
+    makes. So the gradients of its weights are parts of sums too."""
 
     def forward(self: Any, *args: Any, **keywords: Any) -> Any:
         out = own.forward(self, *args, **keywords)
-        return (out[0] / ranks, *out[1:]) if isinstance(out, tuple) else out / ranks
+        return (_only(out[0], *piece), *out[1:]) if isinstance(out, tuple) else _only(out, *piece)
 
     return {"forward": forward}
+
+
+def _only(x: Tensor, at: int, pieces: int) -> Tensor:
+    """`[batch, sequence, dim]` with zeros in all pieces of the sequence but one."""
+    each = -(-x.shape[1] // pieces)
+    elsewhere = torch.arange(x.shape[1], device=x.device) // each != at
+    return x.masked_fill(elsewhere.unsqueeze(1), 0.0)
