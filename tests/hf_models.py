@@ -25,6 +25,16 @@ SHAPE = {
     "max_position_embeddings": 64,
 }
 GROUPED = {**SHAPE, "num_key_value_heads": 2}
+SHARED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+"""Experts that are chosen by groups, beside one that all tokens take, in all layers but the first."""
 OLD = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -33,11 +43,23 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "codegen": {**OLD, **DRY, "n_ctx": 64, "rotary_dim": 4, "n_inner": 48},
     "cohere": GROUPED,
     "cohere2": {**GROUPED, "num_hidden_layers": 4, "sliding_window": 4},
+    "deepseek_v3": {
+        **SHAPE,
+        **SHARED,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
     "exaone4": {**GROUPED, "num_hidden_layers": 4, "sliding_window": 4},
     "falcon": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
     "glm": {**GROUPED, "head_dim": 8},
+    "glm4_moe": {**GROUPED, **SHARED},
     "gpt_bigcode": {**OLD, **DRY, "n_inner": 48},
     "gpt_neox": {**SHAPE},
+    "gpt_oss": {**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
     "gptj": {**OLD, **DRY, "rotary_dim": 4, "n_inner": 48},
     "helium": {**GROUPED, "head_dim": 8},
     "mamba": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
@@ -52,12 +74,20 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "persimmon": SHAPE,
     "phi": SHAPE,
     "stablelm": GROUPED,
+    "qwen2_moe": {
+        **GROUPED,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [0],
+    },
     "starcoder2": {**GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0},
 }
 """Model type → keys of its `config.json`."""
 PLUGINS, WITHOUT = ("hf", "synthetic"), ("tokenizer", "console", "tensorboard")
-OWN_ATTENTION = frozenset({"bloom", "codegen", "falcon", "gptj", "mamba"})
-"""Types whose class computes attention itself, or has none."""
+OWN_ATTENTION = frozenset({"bloom", "codegen", "falcon", "gpt_oss", "gptj", "mamba"})
+"""Types whose class has no attention, or computes it itself: gpt_oss because the default kernel has no sinks."""
 JOINED = OWN_ATTENTION | {"nemotron", "stablelm"}
 """Types whose class does not hand documents down to attention."""
 

@@ -23,16 +23,25 @@ LAYOUTS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Mapping[str, Any]]]] =
     "ep2": (("ep",), {"parallel": {"ep": 2}}),
     "ep2, zero1, ac": (("ep", "zero1", "ac"), {"parallel": {"ep": 2}, "ac": {"mode": "full"}}),
     "ep3": (("ep",), {"parallel": {"ep": 3}, "train": {"global_batch": 6}}),
+    "ep2×cp2": (("ep", "cp"), {"parallel": {"ep": 2, "cp": 2}}),
+    "ep2×pp2": (("ep", "pp"), {"parallel": {"ep": 2, "pp": 2}, "train": {"micro_batch": 1}}),
+    "ep2×tp2": (("ep", "tp"), {"parallel": {"ep": 2, "tp": 2}}),
+    "ep2×tp2, whole sequences": (
+        ("ep", "tp"),
+        {"parallel": {"ep": 2, "tp": 2}, "tp": {"sequence_parallel": False}},
+    ),
+    "ep2 over tp2, 11 tokens": (("ep", "tp"), {"parallel": {"ep": 2, "tp": 2}, "train": {"sequence": 11}}),
+    "ep2 over tp2×pp2": (("ep", "tp", "pp"), {"parallel": {"ep": 2, "tp": 2, "pp": 2}, **HALVES}),
     "ep2×dp2": (("ep",), {"parallel": {"ep": 2}, "train": {"micro_batch": 1}}),
 }
 """Name → plugins and sections, on two ranks, on three or, of two axes, on four."""
-SPREAD = frozenset({"olmoe"})
+SPREAD = frozenset({"deepseek_v3", "glm4_moe", "gpt_oss", "olmoe", "qwen2_moe"})
 """Types whose class declares a plan of expert parallelism."""
-PLANNED = frozenset(
+PLANNED = (SPREAD - {"gpt_oss"}) | frozenset(
     {"arcee", "cohere", "cohere2", "exaone4", "glm", "gpt_neox", "helium", "nemotron", "phi", "starcoder2"}
 )
 """Types whose class declares a plan of tensor parallelism."""
-CUT = PLANNED - {"nemotron"}
+CUT = (PLANNED | {"gpt_oss"}) - {"nemotron", "olmoe"}
 """Types whose class declares where a pipeline can cut it."""
 
 
@@ -65,8 +74,8 @@ class Foreign:
     def reference(self, file: Path | None = None) -> Request:
         """The same on one process. Experts go through the same transport, which decides what they are given."""
         plugins, more = LAYOUTS[self.layout]
-        batch = {key: one for key, one in more.get("train", {}).items() if key == "global_batch"}
-        return self._request(tuple({"ep"} & {*plugins}), {"train": batch})
+        same = {key: one for key, one in more.get("train", {}).items() if key != "micro_batch"}
+        return self._request(tuple({"ep"} & {*plugins}), {"train": same})
 
     def _request(self, plugins: tuple[str, ...], more: Mapping[str, Mapping[str, Any]]) -> Request:
         train = {"global_batch": 4, **more.get("train", {})}
@@ -84,7 +93,7 @@ def product() -> Iterator[Foreign]:
         for layout in LAYOUTS:
             planned = (kind in PLANNED or "tp" not in layout) and (kind in CUT or "pp" not in layout)
             planned = planned and (kind in SPREAD or "ep" not in layout) and layout != "ep3"  # of 4 experts
-            kernel = kind not in hf_models.OWN_ATTENTION or layout != "cp2"
+            kernel = kind not in hf_models.OWN_ATTENTION or "cp" not in layout
             if planned and kernel:
                 yield from (
                     Foreign(kind, layout, documents) for documents in (False, True) if isolates or not documents

@@ -32,6 +32,11 @@ CASES = [
     Foreign("olmoe", "ep2, zero1, ac"),
     Foreign("olmoe", "ep3", changes=(("num_experts", 6),)),
     Foreign("olmoe", "ep2×dp2"),
+    Foreign("olmoe", "ep2 over tp2, 11 tokens", documents=True, changes=SPARSE),
+    Foreign("qwen2_moe", "ep2×tp2, whole sequences", changes=SPARSE),
+    Foreign("glm4_moe", "ep2×cp2", documents=True),
+    Foreign("glm4_moe", "ep2×pp2", documents=True),
+    Foreign("deepseek_v3", "ep2 over tp2×pp2"),
 ]
 
 
@@ -47,8 +52,10 @@ def test_a_layout_agrees(verify: Verifier, case: Foreign) -> None:
     [
         ("bloom", "tp2", "BloomModel of transformers declares no base_model_tp_plan"),
         ("mamba", "cp2", "shows no attention kernel"),
+        ("gpt_oss", "cp2", "GptOssForCausalLM needs sinks, which plugin 'sdpa' does not support"),
         ("cohere", "ep2", "CohereModel of transformers declares no base_model_ep_plan; set parallel.ep = 1"),
         ("olmoe", "ep3", "parallel.ep = 3 does not divide the 4 experts"),
+        ("olmoe", "ep2×pp2", "OlmoeModel of transformers declares no base_model_pp_plan; set parallel.pp = 1"),
         ("bloom", "pp2", "BloomModel of transformers declares no base_model_pp_plan; set parallel.pp = 1"),
     ],
 )

@@ -54,27 +54,40 @@ def test_gradients_are_those_of_the_class_run_by_hand(tmp_path: Path, kind: str)
 
 
 @pytest.mark.accept("families", 2)
-@pytest.mark.parametrize("experts", [4, 16])
-def test_experts_that_rows_are_brought_to_compute_what_the_class_does(tmp_path: Path, experts: int) -> None:
-    changes = {**hf_models.MODELS["olmoe"], "num_experts": experts}
-    _, model = hf_models.composed(tmp_path, "olmoe", plugins=("ep",), changes=changes)
+@pytest.mark.parametrize(("kind", "experts"), [("olmoe", 4), ("olmoe", 16), ("qwen2_moe", 16), ("glm4_moe", 16)])
+def test_experts_that_rows_are_brought_to_compute_what_the_class_does(tmp_path: Path, kind: str, experts: int) -> None:
+    changes = {**hf_models.MODELS[kind], "num_local_experts" if kind == "glm4_moe" else "num_experts": experts}
+    _, model = hf_models.composed(tmp_path, kind, plugins=("ep",), changes=changes)
     assert any(hasattr(module, "transport") for module in model.parts[0].modules())
     inputs, labels = tokens(), tokens(seed=1)
     assert_equal(run(model, inputs, labels), hf_models.gradients(hf_models.by_hand(model), inputs, labels))
 
 
+def test_attention_that_a_plan_does_not_split_is_computed_on_every_rank(tmp_path: Path) -> None:
+    for kind, feed_forward in (("olmoe", "tokens"), ("deepseek_v3", "gather")):
+        _, model = hf_models.composed(tmp_path, kind)
+        declare: Any = model.parts[0].tensor_plan
+        plan = declare()
+        first = {path.removeprefix("model.layers.0."): style for path, style in plan.items() if ".layers.0." in path}
+        assert first["self_attn"] == "summed"
+        assert first["mlp"] == feed_forward
+        assert not any(path.startswith("self_attn.") for path in first)
+
+
+def test_a_feed_forward_block_that_a_plan_leaves_out_is_named(tmp_path: Path) -> None:
+    changes = {**hf_models.GROUPED, "num_local_experts": 4, "shared_intermediate_size": 16}
+    _, model = hf_models.composed(tmp_path, "granitemoeshared", changes=changes)
+    declare: Any = model.parts[0].tensor_plan
+    with pytest.raises(TypeError, match=r"base_model_tp_plan of GraniteMoeSharedModel .* leaves .*shared_mlp.* out"):
+        declare()
+
+
 WINDOW = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
 
 
 def test_a_window_that_a_class_says_by_its_mask_alone_holds(tmp_path: Path) -> None:
     """A kernel, which is given no mask, would see all that is before."""
-    _, model = hf_models.composed(tmp_path, "qwen2_moe", changes={**hf_models.GROUPED, **EXPERTS, **WINDOW})
+    _, model = hf_models.composed(tmp_path, "qwen2_moe", changes={**hf_models.MODELS["qwen2_moe"], **WINDOW})
     (part,) = model.parts
     assert not any(hasattr(module, "kernel") for module in part.modules())
     inputs, labels = tokens(), tokens(seed=1)
@@ -97,7 +110,8 @@ def test_parameters_start_as_the_class_starts_them(tmp_path: Path, kind: str) ->
         ours, other = one.detach(), fresh[name.removeprefix("head.")].detach()
         spread = other.std(unbiased=False)
         assert (ours.mean() - other.mean()).abs() <= 8 * spread / other.numel() ** 0.5 + 1e-6, name
-        assert 0.5 * spread <= ours.std(unbiased=False) <= 2 * spread + 1e-6, name
+        if other.numel() >= 16:  # GPT-OSS has one sink for each of four heads
+            assert 0.5 * spread <= ours.std(unbiased=False) <= 2 * spread + 1e-6, name
     buffers = dict(theirs.named_buffers())
     for name, one in model.parts[0].named_buffers():
         assert one.equal(buffers[name.removeprefix("head.")]), name

@@ -28,7 +28,7 @@ TensorStyle = Literal[
 * `gather`: a block that needs whole sequences: its input, split along the sequence, is gathered.
 * `tokens`: a block that processes each token alone: it works on this rank's share of them, with unsplit weights.
 * `summed`: a block that needs whole sequences and splits its own weights: its input is gathered, and its output is
-  summed, and split along the sequence.
+  summed, and split along the sequence; of a tuple, its first element.
 * `heads`: its weights are not split, its input is this rank's heads, so its gradient is a sum over the ranks. If the
   module has `heads_piece`, it is set to (index of this rank's heads, number of pieces).
 * `features`: an RMSNorm over split output features, whose weights are split too; the mean square is over all ranks.

@@ -57,7 +57,13 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     if asked is not None and (chosen := job.hooks.provider("attention_kernel")):
         heads = {path: asked.heads[id(one)] for path, one in model.named_modules() if id(one) in asked.heads}
         widths = {path: count * features for path, (count, _, features) in heads.items()}
-        kernel = not [*job.hooks.enabled[chosen].cls.kernel_capabilities.lacks(asked.needs)]
+        lacking = [*job.hooks.enabled[chosen].cls.kernel_capabilities.lacks(asked.needs)]
+        kernel = not lacking
+        if lacking and (job.dist.layout.tp > 1 or job.dist.layout.cp > 1):
+            raise ConfigError(
+                f"hf: attention of {name} needs {few(lacking)}, which plugin {chosen!r} does not support, so tp and cp "
+                "can't split it; enable a kernel that does, such as eager."
+            )
     reached = asked.documents if asked is not None and kernel else set()
     isolates = all(any(id(one) in reached for one in model.get_submodule(unit).modules()) for unit in units)
     for who, needs in job.hooks.kernel_needs(job.config):
@@ -71,7 +77,10 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     text = config.get_text_config()
     spec = HeadSpec(text.hidden_size, text.vocab_size, getattr(text, "initializer_range", None) or 0.02)
     head: Any = head_of(model, base) if given == "token_logits" else job.hooks.head(spec)
-    made = CausalLM(base, inner, head, drawn, Facts(kernel, isolates, widths, staging), units)
+    facts = Facts(kernel, isolates, widths, staging)
+    tp = job.dist.layout.tp
+    piece = (job.dist.mesh("dense", "tp").get_local_rank(), tp) if tp > 1 else (0, 1)
+    made = CausalLM(base, inner, head, drawn, facts, units, piece)
     if weights:
         made.stored = Stored(weights, model, base, headless=given != "token_logits")
     return made

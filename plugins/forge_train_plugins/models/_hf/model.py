@@ -50,10 +50,27 @@ class CausalLM(nn.Module):
     """
 
     def __init__(
-        self, base: str, inner: Any, head: nn.Module, drawn: Drawn, facts: Facts, units: tuple[str, ...]
+        self,
+        base: str,
+        inner: Any,
+        head: nn.Module,
+        drawn: Drawn,
+        facts: Facts,
+        units: tuple[str, ...],
+        piece: tuple[int, int],
     ) -> None:
+        """
+        Args:
+            base: the name of the model without its head.
+            inner: that model.
+            head: of the class, or of a plugin.
+            drawn: the first weights.
+            facts: what a run of the class has shown.
+            units: modules to shard, recompute and compile one by one.
+            piece: this rank's index among those that tensor parallelism splits the model over, and their number.
+        """
         super().__init__()
-        self.base, self._units, self._facts, self._drawn = base, units, facts, drawn
+        self.base, self._units, self._facts, self._drawn, self._tensor_rank = base, units, facts, drawn, piece
         self.stored: Stored | None = None
         """Initial weights from files, if there are any."""
         self.config = inner.config
@@ -185,7 +202,7 @@ class CausalLM(nn.Module):
         Raises:
             TypeError: naming what the class does not declare.
         """
-        return plan.translated(self, self.base, self.units, kernel=self._facts.kernel)
+        return plan.translated(self, self.base, self.units, kernel=self._facts.kernel, piece=self._tensor_rank)
 
     def flops_per_token(self, sequence: int) -> int:
         """Operations per token of a forward and a backward pass: each matrix counts once, of the experts only those

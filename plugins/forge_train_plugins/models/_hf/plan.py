@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from forge_train import Specialisation
 from forge_train.ground.present import few
 from forge_train.nn import Dropout, TensorStyle
+
+log = logging.getLogger("forge_train")
 
 STYLES: Mapping[str, TensorStyle] = {
     "colwise": "colwise",
@@ -18,11 +22,13 @@ STYLES: Mapping[str, TensorStyle] = {
     "replicated_with_grad_allreduce": "heads",
 }
 """transformers' style of a module inside a block → Forge's."""
-BLOCKS = ("gather", "tokens")
+BLOCKS = ("gather", "tokens", "summed")
 """Styles of blocks."""
 
 
-def translated(part: Any, base: str, units: tuple[str, ...], *, kernel: bool) -> dict[str, TensorStyle]:
+def translated(
+    part: Any, base: str, units: tuple[str, ...], *, kernel: bool, piece: tuple[int, int]
+) -> dict[str, TensorStyle]:
     """Module → style.
 
     Args:
@@ -31,50 +37,79 @@ def translated(part: Any, base: str, units: tuple[str, ...], *, kernel: bool) ->
         units: its blocks.
         kernel: whether the run's kernel computes attention; a class that computes it itself makes masks from the part
             of a sequence that it sees.
+        piece: this rank's index among those that share one copy of the model, and their number.
 
     Raises:
         TypeError: saying what the class lacks.
     """
-    inner = part.get_submodule(base)
-    name = type(inner).__name__
+    name = type(part.get_submodule(base)).__name__
     declared: Mapping[str, str] = part.config.get_text_config().base_model_tp_plan or {}
     if not declared:
         raise TypeError(f"{name} of transformers declares no base_model_tp_plan")
     if not kernel:
         raise TypeError(f"{name} of transformers computes attention itself")
-    plan: dict[str, TensorStyle] = {}
-    unknown: dict[str, list[str]] = {}
-    for path, module in inner.named_modules():
-        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
-        style = declared.get(pattern)
-        unit = next((one for one in units if f"{base}.{path}".startswith(f"{one}.")), None)
-        if style is None or unit is None:
-            continue
-        block = f"{unit}.{f'{base}.{path}'.removeprefix(f'{unit}.').partition('.')[0]}"
-        known = STYLES.get(style)
-        splits = known in ("colwise", "rowwise")
-        if known is None or block == f"{base}.{path}" or (splits and not isinstance(module, nn.Linear)):
-            unknown.setdefault(block, []).append(f"{pattern} ({style})")
-        else:
-            plan |= {block: "gather", f"{base}.{path}": known}
+    plan, unknown = _read(part, base, units, declared)
+    for block in _attention(part, units):
+        if block in unknown or block not in plan:
+            unknown.pop(block, None)
+            plan = _without(plan, block) | {block: "summed"}
     for block, entries in unknown.items():
         if not _works_on_tokens(part.get_submodule(block)):
             raise TypeError(f"{name} of transformers plans {few(sorted(entries), 4)}, which is not supported")
-        plan = {path: style for path, style in plan.items() if path != block and not path.startswith(f"{block}.")}
-        plan[block] = "tokens"
+        plan = _without(plan, block) | {block: "tokens"}
     _complete(part, base, plan)
-    positional = Specialisation(_positional)
-    for path, style in plan.items():
-        module = part.get_submodule(path)
-        if style in BLOCKS and not hasattr(module, "_by_position"):
-            positional(module)
+    if "summed" in plan.values():
+        log.info(
+            "Each rank computes all attention of %s: its base_model_tp_plan splits it in no way that Forge has.", name
+        )
+    _specialise(part, plan, piece)
     return plan
+
+
+def _read(
+    part: nn.Module, base: str, units: tuple[str, ...], declared: Mapping[str, str]
+) -> tuple[dict[str, TensorStyle], dict[str, list[str]]]:
+    """What is declared in styles that Forge has too, and block → what is declared for it in others."""
+    plan: dict[str, TensorStyle] = {}
+    unknown: dict[str, list[str]] = {}
+    for path, one in (*part.named_modules(), *part.named_parameters()):
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path.removeprefix(f"{base}."))
+        style = declared.get(pattern)
+        unit = next((unit for unit in units if path.startswith(f"{unit}.")), None)
+        if style is None or unit is None:
+            continue
+        block = f"{unit}.{path.removeprefix(f'{unit}.').partition('.')[0]}"
+        known = STYLES.get(style)
+        wanted = nn.Linear if known in ("colwise", "rowwise") else nn.Module
+        if known is None or block == path or not isinstance(one, wanted):
+            unknown.setdefault(block, []).append(f"{pattern} ({style})")
+        else:
+            plan |= {block: "gather", path: known}
+    return plan, unknown
+
+
+def _attention(part: nn.Module, units: tuple[str, ...]) -> list[str]:
+    """The blocks whose attention goes through the run's kernel."""
+    return [
+        f"{unit}.{name}"
+        for unit in units
+        for name, block in part.get_submodule(unit).named_children()
+        if any(map(_has_kernel, block.modules()))
+    ]
+
+
+def _has_kernel(module: nn.Module) -> bool:
+    return hasattr(module, "kernel")
+
+
+def _without(plan: Mapping[str, TensorStyle], block: str) -> dict[str, TensorStyle]:
+    return {path: style for path, style in plan.items() if path != block and not path.startswith(f"{block}.")}
 
 
 def _works_on_tokens(block: nn.Module) -> bool:
     """Whether a block computes each token alone, as feed-forward blocks do. Each rank can then have some of the tokens
     and the block's weights whole, where the class plans something that Forge has no style for."""
-    mixes = any(hasattr(one, "kernel") or isinstance(one, nn.Conv1d) for one in block.modules())
+    mixes = any(_has_kernel(one) or isinstance(one, nn.Conv1d) for one in block.modules())
     return not mixes and any(True for _ in block.children())
 
 
@@ -99,7 +134,22 @@ def _complete(part: Any, base: str, plan: dict[str, TensorStyle]) -> None:
         elif all(one.ndim == 1 for one in own):
             plan[path] = "sequence"
         else:
-            raise TypeError(f"the plan of {type(part.get_submodule(base)).__name__} of transformers leaves {path} out")
+            name = type(part.get_submodule(base)).__name__
+            raise TypeError(f"the base_model_tp_plan of {name} of transformers leaves {path} out")
+
+
+def _specialise(part: nn.Module, plan: Mapping[str, TensorStyle], piece: tuple[int, int]) -> None:
+    """Have blocks do what their style expects of them, once."""
+    positional, in_parts = Specialisation(_positional), Specialisation(_in_parts)
+    for path, style in plan.items():
+        module = part.get_submodule(path)
+        if style in BLOCKS and not hasattr(module, "_by_position"):
+            positional(module)
+            if style == "summed":
+                in_parts(module, piece)
+                for one in filter(_has_kernel, module.modules()):
+                    target: Any = one  # who divides the heads by the number of ranks gets those of this rank: all
+                    target.heads, target.kv_heads = target.heads * piece[1], target.kv_heads * piece[1]
 
 
 def _positional(own: Any) -> Mapping[str, Any]:
@@ -112,3 +162,21 @@ def _positional(own: Any) -> Mapping[str, Any]:
         return own.__call__(self, *args, **keywords)
 
     return {"__call__": call, "_by_position": True}
+
+
+def _in_parts(own: Any, piece: tuple[int, int]) -> Mapping[str, Any]:
+    """A block that every rank computes whole, of which each gives its piece of the tokens to the sum that `summed`
+    makes. So the gradients of its weights are parts of sums too."""
+
+    def forward(self: Any, *args: Any, **keywords: Any) -> Any:
+        out = own.forward(self, *args, **keywords)
+        return (_only(out[0], *piece), *out[1:]) if isinstance(out, tuple) else _only(out, *piece)
+
+    return {"forward": forward}
+
+
+def _only(x: Tensor, at: int, pieces: int) -> Tensor:
+    """`[batch, sequence, dim]` with zeros in all pieces of the sequence but one."""
+    each = -(-x.shape[1] // pieces)
+    elsewhere = torch.arange(x.shape[1], device=x.device) // each != at
+    return x.masked_fill(elsewhere.unsqueeze(1), 0.0)

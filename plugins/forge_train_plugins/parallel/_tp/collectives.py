@@ -135,7 +135,8 @@ class TakeShare(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group, ctx.size = group, x.shape[1]
         ctx.each = -(-x.shape[1] // group.size)
-        return _pad(x, 1, ctx.each * group.size).narrow(1, group.rank * ctx.each, ctx.each)
+        # A block may take views of it, as of what it is given on one process.
+        return _pad(x, 1, ctx.each * group.size).narrow(1, group.rank * ctx.each, ctx.each).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -45,7 +45,7 @@ class Region:
             return cast(Tensor, Copy.apply(x, self.group))  # type: ignore[no-untyped-call]
         self._expect_piece(x)
         gathered = cast(Tensor, GatherSequence.apply(x, self.group))  # type: ignore[no-untyped-call]
-        return gathered if gathered.shape[1] == self.length else gathered[:, : self.length]
+        return gathered if gathered.shape[1] == self.length else gathered[:, : self.length].contiguous()
 
     def agreed(self, x: Tensor) -> Tensor:
         """Whole sequences for what every rank does alike."""
@@ -214,8 +214,8 @@ class Styles:
 
 
 def _hooks(region: Region) -> tuple[Callable[..., Any], ...]:
-    def reduce(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return region.reduce(out)
+    def reduce(module: nn.Module, args: Any, out: Any) -> Any:
+        return (region.reduce(out[0]), *out[1:]) if isinstance(out, tuple) else region.reduce(out)
 
     def reduce_and_bias(module: nn.Linear, args: Any, out: Tensor) -> Tensor:
         return region.reduce(out) + module.bias
