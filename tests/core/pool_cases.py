@@ -41,6 +41,17 @@ def hang_on(rank: int) -> int:
     return dist.get_rank()
 
 
+def wait_for(rank: int) -> None:
+    """All ranks but one wait for that one, which never comes, in a collective."""
+    dist.barrier()
+    work = None if dist.get_rank() == rank else dist.all_reduce(torch.ones(1), async_op=True)
+    print("waiting", flush=True)
+    if work is None:
+        time.sleep(6000)
+    else:
+        work.wait()
+
+
 def die_on(rank: int) -> None:
     if dist.get_rank() == rank:
         print("about to die", flush=True)

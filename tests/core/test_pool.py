@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import selectors
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 import pool_cases
-from forge_train.testing import Pool, PoolError, pool
+from forge_train.testing import Pool, PoolError, hanging, pool
 
 pytestmark = pytest.mark.dist
 
@@ -71,6 +73,66 @@ def test_a_hang_is_ended_and_shows_where(ranks: Pool, monkeypatch: pytest.Monkey
     assert "rank 0" not in str(error.value)
     after = ranks.run(pool_cases.gather, 2)
     assert not {reply["process"] for reply in after} & {reply["process"] for reply in before}
+
+
+BACKTRACES = """\
+[New LWP 7]
+Thread 3 (Thread 0x7f09 (LWP 9) "pt_gloo_runloop"):
+#0  wait (private=0) at ./futex.c:57
+#1  0x00007f0e35512501 in c10d::ProcessGroupGloo::runLoop(int) () from lib/libtorch_cpu.so
+Thread 2 (Thread 0x7f08 (LWP 8) "pt_gloo_runloop"):
+#0  wait (private=1) at ./futex.c:57
+#1  0x00007f0e35512501 in c10d::ProcessGroupGloo::runLoop(int) () from lib/libtorch_cpu.so
+
+Thread 1 (Thread 0x7f07 (LWP 7) "python"):
+#0  0x00007f0e45ca3f7b in read () from libc.so.6
+"""
+
+
+def test_threads_of_one_stack_are_shown_once() -> None:
+    assert hanging.merged(BACKTRACES).splitlines() == [
+        "2 × pt_gloo_runloop",
+        "    wait",
+        "    c10d::ProcessGroupGloo::runLoop(int)",
+        "1 × python",
+        "    read",
+    ]
+
+
+class OutOfTime(BaseException):
+    """What a test's own time limit raises, whatever the test is at."""
+
+
+def test_a_time_limit_from_outside_shows_every_rank_and_its_collectives_and_ends_them(
+    ranks: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = [int(str(reply["process"])) for reply in ranks.run(pool_cases.gather, 2)]
+    outputs = [worker.output for worker in ranks._workers[:2]]
+    written = [output.stat().st_size for output in outputs]
+
+    def select(selector: object, timeout: float) -> None:
+        deadline = time.monotonic() + 600
+        while any(output.stat().st_size == size for output, size in zip(outputs, written, strict=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        raise OutOfTime
+
+    monkeypatch.setattr(selectors.DefaultSelector, "select", select)
+    monkeypatch.setattr(hanging, "stacks", lambda process: f"stacks of {process}")
+    with pytest.raises(OutOfTime) as error:
+        ranks.run(pool_cases.wait_for, 2, rank=1)
+    monkeypatch.undo()
+    (told,) = error.value.__notes__
+    zero, one = told.split("rank 1 has not ended")
+    assert zero.startswith("pool_cases:wait_for on 2 ranks\nrank 0 has not ended")
+    for process, stood in zip(waiting, (zero, one), strict=True):
+        assert "in wait_for" in stood
+        assert "gloo:barrier 1 of group" in stood
+        assert f"stacks of {process}" in stood
+    assert re.search("gloo:all_reduce 2 of .*: not finished", zero)
+    assert "all_reduce 2" not in one
+    assert not any(map(_runs, waiting))
+    assert ranks.run(pool_cases.total, 2, value=1.0) == [3.0, 3.0], "and not what the case before has answered"
 
 
 def test_a_rank_that_dies_is_named_with_what_it_said(ranks: Pool) -> None:

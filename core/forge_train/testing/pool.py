@@ -16,11 +16,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
+
+from . import hanging
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 Case = str | Callable[..., Any]
 GRACE = 120.0
 """Seconds that the other ranks have left to end once one of them has failed."""
+ANSWER = 10.0
+"""Seconds that ranks that do not end have to name their collectives, which not every one of them can."""
+MOST = 40_000
+"""Characters that are shown of what a rank writes then."""
 
 
 class PoolError(Exception):
@@ -87,21 +93,25 @@ class Pool:
         workers = self._workers[:world]
         for worker in workers:
             worker.begin(request)
-        replies = self._collect(workers, timeout)
-        silent = [worker.rank for worker in workers if worker.rank not in replies]
-        failed = {rank: reply["error"] for rank, reply in replies.items() if "error" in reply}
+        replies: dict[int, dict[str, Any]] = {}
+        what = f"{name} on {world} ranks"
+        try:
+            self._collect(replies, workers, timeout)
+        except BaseException as error:  # a test's own time limit, or Ctrl-C
+            if not isinstance(error, KeyboardInterrupt):
+                error.add_note("\n".join([what, *_troubles(workers, replies, "has not ended")]))
+            self._end_ranks()  # the next case must not get this one's replies
+            raise
+        silent = len(replies) < world
+        failed = any("error" in reply for reply in replies.values())
         if silent or not all(reply.get("kept") for reply in replies.values()):
             self._kept = None
         if not silent and not failed:
             return [replies[worker.rank]["value"] for worker in workers]
-        text = [f"{name} on {world} ranks"]
-        text += [f"rank {rank} failed:\n{error.rstrip()}" for rank, error in failed.items()]
+        troubles = _troubles(workers, replies, "did not end" if failed else f"hung for {timeout:g} s")
         if silent:
-            why = "did not end" if failed else f"hung for {timeout:g} s"
-            places = _where_they_hang([workers[rank] for rank in silent])
-            text += [f"rank {rank} {why}:\n{place}" for rank, place in places.items()]
             self._end_ranks()
-        raise PoolError("\n".join(text))
+        raise PoolError("\n".join([what, *troubles]))
 
     def close(self) -> None:
         """End the processes; the next case starts others."""
@@ -139,9 +149,8 @@ class Pool:
             self._workers.append(_Worker.start(self._starter, rank, self._store.port, self._folder))
         return int(self._store.port)
 
-    def _collect(self, workers: Sequence[_Worker], timeout: float) -> dict[int, dict[str, Any]]:
-        """Replies by rank, in the order they came; of those that came in time."""
-        replies: dict[int, dict[str, Any]] = {}
+    def _collect(self, replies: dict[int, dict[str, Any]], workers: Sequence[_Worker], timeout: float) -> None:
+        """Put replies by rank there, in the order they come; of those that come in time."""
         deadline = time.monotonic() + timeout
         with selectors.DefaultSelector() as selector:
             for worker in workers:
@@ -154,7 +163,6 @@ class Pool:
                     selector.unregister(worker.replies)
                     if "error" in reply:
                         deadline = min(deadline, time.monotonic() + GRACE)
-        return replies
 
 
 @dataclass
@@ -255,9 +263,9 @@ class _Worker:
         code = self.process.wait()
         return {"error": f"the process ended with {code}\n{self.said()}"}
 
-    def said(self) -> str:
+    def said(self, most: int = 4000) -> str:
         """The end of what the case at hand has written."""
-        return self.output.read_bytes()[self.began :].decode(errors="replace")[-4000:].rstrip()
+        return self.output.read_bytes()[self.began :].decode(errors="replace")[-most:].rstrip()
 
     def end(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -267,18 +275,20 @@ class _Worker:
         self.replies.close()
 
 
-def _where_they_hang(workers: Sequence[_Worker]) -> dict[int, str]:
-    """The stacks of ranks that do not end, which they write at this signal; see the worker."""
-    for worker in workers:
+def _troubles(workers: Sequence[_Worker], replies: Mapping[int, dict[str, Any]], why: str) -> list[str]:
+    """A text of each rank that failed, and of each that does not end: what it writes at this signal, and its stacks in
+    C++."""
+    failed = [f"rank {rank} failed:\n{reply['error'].rstrip()}" for rank, reply in replies.items() if "error" in reply]
+    silent = [worker for worker in workers if worker.rank not in replies]
+    for worker in silent:
         worker.began = worker.output.stat().st_size
         worker.process.send_signal(signal.SIGUSR2)
-    deadline = time.monotonic() + GRACE
-    while not all(_LAST_FRAME in worker.said() for worker in workers) and time.monotonic() < deadline:
-        if all(worker.process.poll() is not None for worker in workers):
-            break
-        time.sleep(0.05)
-    return {worker.rank: worker.said() for worker in workers}
-
-
-_LAST_FRAME = "_run_module_as_main"
-"""Ends the stack of the main thread, which faulthandler writes last."""
+    for end, seconds in ((hanging.LAST_FRAME, GRACE), (hanging.LAST_COLLECTIVE, ANSWER)):
+        deadline = time.monotonic() + seconds
+        while not all(end in worker.said(MOST) for worker in silent) and time.monotonic() < deadline:
+            if all(worker.process.poll() is not None for worker in silent):
+                break
+            time.sleep(0.05)
+    return failed + [
+        f"rank {worker.rank} {why}:\n{worker.said(MOST)}\n{hanging.stacks(worker.process.pid)}" for worker in silent
+    ]

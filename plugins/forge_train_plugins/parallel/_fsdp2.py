@@ -201,7 +201,8 @@ class Sharding:
         gathered = sum(local(p).numel() * (dtypes[id(p)] or self.precision.master).itemsize for p in mine)
         reduced = sum(local(p).numel() for p in mine if p.requires_grad) * self.precision.reduce.itemsize
         mesh = self.mesh_of("dense")
-        shards, copies = mesh.size(-1), mesh.size() // mesh.size(-1)
+        shards = mesh.size(mesh.ndim - 1)  # torch 2.11: not -1, where the mesh has one axis
+        copies = mesh.size() // shards
         gathers = {"always": 2 * self.micro_batches, "never": self.micro_batches, "step": 1}[reshard]
         reductions = self.micro_batches if self.reduce_each else 1
         *outer, inner = mesh.mesh_dim_names or ()
