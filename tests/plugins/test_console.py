@@ -104,6 +104,17 @@ def test_values_are_shown_as_they_are_set() -> None:
     assert list(changed(section)) == ["dim=32", "unit_offset=true", "window_layers=true,false", "soft_cap=5"]
 
 
+def test_a_table_of_many_entries_is_counted() -> None:
+    from forge_train_plugins.models.hf import HF
+
+    few, many = {"use_cache": False, "n_layer": 2}, {f"key{at}": at for at in range(4)}
+    assert list(changed(HF.Config(type="gpt2", set=few, extra=many))) == [
+        "type=gpt2",
+        "set={use_cache=false, n_layer=2}",
+        "extra={4 keys}",
+    ]
+
+
 def test_values_that_are_not_finite_are_drawn() -> None:
     shown = board()
     for step, loss in enumerate((1.0, float("nan"), float("inf"), 2.0), 1):

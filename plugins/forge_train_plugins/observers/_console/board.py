@@ -150,6 +150,10 @@ def changed(section: Any) -> Iterator[str]:
             yield f"{one.name}={_value(value)}"
 
 
+FEW = 3
+"""Entries of a table that are shown; more would fill the line."""
+
+
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
@@ -157,6 +161,9 @@ def _value(value: Any) -> str:
         return str(len(value))  # of tables, which would fill the line
     if isinstance(value, tuple):
         return ",".join(map(_value, value))
+    if isinstance(value, Mapping):
+        entries = [f"{key}={_value(one)}" for key, one in value.items()]
+        return f"{{{', '.join(entries) if len(entries) <= FEW else f'{len(entries)} keys'}}}"
     return quantity(value) if isinstance(value, float) else str(value)
 
 
