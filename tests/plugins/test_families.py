@@ -127,6 +127,7 @@ def test_packed_documents_and_windows_agree(kernel: Any) -> None:
     [
         ("Mistral", {"layer_types": ["full_attention"] * 4}, "layer_types"),
         ("Mistral", {"sliding_window": -1}, "sliding_window = -1"),
+        ("Mistral", {"sliding_window": 0}, "sliding_window = 0"),
         ("Qwen2", {"attention_bias": True}, "attention_bias = True"),
         ("Qwen2", {"layer_types": ["sliding_attention"] * 4}, "sliding_window .*sliding_attention needs"),
         ("Qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),

@@ -115,6 +115,64 @@ def test_keys_are_listed_or_extra(tmp_path: Path, section: dict[str, Any], text:
         )
 
 
+def test_a_vocabulary_of_the_class_s_default_size_is_kept() -> None:
+    """It may be larger than the tokenizer's."""
+    config = transformers.AutoConfig.for_model("gpt_neox", hidden_size=32, num_attention_heads=4).to_dict()
+    found = imported(config)
+    assert found is not None
+    assert found.sections["hf"]["set"]["vocab_size"] == config["vocab_size"] == 50432
+
+
+def test_a_null_for_padding_is_exported(tmp_path: Path) -> None:
+    """The class's default lies beyond a small vocabulary."""
+    keys = {key: one for key, one in hf_models.MODELS["glm"].items() if key != "vocab_size"}
+    theirs = saved(tmp_path / "theirs", "glm", **keys, pad_token_id=None)
+    import_checkpoint(tmp_path / "theirs", tmp_path / "here", plugins=("hf",))
+    export_checkpoint(tmp_path / "here", tmp_path / "back")
+    described = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert described["pad_token_id"] is None
+    again = imported(described)
+    assert again is not None
+    assert "pad_token_id" not in again.sections["hf"]["set"]
+    assert_same_logits(tmp_path / "here", theirs)
+
+
+def described_by(folder: Path, **more: Any) -> dict[str, Any]:
+    """The sections of a resolved run that starts from a folder's weights."""
+    request = Request(plugins=("hf", "synthetic"), sections={"hf": {"weights": str(folder)}, **more})
+    return dict(resolve(request, training=False).config.sections)
+
+
+def test_a_folder_of_weights_brings_its_tokenizer(tmp_path: Path) -> None:
+    saved(tmp_path, "gpt2", **OWN)
+    assert described_by(tmp_path)["tokenizer"].path == "bytes"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert described_by(tmp_path)["tokenizer"].path == str(tmp_path)
+    assert described_by(tmp_path, tokenizer={"path": "bytes"})["tokenizer"].path == "bytes"
+    request = Request(plugins=hf_models.PLUGINS, without=("tokenizer",), sections={"hf": {"weights": str(tmp_path)}})
+    assert "tokenizer" not in resolve(request, training=False).config.sections
+
+
+@pytest.mark.parametrize("key", ["config", "weights"])
+def test_a_config_json_that_has_changed_since_the_run_began_is_refused(
+    run_forge: RunForge, tmp_path: Path, key: str
+) -> None:
+    saved(tmp_path / "theirs", "gpt2", **{**OWN, "n_positions": 64}, pad_token_id=None)
+    file = tmp_path / "theirs" / "config.json"
+    settings = {f"hf.{key}": str(tmp_path / "theirs"), "checkpoint.every": 1}
+    settings |= {"synthetic.vocabulary": hf_models.VOCABULARY}
+    plain: Any = {"without": ("tokenizer",), "name": "a", "folder": tmp_path / "runs"}
+    run = run_forge(["hf", "synthetic"], settings, steps=1, **plain)
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps(dict(sorted(stored.items(), reverse=True)), indent=4))
+    open_model(run.run, text=False)
+    file.write_text(json.dumps({**stored, "layer_norm_epsilon": 0.5}))
+    with pytest.raises(ConfigError, match=r"config\.json has other values than when the run began"):
+        open_model(run.run, text=False)
+    with pytest.raises(ConfigError, match="hf.fingerprint"):
+        run_forge(["hf", "synthetic"], settings, steps=2, **plain)
+
+
 OWN = {"n_embd": 32, "n_layer": 2, "n_head": 4, **hf_models.DRY}
 
 

@@ -91,6 +91,8 @@ def _bring(tree: Tree, enabled: list[EnabledPlugin], sections: dict[str, Any]) -
             raise
         for name, value in values.items():
             key = tuple(name.split("."))
+            if key[0] not in sections and key[0] not in CORE_SECTIONS:
+                continue  # of a plugin that is not enabled
             if tree.aliases.get(key, key) not in tree.values:
                 tree.put(key, Value(value, Origin("plugin", f"plugin {plugin.name}")))
                 brought = True

@@ -22,7 +22,7 @@ from forge_train.storage import hf_fit, model_files
 from forge_train.storage.consolidated import DTYPES, SHARD_BYTES
 from forge_train.storage.hf_folder import CONFIG, PACKED, Folder, indented
 
-from .hf_files import Exchanged, TensorFiles, appearing, common_dtype, in_order, put_beside, special_tokens
+from .hf_files import Exchanged, TensorFiles, appearing, common_dtype, described, in_order, put_beside, special_tokens
 from .hf_request import ANY, PRESET, bring
 from .opening import compose_meta, lone_job
 
@@ -142,4 +142,4 @@ def _to_architecture(folder: Folder, architecture: str, request: Request) -> tup
         raise ConfigError(f"{folder.path}: {error}\nName another one with --architecture.") from error
     assert there is not None, "it has architectures"
     plan = hf_fit.plan_export(folder.path, there, inner.targets)
-    return plan, {**special_tokens(model_files.files(folder.path), job), **there.config}
+    return plan, described(there, special_tokens(model_files.files(folder.path), job))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forge_train.config.toml import Key
 from forge_train.contract.job import Job
+from forge_train.contract.protocols import HFModel
 from forge_train.ground import disk
 from forge_train.ground.errors import ConfigError, ForgeError
 from forge_train.state_map import Plan
@@ -178,6 +179,12 @@ def comments_in(preset: Path) -> dict[Key, str]:
         for key in table
         if (comment := table[key].trivia.comment.lstrip("# "))
     }
+
+
+def described(layout: HFModel, special: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of a model, with these ids of special tokens where the layout has none."""
+    own = {key: value for key, value in layout.config.items() if value is not None or special.get(key) is None}
+    return {**special, **own}
 
 
 def special_tokens(beside: Mapping[str, Path], job: Job) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from .hf_files import (
     TensorFiles,
     appearing,
     common_dtype,
+    described,
     in_order,
     put_beside,
     special_tokens,
@@ -107,7 +108,7 @@ class _Export:
         tensors = in_order(plan, dtype, layout.exact)
         special = special_tokens(beside, job)
         padding = _padding(special, layout, job)
-        config = {**special, **layout.config, **padding, "torch_dtype": common_dtype(tensors)}
+        config = {**described(layout, special), **padding, "torch_dtype": common_dtype(tensors)}
         files = TensorFiles.of(tensors, shard_bytes)
         parameters = sum(tensor.numel() for tensor in weights.values())
         return cls(config, files, lambda name: plan.read(name, stored.read), beside, parameters, left_out)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from forge_train import ConfigError, FilePath, HFModel, Plugin, Problem, hookimpl, section
@@ -44,14 +48,28 @@ class HF(Plugin):
         such as GLM-4-MoE's `head_dim`. An import sets them."""
         weights: Annotated[str, FilePath()] = ""
         """A folder whose safetensors files hold the initial weights; empty draws random ones, as the class does."""
+        fingerprint: str = ""
+        """Hash of `config.json`. Forge sets it when a run begins; afterwards, a file with other values is refused."""
 
     config: Config
+
+    @classmethod
+    def brings(cls, config: Any) -> Mapping[str, Any]:
+        """The folder's tokenizer, and the hash of its `config.json`."""
+        from forge_train.storage.model_files import TOKENIZER
+
+        file = _described_in(config)
+        folder = Path(config.weights) if config.weights else file.parent if file else None
+        tokenizer = {"tokenizer.path": str(folder)} if folder and (folder / TOKENIZER).is_file() else {}
+        return tokenizer | ({"hf.fingerprint": _fingerprint(file)} if file and file.is_file() else {})
 
     @hookimpl
     def check_config(self) -> Iterator[Problem]:
         mine = self.config
         if mine.config and mine.type:
             yield Problem("hf.type", "hf.config already determines the type; set only one of them.")
+        if mine.fingerprint and not _described_in(mine):
+            yield Problem("hf.fingerprint", "there is no config.json to compare: the model is made from hf.type.")
         if not (mine.config or mine.type or mine.weights):
             yield Problem(
                 "hf.config", "is required: a folder with a config.json, or set a model type in hf.type instead."
@@ -89,7 +107,29 @@ class HF(Plugin):
                 f"hf: the heads of transformers' classes give {', '.join(HEADS)}; plugin {given!r} gives "
                 f"{job.hooks.gives('head')!r}."
             )
-        found = read(mine.config or ("" if mine.type else mine.weights), mine.type, mine.set, mine.extra, tokenizer)
+        file = _described_in(mine)
+        if file and mine.fingerprint and file.is_file() and (now := _fingerprint(file)) != mine.fingerprint:
+            raise ConfigError(
+                f"hf.fingerprint: {file} has other values than when the run began ({mine.fingerprint} then, {now} "
+                "now). Restore the file, or start a new run."
+            )
+        found = read(file, mine.type, mine.set, mine.extra, tokenizer)
         if mine.type and job.config.train.init_from:
             fits_folder(found, {**mine.set, **mine.extra}, job.config.train.init_from)
         return found
+
+
+def _described_in(section: HF.Config) -> Path | None:
+    """The `config.json` that describes the model; None for a model made from a type."""
+    path = section.config or ("" if section.type else section.weights)
+    if not path:
+        return None
+    return Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+
+
+def _fingerprint(file: Path) -> str:
+    """The same for files that differ in white space or in the order of keys only."""
+    text = file.read_bytes()
+    with contextlib.suppress(ValueError):  # told when the model is built
+        text = json.dumps(json.loads(text), sort_keys=True).encode()
+    return hashlib.sha256(text).hexdigest()[:16]

@@ -36,12 +36,16 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read(
-    path: str, model_type: str, changes: Mapping[str, Any], extra: Mapping[str, Any], tokenizer: Tokenizer | None
+    file: Path | None,
+    model_type: str,
+    changes: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
 ) -> PreTrainedConfig:
-    """The configuration of a folder, of a file or of a model type, with some keys changed.
+    """The configuration of a file or of a model type, with some keys changed.
 
     Args:
-        path: a folder, or its `config.json`; empty to use the type.
+        file: a `config.json`; None to use the type.
         model_type: as in `config.json`.
         changes: keys and their values.
         extra: keys that the configuration's class does not list, and their values.
@@ -51,13 +55,12 @@ def read(
         ConfigError: naming what transformers does not know or rejects.
     """
     stored: dict[str, Any] = {}
-    if path:
-        file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
+    if file:
         stored = table(file)
         model_type = str(stored.get("model_type", ""))
         if not model_type:
             raise ConfigError(f"{file}: model_type is missing; transformers needs it to choose a class.")
-    config = of(model_type, stored, changes if path else _from_scratch(model_type, changes, tokenizer), extra)
+    config = of(model_type, stored, changes if file else _from_scratch(model_type, changes, tokenizer), extra)
     if tokenizer is not None and (size := vocabulary(config)) < tokenizer.vocabulary:
         raise ConfigError(
             f"hf.set.{VOCABULARY}: expected at least the tokenizer's {tokenizer.vocabulary}, found {size}."

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from forge_train import Classes, ConfigError, HFModel
 from forge_train.ground.present import few
 
-from .config import HEADS, LABELS, SPECIAL, listed, model_class, of
+from .config import HEADS, LABELS, SPECIAL, VOCABULARY, listed, model_class, of
 from .model import HEAD
 from .stored import Held, from_files, held_by_files
 from .weights import leftovers
@@ -36,7 +36,7 @@ def exported(
     Raises:
         ConfigError: for a head that transformers has no class of.
     """
-    described: dict[str, Any] = {k: v for k, v in config.to_dict().items() if v is not None or k not in SPECIAL}
+    described: dict[str, Any] = config.to_dict()
     if given in LABELLED:
         labels = classes.names if classes else ("reward",)
         described |= {"id2label": dict(enumerate(labels)), "label2id": {name: k for k, name in enumerate(labels)}}
@@ -55,7 +55,7 @@ def imported(stored: Mapping[str, Any]) -> HFModel | None:
     with torch.device("meta"):
         patterns = leftovers(model_class(config, given)(config))
     default, own = type(config)().to_dict(), config.to_dict()
-    changed = {key: one for key, one in own.items() if key in SPECIAL or one != default.get(key)}
+    changed = {key: one for key, one in own.items() if key in (*SPECIAL, VOCABULARY) or one != default.get(key)}
     changed = {key: one for key, one in changed.items() if key != "model_type" and key not in LABELS}
     if unset := [key for key, one in changed.items() if one is None and key not in SPECIAL and key in default]:
         raise ConfigError(

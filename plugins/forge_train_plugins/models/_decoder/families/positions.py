@@ -165,6 +165,8 @@ class Windows:
             window = None
         elif window is not None:
             window = config.integer("sliding_window", self.missing)
+            if window < 1 and not self.listed:  # transformers then masks every key
+                config.refuse("sliding_window", "expected a number greater than 0, or null")
         some = bool(window) or (self.listed and not self.switch)
         which = self.which(config, layers) if some else (False,) * layers
         which = layer_types(config, which, fixed=not self.listed)
