@@ -7,8 +7,10 @@ TORCH ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 TESTED := constraints/tested.txt
-# Tests of layouts that `make test` leaves to `make test-dist`: all but one layout of two ranks of each kind.
-LAYOUTS := $(filter-out %/test_two_ranks.py,$(wildcard tests/dist/test_*.py))
+# What `make test` leaves to `make test-dist`: all but one layout of two ranks of each kind, and the longest of the others.
+LATER := $(filter-out %/test_two_ranks.py,$(wildcard tests/dist/test_*.py)) $(addprefix tests/, \
+	cli/test_cli_plan_pipeline.py cli/test_plugins_new.py core/test_planning_alike.py core/test_planning_twins.py \
+	e2e/test_heads_learn.py e2e/test_plan_at_scale.py e2e/test_plugin_package.py plugins/test_compile.py test_mutants.py)
 # The tested versions, but with the torch that is there.
 CONSTRAINTS := $(VENV)/.constraints.txt
 
@@ -26,10 +28,10 @@ train: $(VENV)/.ready ## train a model: the preset quickstart, or what ARGS says
 	@$(VENV)/bin/forge train $(ARGS)
 
 test: $(VENV)/.ready-dev ## run the tests on each change: all but test-dist, two files at a time; or those that ARGS names
-	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile $(addprefix --ignore=,$(LAYOUTS)))
+	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile $(addprefix --ignore=,$(LATER)))
 
-test-dist: $(VENV)/.ready-dev ## run the other tests, in CI: layouts of two to eight processes, two files at a time
-	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder $(LAYOUTS))
+test-dist: $(VENV)/.ready-dev ## run the other tests, in CI: layouts of two to eight processes, and the longest, two files at a time
+	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder $(LATER))
 
 verify-all: $(VENV)/.ready-dev ## now and then: verify every composition of layouts; ARGS="context tp4" picks some
 	@$(PY) benchmarks/verify_all.py $(ARGS)

@@ -106,7 +106,8 @@ class Plugin:
     @classmethod
     def brings(cls, config: Any) -> Mapping[str, Any]:
         """Values of other keys that follow from its section, for keys that nobody set: a folder of tokens brings
-        `{"tokenizer.path": …}`. Called before anything slow is imported."""
+        `{"tokenizer.path": …}`. Keys of plugins that are not enabled are left out. Called before anything slow is
+        imported."""
         return {}
 
     def data_stages(self, job: Job) -> Iterable[tuple[str, str]]:
