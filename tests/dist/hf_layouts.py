@@ -13,6 +13,9 @@ from forge_train.config import Request
 HALVES = {"train": {"micro_batch": 2}}
 LAYOUTS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Mapping[str, Any]]]] = {
     "dp2": (("fsdp2",), {}),
+    "dp2, ddp, bf16": (("ddp",), {"train": {"precision": "bf16", **HALVES["train"]}}),
+    "dp2, ac, compile": (("fsdp2", "ac", "compile"), {"compile": {"backend": "aot_eager"}}),
+    "hsdp2×2": (("fsdp2",), {"parallel": {"dp_replicate": 2}}),
     "tp2": (("tp",), {"parallel": {"tp": 2}}),
     "tp2, whole sequences": (("tp",), {"parallel": {"tp": 2}, "tp": {"sequence_parallel": False}}),
     "cp2": (("cp",), {"parallel": {"cp": 2}}),
@@ -74,7 +77,8 @@ class Foreign:
     def reference(self, file: Path | None = None) -> Request:
         """The same on one process. Experts go through the same transport, which decides what they are given."""
         plugins, more = LAYOUTS[self.layout]
-        same = {key: one for key, one in more.get("train", {}).items() if key != "micro_batch"}
+        train = more.get("train", {})
+        same = {key: one for key, one in train.items() if key != "micro_batch" or "precision" in train}  # it rounds
         return self._request(tuple({"ep"} & {*plugins}), {"train": same})
 
     def _request(self, plugins: tuple[str, ...], more: Mapping[str, Mapping[str, Any]]) -> Request:

@@ -21,6 +21,9 @@ SPARSE = (("num_experts", 16), ("num_experts_per_tok", 1))
 CASES = [
     Foreign("gpt_neox", "dp2", documents=True),
     Foreign("mamba", "dp2"),
+    Foreign("glm", "dp2, ddp, bf16"),
+    Foreign("stablelm", "dp2, ac, compile"),
+    Foreign("opt", "hsdp2×2", documents=True),
     Foreign("cohere", "tp2"),
     Foreign("glm", "tp2", documents=True),
     Foreign("exaone4", "cp2"),
