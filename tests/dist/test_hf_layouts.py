@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,4 +80,18 @@ def test_masks_of_dropout_are_the_same_on_every_layout(verify: Verifier, layout:
         return Request(plugins=(*hf_models.PLUGINS, *plugins), without=hf_models.WITHOUT, sections=sections)
 
     verdict = verify(request(plugins, more), 2, steps=3, reference=request((), {}))
+    assert verdict.agree, verdict
+
+
+@pytest.mark.accept("families", 2)
+@pytest.mark.parametrize(("kind", "layout"), [("cohere", "tp2"), ("glm", "dp2"), ("arcee", "pp2")])
+def test_adapters_of_an_outside_plugin_work_on_a_class(verify: Verifier, kind: str, layout: str) -> None:
+    case = Foreign(kind, layout)
+    sections = {"adapters": {"linears": r"(q_proj|o_proj|down_proj)", "norms": "input_layernorm"}}
+
+    def adapted(request: Request) -> Request:
+        plugins = (*request.plugins, "adapter_cases:Adapters")
+        return replace(request, plugins=plugins, sections={**request.sections, **sections})
+
+    verdict = verify(adapted(case.request()), case.world, steps=3, reference=adapted(case.reference()))
     assert verdict.agree, verdict
