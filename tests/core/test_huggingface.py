@@ -394,6 +394,11 @@ def truncate(file: Path) -> None:
         opened.truncate(file.stat().st_size // 2)
 
 
+def repeat(file: Path, key: str, value: Any) -> None:
+    """Put a key in front of what a JSON file has, which may be the same key."""
+    file.write_text(f"{{{json.dumps(key)}: {json.dumps(value)}, {file.read_text().lstrip()[1:]}")
+
+
 def spoil(file: Path) -> None:
     with file.open("r+b") as opened:
         opened.seek(20)
@@ -404,6 +409,10 @@ MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "no folder": (shutil.rmtree, ("hf: there is no such folder",)),
     "no config": (lambda hf: (hf / "config.json").unlink(), ("not a model in Hugging Face layout",)),
     "config is no JSON": (lambda hf: (hf / "config.json").write_text("{"), ("config.json: can't be read",)),
+    "a key twice": (
+        lambda hf: repeat(hf / "config.json", "rms_norm_eps", 0.5),
+        ("config.json: can't be read: ", "the key 'rms_norm_eps' is there 2 times"),
+    ),
     "config is a list": (lambda hf: (hf / "config.json").write_text("[]"), ("expected a JSON object",)),
     "no tensors": (
         lambda hf: (hf / "model.safetensors").rename(hf / "pytorch_model.bin"),
@@ -490,6 +499,12 @@ def test_an_index_that_does_not_fit_its_files_is_told_how(tmp_path: Path) -> Non
     assert f"{gone}: model.norm.weight is in it, but not in the index" in str(error.value)
     (hf / gone).unlink()
     with pytest.raises(ConfigError, match=f"{gone}: no such file"):
+        import_checkpoint(hf, tmp_path / "start")
+    text = json.dumps(index)
+    (hf / "model.safetensors.index.json").write_text(
+        text.replace('"weight_map": {', '"weight_map": {"model.ghost": "",')
+    )
+    with pytest.raises(ConfigError, match=r"index.json: can't be read: .*the key 'model.ghost' is there 2 times"):
         import_checkpoint(hf, tmp_path / "start")
 
 

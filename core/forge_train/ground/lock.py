@@ -1,4 +1,4 @@
-"""The lock of a run's folder: one run belongs to one job.
+"""The lock of a folder: one run belongs to one job, and one process writes a new folder.
 
 A lock is a file `.lock.N` that names its owner. A process that finds a dead owner's lock makes the next number, which
 only one process can do, then looks whether another lock has appeared, and only then removes the dead one. On one
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from .errors import ConfigError, ForgeError
@@ -84,12 +85,18 @@ class Lock:
         self.file.unlink(missing_ok=True)
 
 
-def take(folder: Path, waiting: Callable[[str], None] = lambda text: None) -> Lock:
-    """Lock a run's folder, which exists.
+def take(
+    folder: Path,
+    waiting: Callable[[str], None] = lambda text: None,
+    *,
+    busy: Callable[[str], str] | None = None,
+) -> Lock:
+    """Lock a folder, which exists.
 
     Args:
-        folder: of the run.
+        folder: of a run, unless `busy` says something else.
         waiting: is told why, if it takes longer to find out whether another owner is dead.
+        busy: gives the message for a folder that another process has, from that process in words.
 
     Raises:
         ConfigError: if another process has it.
@@ -99,7 +106,7 @@ def take(folder: Path, waiting: Callable[[str], None] = lambda text: None) -> Lo
     while True:
         seen = {file: _text(file) for file in _files(folder)}
         for held in seen:
-            taken_from = _dead(held, waiting) or taken_from
+            taken_from = _dead(held, waiting, busy or partial(_training, folder)) or taken_from
         file = folder / f".lock.{1 + max(map(_number, seen), default=0)}"
         try:
             with file.open("x", encoding="utf-8") as out:
@@ -131,7 +138,11 @@ def check(file: Path) -> None:
         )
 
 
-def _dead(file: Path, waiting: Callable[[str], None]) -> str:
+def _training(folder: Path, owner: str) -> str:
+    return f"{folder}: {owner} is training this run. Wait until it ends, or choose another --name."
+
+
+def _dead(file: Path, waiting: Callable[[str], None], busy: Callable[[str], str]) -> str:
     """The owner of a lock that is dead, in words; empty if it let go.
 
     Raises:
@@ -141,10 +152,9 @@ def _dead(file: Path, waiting: Callable[[str], None]) -> str:
     if not last:
         return ""
     name = str(owner or "a process that did not write its name")
-    busy = f"{file.parent}: {name} is training this run. Wait until it ends, or choose another --name."
     if owner and owner.machine == Owner.here().machine:
         if owner.alive():
-            raise ConfigError(busy)
+            raise ConfigError(busy(name))
         return name
     silent = SILENCE - max(_now(file.parent) - last, 0)
     if silent > 0:
@@ -154,7 +164,7 @@ def _dead(file: Path, waiting: Callable[[str], None]) -> str:
         if not touched:
             return ""
         if touched != last:
-            raise ConfigError(busy)
+            raise ConfigError(busy(name))
     return name
 
 

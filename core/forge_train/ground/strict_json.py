@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,13 +25,19 @@ def dumps(value: object, *, indent: int | None = None) -> str:
         return json.dumps(_finite(value, {}, ""), indent=indent, allow_nan=False)
 
 
-def loads(text: str) -> Any:
+def loads(text: str, *, unique: bool = False) -> Any:
     """What `dumps` was given, as far as JSON holds it.
+
+    Args:
+        text: the JSON.
+        unique: whether to refuse an object that has a key twice, instead of taking its last value.
 
     Raises:
         ValueError: for anything else.
     """
     try:
+        if unique:
+            return json.loads(text, object_pairs_hook=_unique)
         return json.loads(text, object_hook=_restored)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -64,6 +71,14 @@ def _restored(table: dict[str, Any]) -> dict[str, Any]:
             holder = holder[step]
         holder[last] = _NUMBERS[text]
     return table
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        key, count = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {key!r} is there {count} times; keep the one that is meant")
+    return _restored(table)
 
 
 def _steps(path: str) -> list[Any]:

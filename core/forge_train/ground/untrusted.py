@@ -31,30 +31,35 @@ def regular_size(file: Path, *, links: bool = False) -> int:
     return found.st_size
 
 
-def load_json(file: Path, *, most: int, links: bool = False) -> Any:
+def load_json(file: Path, *, most: int, links: bool = False, unique: bool = False) -> Any:
     """What a file holds that may come from anybody.
 
     Args:
         file: a regular file.
         most: bytes that are read at most.
         links: see `regular_size`.
+        unique: see `parse_json`.
 
     Raises:
         OSError: if it can't be read, or is no regular file.
-        ValueError: saying why it is refused: it is larger, nested deeper than `DEEPEST`, or no JSON.
+        ValueError: saying why it is refused: it is larger, or see `parse_json`.
     """
     if (size := regular_size(file, links=links)) > most:
         raise ValueError(f"it has {size:,} bytes, and at most {most:,} are read")
-    return parse_json(file.read_text(encoding="utf-8"))
+    return parse_json(file.read_text(encoding="utf-8"), unique=unique)
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, *, unique: bool = False) -> Any:
     """What a text holds that may come from anybody.
 
+    Args:
+        text: the JSON.
+        unique: whether to refuse a key that is there twice. Other programs may read the other value.
+
     Raises:
-        ValueError: if it is no JSON, or nested deeper than `DEEPEST`.
+        ValueError: if it is no JSON, nested deeper than `DEEPEST`, or has a key twice that must be unique.
     """
-    value = loads(text)
+    value = loads(text, unique=unique)
     level, depth = [value], 0
     while level:
         depth += 1

@@ -139,10 +139,10 @@ def table(file: Path) -> dict[str, Any]:
     """Read a JSON file.
 
     Raises:
-        ConfigError: if it is not one.
+        ConfigError: if it is not one, or has a key twice.
     """
     try:
-        found = load_json(file, most=_LARGEST, links=True)
+        found = load_json(file, most=_LARGEST, links=True, unique=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: can't be read: {describe(error)}") from error
     if not isinstance(found, dict):

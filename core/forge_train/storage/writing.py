@@ -19,6 +19,7 @@ from torch import Tensor
 from ..ground import disk
 from ..ground.errors import ForgeError
 from ..ground.files import remove_remains, write_json, write_whole
+from ..ground.new_folder import check_new
 from ..ground.present import gib
 from ..processes.distributed import DistributedContext
 from .found import Saved, aside, found, is_kept, remove, whole
@@ -102,10 +103,11 @@ def write(
     editable: Sequence[str] = (),
     form: Format = "sharded",
     fill: Fill | None = None,
+    replace: bool = True,
 ) -> Saved:
     """Write one checkpoint so that it appears whole or not at all; see `stage` and `commit`."""
     staged = stage(target, step, state, dist, contents=contents, form=form)
-    return commit(staged, dist, beside=beside, editable=editable, fill=fill)
+    return commit(staged, dist, beside=beside, editable=editable, fill=fill, replace=replace)
 
 
 def stage(
@@ -152,6 +154,7 @@ def commit(
     latest: Path | None = None,
     editable: Sequence[str] = (),
     fill: Fill | None = None,
+    replace: bool = True,
 ) -> Saved:
     """Write what was staged so that it appears whole or not at all.
 
@@ -162,6 +165,7 @@ def commit(
         latest: the file that names the newest checkpoint, if there is one.
         editable: files beside the tensors that are meant to be edited.
         fill: see `Shards.write`.
+        replace: whether a folder that is there already (a damaged checkpoint, say) may go.
 
     Raises:
         ForgeError: on every process, if the disk refuses.
@@ -176,7 +180,7 @@ def commit(
         if problem := verify(part, dist, from_disk=True):
             raise ForgeError(f"{target}: what was saved can't be read back: {problem}.")
         dist.on_main(lambda: read_state(part))  # a plugin's state may be what no resume would take
-        dist.on_main(lambda: _commit(part, target, latest))
+        dist.on_main(lambda: _commit(part, target, latest, replace=replace))
     except (OSError, ForgeError) as error:
         if dist.main:
             shutil.rmtree(part, ignore_errors=True)
@@ -209,10 +213,12 @@ def _describe(part: Path, state: Mapping[str, Any], beside: list[Path]) -> None:
         shutil.copytree(path, part / path.name) if path.is_dir() else shutil.copyfile(path, part / path.name)
 
 
-def _commit(part: Path, target: Path, latest: Path | None) -> None:
-    """Give a finished folder its name; one that is there already (a damaged one, say) goes only then."""
+def _commit(part: Path, target: Path, latest: Path | None, *, replace: bool) -> None:
+    """Give a finished folder its name; one that is there already goes only then."""
     gone = aside(target)
-    if target.exists():
+    if not replace:
+        check_new(target)
+    elif target.exists():
         target.replace(gone)
     part.replace(target)
     moved(part, target)

@@ -19,6 +19,7 @@ from forge_train.contract.job import Job
 from forge_train.contract.protocols import HFModel
 from forge_train.ground import disk
 from forge_train.ground.errors import ConfigError, ForgeError
+from forge_train.ground.new_folder import check_new, claimed
 from forge_train.state_map import Plan
 from forge_train.storage.consolidated import Shapes, cut, header, write_index
 from forge_train.storage.hf_folder import CONFIG, SINGLE, table
@@ -121,26 +122,27 @@ def appearing(target: Path) -> Iterator[Path]:
     """A new folder that gets its name once it is complete. A failed or killed write leaves nothing under that name.
 
     Args:
-        target: a folder that doesn't exist yet, or is empty.
+        target: a folder that doesn't exist yet, an empty one, or a link to an empty one.
 
     Raises:
-        ConfigError: if the target is in use.
+        ConfigError: if the target is in use, or another process is writing it.
         ForgeError: if the disk reports an error.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists and is not empty; name a new folder.")
-    part = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(part, ignore_errors=True)
     try:
-        part.mkdir(parents=True)
-        yield part
-        sync(part)
-        part.replace(target)
-        sync(target.parent)
+        with claimed(target) as folder:
+            part = folder.with_name(f".{folder.name}.partial")
+            shutil.rmtree(part, ignore_errors=True)
+            try:
+                part.mkdir()
+                yield part
+                sync(part)
+                check_new(target)
+                part.replace(folder)
+                sync(folder.parent)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
     except OSError as error:
         raise disk.refused(target, error, "can't be written:") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def in_order(plan: Plan, dtype: torch.dtype | None, exact: Iterable[str] = ()) -> Shapes:

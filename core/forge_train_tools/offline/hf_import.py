@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from forge_train.contract.protocols import HFModel
 from forge_train.ground import disk
 from forge_train.ground.errors import ConfigError
 from forge_train.ground.files import write_json
+from forge_train.ground.new_folder import check_new, claimed
 from forge_train.ground.present import few
 from forge_train.ground.world import World
 from forge_train.loop.initial import new_head, noting
@@ -42,6 +43,9 @@ from ..launching.launch import WorkerCommand, launch
 from .hf_files import Exchanged, check_range, comments_in
 from .hf_request import PRESET, bring
 from .opening import compose_meta, lone_job
+
+if TYPE_CHECKING:
+    from forge_train.storage.save_plan import Fill
 
 
 def import_checkpoint(
@@ -64,7 +68,7 @@ def import_checkpoint(
 
     Args:
         source: `config.json` with `model.safetensors`, or with several files and their index.
-        target: the checkpoint's folder, which must not exist yet.
+        target: the checkpoint's folder, which must not exist yet; an empty one, or a link to an empty one, is filled.
         plugins: to enable in addition to the defaults; one of all these must know the architecture.
         without: to disable.
         settings: `key=value`, as in `--set`; they override the folder's values.
@@ -76,12 +80,11 @@ def import_checkpoint(
         nproc: local processes that each read and write a share of the tensors, including this one.
 
     Raises:
-        ConfigError: for a folder, an architecture or tensors that can't be imported, or for a pattern that matches
-            nothing; nothing is written then.
+        ConfigError: for a folder, an architecture or tensors that can't be imported, for a pattern that matches
+            nothing, or for a target that is in use or that another process is writing; nothing is written then.
         ForgeError: with several processes, the message of the one that failed first; then, too, nothing is left behind.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists; name a new folder.")
+    check_new(target)
     asked = _Asked(
         str(source),
         str(target.absolute()),
@@ -103,22 +106,10 @@ def import_checkpoint(
     with tempfile.TemporaryDirectory() as scratch:
         beside = _describe(Path(scratch), made.folder, target, made.setup)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            checkpoint.write(
-                target,
-                0,
-                made.state,
-                made.job.dist,
-                beside=beside,
-                contents=made.read,
-                editable=(EDITABLE,),
-                form="safetensors",
-                fill=fill,
-            )
+            with claimed(target) as place:
+                _write(made, place, beside, fill)
         except OSError as error:
             raise ConfigError(f"{target}: can't be written: {error.strerror or error}.") from error
-        finally:
-            shutil.rmtree(target.with_name(f".{target.name}.partial"), ignore_errors=True)
     files = tuple(sorted({entry.file.name for entry in made.folder.tensors.values()}))
     return Exchanged(
         target, sum(tensor.numel() for tensor in made.weights.values()), files, made.notes, _data(made.setup)
@@ -223,6 +214,24 @@ class _Import:
             self.plan.read_into(tensor, own, self.folder.read)
             check_range(own, tensor, lambda: self.plan.read(own, self.folder.read))
         return tensor
+
+
+def _write(made: _Import, place: Path, beside: list[Path], fill: Fill) -> None:
+    try:
+        checkpoint.write(
+            place,
+            0,
+            made.state,
+            made.job.dist,
+            beside=beside,
+            contents=made.read,
+            editable=(EDITABLE,),
+            form="safetensors",
+            fill=fill,
+            replace=False,
+        )
+    finally:
+        shutil.rmtree(place.with_name(f".{place.name}.partial"), ignore_errors=True)
 
 
 def _fill_together(asked: _Asked, part: Path, nproc: int) -> None:

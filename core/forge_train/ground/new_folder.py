@@ -1,0 +1,72 @@
+"""A folder that a command makes: it is new or empty, and one process at a time writes it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from .errors import ConfigError
+from .lock import Lock, take
+
+log = logging.getLogger("forge_train")
+
+
+def check_new(target: Path) -> None:
+    """Check that nothing is lost if a folder takes this name.
+
+    Args:
+        target: a path that doesn't exist yet, an empty folder, or a link to one.
+
+    Raises:
+        ConfigError: saying what is there.
+    """
+    if not target.exists():
+        if target.is_symlink():
+            raise ConfigError(f"{target} is a link to {target.readlink()}, which does not exist; name a new folder.")
+        return
+    if not target.is_dir():
+        raise ConfigError(f"{target} is {'a file' if target.is_file() else 'no folder'}; name a new folder.")
+    if any(target.iterdir()):
+        raise ConfigError(f"{target} exists and is not empty; name a new folder.")
+    if not target.name:
+        raise ConfigError(f"{target} is the current folder; name a new folder.")
+
+
+@contextmanager
+def claimed(target: Path) -> Iterator[Path]:
+    """Keep a target from other processes, and give the folder to write: the target, or the folder that it links to.
+
+    The lock lies beside the folder, because the folder itself appears only when it is complete. A lock that a killed
+    process left is taken over.
+
+    Args:
+        target: see `check_new`; missing folders above it are made.
+
+    Raises:
+        ConfigError: if the target is in use, or another process is writing it.
+        OSError: if the folder above it can't be written.
+    """
+    check_new(target)
+    folder = target.resolve() if target.is_symlink() else target
+    lock = _lock(folder, target)
+    try:
+        check_new(target)  # another process may have finished it before this one had the lock
+        yield folder
+    finally:
+        lock.release()
+        with suppress(OSError):  # the next process has its lock there already
+            lock.file.parent.rmdir()
+
+
+def _lock(folder: Path, target: Path) -> Lock:
+    place = folder.with_name(f".{folder.name}.claim")
+    while True:
+        place.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # the process that had it before has just removed the place
+            return take(
+                place,
+                log.warning,
+                busy=lambda owner: f"{target}: {owner} is writing it. Wait until it ends, or name a new folder.",
+            )
