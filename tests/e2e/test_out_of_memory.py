@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from forge_cli import DECODER, TESTS, Ended, environment, forge, one_message
+from forge_train.composition.initialise import allocate
 from forge_train.loop.out_of_memory import Held, Memory, requested
 from forge_train.registry.discovery import discover, find, load
 
@@ -182,3 +183,17 @@ def test_other_errors_are_none_of_it() -> None:
     wrapped = LookupError("where it was noticed")
     wrapped.__cause__ = RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of")
     assert requested(wrapped) == int(2.5 * 2**30)
+
+
+def test_weights_that_this_machine_can_not_hold_are_refused_before_they_are_filled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Linux would grant the memory, and kill the process later, without a word."""
+    part = torch.nn.Linear(10, 100, device="meta")
+    monkeypatch.setattr("forge_train.composition.initialise.physical_memory", lambda: 4399)
+    with pytest.raises(MemoryError, match="tried to allocate 4400 bytes") as caught:
+        allocate(part, torch.device("cpu"))
+    assert requested(caught.value) == 4400
+    monkeypatch.setattr("forge_train.composition.initialise.physical_memory", lambda: 4400)
+    allocate(part, torch.device("cpu"))
+    assert part.weight.device.type == "cpu"

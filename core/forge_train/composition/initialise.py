@@ -6,6 +6,7 @@ import copy
 import hashlib
 import itertools
 import math
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ..contract.layers import Init
 from ..contract.model import Model
 from ..ground.errors import PluginError
-from ..ground.tensors import local
+from ..ground.tensors import held_bytes, local
 
 ROWS = 64
 """Rows per seeded block: few enough that an uneven shard wastes little, enough that seeding costs nothing."""
@@ -52,13 +53,23 @@ def materialise(part: nn.Module, device: torch.device, seed: int, starts: Mappin
                 fill(parameter, name, starts.get(name) or declared_init(part, name), seed)
 
 
+def physical_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def allocate(part: nn.Module, device: torch.device) -> None:
     """Give a part that was built on the meta device its memory: parameters hold anything, buffers what they start with.
 
     Raises:
         PluginError: for a buffer that nobody declares the start of.
+        MemoryError: if this machine can't hold the part. Linux grants more memory than there is, and kills the process
+            once it is used.
     """
     ties = tied_groups(part)
+    needed = held_bytes((*part.parameters(), *part.buffers()))
+    if device.type == "cpu" and needed > physical_memory():
+        raise MemoryError(f"tried to allocate {needed} bytes")
     part.to_empty(device=device)
     retie(part, ties)
     resets = {}

@@ -94,7 +94,7 @@ class Memory:
         place, held = phase_of(error), self.peak(stepped=step > 0)
         words = _WORDS.get(place, place)
         at = words if place in ("build", "start") else f"step {step + 1}, {words}"
-        more = f"{gib(asked)} more were asked for ({asked:,} bytes)" if asked else "nobody says how much was asked for"
+        more = f"{gib(asked)} more were asked for ({asked:,} bytes)" if asked else "the requested size is unknown"
         lines = [f"Out of memory on {self._job.device} ({at}): {more}.", "This rank's peak, by part:"]
         lines += [f"  {part:<12} {gib(count):>10}" for part, count in asdict(held).items()]
         advice = list(self._advice(place, held))
