@@ -57,6 +57,8 @@ class Hooks(Events):
         self.plugins = {enabled.name: plugin for enabled, plugin in plugins}
         self.enabled = {enabled.name: enabled for enabled, _ in plugins}
         self.defaults = dict(defaults)
+        self.opened = False
+        """Whether the model is only opened, to generate text or to be written: nothing reads rows of the data."""
         self.unused: set[str] = set()
         """Plugins that turned out to have nothing to do; see `registry.unused`."""
         self.used: set[tuple[str, str]] = set()  # slot or chain, and a plugin whose answer was taken
@@ -229,9 +231,10 @@ class Hooks(Events):
         return [(n, one) for n, found in self._calls.collect("extra_models", {"job": self.job}) for one in found or ()]
 
     def kernel_needs(self, config: Config) -> list[tuple[str, KernelCapabilities]]:
-        """What plugins will ask of the attention kernel, with who does."""
-        answers = self._calls.collect("kernel_needs", {"config": config})
-        return [(f"plugin {name!r} asks for it", needs) for name, needs in answers if needs is not None]
+        """What plugins will ask of the attention kernel, with who does; without the data's if no data is read."""
+        idle = self.provider("build_data") if self.opened else None
+        answers = dict(self._calls.collect("kernel_needs", {"config": config}))
+        return [(f"plugin {name!r} asks for it", one) for name, one in answers.items() if one and name != idle]
 
     def example_batch(self) -> Batch | None:
         answers = dict(self._calls.collect("example_batch", {"job": self.job}))
