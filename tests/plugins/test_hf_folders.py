@@ -123,7 +123,12 @@ def test_rows_of_documents_need_an_option_or_a_kernel(tmp_path: Path, kind: str)
 def test_the_options_are_those_of_the_data(tmp_path: Path, data: dict[str, Any], options: str) -> None:
     ((name, section),) = data.items()
     section = {"packing": "best_fit", **section}
-    laid = {"hf": {"type": "falcon", "set": small("falcon")}, name: section, "run": {"device": "cpu"}, "train": {"steps": 1}}
+    laid = {
+        "hf": {"type": "falcon", "set": small("falcon")},
+        name: section,
+        "run": {"device": "cpu"},
+        "train": {"steps": 1},
+    }
     setup = resolve(Request(plugins=("hf", name), sections=laid), data=False)
     with pytest.raises(ConfigError, match=re.escape(options) + "$"):
         compose(lone_job(setup, tmp_path, "cpu"), allocate=False)

@@ -57,13 +57,10 @@ class Hooks(Events):
         self.plugins = {enabled.name: plugin for enabled, plugin in plugins}
         self.enabled = {enabled.name: enabled for enabled, _ in plugins}
         self.defaults = dict(defaults)
-        self.opened = False
-        """Whether the model is only opened, to generate text or to be written: nothing reads rows of the data."""
-        self.unused: set[str] = set()
-        """Plugins that turned out to have nothing to do; see `registry.unused`."""
+        self.opened = False  # whether the model is only opened, as to generate text: nothing reads rows of the data
+        self.unused: set[str] = set()  # plugins that turned out to have nothing to do; see `registry.unused`
         self.used: set[tuple[str, str]] = set()  # slot or chain, and a plugin whose answer was taken
-        self.asked_of_kernel: list[KernelCapabilities] = []
-        """What attention modules need of the kernel, as they said when they asked for it."""
+        self.asked_of_kernel: list[KernelCapabilities] = []  # what attention modules need, said when they asked for it
         self.inside: list[SpanName] = []  # spans that the run is in, outermost first, where there is an `around`
         self._calls, self._job = Calls.of(plugins), cast("Job | None", None)
 

@@ -101,7 +101,9 @@ def _ways_out(job: Job, needs: KernelCapabilities | None) -> str:
     if needs is not None:
         wanted = replace(needs, documents=True, devices=(job.device.type,))
         able = kernels.able([wanted, *(one for _, one in job.hooks.kernel_needs(job.config))])
-        found = f" Installed kernels that keep them apart: {', '.join(able)}; enable one with --plugins." if able else ""
+        found = (
+            f" Installed kernels that keep them apart: {', '.join(able)}; enable one with --plugins." if able else ""
+        )
     name = job.hooks.provider("build_data") or ""
     section = job.config.sections.get(name)
     if not getattr(section, "isolate", False):
