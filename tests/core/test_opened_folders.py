@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from expert_models import DEEPSEEK, GROUPS
-from forge_train import ConfigError
+from forge_train import AttentionKernel, ConfigError, KernelCapabilities, Plugin, hookimpl
 from forge_train.storage.hf_folder import Folder
 from forge_train_plugins.models.decoder import Decoder
 from forge_train_tools.offline.convert import convert_folder
@@ -41,6 +41,27 @@ def refusals(folder: Path) -> tuple[str, str]:
     with pytest.raises(ConfigError) as opened:
         open_model(folder)
     return str(imported.value), str(opened.value)
+
+
+class Plain(Plugin):
+    """A kernel without document masks."""
+
+    api = (1, 0)
+    kernel_capabilities = KernelCapabilities(offsets=True)
+
+    @hookimpl
+    def attention_kernel(self) -> AttentionKernel:
+        from forge_train_plugins.attention._sdpa import Kernel
+
+        return Kernel("auto")
+
+
+def test_what_the_data_needs_of_the_kernel_counts_only_where_data_is_read(llama: Path, tmp_path: Path) -> None:
+    kernel = f"{__name__}:Plain"
+    opened = open_model(llama, plugins=(kernel,))
+    assert opened.job.hooks.provider("attention_kernel") == "plain"
+    with pytest.raises(ConfigError, match="without document masks; plugin 'text' asks for it"):
+        import_checkpoint(llama, tmp_path / "out", plugins=(kernel,))
 
 
 def test_values_that_contradict_each_other_are_refused_as_by_an_import(llama: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,22 @@ from forge_train.registry.setup import resolve
 from forge_train.storage import checkpoint
 from forge_train.testing.runs import RunForge
 from forge_train_plugins.models._hf.files import imported
+from forge_train_tools.offline.evaluate import evaluate
+from forge_train_tools.offline.generate import Completion, Sampling
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.hf_request import starting_from
 from forge_train_tools.offline.huggingface import export_checkpoint
-from forge_train_tools.offline.opening import lone_job, open_model
+from forge_train_tools.offline.opening import Wanted, lone_job, open_model
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.unit]
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    **{kind: {**hf_models.MODELS[kind], "vocab_size": 257} for kind in ("falcon", "stablelm")},
+    "gemma2": {**hf_models.GROUPED, "vocab_size": 257, "head_dim": 8, "attn_logit_softcapping": 3.0},
+}
+"""Models of bytes whose class can't keep documents apart under the default kernel."""
 
 
 def small(kind: str) -> dict[str, Any]:
@@ -70,6 +80,58 @@ def test_a_folder_is_imported_and_comes_back(tmp_path: Path, kind: str) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == kind
     ours = dict(back.named_parameters())
     assert all(one.equal(ours[name]) for name, one in theirs.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["falcon", "stablelm", "gemma2"])
+def test_text_is_generated_by_a_class_that_can_not_keep_documents_apart(tmp_path: Path, kind: str) -> None:
+    theirs = saved(tmp_path, kind, **SHAPES[kind])
+    opened = open_model(tmp_path, plugins=("hf",))
+    done = Completion(opened.job, opened.model, "abc", Sampling(tokens=4, temperature=0))
+    assert len([*done]) > 0
+    assert done.tokens == 4
+    (part,) = opened.model.parts
+    head: Any = part.get_submodule("head")
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(head(part(ids)), theirs(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["falcon", "stablelm", "gemma2"])
+def test_rows_of_documents_need_an_option_or_a_kernel(tmp_path: Path, kind: str) -> None:
+    saved(tmp_path / "theirs", kind, **SHAPES[kind])
+    (tmp_path / "text.txt").write_text("one two three\n" * 200)
+    sets = (f"text.path={tmp_path / 'text.txt'}", f"text.cache={tmp_path / 'cache'}", "run.device=cpu")
+    sets += ("train.sequence=16", "train.global_batch=2", "train.evaluate_batches=1")
+    with pytest.raises(ConfigError, match=r"add -s text\.isolate=false\.$") as refused:
+        evaluate(tmp_path / "theirs", wanted=Wanted(("hf",), sets))
+    with pytest.raises(ConfigError, match=r"add -s text\.isolate=false\.$"):
+        import_checkpoint(tmp_path / "theirs", tmp_path / "here", plugins=("hf",))
+    assert ("auto, eager" in str(refused.value)) == (kind == "gemma2"), "no kernel helps the others"
+    joined = evaluate(tmp_path / "theirs", wanted=Wanted(("hf",), (*sets, "text.isolate=false")))
+    assert joined.tokens > 0
+    if kind == "gemma2":
+        assert evaluate(tmp_path / "theirs", wanted=Wanted(("hf", "eager"), sets)).tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        ({"tokens": {"path": "."}}, "add -s tokens.packing=split -s tokens.isolate=false."),
+        ({"sft": {"path": "."}}, "Plugin 'sft' asks for it."),
+    ],
+)
+def test_the_options_are_those_of_the_data(tmp_path: Path, data: dict[str, Any], options: str) -> None:
+    ((name, section),) = data.items()
+    section = {"packing": "best_fit", **section}
+    laid = {
+        "hf": {"type": "falcon", "set": small("falcon")},
+        name: section,
+        "run": {"device": "cpu"},
+        "train": {"steps": 1},
+    }
+    setup = resolve(Request(plugins=("hf", name), sections=laid), data=False)
+    with pytest.raises(ConfigError, match=re.escape(options) + "$"):
+        compose(lone_job(setup, tmp_path, "cpu"), allocate=False)
 
 
 def test_a_null_that_toml_can_not_say_is_refused() -> None:
@@ -178,7 +240,7 @@ OWN = {"n_embd": 32, "n_layer": 2, "n_head": 4, **hf_models.DRY}
 
 def saved(path: Path, kind: str, **keys: Any) -> Any:
     """A random model of transformers in a folder."""
-    config = transformers.AutoConfig.for_model(kind, vocab_size=hf_models.VOCABULARY, **keys)
+    config = transformers.AutoConfig.for_model(kind, **{"vocab_size": hf_models.VOCABULARY, **keys})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(path)
     return model

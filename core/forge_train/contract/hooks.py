@@ -57,11 +57,10 @@ class Hooks(Events):
         self.plugins = {enabled.name: plugin for enabled, plugin in plugins}
         self.enabled = {enabled.name: enabled for enabled, _ in plugins}
         self.defaults = dict(defaults)
-        self.unused: set[str] = set()
-        """Plugins that turned out to have nothing to do; see `registry.unused`."""
+        self.opened = False  # whether the model is only opened, as to generate text: nothing reads rows of the data
+        self.unused: set[str] = set()  # plugins that turned out to have nothing to do; see `registry.unused`
         self.used: set[tuple[str, str]] = set()  # slot or chain, and a plugin whose answer was taken
-        self.asked_of_kernel: list[KernelCapabilities] = []
-        """What attention modules need of the kernel, as they said when they asked for it."""
+        self.asked_of_kernel: list[KernelCapabilities] = []  # what attention modules need, said when they asked for it
         self.inside: list[SpanName] = []  # spans that the run is in, outermost first, where there is an `around`
         self._calls, self._job = Calls.of(plugins), cast("Job | None", None)
 
@@ -229,9 +228,10 @@ class Hooks(Events):
         return [(n, one) for n, found in self._calls.collect("extra_models", {"job": self.job}) for one in found or ()]
 
     def kernel_needs(self, config: Config) -> list[tuple[str, KernelCapabilities]]:
-        """What plugins will ask of the attention kernel, with who does."""
-        answers = self._calls.collect("kernel_needs", {"config": config})
-        return [(f"plugin {name!r} asks for it", needs) for name, needs in answers if needs is not None]
+        """What plugins will ask of the attention kernel, with who does; without the data's if no data is read."""
+        idle = self.provider("build_data") if self.opened else None
+        answers = dict(self._calls.collect("kernel_needs", {"config": config}))
+        return [(f"plugin {name!r} asks for it", one) for name, one in answers.items() if one and name != idle]
 
     def example_batch(self) -> Batch | None:
         answers = dict(self._calls.collect("example_batch", {"job": self.job}))

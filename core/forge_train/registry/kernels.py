@@ -11,6 +11,16 @@ from .discovery import discover
 SLOT = "attention_kernel"
 
 
+def able(asked: Iterable[KernelCapabilities]) -> list[str]:
+    """The installed kernels that can do all of this, by name."""
+    wanted = list(asked)
+    return sorted(
+        found.name
+        for found in discover()
+        if (kernel := found.kernel_capabilities) and not any(True for one in wanted for _ in kernel.lacks(one))
+    )
+
+
 def misfits(hooks: Hooks, asked: Iterable[tuple[str, KernelCapabilities]]) -> Iterator[str]:
     """A sentence for everything that is asked for and that the kernel lacks.
 
@@ -23,11 +33,7 @@ def misfits(hooks: Hooks, asked: Iterable[tuple[str, KernelCapabilities]]) -> It
     kernel = hooks.enabled[name]
     for who, wanted in asked:
         if lacking := list(kernel.cls.kernel_capabilities.lacks(wanted)):
-            others = sorted(
-                found.name
-                for found in discover()
-                if found.name != name and (able := found.kernel_capabilities) and not [*able.lacks(wanted)]
-            )
+            others = able([wanted])
             way_out = (
                 f"Installed kernels that have it: {', '.join(others)}; enable one with --plugins."
                 if others

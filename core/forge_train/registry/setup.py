@@ -33,7 +33,9 @@ class Setup:
 
 
 @during("configure")
-def resolve(request: Request, *, world: int = 1, training: bool = True, data: bool = True) -> Setup:
+def resolve(
+    request: Request, *, world: int = 1, training: bool = True, data: bool = True, opened: bool = False
+) -> Setup:
     """Read, check and freeze everything that can be known without torch.
 
     Args:
@@ -43,6 +45,8 @@ def resolve(request: Request, *, world: int = 1, training: bool = True, data: bo
             checkpoint is only looked at were checked when it began.
         data: whether it is to train here and now. A run that is planned or shown, and a folder that is opened, may lack
             its data.
+        opened: whether the model is only opened, as to generate text: what its data needs of the attention kernel does
+            not count then.
 
     Raises:
         ConfigError: with every mistake that could be found, one a line.
@@ -59,6 +63,7 @@ def resolve(request: Request, *, world: int = 1, training: bool = True, data: bo
     core = {name: validate(name, cls, tree.below((name,)), mistakes) for name, cls in CORE_SECTIONS.items()}
     _raise(resolution.mistakes, resolution.hints)
     hooks = Hooks([(plugin, instance(plugin, sections[plugin.name])) for plugin in enabled], resolution.defaults)
+    hooks.opened = opened
     hooks.check_slots()
     config = Config(
         **core,

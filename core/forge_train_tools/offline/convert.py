@@ -131,7 +131,7 @@ def _to_architecture(folder: Folder, architecture: str, request: Request) -> tup
         hint = nearest(architecture, known) or f" Known: {', '.join(known) or 'none'}."
         raise ConfigError(f"--architecture: no enabled plugin writes {architecture!r}.{hint}")
     sections = {**request.sections, provider: {**request.sections.get(provider, {}), "architecture": architecture}}
-    setup = resolve(dataclasses.replace(request, sections=sections), data=False)
+    setup = resolve(dataclasses.replace(request, sections=sections), data=False, opened=True)
     job = lone_job(setup, folder.path, "cpu")
     model = compose_meta(job, text=False)
     wanted = {name: (tuple(one.shape), one.dtype) for name, one in model.state_dict().items()}

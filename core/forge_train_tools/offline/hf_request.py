@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.config.layers import Request
-from forge_train.contract.attention import KernelCapabilities
 from forge_train.contract.hooks import Hooks
 from forge_train.contract.protocols import HFModel
 from forge_train.ground.errors import ConfigError, ForgeError, describe, nearest
@@ -75,13 +74,8 @@ def _kernel(request: Request) -> tuple[str, ...]:
     if name is None or name not in setup.config.defaults.values() or setup.hooks.enabled[name].named:
         return ()
 
-    def able(kernel: KernelCapabilities | None) -> bool:
-        return kernel is not None and not any(True for one in asked for _ in kernel.lacks(one))
-
-    if able(setup.hooks.enabled[name].cls.kernel_capabilities):
-        return ()
-    others = sorted(one.name for one in discover() if able(one.kernel_capabilities))
-    return tuple(others[:1])
+    able = kernels.able(asked)
+    return () if name in able else tuple(able[:1])
 
 
 def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:

@@ -141,7 +141,8 @@ def find(path: Path, *, world: int = 1, wanted: Wanted | None = None, plugins: t
         if not (path / TOKENIZER).is_file():
             log.warning("%s has no %s: text is read as bytes, which few models were trained on.", path, TOKENIZER)
         request = Request(model_from=str(path), plugins=(*asked_for.plugins, *plugins), set=asked_for.set)
-        return Source(path, resolve(starting_from(request), world=world, data=wanted is not None), None)
+        opened = wanted is None
+        return Source(path, resolve(starting_from(request), world=world, data=not opened, opened=opened), None)
     path = checkpoint.resolve(path)
     if plugins:
         raise ConfigError(f"--plugins: {path} uses the plugins that it was trained with; leave the option out.")
@@ -183,7 +184,7 @@ def setup_of(path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wa
         foreign=str(run_folder(path)),
     )
     try:
-        return resolve(request, world=world, training=wanted is not None)
+        return resolve(request, world=world, training=wanted is not None, opened=wanted is None)
     except ConfigError as error:
         why = "can't be opened with the plugins that are installed now"
         if error.where.key.startswith("parallel."):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from forge_train import ConfigError, HeadSpec
+from forge_train import ConfigError, HeadSpec, KernelCapabilities
 from forge_train.ground.errors import describe
 from forge_train.ground.present import few
 from forge_train.nn import Dropout
+from forge_train.registry import kernels
 
 from . import attention, experts, stages
 from .config import model_class
@@ -64,11 +66,13 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
                 f"hf: attention of {name} needs {few(lacking)}, which plugin {chosen!r} does not support, so tp and cp "
                 "can't split it; enable a kernel that does, such as eager."
             )
-    reached = asked.documents if asked is not None and kernel else set()
-    isolates = all(any(id(one) in reached for one in model.get_submodule(unit).modules()) for unit in units)
+    reached = asked.documents if asked is not None else set()
+    reaches = all(any(id(one) in reached for one in model.get_submodule(unit).modules()) for unit in units)
+    isolates = kernel and reaches
     for who, needs in job.hooks.kernel_needs(job.config):
         if needs.documents and not isolates:
-            raise ConfigError(f"{no_documents(name)} {who[0].upper()}{who[1:]}.")
+            ways_out = _ways_out(job, asked.needs if asked is not None and reaches else None)
+            raise ConfigError(f"{no_documents(name)}. {who[0].upper()}{who[1:]}.{ways_out}")
     if asked is not None and kernel:
         attention.take(model, job.hooks.attention_kernel(), asked)
     experts.take(inner, job)
@@ -84,6 +88,28 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
     if weights:
         made.stored = Stored(weights, model, base, headless=given != "token_logits")
     return made
+
+
+def _ways_out(job: Job, needs: KernelCapabilities | None) -> str:
+    """What a user can do if documents can't be kept apart.
+
+    Args:
+        job: of the run.
+        needs: what the class's attention needs from a kernel that would keep them apart; None if no kernel can.
+    """
+    found = ""
+    if needs is not None:
+        wanted = replace(needs, documents=True, devices=(job.device.type,))
+        able = kernels.able([wanted, *(one for _, one in job.hooks.kernel_needs(job.config))])
+        found = (
+            f" Installed kernels that keep them apart: {', '.join(able)}; enable one with --plugins." if able else ""
+        )
+    name = job.hooks.provider("build_data") or ""
+    section = job.config.sections.get(name)
+    if not getattr(section, "isolate", False):
+        return found
+    packing = f"-s {name}.packing=split " if getattr(section, "packing", "split") != "split" else ""
+    return f"{found} To join the documents of a row into one text, add {packing}-s {name}.isolate=false."
 
 
 def _inputs() -> dict[str, torch.Tensor]:

@@ -97,7 +97,7 @@ class CausalLM(nn.Module):
         asked: dict[str, Any] = {"use_cache": cache is not None}
         if document_ids is not None:
             if not self._facts.isolates:
-                raise ConfigError(no_documents(type(self._inner).__name__))
+                raise ConfigError(f"{no_documents(type(self._inner).__name__)}.")
             asked["document_ids"] = document_ids
         if position_ids is None and self._facts.kernel and cache is None:
             # Under sequence parallelism the class would count only the tokens of this rank's piece.
@@ -229,8 +229,8 @@ class CausalLM(nn.Module):
 
 
 def no_documents(name: str) -> str:
-    """The error for documents that can't be kept apart."""
+    """Why documents can't be kept apart, without the period."""
     return (
         f"hf: {name} computes attention itself, or mixes tokens in another way, so it can't keep the documents of a "
-        "row apart; have the data plugin join them (isolate = false)."
+        "row apart"
     )
