@@ -110,7 +110,7 @@ def quantised(folder: Path) -> None:
         rows, columns = (-(-size // BLOCK) for size in tensor.shape)
         scales = torch.rand(rows, columns) / 100 + 0.001
         whole = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: tensor.shape[0], : tensor.shape[1]]
-        found[name], found[f"{name}_scale_inv"] = (tensor / whole).to(torch.float8_e4m3fn), scales
+        found[name], found[f"{name}_scale_inv"] = (tensor / whole).clamp(-448, 448).to(torch.float8_e4m3fn), scales
     ahead = {name.replace("layers.2.", "layers.3."): one.clone() for name, one in found.items() if "layers.2." in name}
     save_file(found | ahead | {"model.layers.3.enorm.weight": torch.ones(32)}, file)
     how = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}

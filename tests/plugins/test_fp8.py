@@ -69,6 +69,8 @@ def test_gives_what_torchaos_own_layer_gives(name: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_torchs_kernel_gives_what_emulation_gives(name: Any) -> None:
     """The CPU's, also where tokens are no multiple of 16."""
+    if name != "tensorwise" and not kernels.rows_on_cpu():
+        pytest.skip("this torch's kernel takes one scale for each tensor")
     x, weight, gradient = low.operands(tokens=250)
     emulated, kernel = (
         low.passes(low.linear(recipes.scaled(name, kernel=kernel)), x, weight, gradient) for kernel in (False, True)
@@ -232,7 +234,7 @@ def test_the_kernel_can_be_asked_for(run_forge: RunForge, monkeypatch: pytest.Mo
     by_kernel = run_forge(["fp8"], {**FAST, "fp8.emulate": "off"})
     assert composed(by_kernel)["note"].startswith("tensorwise, by kernel")
     assert by_kernel.losses == pytest.approx(run_forge(["fp8"], FAST).losses, rel=1e-4)
-    monkeypatch.setattr(kernels, "lacking", lambda device, dtype: "there is none here")
+    monkeypatch.setattr(kernels, "lacking", lambda device, dtype, rows: "there is none here")
     with pytest.raises(ConfigError, match="'off' needs a float8 kernel, but there is none here"):
         run_forge(["fp8"], {"fp8.emulate": "off"})
 
@@ -276,3 +278,20 @@ def test_every_recipe_is_one_of_frozen_values() -> None:
     assert dataclasses.replace(recipes.mx(), kernel=True) != recipes.mx()
     assert isinstance(hash(recipes.deepseek()), int)
     assert Recipe((recipes.ROWS, recipes.ROWS), None, None).block == 0
+
+
+def test_a_kernel_that_lacks_scales_of_rows_is_told(run_forge: RunForge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "rows_on_cpu", lambda: False)
+    with pytest.raises(ConfigError, match="'off' needs a float8 kernel, but the CPU's takes one scale for each tensor"):
+        run_forge(["fp8"], {**FAST, "fp8.emulate": "off", "fp8.recipe": "rowwise"})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compiled_layer_has_the_same_gradients(name: Any) -> None:
+    operands = low.operands(tokens=64)
+    layer = low.linear(recipes.scaled(name, kernel=False))
+    plain = low.passes(layer, *operands)
+    torch._dynamo.reset()
+    compiled = low.passes(torch.compile(layer, backend="aot_eager"), *operands)
+    assert all(one.equal(other) for one, other in zip(plain, compiled, strict=True))
+    assert all(one.any() for one in compiled)

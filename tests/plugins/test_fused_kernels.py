@@ -197,6 +197,7 @@ def test_packed_documents_are_attended_to_apart(function: Any, asked: dict[str, 
     agree(PackedKernel(function), asked)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's own function has no windows and grouped heads")
 def test_torchs_own_function_takes_what_it_is_given() -> None:
     """It runs on CUDA only; on a CPU it gets as far as looking for its kernel."""
     function = functions.torch_function()

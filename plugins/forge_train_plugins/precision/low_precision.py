@@ -128,7 +128,8 @@ class FP8(LowPrecisionPlugin):
         from ._low_precision.convert import Conversion
         from ._low_precision.kernels import can_group, lacking
 
-        config, missing = self.config, lacking(job.device, job.precision.compute)
+        config = self.config
+        missing = lacking(job.device, job.precision.compute, rows=config.recipe != "tensorwise")
         if config.emulate == "off" and missing:
             raise ConfigError(f"fp8.emulate = 'off' needs a float8 kernel, but {missing}; use 'auto' or 'on'.")
         auto = job.device.type == "cuda" and not missing  # the CPU's kernel is slower than emulation

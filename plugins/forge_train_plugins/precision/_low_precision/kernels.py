@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,13 +18,32 @@ ALIGNMENT = 16
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the former since 2.12
 
 
-def lacking(device: torch.device, dtype: torch.dtype) -> str:
+@cache
+def rows_on_cpu() -> bool:
+    """Whether the CPU's float8 kernel takes a scale for each row (torch 2.13 does, 2.11 does not)."""
+    ones = torch.ones(ALIGNMENT, ALIGNMENT).to(torch.float8_e4m3fn)
+    scales = torch.ones(ALIGNMENT, 1)
+    try:
+        torch._scaled_mm(ones, ones.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
+
+
+def lacking(device: torch.device, dtype: torch.dtype, *, rows: bool = False) -> str:
     """Why torch's float8 kernels can't be used; empty if they can.
 
     The CPU's (torch 2.13) gives the right numbers, slowly.
+
+    Args:
+        device: of the tensors.
+        dtype: of the product.
+        rows: whether each row has a scale.
     """
     if device.type == "cpu":
-        return ""
+        return (
+            "the CPU's takes one scale for each tensor in this version of torch" if rows and not rows_on_cpu() else ""
+        )
     if device.type != "cuda":
         return f"there is none for {device.type!r}"
     if torch.cuda.get_device_capability(device) < (8, 9):

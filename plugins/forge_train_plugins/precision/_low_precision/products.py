@@ -86,7 +86,13 @@ def multiply(
     if kernel:
         return kernels.scaled(a, b, pair, scales, dtype), sound
     a, b = _rounded(a, b, pair, scales, dtype)
-    return (a @ b.t()).to(dtype), sound
+    return _given(a @ b.t(), dtype), sound
+
+
+def _given(product: Tensor, dtype: torch.dtype) -> Tensor:
+    """In a dtype. Compiled by torch 2.11, a function whose output went through a `to` that changes nothing is given
+    zeros for its gradient."""
+    return product if product.dtype is dtype else product.to(dtype)
 
 
 def _rounded(a: Tensor, b: Tensor, pair: Pair, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Any, Any]:
@@ -158,7 +164,7 @@ def _grouped(rows: Tensor, weight: Tensor, sizes: Tensor, pair: Pair | None, *, 
     if kernel:
         return kernels.scaled_grouped(rows, weight, sizes, pair, scales, dtype), sound
     rows, weight = _rounded(rows, weight, pair, scales, dtype)
-    return kernels.grouped(rows, weight, sizes).to(dtype), sound
+    return _given(kernels.grouped(rows, weight, sizes), dtype), sound
 
 
 def _grouped_weights(gradient: Tensor, rows: Tensor, sizes: Tensor, pair: Pair | None) -> Tensor:
@@ -168,7 +174,7 @@ def _grouped_weights(gradient: Tensor, rows: Tensor, sizes: Tensor, pair: Pair |
         return kernels.grouped_outer(gradient, rows, sizes)
     a, b = gradient.float().t(), rows.float().t()
     a, b = _rounded(a, b, pair, (pair[0].scale(a, sizes=sizes), pair[1].scale(b, sizes=sizes)), dtype)
-    return kernels.grouped_outer(a.t(), b.t(), sizes).to(dtype)
+    return _given(kernels.grouped_outer(a.t(), b.t(), sizes), dtype)
 
 
 def _own(rows: Tensor, sizes: Tensor) -> Tensor:
