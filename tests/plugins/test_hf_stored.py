@@ -150,3 +150,56 @@ def test_operations_without_a_counterpart_leave_the_names_of_the_class(monkeypat
             one.operations = [Turned(dim=0), *one.operations[1:]]
     monkeypatch.setattr("forge_train_plugins.models._hf.stored.get_model_conversion_mapping", lambda *_, **__: declared)
     assert all(one.here == one.files for one in held_by_files(model))
+
+
+ALLOWED: Mapping[str, tuple[dict[str, Any], tuple[str, str], set[str]]] = {
+    # What a folder holds otherwise (None: not at all), what is allowed, and the weights that then start anew.
+    "an expert more": (
+        {"1.mlp.experts.3.gate_proj": torch.zeros(48, 32), "1.mlp.experts.3.up_proj": torch.zeros(48, 32)}
+        | {"1.mlp.experts.3.down_proj": torch.zeros(32, 48)},
+        ("allow_extra", "*experts.3.*"),
+        set(),
+    ),
+    "the last expert missing": (
+        {f"1.mlp.experts.2.{name}_proj": None for name in ("gate", "up", "down")},
+        ("allow_missing", "*experts.2.*"),
+        {"gate_up_proj", "down_proj"},
+    ),
+    "a part of the first expert missing": (
+        {"1.mlp.experts.0.up_proj": None},
+        ("allow_missing", "*experts.0.*"),
+        {"gate_up_proj"},
+    ),
+    "an expert of another shape": (
+        {"1.mlp.experts.1.down_proj": torch.zeros(32, 47)},
+        ("allow_missing", "*.1.down_proj.*"),
+        {"down_proj"},
+    ),
+}
+
+
+@pytest.mark.parametrize("plugin", ["hf", "decoder"])
+@pytest.mark.parametrize("case", ALLOWED)
+def test_experts_that_are_allowed_to_differ(tmp_path: Path, case: str, plugin: str) -> None:
+    """A stack that lacks one of its experts starts anew as a whole; one that is not the model's is left out."""
+    changes, (way, pattern), anew = ALLOWED[case]
+    folder(tmp_path / "theirs", "olmoe")
+    tensors: dict[str, Any] = load_file(tmp_path / "theirs" / "model.safetensors")
+    whole = dict(tensors)
+    tensors |= {f"model.layers.{name}.weight": one for name, one in changes.items()}
+    save_file({n: t for n, t in tensors.items() if t is not None}, tmp_path / "theirs" / "model.safetensors")
+    asked: dict[str, Any] = {"plugins": (plugin,)}
+    with pytest.raises(ConfigError, match="the tensors are not those"):
+        import_checkpoint(tmp_path / "theirs", tmp_path / "no", **asked)
+    done = import_checkpoint(tmp_path / "theirs", tmp_path / "here", **asked, **{way: (pattern,)})
+    assert any("as in a new model" in note for note in done.notes) == bool(anew)
+    export_checkpoint(tmp_path / "here", tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == whole.keys()
+    names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    fresh = {name for one in anew for name in names[one]}
+    if plugin == "decoder" and case == "a part of the first expert missing":
+        fresh = {"up_proj"}  # gate and up are apart there
+    for name, one in back.items():
+        new = name.startswith("model.layers.1.mlp.experts.") and name.split(".")[-2] in fresh
+        assert one.equal(whole[name]) != new, name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -25,13 +25,11 @@ class Step:
     taken: set[str] = field(default_factory=set)
     given: dict[str, View] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
-    optional: Set[str] = frozenset()
-    """Names that may be missing; the map then gives nothing that needs them."""
 
     def take(self, *names: str) -> list[View]:
         """The tensors of these names, which nothing else may take afterwards; empty if one of them is missing."""
         for name in names:
-            if name not in self.tensors and name not in self.optional:
+            if name not in self.tensors:
                 beside = next((f", although {other} exists" for other in names if other in self.tensors), "")
                 self.wrong.append(f"{name}: missing{beside}")
             elif name in self.taken:
@@ -68,15 +66,14 @@ class StateMap(ABC):
             ConfigError: if there is none, because the map loses values.
         """
 
-    def trace(self, tensors: Mapping[str, tuple[Shape, torch.dtype]], optional: Set[str] = frozenset()) -> Step:
+    def trace(self, tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> Step:
         """Apply the map to tensors of these shapes and dtypes, without reading any of them.
 
         Args:
             tensors: name → shape and dtype.
-            optional: see `Step`.
         """
         stored = {name: Stored(shape, dtype, name) for name, (shape, dtype) in tensors.items()}
-        step = Step(stored, optional=optional)
+        step = Step(stored)
         self.apply(step)
         return step
 
@@ -108,7 +105,7 @@ class Chain(StateMap):
     def apply(self, step: Step) -> None:
         at_hand, untouched = dict(step.tensors), set(step.tensors)
         for one in self.steps:
-            inner = Step(at_hand, optional=step.optional)
+            inner = Step(at_hand)
             one.apply(inner)
             stays = {name: at_hand[name] for name in inner.left}
             step.wrong += inner.wrong

@@ -63,13 +63,17 @@ def plan(
     expected = _expected(folder, layout, described, whose, way_out)
     unfit = _unfit(folder, expected or {}, whose)
     lacking = {*missing(sorted(unfit))}
-    if lacking:
-        step = layout.map.trace({name: one for name, one in stored.items() if name not in lacking}, optional=lacking)
+    extra = _extra(step, expected)
+    beyond = {*unexpected(extra)}
+    if lacking or beyond:
+        step = _without(
+            layout, stored, {name: shape for name, shape in (expected or {}).items() if name in lacking}, beyond
+        )
     wrong = [line for name, line in unfit.items() if name not in lacking]
     if expected is None:
         wrong = _not_given(step, described, whose)
     wrong += [_odd(folder, name) for name in folder.tensors if name not in {*stored, *leftovers, *lacking}]
-    wrong += _unused(folder, step, expected, tied, unexpected)
+    wrong += _unused(folder, step, [name for name in extra if name not in beyond], tied)
     if wrong or (wrong := step.wrong):
         told = f"{folder.path}: the tensors are not those of the model in {whose}:{indented(wrong)}"
         raise ConfigError(told + way_out)
@@ -86,13 +90,27 @@ def _leftovers(folder: Folder, layout: HFModel, wanted: Described) -> list[str]:
     return [name for name in leftovers if name not in needed]
 
 
-def _unused(
-    folder: Folder,
-    step: Step,
-    expected: Mapping[str, Shape] | None,
-    tied: Iterable[Collection[str]],
-    unexpected: Choose,
-) -> list[str]:
+def _extra(step: Step, expected: Mapping[str, Shape] | None) -> list[str]:
+    """The tensors of a folder that the model does not have."""
+    made = Plan(step.given)
+    used = {source for name in made.targets for source, _ in made.reads(name)}
+    return sorted({*step.left, *(used - expected.keys() if expected is not None else ())})
+
+
+def _without(layout: HFModel, stored: Described, lacking: Mapping[str, Shape], beyond: Collection[str]) -> Step:
+    """The step of a map without the tensors of `beyond`, and without the weights that need one of `lacking`. A weight
+    that is made of several tensors, such as a stack of experts, is left out as a whole."""
+    kept = {name: one for name, one in stored.items() if name not in beyond}
+    usual = max((dtype for _, dtype in kept.values()), key=[dtype for _, dtype in kept.values()].count)
+    kept |= {name: (shape, stored[name][1] if name in stored else usual) for name, shape in lacking.items()}
+    step = layout.map.trace(kept)
+    made = Plan(step.given)
+    needing = {name for name in made.targets if any(source in lacking for source, _ in made.reads(name))}
+    step.given = {name: view for name, view in step.given.items() if name not in needing}
+    return step
+
+
+def _unused(folder: Folder, step: Step, extra: Iterable[str], tied: Iterable[Collection[str]]) -> list[str]:
     """Problems with a map's results: dtypes that weights can't have, and tensors that no weight takes."""
     made = Plan(step.given)
     sources = {name: [*dict.fromkeys(source for source, _ in made.reads(name))] for name in made.targets}
@@ -101,9 +119,7 @@ def _unused(
         if view.dtype not in DTYPES.values():
             wrong += [_odd(folder, one) for one in sources[name] if folder.tensors[one].dtype not in DTYPES]
     copied = [source for group in tied for name in group for source in sources.get(name, ())]
-    used = {source for some in sources.values() for source in some}
-    extra = {*step.left, *(used - expected.keys() if expected is not None else ())}
-    for name in sorted(extra.difference(unexpected(sorted(extra)))):
+    for name in extra:
         wrong += _is_a_copy(folder, name, copied)
     return wrong
 

@@ -108,6 +108,11 @@ class HF(Plugin):
                 f"{job.hooks.gives('head')!r}."
             )
         file = _described_in(mine)
+        if file and not file.exists():
+            option = "config" if mine.config else "weights"
+            raise ConfigError(
+                f"hf.{option}: there is no {file}, which describes the model. If the folder was moved, move it back."
+            )
         if file and mine.fingerprint and file.is_file() and (now := _fingerprint(file)) != mine.fingerprint:
             raise ConfigError(
                 f"hf.fingerprint: {file} has other values than when the run began ({mine.fingerprint} then, {now} "
