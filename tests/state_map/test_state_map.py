@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from forge_train.state_map import (
     Transpose,
     Unstack,
 )
+from forge_train.state_map.strided import EveryNth
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 4)]
 
@@ -295,6 +296,8 @@ def test_ranges_that_cover_everything_read_each_byte_once(case: Callable[..., Ca
     rule, given, expected = case(chance)
     folder = Folder(given)
     plan = rule.plan(folder.described())
+    # As `turns_apart`, which a split with groups of one entry each is too: what lies between is read.
+    assume(not any(isinstance(view, EveryNth) for view in plan.targets.values()))
     for name, tensor in expected.items():
         edges = [sorted({0, size, chance.randint(0, size)}) for size in tensor.shape]
         for box in boxes(edges):
