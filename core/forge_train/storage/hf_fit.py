@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -101,7 +102,7 @@ def _without(layout: HFModel, stored: Described, lacking: Mapping[str, Shape], b
     """The step of a map without the tensors of `beyond`, and without the weights that need one of `lacking`. A weight
     that is made of several tensors, such as a stack of experts, is left out as a whole."""
     kept = {name: one for name, one in stored.items() if name not in beyond}
-    usual = max((dtype for _, dtype in kept.values()), key=[dtype for _, dtype in kept.values()].count)
+    ((usual, _),) = Counter(dtype for _, dtype in kept.values()).most_common(1) or [(torch.float32, 0)]
     kept |= {name: (shape, stored[name][1] if name in stored else usual) for name, shape in lacking.items()}
     step = layout.map.trace(kept)
     made = Plan(step.given)
