@@ -10,12 +10,12 @@ TESTED := constraints/tested.txt
 # What `make test` leaves to `make test-dist`: all but one layout of two ranks of each kind, and the longest of the others.
 LATER := $(filter-out %/test_two_ranks.py,$(wildcard tests/dist/test_*.py)) $(addprefix tests/, \
 	cli/test_cli_plan_pipeline.py cli/test_plugins_new.py core/test_planning_alike.py core/test_planning_twins.py \
-	e2e/test_heads_learn.py e2e/test_plan_at_scale.py e2e/test_plugin_package.py plugins/test_compile.py test_mutants.py)
+	e2e/test_heads_learn.py test_gpu_suite.py e2e/test_plan_at_scale.py e2e/test_plugin_package.py plugins/test_compile.py test_mutants.py)
 # The tested versions, but with the torch that is there.
 CONSTRAINTS := $(VENV)/.constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-dist verify-all mutants lint docs bench clean
+.PHONY: help train test test-dist verify-all mutants lint docs bench gpu clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ docs: $(VENV)/.ready-dev ## build the documentation into site/
 
 bench: $(VENV)/.ready-dev ## measure forge against plain PyTorch, and run the long trials; ARGS="startup loop" picks some
 	@$(PY) benchmarks/run.py $(ARGS)
+
+gpu: ## check and measure forge on this machine's CUDA device in ten minutes, or go on; installs nothing; ARGS="--toy" on a CPU
+	@$(or $(PYTHON),$(if $(wildcard $(PY)),$(PY),python3)) benchmarks/gpu $(ARGS)
 
 clean: ## remove caches and built files; keeps runs/ and $(VENV)
 	@rm -rf site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -50,7 +50,7 @@ def _show(measured: Measured, ratios: dict[str, float]) -> None:
     rows: list[tuple[str, str, str]] = [
         ("throughput", f"{short(measured.tokens_per_second)} tokens/s", f"{short(measured.parameters)} parameters"),
         *_flops(measured),
-        ("loop", f"{measured.speed:.3f}", "of a hand-written loop's tokens per CPU-second"),
+        ("loop", f"{measured.speed:.3f}", f"of a hand-written loop's tokens per {_second(measured)}"),
         ("data", f"{short(measured.data_tokens_per_second)} tokens/s", "from the loader alone"),
         ("checkpoint", f"{measured.save_seconds:.3f} s", f"to save and verify {gib(measured.checkpoint_bytes)}"),
         ("", f"{measured.load_seconds:.3f} s", "to load"),
@@ -59,11 +59,18 @@ def _show(measured: Measured, ratios: dict[str, float]) -> None:
     screen.table(("", "", ""), rows, right=(1,), indent=0)
 
 
+def _second(measured: Measured) -> str:
+    return "CPU-second" if measured.clock == "CPU" else "second"
+
+
 def _flops(measured: Measured) -> list[tuple[str, str, str]]:
     share: Any = measured.share_of_matmul
     if share is None:
         return []
     reached = share * measured.matmul_flops
-    return [
+    rows = [
         ("", f"{short(reached)}FLOP/s", f"{share:.0%} of a large matrix product's {short(measured.matmul_flops)}FLOP/s")
     ]
+    if (mfu := measured.mfu) is not None:
+        rows.append(("", f"{mfu:.1%}", f"MFU, of the device's {short(measured.peak_flops)}FLOP/s"))
+    return rows

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from forge_train.config.layers import Request
 from forge_train.contract.events import CheckpointEvent, StepResult
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from forge_train.contract.job import Job
     from forge_train.contract.model import Model
     from forge_train.contract.protocols import Loader
-    from forge_train.registry.setup import Setup
 
 TURN = 5
 """Steps that a loop takes before the other one's turn."""
 WARM_UP = 2
 """Turns of each that are not counted."""
+LONG = 10_000_000
+"""Steps that the configuration is told, so that no warm-up is too long for it; the probe stops the run."""
 FRESH = (
     *("train.init_from=", "train.init_missing=[]", "train.init_unexpected=[]", "train.init_map="),
     *("checkpoint.only=[]", "checkpoint.folder=", "checkpoint.mirror="),
@@ -44,14 +45,17 @@ FRESH = (
 
 @dataclass
 class Measured:
-    """What a run told; seconds are CPU seconds of all threads where they are not called wall."""
+    """What a run told."""
 
     steps: int
     tokens_per_step: int
     parameters: int
     flops_per_token: float | None
+    clock: Literal["CPU", "wall"] = "CPU"
+    """The seconds of `engine` and `by_hand`: CPU seconds of all threads, which other work on the machine leaves alone;
+    or, on an accelerator, whose work they do not count, wall seconds until the device is done."""
     engine: list[float] = field(default_factory=list)
-    """CPU seconds of each turn of the engine."""
+    """Seconds of each turn of the engine."""
     by_hand: list[float] = field(default_factory=list)
     """The same of the hand-written loop."""
     engine_wall: list[float] = field(default_factory=list)
@@ -61,10 +65,12 @@ class Measured:
     checkpoint_bytes: int = 0
     matmul_flops: float = 0.0
     """FLOP/s of a large matrix product here, in the run's precision."""
+    peak_flops: float = 0.0
+    """FLOP/s by the device's data sheet; 0 where it is not known."""
 
     @property
     def speed(self) -> float:
-        """Tokens per CPU-second of the engine, relative to the hand-written loop; the median of all turns."""
+        """Tokens per second of `clock` of the engine, relative to the hand-written loop; the median of all turns."""
         pairs = zip(self.by_hand, self.engine, strict=True)
         return statistics.median(hand / engine for hand, engine in pairs)
 
@@ -76,19 +82,29 @@ class Measured:
     @property
     def share_of_matmul(self) -> float | None:
         """FLOP/s of training, as a share of what a matrix product reaches here."""
-        if self.flops_per_token is None or not self.matmul_flops:
+        return self._share(self.matmul_flops)
+
+    @property
+    def mfu(self) -> float | None:
+        """FLOP/s of training, as a share of the device's peak."""
+        return self._share(self.peak_flops)
+
+    def _share(self, flops: float) -> float | None:
+        if self.flops_per_token is None or not flops:
             return None
-        return self.tokens_per_second * self.flops_per_token / self.matmul_flops
+        return self.tokens_per_second * self.flops_per_token / flops
 
     def as_json(self) -> dict[str, Any]:
         """Every figure by name."""
         return {
             "tokens_per_second": self.tokens_per_second,
             "loop_speed": self.speed,
+            "clock": self.clock,
             "parameters": self.parameters,
             "flops_per_token": self.flops_per_token,
             "matmul_flops": self.matmul_flops,
             "share_of_matmul": self.share_of_matmul,
+            "mfu": self.mfu,
             "data_tokens_per_second": self.data_tokens_per_second,
             "save_seconds": self.save_seconds,
             "load_seconds": self.load_seconds,
@@ -101,13 +117,19 @@ class Probe(Plugin):
 
     api = (1, 0)
     result: Measured
+    last: int
+    """Step after which the run ends."""
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        from forge_train.loop.meter import device_peak
+
         train = job.config.train
         self._job, self._model = job, model
+        self._now = clock_of(job.device)
         self.result = Measured(
-            steps=job.steps,
+            steps=self.last,
+            clock="CPU" if job.device.type == "cpu" else "wall",
             tokens_per_step=train.tokens_per_step,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             flops_per_token=model.flops_per_token(train.sequence),
@@ -115,25 +137,28 @@ class Probe(Plugin):
         loader = job.hooks.build_data("train")
         self.result.data_tokens_per_second = data_speed(loader, train.micro_batch * train.sequence)
         self.result.matmul_flops = matmul_speed(job)
+        self.result.peak_flops = device_peak(job)
         self._by_hand = ByHand(job, model.parts[0], optimizer, loader)
-        self._cpu, self._wall = time.process_time(), time.perf_counter()
+        self._began, self._wall = self._now(), time.perf_counter()
 
     @hookimpl
     def on_step(self, step: StepResult) -> None:
+        if step.step == self.last:
+            self._job.control.stop("measured")
         if step.step % TURN:
             return
         self._wait()
         counts = step.step > WARM_UP * TURN
         if counts:
-            self.result.engine.append(time.process_time() - self._cpu)
+            self.result.engine.append(self._now() - self._began)
             self.result.engine_wall.append(time.perf_counter() - self._wall)
-        began = time.process_time()
+        began = self._now()
         for _ in range(TURN):
             self._by_hand.step()
         self._wait()
         if counts:
-            self.result.by_hand.append(time.process_time() - began)
-        self._cpu, self._wall = time.process_time(), time.perf_counter()
+            self.result.by_hand.append(self._now() - began)
+        self._began, self._wall = self._now(), time.perf_counter()
 
     @hookimpl
     def on_checkpoint(self, event: CheckpointEvent) -> None:
@@ -181,36 +206,32 @@ class ByHand:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def measure(request: Request, *, turns: int = 8) -> Measured:
+def measure(request: Request, *, turns: int = 8, probe: str = "") -> Measured:
     """Train as asked, for a few steps in a folder that is removed again, and measure.
 
     Args:
         request: model, data and plugins; how long, evaluations and checkpoints are chosen here.
         turns: of each loop, beside those that warm up.
+        probe: `module:Probe`, a subclass of `Probe` that looks at more.
 
     Raises:
         ForgeError: as `forge train` does.
     """
+    from forge_train.engine import train
     from forge_train.registry.setup import resolve
 
-    steps = (turns + WARM_UP) * TURN
-    own = ("train.tokens=0", f"train.steps={steps}", "train.evaluate_every=0", "checkpoint.every=0", "log.every=10")
-    plugins = (*request.plugins, f"{__name__}:Probe")
+    own = ("train.tokens=0", f"train.steps={LONG}", "train.evaluate_every=0", "checkpoint.every=0", "log.every=10")
+    plugins = (*request.plugins, probe or f"{__name__}:Probe")
     setup = resolve(dataclasses.replace(request, plugins=plugins, set=(*request.set, *own, *FRESH)))
     for name, enabled in setup.hooks.enabled.items():
         if enabled.cls.display:
             setup.hooks.mute(name)
+    found = setup.hooks.plugins["probe"]
+    assert isinstance(found, Probe)
+    found.last = (turns + WARM_UP) * TURN
     with tempfile.TemporaryDirectory(prefix="forge-bench-") as folder:
-        _train(setup, Path(folder))
-    probe = setup.hooks.plugins["probe"]
-    assert isinstance(probe, Probe)
-    return probe.result
-
-
-def _train(setup: Setup, folder: Path) -> None:
-    from forge_train.engine import train
-
-    train(setup, run_dir=folder, resume="never")
+        train(setup, run_dir=Path(folder), resume="never")
+    return found.result
 
 
 def data_speed(loader: Loader, tokens: int, *, seconds: float = 0.5) -> float:
@@ -229,10 +250,22 @@ def data_speed(loader: Loader, tokens: int, *, seconds: float = 0.5) -> float:
     return count * tokens / spent
 
 
-def matmul_speed(job: Job, *, size: int = 1024, seconds: float = 0.5) -> float:
-    """FLOP/s of a product of two square matrices in the run's precision."""
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """The clock that loops are compared by: CPU time on a CPU, the wall's where an accelerator works beside it."""
+    return time.process_time if device.type == "cpu" else time.perf_counter
+
+
+def matmul_speed(job: Job, *, size: int = 0, seconds: float = 0.5) -> float:
+    """FLOP/s of a product of two square matrices in the run's precision.
+
+    Args:
+        job: whose device multiplies.
+        size: rows; 0 takes as many as keep the device busy.
+        seconds: how long to look.
+    """
     import torch
 
+    size = size or (1024 if job.device.type == "cpu" else 8192)  # an H100 computes 1024³ in the time of its launch
     one = torch.randn(size, size, device=job.device).to(job.precision.compute)
     wait: Callable[[], None] = torch.cuda.synchronize if job.device.type == "cuda" else (lambda: None)
     one @ one

@@ -27,7 +27,7 @@ class Meter:
         self._job = job
         stages = job.dist.gather_stages(model.flops_per_token(job.config.train.sequence))
         flops = sum(one for one in stages if one) if all(stages) else None
-        peak = flops and _peak(job) * job.dist.world
+        peak = flops and device_peak(job) * job.dist.world
         self._flops_share = flops / peak if flops and peak else None
         self._since = 0.0
         self._tokens = 0
@@ -74,7 +74,7 @@ class Meter:
         return line
 
 
-def _peak(job: Job) -> float:
+def device_peak(job: Job) -> float:
     """FLOP/s of this device at its peak: as configured, else by its name; 0 where neither says."""
     if configured := job.config.log.peak_tflops:
         return configured * 1e12

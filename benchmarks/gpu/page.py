@@ -1,0 +1,52 @@
+"""The table of a run, as Markdown and JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from .case import BAD, Case
+from .suite import Result
+
+
+def markdown(cases: list[Case], results: list[Result], about: dict[str, Any], *, toy: bool) -> str:
+    """The page; what needs a device, or a package, stands there as such."""
+    found = {result.name: result for result in results}
+    counts = Counter(result.status for result in results)
+    where = f"{about['device']}, torch {about['torch']}, Python {about['python']}, {about['cores']} cores"
+    lines = [
+        "# On the GPU",
+        "",
+        f"Written by `make gpu` on {time.strftime('%Y-%m-%d')}: {where}.",
+        *(["At toy size: speeds and sizes say nothing."] if toy else []),
+        "",
+        ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) + ".",
+        "",
+        "| case | what | measured | bar | met |",
+        "|---|---|---|---|---|",
+    ]
+    for case in cases:
+        if (result := found.get(case.name)) is None:
+            continue
+        for row in result.rows:
+            met = "yes" if row.ok else "**no**"
+            lines.append(f"| {case.name} | {_cell(row.name)} | {_cell(row.measured)} | {_cell(row.bar)} | {met} |")
+        if not result.rows:
+            met = "**no**" if result.status in BAD else "—"
+            lines.append(f"| {case.name} | {_cell(result.told.splitlines()[0])} | {result.status} | — | {met} |")
+    for result in results:
+        if result.status in ("failed", "deadline"):
+            lines += ["", f"## {result.name}: {result.status}", "", "```text", result.told, "```"]
+    return "\n".join([*lines, ""])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def plain(results: list[Result], about: dict[str, Any]) -> str:
+    """The same as JSON."""
+    return json.dumps({"machine": about, "cases": [asdict(result) for result in results]}, indent=1) + "\n"
