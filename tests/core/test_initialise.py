@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -191,3 +192,36 @@ def test_tied_weights_survive_the_meta_device() -> None:
     assert part["b"].weight is part["a"].weight
     part["b"].weight = nn.Parameter(torch.ones(1))
     assert retie(part, [("a.weight", "b.weight")]) == ["b.weight"]
+
+
+@pytest.mark.parametrize("shape", [(1000, 32), (3, 2, 130, 5)])
+def test_threads_draw_the_same_bits(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    """8 billion weights take minutes on one thread. The order in which threads come to the blocks changes nothing."""
+    wanted, names = filled(shape), set()
+    drawn = initialise._draw
+
+    def draw(block: Tensor, init: Init, seed: int) -> None:
+        names.add(threading.current_thread().name)
+        barrier.wait(timeout=20)  # as many threads as there are cores are at work at once
+        drawn(block, init, seed)
+
+    barrier = threading.Barrier(2)
+    monkeypatch.setattr(initialise, "THREADED", 1)
+    monkeypatch.setattr(initialise, "cores", lambda: 2)
+    monkeypatch.setattr(initialise, "_draw", draw)
+    parameter = nn.Parameter(torch.empty(shape))
+    fill(parameter, "w", NORMAL, 1)
+    assert len(names) == 2
+    assert all(name.startswith("initial-weights") for name in names)
+    assert torch.equal(parameter, wanted)
+
+
+def test_an_error_in_a_thread_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(block: Tensor, init: Init, seed: int) -> None:
+        raise ValueError("no numbers")
+
+    monkeypatch.setattr(initialise, "THREADED", 1)
+    monkeypatch.setattr(initialise, "cores", lambda: 2)
+    monkeypatch.setattr(initialise, "_draw", draw)
+    with pytest.raises(ValueError, match="no numbers"):
+        filled((300, 4))

@@ -7,7 +7,9 @@ import hashlib
 import itertools
 import math
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import torch
@@ -17,9 +19,13 @@ from ..contract.layers import Init
 from ..contract.model import Model
 from ..ground.errors import PluginError
 from ..ground.tensors import held_bytes, local
+from ..ground.world import World, cores
 
 ROWS = 64
 """Rows per seeded block: few enough that an uneven shard wastes little, enough that seeding costs nothing."""
+
+THREADED = 2**20
+"""Elements of a tensor from which on threads draw its blocks."""
 
 
 def declared(part: nn.Module) -> dict[str, Init]:
@@ -164,14 +170,31 @@ def fill(tensor: Tensor, name: str, init: Init, seed: int) -> None:
     if tensor.dim() <= 1:
         piece, window = piece.reshape(1, -1), [(0, 1), *window] if tensor.dim() else [(0, 1), (0, 1)]
     leading, (row_from, row_to), columns = window[:-2], window[-2], slice(*window[-1])
-    for index in itertools.product(*(range(*bounds) for bounds in leading)):
+
+    def draw(at: tuple[tuple[int, ...], int]) -> None:
+        index, start = at
         target = piece[tuple(i - bounds[0] for i, bounds in zip(index, leading, strict=True))]
-        for start in range(row_from - row_from % ROWS, row_to, ROWS):
-            rows = min(ROWS, shape[-2] - start)
-            block = torch.empty(rows, shape[-1])
-            _draw(block, init, _seed(seed, name, *index, start // ROWS))
-            low, high = max(start, row_from), min(start + rows, row_to)
+        rows = min(ROWS, shape[-2] - start)
+        block = torch.empty(rows, shape[-1])
+        _draw(block, init, _seed(seed, name, *index, start // ROWS))
+        low, high = max(start, row_from), min(start + rows, row_to)
+        with torch.no_grad():  # which is each thread's own
             target[low - row_from : high - row_from].copy_(block[low - start : high - start, columns])
+
+    starts = range(row_from - row_from % ROWS, row_to, ROWS)
+    blocks = itertools.product(itertools.product(*(range(*bounds) for bounds in leading)), starts)
+    threads = _threads() if type(piece) in (Tensor, nn.Parameter) and piece.numel() >= THREADED else 1
+    if threads == 1:  # modes of torch, such as those of fake tensors, are each thread's own too
+        for at in blocks:
+            draw(at)
+        return
+    with ThreadPoolExecutor(threads, "initial-weights") as pool:
+        deque(pool.map(draw, blocks), maxlen=0)
+
+
+def _threads() -> int:
+    """This process's share of the cores; drawing releases the GIL."""
+    return max(1, cores() // World.here().local_size)
 
 
 def _draw(block: Tensor, init: Init, seed: int) -> None:

@@ -217,3 +217,8 @@ def world_size() -> int:
         ConfigError: for an environment that contradicts itself.
     """
     return World.here().size
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

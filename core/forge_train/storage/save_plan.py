@@ -7,7 +7,6 @@ training waits, and the files may be written while it goes on.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ..ground.errors import ForgeError
+from ..ground.world import cores
 from ..processes.distributed import DistributedContext
 from .consolidated import Files, Format
 from .shard_files import Writer
@@ -255,8 +255,7 @@ def _size_on_disk(index: Metadata, files: Files | None) -> int:
 
 def _threads(plan: SavePlan, dist: DistributedContext) -> int:
     """Threads that a rank writes with: its share of the cores, and no more than there is work for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(min(cores // dist.place.local_size, sum(map(_size, plan.items)) // PER_THREAD), 1)
+    return max(min(cores() // dist.place.local_size, sum(map(_size, plan.items)) // PER_THREAD), 1)
 
 
 def _parts(plan: SavePlan, count: int) -> list[SavePlan]:

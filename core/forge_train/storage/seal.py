@@ -13,6 +13,7 @@ import torch
 from ..ground.errors import ConfigError
 from ..ground.files import write_json
 from ..ground.layout import Layout
+from ..ground.world import cores
 from ..processes.distributed import DistributedContext
 from . import digest
 from .manifest import FORMAT, INDEX, MANIFEST, SHARDS, Entry, inspect
@@ -188,7 +189,7 @@ def _hashes(
         except OSError as error:
             return error
 
-    with ThreadPoolExecutor(max(min(_cores() // dist.place.local_size, len(mine)), 1)) as pool:
+    with ThreadPoolExecutor(max(min(cores() // dist.place.local_size, len(mine)), 1)) as pool:
         found = dict(zip(mine, pool.map(read, mine), strict=True))
     return {name: digest for one in dist.gather_objects(found) for name, digest in one.items()}
 
@@ -199,7 +200,3 @@ def _algorithm(sealed: Mapping[str, Entry]) -> str:
 
 def _sizes(sealed: Mapping[str, Entry]) -> dict[str, int]:
     return {name: entry.bytes for name, entry in sealed.items()}
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
