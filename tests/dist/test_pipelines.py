@@ -15,9 +15,10 @@ import cases
 import pipelines
 import schedules
 from compositions import SEED
-from forge_train import ForgeError
+from forge_train import ConfigError, ForgeError
 from forge_train.config import Request
 from forge_train.ground.artifacts import recorded
+from forge_train.registry.setup import resolve
 from forge_train.storage.checkpoint import found, shapes
 from forge_train.testing import Pool, PoolError, Verifier, installed
 from forge_train_tools.offline.opening import open_model
@@ -43,9 +44,26 @@ def test_compiled_units_agree_and_split_schedules_refuse_them(verify: Verifier, 
     request = piped.request(composition_file, **{"compile.backend": "aot_eager"})
     verdict = verify(replace(request, plugins=(*request.plugins, "compile")), 2, steps=2, reference=right)
     assert verdict.agree, verdict
-    request = Piped("zbv").request(composition_file, **{"compile.backend": "aot_eager"})
-    with pytest.raises(ForgeError, match="zbv takes the gradients of inputs and weights apart, and a compiled unit"):
-        verify(replace(request, plugins=(*request.plugins, "compile")), 2, steps=1)
+    for schedule in pipelines.SPLIT:  # before any rank is started: one alone may hold a compiled unit
+        request = Piped(schedule).request(composition_file, **{"compile.backend": "aot_eager"})
+        with pytest.raises(
+            ConfigError, match=f"{schedule} takes the gradients of .* apart, and a compiled unit brings"
+        ):
+            resolve(replace(request, plugins=(*request.plugins, "compile")), world=2)
+
+
+@pytest.mark.accept("axes", 1)
+@pytest.mark.parametrize("schedule", pipelines.SPLIT)
+def test_split_schedules_agree_where_weights_share_nodes(
+    verify: Verifier, composition_file: Path, schedule: str
+) -> None:
+    """The last part has the tied embedding in its head and in each module of multi-token prediction."""
+    extras = frozenset({"tied", "ac", "experts"})
+    request = Piped(schedule, extras=extras).request(composition_file, **{"mtp.depths": 2})
+    right = Piped(schedule, extras=extras).reference(composition_file, **{"mtp.depths": 2})
+    request, right = (replace(one, plugins=(*one.plugins, "mtp")) for one in (request, right))
+    verdict = verify(request, 2, steps=2, reference=right)
+    assert verdict.agree, verdict
 
 
 @pytest.mark.accept("axes", 1)

@@ -14,7 +14,7 @@ from forge_train.nn import full_tensor
 
 from .channel import Channel
 from .program import Operation, last_of_each, program
-from .rules import RULES, advice
+from .rules import RULES, advice, compiled
 from .schedules import CountError, timetable
 from .step import Step
 
@@ -39,13 +39,9 @@ class Pipeline:
         self._ties = cut.ties if cut else None
         self._placement = cut.placement if cut else (0,)
         self._parts: dict[int, nn.Module] = dict(zip(cut.parts if cut else (0,), model.parts, strict=True))
-        compiled = (module for part in model.parts for module in part.modules() if module._compiled_call_impl)
-        if any(getattr(part, "split_backward", False) for part in model.parts) and any(compiled):
-            raise ConfigError(
-                f"pp.schedule: {config.schedule} takes the gradients of inputs and weights apart, and a compiled unit "
-                "brings both at once; leave compile out, or take a schedule that does not split: gpipe, 1f1b, "
-                "looped_bfs or interleaved_1f1b."
-            )
+        units = (module for part in model.parts for module in part.modules() if module._compiled_call_impl)
+        if any(getattr(part, "split_backward", False) for part in model.parts) and any(units):
+            raise ConfigError(f"pp.schedule: {compiled(config.schedule)}")
         self._channel = Channel(job)
         self._program = cache(self._make_program)
         self._followed: Timetable | None = None

@@ -87,6 +87,15 @@ def unknown(name: str) -> str:
     return f"there is no {name!r}.{nearest(name, known)} There are {', '.join(known)}."
 
 
+def compiled(schedule: str) -> str:
+    """Why a schedule can't have compiled units."""
+    whole = ", ".join(name for name, rule in RULES.items() if not rule.split)
+    return (
+        f"{schedule} takes the gradients of inputs and weights apart, and a compiled unit brings both at once; leave "
+        f"compile out, or take a schedule that does not split: {whole}."
+    )
+
+
 def advice(config: PipelineParallel.Config, ranks: int, share: int, micro_batches: int) -> str:
     """What brings as many micro-batches as the schedule needs; empty if it has enough.
 
@@ -128,6 +137,8 @@ def check(config: PipelineParallel.Config, run: RunConfig) -> Iterator[Problem]:
     if problem := unknown(config.schedule):
         yield Problem("pp.schedule", problem)
     rule = RULES.get(config.schedule)
+    if rule is not None and rule.split and ranks > 1 and "compile" in run.everything():
+        yield Problem("pp.schedule", compiled(config.schedule))
     data_ranks = run.parallel.dp_replicate * run.parallel.dp_shard
     if rule is None or ranks == 1 or data_ranks < 1:  # -1: the number of processes decides, and is not known here
         return

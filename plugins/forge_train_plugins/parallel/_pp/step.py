@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import stage_backward_input
 
 from forge_train import Action, Batch, Model, PluginError, Task, Work
 from forge_train.contract.backward import only_gradients
@@ -17,6 +17,7 @@ from forge_train.nn import full_tensor
 
 from .channel import Channel, Receipt
 from .program import Operation, Receive, Send
+from .split import add_weight_gradients
 
 Place = tuple[int, int]
 """Part and micro-batch."""
@@ -145,7 +146,7 @@ class Step:
         if passed.groups is not None:
             try:
                 with only_gradients("weight"):
-                    stage_backward_weight(iter(self._trained(action.part)), passed.groups)
+                    add_weight_gradients(self._trained(action.part), passed.groups)
             except KeyError as error:
                 raise PluginError(
                     f"pp: the weights of part {action.part} were exchanged between the two halves of its backward "
