@@ -15,7 +15,7 @@ LATER := $(filter-out %/test_two_ranks.py,$(wildcard tests/dist/test_*.py)) $(ad
 CONSTRAINTS := $(VENV)/.constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-dist verify-all mutants lint docs bench gpu clean
+.PHONY: help train test test-dist verify-all verify-random mutants lint docs bench gpu clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ test-dist: $(VENV)/.ready-dev ## run the other tests, in CI: layouts of two to e
 
 verify-all: $(VENV)/.ready-dev ## now and then: verify every composition of layouts; ARGS="context tp4" picks some
 	@$(PY) benchmarks/verify_all.py $(ARGS)
+
+verify-random: $(VENV)/.ready-dev ## now and then: verify COUNT=100 random compositions of layouts, in an hour; SEED=7 draws others
+	@$(PY) benchmarks/verify_random.py --seed $(or $(SEED),0) --count $(or $(COUNT),100) $(ARGS)
 
 mutants: $(VENV)/.ready-dev ## plant small faults in the code, and report those that the tests miss; ARGS="--count 9" for fewer
 	@$(PY) benchmarks/mutants.py $(ARGS)

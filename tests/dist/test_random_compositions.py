@@ -1,0 +1,58 @@
+"""The compositions that `make verify-random` draws: some of a fixed seed agree, and jitter tells noise from a fault."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import random_compositions
+from forge_train.config import Request
+from forge_train.testing import Verifier
+from forge_train_tools.verification import Check, Verdict
+from random_compositions import Jitter, draw
+
+pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 1)]
+
+SEED = 1
+
+
+@pytest.fixture(scope="module")
+def random_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_compositions.write(tmp_path_factory.mktemp("random"))
+
+
+@pytest.mark.parametrize("number", [1, 5, 6])
+def test_random_compositions_agree(verify: Verifier, random_file: Path, number: int) -> None:
+    one = draw(SEED, number, most=2)
+    verdict = verify(one.request(random_file), one.world, steps=2, reference=one.reference(random_file))
+    assert verdict.agree, f"{one}: {verdict}"
+
+
+def test_a_number_of_a_seed_is_always_the_same() -> None:
+    assert draw(SEED, 5) == draw(SEED, 5)
+    assert len({str(draw(SEED, number)).partition(":")[2] for number in range(50)}) == 50
+
+
+def test_jitter_is_as_coarse_as_the_precision(random_file: Path) -> None:
+    """Rounding errors of fp32 vanish where weights are rounded to bf16: they would call every difference a fault."""
+    one = draw(SEED, 4, most=2).reference(random_file)
+    moved = [Jitter.measure(with_precision(one, precision), 2).moved["loss"] for precision in ("fp32", "bf16")]
+    assert moved[0] < 1e-5 < moved[1] < 1e-2
+
+
+def with_precision(request: Request, precision: str) -> Request:
+    return dataclasses.replace(request, set=(*request.set, f"train.precision={precision}"))
+
+
+def test_noise_is_told_from_a_fault() -> None:
+    jitter = Jitter(dict.fromkeys(random_compositions.NOISY.values(), 1e-4))
+
+    def explained(name: str, worst: float) -> bool:
+        return jitter.explains(Verdict("", ("", ""), (Check(name, worst, 1e-5, ""),), ()))
+
+    assert explained("loss", 2e-4)
+    assert not explained("loss", 4e-4)
+    assert not explained("checkpoint", 1)
+    assert not explained("updates", 2e-4)
