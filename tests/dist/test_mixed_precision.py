@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import compositions
 from forge_train import ConfigError, DivergedError, Plugin, StepResult, hookimpl
-from forge_train.testing import Pool
+from forge_train.testing import Pool, Verifier
 from forge_train.testing.runs import RunForge
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
@@ -149,3 +150,14 @@ def test_fsdp2_refuses_a_rule_for_one_of_two_that_share_a_weight(train: Any) -> 
     rule = {"precision.rules": [{"match": "head"}], "decoder.tied": True}
     with pytest.raises(Exception, match="'head' computes in float32 and shares a weight with another module"):
         train(2, "bf16", rule)
+
+
+@pytest.mark.parametrize(("world", "plugins"), [(2, ("ddp",)), (3, ("fsdp2",))])
+def test_a_growing_loss_scale_overflows_where_that_of_one_process_does(
+    verify: Verifier, composition_file: Path, world: int, plugins: tuple[str, ...]
+) -> None:
+    """The backward pass gets the same scaled loss on any number of ranks."""
+    settings = {"train.precision": "fp16", "loss_scaler.initial": 2.0**18, "loss_scaler.growth": 1}
+    request = compositions._request(composition_file, plugins, settings)
+    verdict = verify(request, world, steps=4)
+    assert verdict.agree, verdict

@@ -11,7 +11,7 @@ import random_compositions
 from forge_train.config import Request
 from forge_train.testing import Verifier
 from forge_train_tools.verification import Check, Verdict
-from random_compositions import Jitter, draw
+from random_compositions import Drawn, Jitter, draw
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 1)]
 
@@ -56,3 +56,17 @@ def test_noise_is_told_from_a_fault() -> None:
     assert not explained("loss", 4e-4)
     assert not explained("checkpoint", 1)
     assert not explained("updates", 2e-4)
+
+
+def test_a_reward_in_bf16_moves_no_further_on_a_layout_than_by_jitter(verify: Verifier, random_file: Path) -> None:
+    """Experts and a head over tp ranks round a sum in parts: the first loss differs as if weights had been rounded so."""
+    settings = {"moe.experts": 12, "moe.top_k": 3, "moe.hidden": 16, "moe.router": "sigmoid", "run.seed": 3}
+    settings |= {"train.precision": "bf16", "train.global_batch": 8, "train.micro_batch": 4, "decoder.layers": 2}
+    model = {"plugins": ("reward", "text_pairs", "moe"), "text_pairs.template": "plain", **settings}
+    layout = {"plugins": ("pp", "tp", "ep"), "parallel.pp": 2, "parallel.tp": 2, "parallel.etp": 2}
+    one = Drawn(0, 0, 4, layout, model)
+    verdict = verify(one.request(random_file), 4, steps=2, reference=one.reference(random_file))
+    moved = Jitter.measure(one.reference(random_file), 2).moved["loss"]
+    first, found = verdict.losses[0]
+    assert not verdict.failed, verdict
+    assert abs(first - found) < random_compositions.MARGIN * moved * first

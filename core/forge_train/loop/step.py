@@ -141,9 +141,10 @@ class Stepper(Forward):
         """Accumulate the gradients of the mean loss over the global batch."""
         factor: Tensor | float = self.loss_scale.scale() if self.loss_scale else 1.0
         # SHARD transforms average over R ranks, so R / count times the summed losses is the mean over all of them. The
-        # backward pass gets the next power of two for R: a factor of 3 would round differently from one process.
+        # backward pass gets the next power of two for R: a factor of 3 would round differently from one process. Under
+        # a loss scale it gets none, or gradients would overflow at another scale than those of one process.
         ranks = self.job.dist.layout.grad_average_size
-        power = 1 << (ranks - 1).bit_length()
+        power = 1 << (ranks - 1).bit_length() if self.loss_scale is None else 1
         with self._around_backward(), loss_scaling(factor * (power / counts.tokens)):
             total = self.executor.train(batches, factor * (power / (counts.weight or 1.0)))
         self.job.step_state.passes(None)

@@ -36,12 +36,14 @@ from .ranks import (
     different,
     metrics_apart,
     other_starts,
+    overflows,
     peers_apart,
     pieces_apart,
     scalars_apart,
     side_effect_check,
     union,
     up_to,
+    without_overflows,
 )
 from .recording import Record, Recording
 from .routing import TIE, TIES, RoutingDifference
@@ -124,9 +126,9 @@ def _judged(
     """By numbers; those that come of steps after `until`, if that is given, are not looked at."""
     first, wide = layout.first, exact.recording if exact else None
     loss, loss_at = relative(one.first.losses[:until], first.losses[:until])
-    norm, norm_at = relative(one.first.norms[:until], first.norms[:until])
+    norm, norm_at = relative(*without_overflows(one.first.norms[:until], first.norms[:until], one, layout))
     own_loss = LUCK * relative(wide.first.losses, one.first.losses)[0] if wide else 0.0
-    own_norm = LUCK * relative(wide.first.norms, one.first.norms)[0] if wide else 0.0
+    own_norm = LUCK * relative(*without_overflows(wide.first.norms, one.first.norms, one))[0] if wide else 0.0
     differ = errors(one.gradients, layout.gradients)
     gradients = _narrow_gradients(one, layout, wide) if wide else _gradients(differ)
     peers, peers_at = peers_apart(layout)
@@ -190,6 +192,8 @@ def _metrics(one: Recording, layout: Recording, exact: Recording | None) -> tupl
 
 def _narrow_gradients(one: Recording, layout: Recording, exact: Recording) -> Check:
     """Root of the mean squared relative gap over all parameters, beside that of the precision itself."""
+    if {1} & overflows(one, layout):
+        return Check("gradients", 0.0, 0.0, "gradients that overflow at step 1 on one side only: they do on both")
     own = typical(errors(exact.gradients, one.gradients))
     if in_parts(one, layout):
         gap = max(typical(errors(exact.gradients, layout.gradients)) - own, 0.0)
