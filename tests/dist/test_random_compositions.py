@@ -59,7 +59,7 @@ def test_noise_is_told_from_a_fault() -> None:
 
 
 def test_a_reward_in_bf16_moves_no_further_on_a_layout_than_by_jitter(verify: Verifier, random_file: Path) -> None:
-    """Experts and a head over tp ranks round a sum in parts: the first loss differs as if weights had been rounded so."""
+    """Ranks of tp round a sum in parts: the first loss differs as if weights had been rounded otherwise."""
     settings = {"moe.experts": 12, "moe.top_k": 3, "moe.hidden": 16, "moe.router": "sigmoid", "run.seed": 3}
     settings |= {"train.precision": "bf16", "train.global_batch": 8, "train.micro_batch": 4, "decoder.layers": 2}
     model = {"plugins": ("reward", "text_pairs", "moe"), "text_pairs.template": "plain", **settings}
