@@ -20,8 +20,7 @@ class ChunkedCrossEntropy:
     q is `1 − label_smoothing` at the label, and the rest is spread evenly over the vocabulary. A head in evaluation
     mode gets only the cross-entropy.
 
-    The sequence is cut into chunks. Their logits are computed once for the loss and again in the backward pass, and are
-    freed in between. This saves memory and costs one more product with the head's weights, four instead of three.
+    The sequence is cut into chunks, whose logits never exist together; see `sum_in_chunks`.
 
     Args:
         z_loss: weight of the second term (PaLM, arXiv:2204.02311, §5).
@@ -35,23 +34,24 @@ class ChunkedCrossEntropy:
 
     def __call__(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
         """`hidden [batch, sequence, dim]`, `labels [batch, sequence]` → 0-dim fp32."""
-        return sum_in_chunks(partial(self._sums, head, False), head, self.chunk, hidden, labels)
+        return sum_in_chunks(partial(self._sum, head), head, self.chunk, hidden, labels)
 
     def by_row(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The same, and each sequence's share of it, `[batch]`, without a graph."""
-        sums = sum_in_chunks(partial(self._sums, head, True), head, self.chunk, hidden, labels)
-        return sums[0], sums[1:].detach()
+        return sum_in_chunks(partial(self._sums, head), head, self.chunk, hidden, labels)
 
-    def _sums(self, head: nn.Module, rows: bool, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The sum, 0-dim; or, `[1 + batch]`, the sum followed by each row's sum."""
+    def _sum(self, head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = head(hidden).float().flatten(0, 1)
+        return self._loss(head, logits, F.log_softmax(logits, -1), labels.flatten(), "sum")
+
+    def _sums(self, head: nn.Module, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum, 0-dim, and each row's, `[batch]`."""
         logits, flat = head(hidden).float().flatten(0, 1), labels.flatten()
         log_probabilities = F.log_softmax(logits, -1)
         total = self._loss(head, logits, log_probabilities, flat, "sum")
-        if not rows:
-            return total
         with torch.no_grad():
             each = self._loss(head, logits, log_probabilities, flat, "none")
-        return torch.cat([total[None], each.view(labels.shape).sum(1)])
+        return total, each.view(labels.shape).sum(1)
 
     def _loss(
         self, head: nn.Module, logits: Tensor, log_probabilities: Tensor, labels: Tensor, reduction: str

@@ -46,9 +46,9 @@ class MultiTokenTask:
                 "model.on_micro_batch(…, batch=batch)."
             )
         labels = torch.cat(batch.state[LABELS].unbind(-1))
-        sums = sum_in_chunks(partial(_sums, head, depths), head, self.chunk, hidden[rows:], labels)
-        self.observe(sums[1:].detach().view(3, depths))
-        further = self.share / depths * sums[0]
+        total, seen = sum_in_chunks(partial(_sums, head, depths), head, self.chunk, hidden[rows:], labels)
+        self.observe(seen)
+        further = self.share / depths * total
         return loss + (further - further.detach())  # adds a gradient, but no value
 
     def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
@@ -56,8 +56,8 @@ class MultiTokenTask:
         return logits
 
 
-def _sums(head: nn.Module, depths: int, hidden: Tensor, labels: Tensor) -> Tensor:
-    """The summed loss and the observed values, flattened."""
+def _sums(head: nn.Module, depths: int, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed loss, and the observed values, `[3, depths]`."""
     log_probabilities = F.log_softmax(head(hidden).float().flatten(0, 1), -1)
     flat = labels.flatten()
     loss = full_tensor(F.nll_loss(log_probabilities, flat, ignore_index=MASKED, reduction="sum"))
@@ -66,4 +66,4 @@ def _sums(head: nn.Module, depths: int, hidden: Tensor, labels: Tensor) -> Tenso
         kept = flat != MASKED
         hits = (full_tensor(log_probabilities.amax(-1)) <= -each) & kept
         seen = torch.stack((each, hits.to(each), kept.to(each))).view(3, depths, -1).sum(-1)
-    return torch.cat((loss[None], seen.flatten()))
+    return loss, seen
