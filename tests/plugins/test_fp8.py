@@ -230,6 +230,44 @@ def test_auto_takes_what_is_faster(run_forge: RunForge, monkeypatch: pytest.Monk
     assert "declined 10 of 14: 16 × 32 runs at 0.90 × the speed here" in note
 
 
+def test_auto_judges_products_as_the_run_computes_them(run_forge: RunForge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eagerly, rounding costs many kernels; compiled, it is part of one."""
+    import torch
+
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    backend._tags = ()  # type: ignore[attr-defined]
+    monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "counted", backend)
+    monkeypatch.setitem(torch._dynamo.backends.registry._BACKENDS, "counted", None)
+    run_forge(["fp8"], {**FAST, "fp8.mode": "auto"})
+    assert graphs == []
+    torch._dynamo.reset()
+    run = run_forge(["fp8", "compile"], {**FAST, "fp8.mode": "auto", "compile.backend": "counted"})
+    shapes = {
+        tuple(one.shape) for name, one in run.model.named_parameters() if name.startswith("layers") and one.ndim == 2
+    }
+    assert len(shapes) > 2
+    assert sum(torch.nn.functional.linear in one or torch._C._nn.linear in one for one in graphs) >= len(shapes)
+
+
+def test_only_the_forward_product_adds_up_fast(run_forge: RunForge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torchao: gradients need all bits of fp32."""
+    seen: list[bool] = []
+    scaled = kernels.scaled
+
+    def remembered(*args: Any, fast: bool = False) -> Any:
+        seen.append(fast)
+        return scaled(*args, fast=fast)
+
+    monkeypatch.setattr(kernels, "scaled", remembered)
+    run_forge(["fp8"], {**FAST, "fp8.emulate": "off"}, steps=1)
+    assert seen.count(False) == 2 * seen.count(True) > 0
+
+
 def test_the_kernel_can_be_asked_for(run_forge: RunForge, monkeypatch: pytest.MonkeyPatch) -> None:
     by_kernel = run_forge(["fp8"], {**FAST, "fp8.emulate": "off"})
     assert composed(by_kernel)["note"].startswith("tensorwise, by kernel")

@@ -68,16 +68,25 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def scaled(
-    a: Tensor, b: Tensor, pair: tuple[Format, Format], scales: tuple[Tensor, Tensor], dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    pair: tuple[Format, Format],
+    scales: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    *,
+    fast: bool = False,
 ) -> Tensor:
-    """`a [m, k]`, `b [n, k]` → `a bᵀ [m, n]`, with one scale for each operand or one for each row."""
+    """`a [m, k]`, `b [n, k]` → `a bᵀ [m, n]`, with one scale for each operand or one for each row.
+
+    `fast` lets tensor cores add up in fewer bits than fp32 (Hopper: about 14), as torchao does in the forward pass.
+    """
     if not a.numel() or not b.numel():
         return a.new_zeros(len(a), len(b), dtype=dtype)
     a, b = (_padded(_dense(_cast(x, s, one.kind))) for x, s, one in zip((a, b), scales, pair, strict=True))
     of_a, of_b = scales
     if of_a.ndim or of_b.ndim:  # the kernel takes rows for both or for neither
         of_a, of_b = of_a.expand(len(a), 1).contiguous(), of_b.expand(len(b), 1).contiguous().t()
-    return torch._scaled_mm(a, b.t(), scale_a=of_a, scale_b=of_b, out_dtype=dtype)
+    return torch._scaled_mm(a, b.t(), scale_a=of_a, scale_b=of_b, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -93,13 +102,15 @@ def scaled_grouped(
     pair: tuple[Format, Format],
     scales: tuple[Tensor, Tensor],
     dtype: torch.dtype,
+    *,
+    fast: bool = False,
 ) -> Tensor:
-    """`rows [rows, k]`, `weight [experts, n, k]` → `[rows, n]`, with a scale for each row of both."""
+    """`rows [rows, k]`, `weight [experts, n, k]` → `[rows, n]`, with a scale for each row of both; `fast` as above."""
     narrow = (_dense(_cast(x, s, one.kind)) for x, s, one in zip((rows, weight), scales, pair, strict=True))
     a, b = narrow
     ends = sizes.cumsum(0, dtype=torch.int32)
     of_a, of_b = scales[0].squeeze(-1).contiguous(), scales[1].squeeze(-1).contiguous()
-    return torch._scaled_grouped_mm(a, b.transpose(1, 2), of_a, of_b, offs=ends, out_dtype=dtype)
+    return torch._scaled_grouped_mm(a, b.transpose(1, 2), of_a, of_b, offs=ends, out_dtype=dtype, use_fast_accum=fast)
 
 
 def grouped(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:

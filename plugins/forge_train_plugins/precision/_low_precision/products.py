@@ -77,14 +77,14 @@ ALONE = Parallel()
 
 
 def multiply(
-    a: Tensor, b: Tensor, pair: Pair, splits: Splits, dtype: torch.dtype, *, kernel: bool
+    a: Tensor, b: Tensor, pair: Pair, splits: Splits, dtype: torch.dtype, *, kernel: bool, fast: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`a [m, k]`, `b [n, k]` → `a bᵀ [m, n]`, and a sum of scales: not finite where one of them is not."""
     a, b = a.float(), b.float()
     scales = pair[0].scale(a, splits[0]), pair[1].scale(b, splits[1])
     sound = scales[0].sum() + scales[1].sum()
     if kernel:
-        return kernels.scaled(a, b, pair, scales, dtype), sound
+        return kernels.scaled(a, b, pair, scales, dtype, fast=fast), sound
     a, b = _rounded(a, b, pair, scales, dtype)
     return _given(a @ b.t(), dtype), sound
 
@@ -109,7 +109,8 @@ class LinearProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, parallel: Parallel) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
         ctx.recipe, ctx.parallel = recipe, parallel
-        out, sound = multiply(x, weight, recipe.forward, parallel.forward, x.dtype, kernel=recipe.kernel)
+        how = recipe.forward, parallel.forward, x.dtype
+        out, sound = multiply(x, weight, *how, kernel=recipe.kernel, fast=True)
         ctx.mark_non_differentiable(sound)
         return out, sound
 
@@ -137,7 +138,7 @@ class GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, sizes: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows, weight, sizes)
         ctx.recipe = recipe
-        out, sound = _grouped(rows, weight, sizes, recipe.forward, kernel=recipe.kernel)
+        out, sound = _grouped(rows, weight, sizes, recipe.forward, kernel=recipe.kernel, fast=True)
         ctx.mark_non_differentiable(sound)
         return out, sound
 
@@ -153,7 +154,9 @@ class GroupedProduct(torch.autograd.Function):
         return of_rows, of_weight, None, None
 
 
-def _grouped(rows: Tensor, weight: Tensor, sizes: Tensor, pair: Pair | None, *, kernel: bool) -> tuple[Tensor, Tensor]:
+def _grouped(
+    rows: Tensor, weight: Tensor, sizes: Tensor, pair: Pair | None, *, kernel: bool, fast: bool = False
+) -> tuple[Tensor, Tensor]:
     """`rows [rows, k]`, `weight [experts, n, k]` → `[rows, n]`."""
     dtype, rows = rows.dtype, _own(rows, sizes)
     if pair is None or not len(rows):
@@ -162,7 +165,7 @@ def _grouped(rows: Tensor, weight: Tensor, sizes: Tensor, pair: Pair | None, *, 
     scales = pair[0].scale(rows), pair[1].scale(weight)
     sound = scales[0].sum() + scales[1].sum()
     if kernel:
-        return kernels.scaled_grouped(rows, weight, sizes, pair, scales, dtype), sound
+        return kernels.scaled_grouped(rows, weight, sizes, pair, scales, dtype, fast=fast), sound
     rows, weight = _rounded(rows, weight, pair, scales, dtype)
     return _given(kernels.grouped(rows, weight, sizes), dtype), sound
 

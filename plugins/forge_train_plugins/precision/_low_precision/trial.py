@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,7 +31,9 @@ def slower(job: Job, linear: Recipe, experts: Recipe, found: Sequence[Candidate]
     All ranks come to the same answer: what is slower on one of them counts as slower.
     """
     shapes = {one.name: _shape(one) for one in found}
-    mine = {shape: _speed(job, shape, linear if len(shape) == 2 else experts) for shape in sorted(set(shapes.values()))}
+    several = sorted(set(shapes.values()))
+    with torch._dynamo.config.patch(recompile_limit=4 * len(several) + 8, accumulated_recompile_limit=1024):
+        mine = {shape: _speed(job, shape, linear if len(shape) == 2 else experts) for shape in several}
     least: dict[Shape, float] = {}
     for rank in job.dist.gather_objects(mine):
         for shape, speed in rank.items():
@@ -60,15 +63,29 @@ def _speed(job: Job, shape: Shape, recipe: Recipe) -> float:
 
     x, weight, gradient = draw(tokens, shape[-1]), draw(*shape), draw(tokens, shape[-2]).detach()
     if len(shape) == 2:
-        low = Linear(recipe)
-        return _seconds(device, x, weight, gradient, lambda: F.linear(x, weight)) / _seconds(
+        plain, low = as_in_the_run(job, F.linear), as_in_the_run(job, Linear(recipe))
+        return _seconds(device, x, weight, gradient, lambda: plain(x, weight)) / _seconds(
             device, x, weight, gradient, lambda: low(x, weight)
         )
     each = tokens // shape[0]
     sizes = torch.full((shape[0],), each, device=device)
-    grouped = Grouped(recipe)
-    plain = _seconds(device, x, weight, gradient, lambda: _Plain.apply(x, weight, sizes))  # type: ignore[no-untyped-call]
-    return plain / _seconds(device, x, weight, gradient, lambda: grouped(x, weight, sizes))
+    plain, low = as_in_the_run(job, _Plain.apply), as_in_the_run(job, Grouped(recipe))
+    return _seconds(device, x, weight, gradient, lambda: plain(x, weight, sizes)) / _seconds(
+        device, x, weight, gradient, lambda: low(x, weight, sizes)
+    )
+
+
+def as_in_the_run(job: Job, product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A product, compiled if the run's units are: rounding and scaling then take a fraction of their time."""
+    for name, enabled in job.hooks.enabled.items():
+        if "compile" in enabled.cls.provides:
+            backend = getattr(job.hooks.plugins[name].config, "backend", "inductor")
+
+            def compiled(*given: Tensor) -> Tensor:  # torch compiles no function of its own
+                return product(*given)
+
+            return torch.compile(compiled, backend=backend, dynamic=False)
+    return product
 
 
 class _Plain(torch.autograd.Function):
