@@ -13,9 +13,9 @@ from torch import nn
 
 from forge_train import PluginError
 from forge_train.contract.state_dtypes import StateDtype
-from forge_train.nn import NarrowState
+from forge_train.nn import NarrowState, stochastic
 from forge_train.nn.at_rest import AtRest
-from forge_train.nn.stochastic import rounded
+from forge_train.nn.stochastic import random_bits, rounded
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
 
@@ -53,6 +53,41 @@ def test_what_fits_and_what_is_not_finite_stays() -> None:
     torch.testing.assert_close(found[:6].float(), values[:6], rtol=0, atol=0)
     assert found[6].isnan()
     assert abs(float(found[8]) - 1e-40) <= 1e-40
+
+
+def test_the_bits_are_those_of_the_formula() -> None:
+    """In integers of any size; a checkpoint's run goes on with the same bits on every device."""
+    import hashlib
+
+    places = torch.tensor([0, 1, 2, 12345, 2**31 - 1, 2**31, 2**31 + 5, 2**33 + 7, 5 * 2**40])
+    for key in ((0, "weight", 1), ("b", 7), (-3, "moment", 10**9)):
+        digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+        factor = int.from_bytes(digest[:4], "little") >> 1 | 1
+        wanted = []
+        for place in places.tolist():
+            x = ((place & 0x7FFFFFFF) * factor + int.from_bytes(digest[4:], "little")) & 0xFFFFFFFF
+            for shift, prime in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+                x = ((x ^ (x >> shift)) * prime) & 0xFFFFFFFF
+            wanted.append(x ^ (x >> 15))
+        assert [bits & 0xFFFFFFFF for bits in random_bits(places, *key).tolist()] == wanted
+
+
+def test_a_device_computes_them_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step, name or shape is compiled anew, and nothing breaks the graph."""
+    graphs: list[Any] = []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(stochastic._rounded, dynamic=True, fullgraph=True, backend=counted)
+    draws = [(torch.randn(shape), ("w", step)) for step in range(4) for shape in ((300,), (64, 5), (7, 40), (3, 4, 50))]
+    wanted = [rounded(values, *key) for values, key in draws]
+    monkeypatch.setattr(stochastic, "_can_fuse", lambda device: True)
+    monkeypatch.setattr(stochastic, "_compiled", lambda function: compiled)
+    for (values, key), right in zip(draws, wanted, strict=True):
+        assert torch.equal(rounded(values, *key), right)
+    assert len(graphs) <= 4, "one for each number of dimensions, and one for shapes that fit into 32 bits"
 
 
 def made(weights: list[nn.Parameter], first: StateDtype = "fp32", second: StateDtype = "fp32") -> NarrowState:

@@ -98,7 +98,7 @@ class Codes:
         shares = part / rows.wide(torch.where(scales > 0, scales, 1.0), rows.start, part.shape[-1])
         codes = torch.bucketize(shares, known[1:-1], right=True, out_int32=True)
         low, high = known[codes], known[codes + 1]
-        drawn = (random_bits(places(values), *key) >> 8).to(torch.float32) * 2.0**-24
+        drawn = (random_bits(places(values), *key) >> 8 & 0xFFFFFF).to(torch.float32) * 2.0**-24
         codes += drawn < (shares - low) / (high - low)
         if self._values[0] == 0:  # a positive second moment must stay positive, because it is a divisor
             codes.clamp_(min=(part > 0).to(torch.int32))

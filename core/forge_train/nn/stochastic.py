@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._triton import has_triton
 
 from ..ground.tensors import local
-
-MASK = 0xFFFFFFFF
 
 
 def rounded(values: Tensor, *key: object) -> Tensor:
@@ -28,9 +28,12 @@ def rounded(values: Tensor, *key: object) -> Tensor:
 
 def rounded_at(part: Tensor, places: Tensor, *key: object) -> Tensor:
     """The same for any part of a tensor, given the places of its elements."""
-    part = part.contiguous()
+    return _fused(_rounded, part)(part.contiguous(), places, *_numbers(key))
+
+
+def _rounded(part: Tensor, places: Tensor, factor: int, offset: int) -> Tensor:
     bits = part.view(torch.int32)
-    up = (random_bits(places, *key) >> 16).to(torch.int32)
+    up = (_bits(places, factor, offset) >> 16) & 0xFFFF
     kept = torch.where(part.isfinite(), (bits + up) & ~0xFFFF, bits)
     return kept.view(torch.float32).to(torch.bfloat16)
 
@@ -90,11 +93,41 @@ def places_of(sizes: Sequence[int], first: Sequence[int], shape: Sequence[int], 
 
 
 def random_bits(places: Tensor, *key: object) -> Tensor:
-    """32 random bits for each place: a multiplication by an odd number from the key, then a 32-bit hash (Wellons
-    2018, “Prospecting for Hash Functions”), in int64 so that nothing overflows."""
-    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
-    factor = int.from_bytes(digest[:4], "little") >> 1 | 1
-    x = ((places & 0x7FFFFFFF) * factor + int.from_bytes(digest[4:], "little")) & MASK
+    """32 random bits for each place, int32: a multiplication by an odd number from the key, then a 32-bit hash (Wellons
+    2018, “Prospecting for Hash Functions”)."""
+    return _fused(_bits, places)(places, *_numbers(key))
+
+
+def _bits(places: Tensor, factor: int, offset: int) -> Tensor:
+    x = (places & 0x7FFFFFFF).to(torch.int32) * factor + offset  # int32 wraps around, as the hash wants it
     for shift, prime in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
-        x = ((x ^ (x >> shift)) * prime) & MASK
-    return x ^ (x >> 15)
+        x = (x ^ _shifted(x, shift)) * prime
+    return x ^ _shifted(x, 15)
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """To the right, with zeros from the left: torch fills up with the sign."""
+    return (x >> count) & ((1 << (32 - count)) - 1)
+
+
+def _numbers(key: Sequence[object]) -> tuple[int, int]:
+    """An odd factor below 2³¹, and an int32."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little") >> 1 | 1, int.from_bytes(digest[4:], "little", signed=True)
+
+
+def _fused(function: Callable[..., Tensor], beside: Tensor) -> Callable[..., Tensor]:
+    """A function of this module as one kernel, where the device has a compiler for it: eagerly, each of some twenty
+    operations reads and writes all elements."""
+    return _compiled(function) if type(beside) is Tensor and _can_fuse(beside.device.type) else function
+
+
+@cache
+def _can_fuse(device: str) -> bool:
+    return device == "cuda" and has_triton()
+
+
+@cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    # Shapes and the key's numbers are symbols, so that no step and no tensor is compiled anew.
+    return torch.compile(function, dynamic=True, fullgraph=True)
