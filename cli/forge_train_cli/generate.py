@@ -99,9 +99,9 @@ def _as_chat(opened: Opened, message: str) -> str:
     from forge_train_data.chats import open_template
 
     files = model_files.of(opened.job.config, opened.job.hooks, opened.path)
-    if model_files.TOKENIZER not in files:
+    if not (name := model_files.vocabulary_of(files)):
         raise ConfigError("--chat: this model came without a tokenizer's folder, so it has no chat template.")
-    template = open_template("", files[model_files.TOKENIZER].parent)
+    template = open_template("", files[name].parent)
     return template.render([{"role": "user", "content": message}], generation_prompt=True)[0]
 
 

@@ -84,9 +84,55 @@ def test_looked_at_without_a_checkpoint(forge: Forge, folder: Path, model: Path)
 
 def test_text_that_the_model_has_not_learned_to_read_is_told(forge: Forge, folder: Path, model: Path) -> None:
     (model / "tokenizer.json").unlink()
-    assert "hf has no tokenizer.json: text is read as bytes" in forge("generate", "hf", "--tokens", "2").err
+    assert "hf has no tokenizer: text is read as bytes" in forge("generate", "hf", "--tokens", "2").err
     assert "set it to your files" in forge("eval", "hf", fails=2).err
     assert "Did you mean" in forge("generate", misspelt(folder), fails=2).err
+
+
+@pytest.mark.parametrize("plugins", [(), ("-p", "hf")])
+@pytest.mark.parametrize("kind", ["pieces", "merges", "none"])
+def test_a_folder_without_tokenizer_json_is_never_silently_read_as_bytes(
+    forge: Forge, folder: Path, model: Path, kind: str, plugins: tuple[str, ...]
+) -> None:
+    """Its other files are the tokenizer, of the run and of an import; without any, that is said."""
+    table = json.loads((model / "tokenizer.json").read_text())["model"]
+    (model / "tokenizer.json").unlink()
+    if kind == "pieces":
+        train_pieces(model)
+    elif kind == "merges":
+        (model / "vocab.json").write_text(json.dumps(table["vocab"]))
+        (model / "merges.txt").write_text("\n".join(" ".join(pair) for pair in table["merges"]))
+        (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    (folder / "text.txt").write_text("say one two three\n" * 200)
+    shown = forge("config", "show", "--from", "hf", *plugins, "--json")
+    path = {key: one["value"] for key, one in json.loads(shown.out).items()}["tokenizer.path"]
+    assert (path == "bytes") == (kind == "none")
+    if plugins:
+        return
+    values = ("text.path=text.txt", "train.steps=1", "train.global_batch=2", "train.sequence=16", "run.device=cpu")
+    sets = [word for one in (*values, "train.evaluate_every=0") for word in ("-s", one)]
+    done = forge("train", "--from", "hf", *sets, "--name", "r", "--quiet")
+    assert ("text is read as bytes" in done.err) == (kind == "none")
+    kept = {path.name for path in (folder / "runs" / "r" / "tokenizer").iterdir()}
+    assert kept >= {"pieces": {"tokenizer.model"}, "merges": {"vocab.json", "merges.txt"}, "none": set()}[kind]
+    if kind == "merges":
+        forge("train", "--from", "hf", *sets, "-s", "train.steps=2", "--name", "r", "--quiet")
+        forge("checkpoint", "export", "runs/r", "out")
+        assert (folder / "out" / "merges.txt").is_file()
+
+
+def train_pieces(folder: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["say one two three", "four five six seven"] * 50),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=300,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        minloglevel=2,
+        model_type="bpe",
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
 
 
 def misspelt(folder: Path) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +21,28 @@ if TYPE_CHECKING:
 FOLDER = "tokenizer"
 """Where they lie, beside `config.toml`."""
 TOKENIZER, MODEL_CONFIG = "tokenizer.json", "config.json"
+VOCABULARIES = (
+    *(TOKENIZER, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model"),
+    *("vocab.json", "vocab.txt", "tiktoken.model", "qwen.tiktoken", "tekken.json", "tokenizer.model.v3"),
+)
+"""Files of which each makes a tokenizer, perhaps with others beside it."""
 NAMES = (
-    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt"),
-    *("merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja"),
-    *("chat_template.json", "generation_config.json", MODEL_CONFIG),
+    *(*VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json", MODEL_CONFIG),
 )
 TEMPLATES = "additional_chat_templates/*.jinja"
+
+
+def vocabulary_of(found: Collection[str]) -> str:
+    """The name of the file, among those of a folder, that makes its tokenizer; empty if none does."""
+    return next((name for name in VOCABULARIES if name in found), "")
+
+
+def pointer(content: bytes) -> str:
+    """The reason to refuse a file that is a pointer of Git LFS; empty for another file."""
+    if not content.startswith(b"version https://git-lfs"):
+        return ""
+    return "is a pointer of Git LFS, not the file itself; run git lfs pull in its repository."
 
 
 def option(hooks: Hooks) -> tuple[str, str] | None:
@@ -116,4 +132,4 @@ def _path(config: Config, hooks: Hooks) -> Path | None:
 def _without_tokenizer(beside: Path) -> dict[str, Path]:
     """The files of a model that came without a tokenizer; one that is there was not asked for."""
     found = files(beside / FOLDER) or files(beside)  # the latter of a folder in Hugging Face layout
-    return {} if TOKENIZER in found else found
+    return {} if vocabulary_of(found) else found

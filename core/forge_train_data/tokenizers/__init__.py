@@ -16,7 +16,10 @@ BYTES = "bytes"
 
 
 def open_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of `bytes`, of a `tokenizer.json` or a SentencePiece `.model`, or of the folder it lies in.
+    """The tokenizer of `bytes`, of a `tokenizer.json` or a SentencePiece `.model`, or of a model's folder.
+
+    Of a folder, `tokenizer.json` is read; without one, transformers reads the other files if a file names the
+    tokenizer's class or the model's type; else a `tokenizer.model` is taken alone.
 
     Raises:
         ConfigError: there is no such file, or it is no tokenizer.
@@ -25,12 +28,13 @@ def open_tokenizer(path: str) -> Tokenizer:
         from .byte import ByteTokenizer
 
         return ByteTokenizer()
-    from . import pieces, pretrained
+    from . import converted, pieces, pretrained
 
     place = Path(path).expanduser()
     if place.suffix == pieces.SUFFIX and not place.is_dir():
         return pieces.PieceTokenizer(place)
-    if (place / pieces.FILE).is_file() and not (place / pretrained.FILE).is_file():
+    alone = (place / pieces.FILE).is_file() and not (place / pretrained.FILE).is_file()
+    if alone and not converted.names_class(place):
         return pieces.PieceTokenizer(place)
     return pretrained.PretrainedTokenizer(place)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from forge_train import ConfigError
 from forge_train.ground.errors import describe
+from forge_train.storage.model_files import pointer
 
 from . import special
 
@@ -32,7 +33,7 @@ class PieceTokenizer:
 
     Raises:
         ConfigError: the library is missing; the file can't be read or is no model; the folder adds tokens that the
-            model has not.
+            model has not, or has a chat template, whose control pieces would be spelled.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,6 +46,8 @@ class PieceTokenizer:
         folder, file = (path, path / FILE) if path.is_dir() else (None, path)
         try:
             content = file.read_bytes()
+            if reason := pointer(content):
+                raise ConfigError(f"tokenizer.path: {file} {reason}")
             self._model: Any = sentencepiece.SentencePieceProcessor(model_proto=content)
             self.vocabulary: int = self._model.get_piece_size()
         except OSError as error:
@@ -56,29 +59,52 @@ class PieceTokenizer:
         begin, end = (None if id < 0 else int(id) for id in (self._model.bos_id(), self._model.eos_id()))
         stops: tuple[int, ...] = ()
         if folder:
-            for id, token, _ in special.added_tokens(folder):
-                if self._id(token) != id:
-                    raise ConfigError(
-                        f"{folder / special.TOKENIZER_CONFIG}: adds the token {token!r}, which {FILE} has not. With "
-                        f"transformers, AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(NEW) writes a "
-                        "tokenizer.json with both."
-                    )
+            if problem := self._problem(folder):
+                raise ConfigError(problem)
             if not special.adds_begin(folder):
                 begin = None
-            named, stops = special.ends(folder, self._id)
+            named, stops = special.ends(folder, self._id, self.vocabulary)
             end = end if named is None else named
         self.begin: tuple[int, ...] = () if begin is None else (begin,)
         self.end: int | None = end
         self.stops = tuple(dict.fromkeys([*([] if end is None else [end]), *stops]))
+        self._controls = [self._model.id_to_piece(id) for id in range(self.vocabulary) if self._model.is_control(id)]
         digest = hashlib.blake2b(content, digest_size=16)
         digest.update(repr((self.begin, self.end)).encode())
         self.digest = digest.hexdigest()
+
+    def _problem(self, folder: Path) -> str:
+        """The reason why the model alone is not the tokenizer of a folder; empty if it is."""
+        for id, token, where in special.added_tokens(folder):
+            if id is not None and self._id(token.content) != id:
+                return (
+                    f"{where}: adds the token {token.content!r}, which {FILE} has not. With transformers, "
+                    f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(NEW) writes a tokenizer.json "
+                    "with both."
+                )
+        config = folder / special.TOKENIZER_CONFIG
+        if special.table(config).get("chat_template") or (folder / "chat_template.jinja").is_file():
+            return (
+                f"{folder}: has a chat template, and no file says of which class the tokenizer is, so special tokens "
+                f"in it would be spelled in pieces; set tokenizer_class in {config}, such as LlamaTokenizer."
+            )
+        return ""
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(text)
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids and the characters of each.
+
+        Raises:
+            ConfigError: a conversation holds the name of a control piece, which would be spelled in pieces.
+        """
+        if spelled := next((name for name in self._controls if name in text), ""):
+            raise ConfigError(
+                f"the text holds {spelled!r}, which a SentencePiece model alone spells in pieces; set tokenizer.path "
+                "to a folder whose tokenizer_config.json has its tokenizer_class, such as LlamaTokenizer."
+            )
         found = self._model.encode_as_offset_mapping(text)
         offsets: list[tuple[int, int]] = list(found["offsets"])
         for at in reversed(range(len(offsets) - 1)):  # of the pieces of one character, the last has it

@@ -7,14 +7,17 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forge_train import ConfigError
 from forge_train.ground.errors import describe
+from forge_train.storage.model_files import pointer
 
 from . import special
+from .converted import converted
 from .parts import PART, parts
 
 Ids = NDArray[np.unsignedinteger]
@@ -38,12 +41,14 @@ SERIAL = "TOKENIZERS_PARALLELISM"
 class PretrainedTokenizer:
     """A `tokenizer.json` of Hugging Face's `tokenizers`, with what the files beside it say about special tokens.
 
+    Where a folder has none, it is the tokenizer that transformers makes of the folder's other files.
+
     Truncation and padding in the file are switched off. Special tokens are not added by `encode`; `begin` is what the
     file's post-processor puts before a text. As in transformers 5, it alone decides that: `add_bos_token` in
     `tokenizer_config.json` is for tokenizers without a `tokenizer.json`.
 
     Args:
-        path: a folder with a `tokenizer.json`, or such a file. A file of another name is taken alone.
+        path: a folder, or a `tokenizer.json`. A file of another name is taken alone.
 
     Raises:
         ConfigError: the file can't be read or is no tokenizer.
@@ -52,34 +57,38 @@ class PretrainedTokenizer:
     def __init__(self, path: Path) -> None:
         import tokenizers
 
-        file = path / FILE if path.is_dir() else path
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"tokenizer.path: {file} can't be read: {error.strerror}") from error
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
-            raise ConfigError(
-                f"tokenizer.path: {file} is no tokenizer of the tokenizers library: {describe(error)}"
-            ) from error
+        file, added, named = path / FILE if path.is_dir() else path, list[str](), None
+        if path.is_dir() and not file.is_file():
+            self._tokenizer, named = converted(path)
+            content = self._tokenizer.to_str().encode()
+        else:
+            content = _content(file)
+            try:
+                self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+            except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+                raise ConfigError(
+                    f"tokenizer.path: {file} is no tokenizer of the tokenizers library: {describe(error)}"
+                ) from error
+            if file.name == FILE:
+                added = self._add_tokens(file.parent)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.begin, after = self._post_processor()
         # It has said what it adds; left in, byte-level ones trim the whitespace off a token's offsets.
         self._tokenizer.post_processor = tokenizers.processors.Sequence([])
-        added: list[str] = []
-        end, stops = None, tuple[int, ...]()
-        if file.name == FILE:
-            added = self._add_tokens(file.parent)
-            end, stops = special.ends(file.parent, self._tokenizer.token_to_id)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise ConfigError(f"tokenizer.path: {file} has an empty vocabulary")
+        self.vocabulary: int = max(ids.values()) + 1
+        end, stops = None, tuple[int, ...]()
+        if file.name == FILE:
+            end, stops = special.ends(file.parent, self._tokenizer.token_to_id, self.vocabulary)
+            if special.splits(file.parent):
+                self._tokenizer.encode_special_tokens = True
+                added.append("split_special_tokens")
         guess = next((ids[name] for name in END_NAMES if name in ids), None)
-        self.end: int | None = next((id for id in (end, *after, guess) if id is not None), None)
+        self.end: int | None = next((id for id in (end, *after, named, guess) if id is not None), None)
         self.stops = tuple(dict.fromkeys([*([] if self.end is None else [self.end]), *stops]))
-        self.vocabulary: int = max([*ids.values(), *self.stops]) + 1
         digest = hashlib.blake2b(content, digest_size=16)
         digest.update(repr((self.begin, self.end, added)).encode())
         self.digest = digest.hexdigest()
@@ -95,19 +104,24 @@ class PretrainedTokenizer:
         return (), ()
 
     def _add_tokens(self, folder: Path) -> list[str]:
-        """Add what `tokenizer_config.json` lists beyond `tokenizer.json`, as transformers does."""
-        import tokenizers
-
-        added = []
-        for id, content, is_special in special.added_tokens(folder):
-            if self._tokenizer.token_to_id(content) is None:
-                self._tokenizer.add_tokens([tokenizers.AddedToken(content, special=is_special)])
-                added.append(content)
-            if (found := self._tokenizer.token_to_id(content)) != id:
-                raise ConfigError(
-                    f"{folder / special.TOKENIZER_CONFIG}: token {content!r} has id {id}; here it is {found}"
-                )
-        return added
+        """Add or change the tokens that the files beside `tokenizer.json` list, as transformers does."""
+        here = self._tokenizer.get_added_tokens_decoder()
+        same, contents = {repr(token) for token in here.values()}, {token.content for token in here.values()}
+        chosen, listed = list[Any](), special.added_tokens(folder)
+        for id, token, file in listed:
+            if file.name == special.ADDED_TOKENS and id in here and here[id].content == token.content:
+                continue  # its flags are those of tokenizer.json
+            if token.content not in contents if id is None else repr(token) not in same:
+                chosen.append(token)
+                contents.add(token.content)
+        special.check_end(
+            folder, {*self._tokenizer.get_vocab(), *(token.content for id, token, _ in listed if id is not None)}
+        )
+        self._tokenizer.add_tokens(chosen)
+        for id, token, file in listed:
+            if id is not None and (found := self._tokenizer.token_to_id(token.content)) != id:
+                raise ConfigError(f"{file}: token {token.content!r} has id {id}; here it is {found}")
+        return [repr(token) for token in chosen]
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -155,3 +169,18 @@ class PretrainedTokenizer:
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+def _content(file: Path) -> bytes:
+    """The bytes of a tokenizer's file.
+
+    Raises:
+        ConfigError: it can't be read, or is the pointer that Git LFS leaves in place of a file.
+    """
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"tokenizer.path: {file} can't be read: {error.strerror}") from error
+    if reason := pointer(content):
+        raise ConfigError(f"tokenizer.path: {file} {reason}")
+    return content

@@ -35,7 +35,7 @@ from forge_train.storage import checkpoint, hf_fit, model_files
 from forge_train.storage.consolidated import Files
 from forge_train.storage.hf_folder import Folder
 from forge_train.storage.manifest import EDITABLE
-from forge_train.storage.model_files import TOKENIZER
+from forge_train.storage.model_files import vocabulary_of
 from forge_train.storage.run import plugin_list
 from forge_train.storage.tree import MODEL
 
@@ -266,7 +266,7 @@ def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list
     config = dataclasses.replace(setup.config, as_written={**setup.config.as_written, **here})
     beside = [scratch / EDITABLE, scratch / "plugins.json"]
     if found := model_files.files(folder.path):
-        if TOKENIZER in found:
+        if vocabulary_of(found):
             config = model_files.relative(config, setup.hooks, folder.path)
         model_files.copy(found, scratch / model_files.FOLDER)
         beside.append(scratch / model_files.FOLDER)
@@ -291,10 +291,10 @@ def _composed(job: Job) -> tuple[Model, str]:
 
 
 def _tokenizer_notes(folder: Folder, unfit: str) -> tuple[str, ...]:
-    if not (folder.path / TOKENIZER).is_file():
-        text = f"{folder.path} has no {TOKENIZER}: the configuration reads bytes, which few models were trained on."
+    if not (name := vocabulary_of(model_files.files(folder.path))):
+        text = f"{folder.path} has no tokenizer: the configuration reads bytes, which few models were trained on."
         return (f"{text} Name its tokenizer before training on text.",)
     if not unfit:
         return ()
-    text = f"{folder.path / TOKENIZER} can't be used with this model ({unfit.rstrip('.')})"
+    text = f"{folder.path / name} can't be used with this model ({unfit.rstrip('.')})"
     return (f"{text}; name another before training on text.",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from forge_train.registry.discovery import discover
 from forge_train.registry.setup import resolve
 from forge_train.storage import model_files
 from forge_train.storage.hf_folder import CONFIG, Folder
-from forge_train.storage.model_files import TOKENIZER
+from forge_train.storage.model_files import files, vocabulary_of
+
+log = logging.getLogger("forge_train")
 
 PRESET = "finetune"
 """The preset underneath the configuration of a model that came from a folder."""
@@ -37,6 +40,8 @@ def starting_from(request: Request) -> Request:
     source = Path(request.model_from)
     asked = dataclasses.replace(request, config=request.config or PRESET, model_from="")
     brought, _ = bring(Folder.open(source), asked)
+    if not vocabulary_of(files(source)) and not any(one.startswith("tokenizer.") for one in asked.set):
+        log.warning("%s has no tokenizer: text is read as bytes, which few models were trained on.", source)
     train = {**brought.sections["train"], "init_from": str(source.absolute())}
     return dataclasses.replace(brought, sections={**brought.sections, "train": train})
 
@@ -60,7 +65,7 @@ def bring(folder: Folder, request: Request) -> tuple[Request, HFModel]:
     longest = folder.config.get("max_position_embeddings", folder.config.get("n_positions"))
     train = {"sequence": min(sequence, longest) if isinstance(longest, int) else sequence}
     sections: dict[str, Mapping[str, Any]] = {**layout.sections, "train": train}
-    if (folder.path / TOKENIZER).is_file() and (place := model_files.option(hooks)):
+    if vocabulary_of(files(folder.path)) and (place := model_files.option(hooks)):
         sections[place[0]] = {**sections.get(place[0], {}), place[1]: str(folder.path.absolute())}
     more = tuple(name for name in layout.sections if name not in hooks.enabled)
     request = dataclasses.replace(request, sections=sections, brought=more)

@@ -23,7 +23,7 @@ from forge_train.loop.weights import places
 from forge_train.storage import checkpoint, hf_fit, model_files
 from forge_train.storage.consolidated import SHARD_BYTES
 from forge_train.storage.hf_folder import CONFIG
-from forge_train.storage.model_files import TOKENIZER
+from forge_train.storage.model_files import vocabulary_of
 from forge_train.storage.ranges import Weights
 
 from ..launching.launch import WorkerCommand, launch
@@ -72,8 +72,8 @@ def export_checkpoint(
             _write_together(source, part, dtype, shard_bytes, nproc)
         put_beside(part, export.beside)
     notes: tuple[str, ...] = ()
-    if TOKENIZER not in export.beside:
-        notes += (f"The run has no {TOKENIZER} to copy next to the weights.",)
+    if not vocabulary_of(export.beside):
+        notes += ("The run has no tokenizer's files to copy next to the weights.",)
     if export.left_out:
         notes += (f"Left out, because the layout has no place for them: {few(export.left_out)}.",)
     return Exchanged(target, export.parameters, tuple(export.files.files), notes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,9 @@ from forge_train.registry.discovery import plugin_name
 from forge_train.registry.setup import Setup, resolve
 from forge_train.storage import checkpoint
 from forge_train.storage.hf_folder import is_hugging_face
-from forge_train.storage.model_files import TOKENIZER
 from forge_train.storage.run import is_run
 
 from .hf_request import starting_from
-
-log = logging.getLogger("forge_train")
 
 
 @dataclass(frozen=True)
@@ -138,8 +134,6 @@ def find(path: Path, *, world: int = 1, wanted: Wanted | None = None, plugins: t
     """
     if is_hugging_face(path):
         asked_for = wanted or Wanted()
-        if not (path / TOKENIZER).is_file():
-            log.warning("%s has no %s: text is read as bytes, which few models were trained on.", path, TOKENIZER)
         request = Request(model_from=str(path), plugins=(*asked_for.plugins, *plugins), set=asked_for.set)
         opened = wanted is None
         return Source(path, resolve(starting_from(request), world=world, data=not opened, opened=opened), None)

@@ -133,7 +133,8 @@ class SFT(DataPlugin):
         from forge_train_data.chats import open_template, write_beside
 
         folder, choice = job.run.dir / model_files.FOLDER, self.config.template
-        if job.dist.main and (folder / model_files.TOKENIZER).is_file():
+        found = model_files.files(folder)  # a SentencePiece model may lie there alone
+        if job.dist.main and (model_files.TOKENIZER in found or len(found) > 1):
             with writing(job.run.dir):
                 template = open_template(choice, folder)
                 write_beside(folder, template, job.hooks.tokenizer(), chosen=bool(choice))

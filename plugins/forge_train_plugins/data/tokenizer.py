@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 class Tokenizer(Plugin):
     """Text to token ids and back: bytes, a `tokenizer.json` of Hugging Face's tokenizers, or a SentencePiece model.
 
-    SentencePiece needs `pip install 'forge-train[data]'`.
+    SentencePiece needs `pip install 'forge-train[data]'`. A folder without `tokenizer.json` is read as `transformers`
+    reads it, from `tokenizer.model`, from `vocab.json` and `merges.txt`, or from another file of its class; that needs
+    `pip install 'forge-train[hf]'`. Files that no class reads are refused.
 
     `text.tokenizer` is another name for `tokenizer.path`.
     """
@@ -28,14 +30,16 @@ class Tokenizer(Plugin):
     @section
     class Config:
         path: Annotated[str, FilePath(words=("bytes",)), Volatile()] = "bytes"
-        """`bytes`, a `tokenizer.json`, a SentencePiece `tokenizer.model`, or a folder with one of these files. The
-        other files of a folder define its special tokens. The files are copied into the run. At resume, their content
+        """`bytes`, a `tokenizer.json`, a SentencePiece `tokenizer.model`, or a model's folder. The other files of a
+        folder define its special tokens. The files are copied into the run. At resume, their content
         must match, not their path."""
 
     config: Config
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
+        from forge_train.storage.model_files import files, vocabulary_of
+
         path = Path(self.config.path)
         if self.config.path == "bytes" or path.is_file():
             return
@@ -44,10 +48,10 @@ class Tokenizer(Plugin):
                 "tokenizer.path",
                 f"no file {str(path)!r}; expected 'bytes', a tokenizer.json, a tokenizer.model or its folder.",
             )
-        elif not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        elif not vocabulary_of(files(path)):
             yield Problem(
                 "tokenizer.path",
-                f"there is no tokenizer.json and no tokenizer.model in {path}. With transformers, "
+                f"there is no tokenizer.json, and no other file of a tokenizer, in {path}. With transformers, "
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW) writes one.",
             )
 

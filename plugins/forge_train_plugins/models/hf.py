@@ -56,11 +56,11 @@ class HF(Plugin):
     @classmethod
     def brings(cls, config: Any) -> Mapping[str, Any]:
         """The folder's tokenizer, and the hash of its `config.json`."""
-        from forge_train.storage.model_files import TOKENIZER
+        from forge_train.storage.model_files import files, vocabulary_of
 
         file = _described_in(config)
         folder = Path(config.weights) if config.weights else file.parent if file else None
-        tokenizer = {"tokenizer.path": str(folder)} if folder and (folder / TOKENIZER).is_file() else {}
+        tokenizer = {"tokenizer.path": str(folder)} if folder and vocabulary_of(files(folder)) else {}
         return tokenizer | ({"hf.fingerprint": _fingerprint(file)} if file and file.is_file() else {})
 
     @hookimpl
