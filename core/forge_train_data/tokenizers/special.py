@@ -33,17 +33,17 @@ def added_tokens(folder: Path) -> list[tuple[int | None, AddedToken, Path]]:
     file = folder / TOKENIZER_CONFIG
     values = table(file)
     listed: dict[int, tuple[AddedToken, Path]] = {}
-    decoder = values.get("added_tokens_decoder")
-    if decoder is None:
+    entries = values.get("added_tokens_decoder")
+    if entries is None:
         values = _merged(values, table(folder / TOKENS_MAP))
-    elif not isinstance(decoder, Mapping):
-        raise ConfigError(f"{file}: added_tokens_decoder: expected an object, found {decoder!r}.")
+    elif not isinstance(entries, Mapping):
+        raise ConfigError(f"{file}: added_tokens_decoder: expected an object, found {entries!r}.")
     named = [(key, _token(folder, key, value)) for key, value in _named(values)]
     extra = values.get(_EXTRA) or values.get(_FORMER) or []
     extras = [_token(folder, _EXTRA, one) for one in (extra if isinstance(extra, list) else [])]
     special = {token.content for token in (*(token for _, token in named), *extras)}
-    if decoder is not None:
-        for id, entry in decoder.items():
+    if entries is not None:
+        for id, entry in entries.items():
             listed[_id(file, id)] = _token(folder, "added_tokens_decoder", entry, special=False), file
     else:
         import tokenizers
