@@ -225,3 +225,21 @@ def test_an_error_in_a_thread_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(initialise, "_draw", draw)
     with pytest.raises(ValueError, match="no numbers"):
         filled((300, 4))
+
+
+def test_offloaded_weights_start_on_the_host_and_buffers_on_the_device() -> None:
+    class Offloaded(Leaf):
+        offloaded = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(2))
+
+        def reset_buffers(self) -> None:
+            self.table.zero_()
+
+    with torch.device("meta"):
+        part = Offloaded()
+    initialise.allocate(part, torch.device("meta"))
+    assert part.weight.device.type == "cpu"
+    assert part.table.device.type == "meta"  # which stands for the device

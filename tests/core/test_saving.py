@@ -316,3 +316,16 @@ def test_training_goes_first(tmp_path: Path) -> None:
     before = niceness()
     assert Background(niceness, ALONE).result() == max(before, NICENESS)
     assert niceness() == before
+
+
+def test_threads_copy_shards_without_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's loader that copies ahead waits for the current device of its thread, which is device 0 on every rank."""
+
+    def ahead(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("copies ahead")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._OverlappingCpuLoader", ahead)
+    state = {"model": {"a": torch.ones(3)}}
+    path = save(tmp_path, 1, state, ALONE, beside=[]).path
+    assert load(path, {}, ALONE)["model"]["a"].eq(1).all()

@@ -187,11 +187,34 @@ def stand_in_torch(
     return stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, True, window_size)
 
 
+def stand_in_torch_2_11(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """Before `enable_gqa`: as many key heads as query heads."""
+    assert query.shape[1] == key.shape[1] == value.shape[1]
+    return stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, True, window_size)
+
+
 @pytest.mark.parametrize("asked", ASKED, ids=told)
 @pytest.mark.parametrize(
     "function",
-    [of_flash(stand_in, "2"), of_flash(stand_in_3, "3"), of_flash(stand_in_4, "4"), of_torch(stand_in_torch)],
-    ids=["flash2", "flash3", "flash4", "torch"],
+    [
+        of_flash(stand_in, "2"),
+        of_flash(stand_in_3, "3"),
+        of_flash(stand_in_4, "4"),
+        of_torch(stand_in_torch),
+        of_torch(stand_in_torch_2_11),
+    ],
+    ids=["flash2", "flash3", "flash4", "torch", "torch 2.11"],
 )
 def test_packed_documents_are_attended_to_apart(function: Any, asked: dict[str, Any]) -> None:
     agree(PackedKernel(function), asked)
@@ -286,6 +309,23 @@ def test_fp32_on_cuda_is_refused(plugin: Any) -> None:
     job.device, job.config = torch.device("cuda"), SimpleNamespace(train=SimpleNamespace(precision="fp32"))
     with pytest.raises(ConfigError, match=r"computes in bf16 or fp16 only, and train.precision is 'fp32'; set it to"):
         fakes.make(plugin).attention_kernel(job)
+
+
+def test_flash_is_deterministic_where_the_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    asked: list[bool] = []
+
+    def able(q: Tensor, k: Tensor, v: Tensor, *, deterministic: bool = False, **more: Any) -> Tensor:
+        asked.append(deterministic)
+        return stand_in(q, k, v, **more)
+
+    def unable(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+        return stand_in(q, k, v, **more)
+
+    agree(PackedKernel(of_flash(able, "2")), {})
+    assert set(asked) == {True}
+    with pytest.raises(ConfigError, match=r"run\.deterministic: this flash-attn 4 has no deterministic backward pass"):
+        of_flash(unable, "4")
 
 
 def test_no_fused_kernel_for_a_device_names_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:

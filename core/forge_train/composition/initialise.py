@@ -73,11 +73,16 @@ def allocate(part: nn.Module, device: torch.device) -> None:
             once it is used.
     """
     ties = tied_groups(part)
+    offloaded = bool(getattr(part, "offloaded", False))  # declared by the transform that did it
+    home = torch.device("cpu") if offloaded else device
     needed = held_bytes((*part.parameters(), *part.buffers()))
-    if device.type == "cpu" and needed > physical_memory():
+    if home.type == "cpu" and needed > physical_memory():
         raise MemoryError(f"tried to allocate {needed} bytes")
-    part.to_empty(device=device)
+    part.to_empty(device=home)
     retie(part, ties)
+    for module in part.modules() if offloaded else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=device)
     resets = {}
     for name, module in part.named_modules():
         if next(module.buffers(recurse=False), None) is not None:

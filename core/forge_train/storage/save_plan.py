@@ -67,7 +67,6 @@ class Shards:
         self.plan = plan
         self._planner = planner
         self._one_each = one_each
-        self._copied = False
 
     def copy(self, into: Copies) -> None:
         """Copy the shards to the host: what is written later is what they are now.
@@ -89,7 +88,6 @@ class Shards:
         if on_device:
             torch.cuda.current_stream().synchronize()
         self._planner.take_from(into)
-        self._copied = True
 
     def write(self, folder: Path, dist: DistributedContext, fill: Fill | None = None) -> dict[str, str]:
         """Write the shards' files, those of full tensors, and the index into a folder that is there.
@@ -105,7 +103,7 @@ class Shards:
         Raises:
             OSError: on every rank, if the disk refuses one of them.
         """
-        writer = Writer(folder, single_file_per_rank=not self._one_each, copied=self._copied)
+        writer = Writer(folder, single_file_per_rank=not self._one_each)
         writer.set_up_storage_writer(dist.main)
         files = self.plan.files
         if files is not None:

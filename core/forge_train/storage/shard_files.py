@@ -17,10 +17,10 @@ from . import digest
 class Writer(FileSystemWriter):
     """The refusal is found on its own rank: an exception that goes to another loses what caused it."""
 
-    def __init__(self, folder: Path, *, single_file_per_rank: bool = True, copied: bool = False) -> None:
-        super().__init__(folder, single_file_per_rank=single_file_per_rank)
-        if copied:
-            self.per_thread_copy_ahead = 0  # else it would wait for the device's stream
+    def __init__(self, folder: Path, *, single_file_per_rank: bool = True) -> None:
+        # Nothing is copied ahead: torch's loader (2.13) waits for a stream of the thread's current device, which is
+        # device 0 in a new thread. A shard on another device would be written, and hashed, before it has arrived.
+        super().__init__(folder, single_file_per_rank=single_file_per_rank, per_thread_copy_ahead=0)
         self.fs: _Files = _Files()
 
     def write_data(self, *arguments: Any, **options: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -38,6 +38,8 @@ class Bench:
 
     def __init__(self, setup: Setup, enabled: EnabledPlugin, folder: Path) -> None:
         self.setup, self.enabled = setup, enabled
+        wanted = setup.config.run.device
+        self.device = torch.device("cpu" if wanted == "auto" else wanted)
         self.job = self._job(folder, rank=0, ranks=1)
         setup.hooks.bind(self.job)
 
@@ -95,14 +97,20 @@ class Bench:
 
     def transforms(self, layout: Layout) -> list[Transform]:
         """What the plugin would apply on the processes of a layout; nothing is applied."""
-        context = _Pretended(layout, torch.device("cpu"), World(0, layout.world))
+        context = _Pretended(layout, self.device, World(0, layout.world))
         job = Job(self.setup.config, self.setup.hooks, self.job.run, context, Control())
         ((_, answer),) = job.hooks._calls.collect("parallelize", {"job": job}, only=self.enabled.name)
         return [answer] if isinstance(answer, Transform) else list(answer or ())
 
+    def job_on(self, device: torch.device, precision: Literal["fp32", "bf16"]) -> Job:
+        """The same job on another device, in another precision."""
+        config = replace(self.setup.config, train=replace(self.setup.config.train, precision=precision))
+        context = _Pretended(Layout(dp_shard=1), device, World(0, 1))
+        return Job(config, self.setup.hooks, self.job.run, context, Control())
+
     def _job(self, folder: Path, rank: int, ranks: int) -> Job:
         layout = Layout(dp_shard=ranks)
-        context = _Pretended(layout, torch.device("cpu"), World(rank, ranks))
+        context = _Pretended(layout, self.device, World(rank, ranks))
         return Job(self.setup.config, self.setup.hooks, Run(folder / "job"), context, Control())
 
 

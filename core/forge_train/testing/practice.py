@@ -48,7 +48,10 @@ def practise(
     example = enabled.cls.example
     beside = [one.removeprefix(WITH) for one in example if one.startswith(WITH)]
     plugins = [spec, *_required(enabled), *(name for names in beside for name in names.split(","))]
-    settings = merged({"train": {"evaluate_every": 2}, "run": {"device": device_for(enabled)}}, config)
+    device = device_for(enabled)
+    precision = "fp32" if device == "cpu" else "bf16"  # of all that runs on an accelerator only, none needs fp32
+    train = {"evaluate_every": 2, "precision": precision}
+    settings = merged({"train": train, "run": {"device": device}}, config)
     sets = sets if sets or config else tuple(one for one in example if not one.startswith(WITH))
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # what plugins print is no part of the report

@@ -97,15 +97,16 @@ def follow(
         restore(one.stepper, one.progress, folder / "checkpoint")
         theirs, other = one.tensors()
         found.loaded = one.hashes()
+        theirs = {name: _kept(tensor) for name, tensor in theirs.items()}
         found.updates = moves(start, mine, theirs, steps, layout.ranks)
         found.settings = settings(rest, other)
-        theirs = {name: _kept(tensor) for name, tensor in theirs.items()} if _beyond(found.updates) else {}
-    if theirs and unclipped and setup.config.train.clip_norm:
+    if _beyond(found.updates) and unclipped and setup.config.train.clip_norm:
         with watching(_Replaying, unclipped(), folder / "unclipped") as free:
             free.source = folder
             with suppress(PluginError):  # of a plugin that asks in on_gradients for what only a step's batches bring
                 free.take(steps)
-                found.unclipped = not _beyond(moves(start, free.tensors()[0], theirs, steps))
+                ends = {name: _kept(tensor) for name, tensor in free.tensors()[0].items()}
+                found.unclipped = not _beyond(moves(start, ends, theirs, steps))
     return found
 
 
@@ -143,7 +144,7 @@ class _Following(Watched):
 
     def on_backward(self, update: Update) -> Update:
         update, step = super().on_backward(update), update.step
-        own = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        own = {name: p.grad.cpu() for name, p in self.model.named_parameters() if p.grad is not None}
         given, norm = read_gradients(self.source, step)
         if self.left is not None:
             torch.save(own, self.left / f"{step}.pt")

@@ -127,7 +127,7 @@ class Sharding:
         self.mesh_of, self.reshard, self.reduce_each = mesh_of, reshard, reduce_each
         self.experts = job.dist.layout.ep * job.dist.layout.etp > 1
         self.precision = job.precision
-        self.offload = CPUOffloadPolicy() if offload else OffloadPolicy()
+        self.offloads, self.policy = offload, CPUOffloadPolicy() if offload else OffloadPolicy()
         train = job.config.train
         self.micro_batches = job.dist.layout.micro_batches(train.global_batch, train.micro_batch)
 
@@ -144,6 +144,7 @@ class Sharding:
         # The part's own group stays too: what FSDP2 drops after its forward, the loss could not call any more.
         self._shard(part, "dense", keep=True)
         _check_rows(part)
+        part.offloaded = self.offloads  # type: ignore[assignment]  # declared for whoever gives it memory
         assert isinstance(part, FSDPModule)
         heads = [Chunks(group.module) for group in groups if group.head and isinstance(group.module, FSDPModule)]
         step = ShardedStep(
@@ -189,7 +190,7 @@ class Sharding:
             shard_placement_fn=partial(_placement, shards=mesh.size(mesh.ndim - 1)),
             reshard_after_forward=not keep,
             mp_policy=self._policy(module),
-            offload_policy=self.offload,
+            offload_policy=self.policy,
         )
 
     def _expected_bytes(self, part: nn.Module, reshard: Reshard) -> dict[str, float]:

@@ -55,8 +55,8 @@ def in_chunks(
     decay, strength = chunks(log_decay[..., None]), chunks(beta[..., None])
     seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     # Summed for each pair: a difference of sums from the beginning would lose precision after a large one.
-    sums = torch.where(seen.tril(-1), decay, 0.0).cumsum(-2)
-    since, until = decay[..., 0].cumsum(-1).exp(), sums[..., -1, :].exp()  # since the chunk's start; until its end
+    sums = _running_sum(torch.where(seen.tril(-1), decay, 0.0))
+    since, until = _running_sum(decay)[..., 0].exp(), sums[..., -1, :].exp()  # since the chunk's start; until its end
     kept = since[..., -1]
     if document_ids is not None:
         ids = _filled_up(document_ids, size)[:, None, None]
@@ -102,6 +102,17 @@ def in_steps(
         state = state + k_BHD[..., None] * change_BHV[..., None, :]
         found.append((q_BHD[..., None, :] @ state)[..., 0, :])
     return torch.stack(found, 1), state
+
+
+def _running_sum(x: Tensor) -> Tensor:
+    """The sums over the last axis but one, up to each row; deterministic on CUDA, where torch's own (2.13) is not."""
+    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return x.cumsum(-2)
+    reach = 1
+    while reach < x.shape[-2]:
+        x = x + F.pad(x[..., :-reach, :], (0, 0, reach, 0))
+        reach *= 2
+    return x
 
 
 def _filled_up(document_ids: Tensor, size: int) -> Tensor:

@@ -34,17 +34,23 @@ class PackedFunction(Protocol):
 
 
 def torch_function() -> PackedFunction | None:
-    """`torch.nn.attention.varlen`, if this torch supports windows and grouped heads in it (2.13 does)."""
+    """`torch.nn.attention.varlen`, if this torch supports windows in it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    needed = {"scale", "window_size", "enable_gqa"}
+    needed = {"scale", "window_size"}
     return of_torch(varlen_attn) if needed <= {*inspect.signature(varlen_attn).parameters} else None
 
 
 def of_torch(varlen_attn: Any) -> PackedFunction:
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters  # newer than torch 2.11
+
     def attend(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        more: dict[str, Any] = {"enable_gqa": groups > 1} if grouped else {}
+        if groups > 1 and not grouped:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         out: Tensor = varlen_attn(
             query,
             key,
@@ -55,7 +61,7 @@ def of_torch(varlen_attn: Any) -> PackedFunction:
             bounds.most_keys,
             scale=scale,
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
+            **more,
         )
         return out
 
@@ -83,6 +89,14 @@ def flash_function(wanted: str, device: torch.device, plugin: str) -> PackedFunc
 def of_flash(flash_attn_varlen_func: Any, version: str) -> PackedFunction:
     """flash-attn's versions differ in how they express no window, and in what they return besides the output."""
     unlimited = None if version == "4" else -1
+    more: dict[str, Any] = {}
+    if torch.are_deterministic_algorithms_enabled():
+        if "deterministic" not in inspect.signature(flash_attn_varlen_func).parameters:
+            raise ConfigError(
+                f"run.deterministic: this flash-attn {version} has no deterministic backward pass; update it, or use "
+                "another kernel."
+            )
+        more["deterministic"] = True
 
     def attend(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:
         out = flash_attn_varlen_func(
@@ -96,6 +110,7 @@ def of_flash(flash_attn_varlen_func: Any, version: str) -> PackedFunction:
             softmax_scale=scale,
             causal=True,
             window_size=(unlimited, unlimited) if window is None else (window - 1, 0),
+            **more,
         )
         attended: Tensor = out[0] if isinstance(out, tuple) else out
         return attended
