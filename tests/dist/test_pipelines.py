@@ -38,18 +38,30 @@ def test_all_pairs_agree_with_one_process(verify: Verifier, composition_file: Pa
 
 
 @pytest.mark.accept("axes", 1)
-def test_compiled_units_agree_and_split_schedules_refuse_them(verify: Verifier, composition_file: Path) -> None:
+def test_compiled_units_agree(verify: Verifier, composition_file: Path) -> None:
     piped = Piped("1f1b", extras=frozenset({"tied"}))
     right = piped.reference(composition_file)
     request = piped.request(composition_file, **{"compile.backend": "aot_eager"})
     verdict = verify(replace(request, plugins=(*request.plugins, "compile")), 2, steps=2, reference=right)
     assert verdict.agree, verdict
-    for schedule in pipelines.SPLIT:  # before any rank is started: one alone may hold a compiled unit
-        request = Piped(schedule).request(composition_file, **{"compile.backend": "aot_eager"})
-        with pytest.raises(
-            ConfigError, match=f"{schedule} takes the gradients of .* apart, and a compiled unit brings"
-        ):
-            resolve(replace(request, plugins=(*request.plugins, "compile")), world=2)
+
+
+@pytest.mark.accept("axes", 1)
+@pytest.mark.parametrize("schedule", pipelines.SPLIT)
+@pytest.mark.parametrize(
+    ("plugin", "settings", "says"),
+    [
+        ("compile", {"compile.backend": "aot_eager"}, "gradients of .* apart, and a compiled unit brings both at once"),
+        ("ac", {"ac.mode": "selective"}, "runs backward several times .* set ac.mode to full, or take a schedule"),
+    ],
+)
+def test_split_schedules_refuse_what_computes_both_gradients_at_once(
+    composition_file: Path, schedule: str, plugin: str, settings: Settings, says: str
+) -> None:
+    """Before any rank starts: one alone may hold such a unit."""
+    request = Piped(schedule).request(composition_file, **settings)
+    with pytest.raises(ConfigError, match=f"{schedule} .*{says}"):
+        resolve(replace(request, plugins=(*request.plugins, plugin)), world=2)
 
 
 @pytest.mark.accept("axes", 1)

@@ -87,12 +87,16 @@ def unknown(name: str) -> str:
     return f"there is no {name!r}.{nearest(name, known)} There are {', '.join(known)}."
 
 
+def whole_backward() -> str:
+    """Schedules that compute both gradients at once."""
+    return ", ".join(name for name, rule in RULES.items() if not rule.split)
+
+
 def compiled(schedule: str) -> str:
     """Why a schedule can't have compiled units."""
-    whole = ", ".join(name for name, rule in RULES.items() if not rule.split)
     return (
         f"{schedule} takes the gradients of inputs and weights apart, and a compiled unit brings both at once; leave "
-        f"compile out, or take a schedule that does not split: {whole}."
+        f"compile out, or take a schedule that does not split: {whole_backward()}."
     )
 
 
@@ -137,8 +141,16 @@ def check(config: PipelineParallel.Config, run: RunConfig) -> Iterator[Problem]:
     if problem := unknown(config.schedule):
         yield Problem("pp.schedule", problem)
     rule = RULES.get(config.schedule)
-    if rule is not None and rule.split and ranks > 1 and "compile" in run.everything():
-        yield Problem("pp.schedule", compiled(config.schedule))
+    if rule is not None and rule.split and ranks > 1:
+        others = run.everything()
+        if "compile" in others:
+            yield Problem("pp.schedule", compiled(config.schedule))
+        elif "ac" in others and others["ac"].mode == "selective":
+            yield Problem(
+                "pp.schedule",
+                f"{config.schedule} runs backward several times through a unit, and selective recomputation keeps what "
+                f"it saves for one; set ac.mode to full, or take a schedule that does not split: {whole_backward()}.",
+            )
     data_ranks = run.parallel.dp_replicate * run.parallel.dp_shard
     if rule is None or ranks == 1 or data_ranks < 1:  # -1: the number of processes decides, and is not known here
         return

@@ -69,7 +69,7 @@ def _accumulator(weight: nn.Parameter) -> Node:
 
 
 def _memory(gradient: Tensor) -> int:
-    memory: int = local(gradient).untyped_storage().data_ptr()
+    memory: int = local(gradient).untyped_storage()._cdata
     return memory
 
 
