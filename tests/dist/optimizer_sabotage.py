@@ -94,3 +94,21 @@ class OtherGroups(AdamW):
         for group in optimizer.param_groups if job.dist.world > 1 else ():
             group["betas"] = (0.9, 0.999)
         return optimizer
+
+
+class OwnNorm(Unclipped):
+    """Clips on each rank by the norm of what the rank holds."""
+
+    @hookimpl
+    def optimizer(self, model: Any, job: Any) -> torch.optim.Optimizer:
+        optimizer, limit = super().optimizer(model, job), job.config.train.clip_norm
+
+        def clip(*ignored: Any) -> None:
+            held = [getattr(one.grad, "to_local", lambda one=one: one.grad)() for one in model.parameters()]
+            norm = torch.stack([one.square().sum() for one in held]).sum().sqrt()
+            for one in held:
+                one.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+
+        if job.dist.world > 1:
+            optimizer.register_step_pre_hook(clip)
+        return optimizer

@@ -1,4 +1,4 @@
-"""Twenty faults, each planted on the layout alone: `forge verify` finds it, says in which parts, and what it is."""
+"""Twenty-six faults, each planted on the layout alone: `forge verify` finds it, says where, and what it is."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ FAULTS: dict[str, Fault] = {
         instead="ep",
     ),
     "norms left unsummed": Fault(
-        "sabotage:ForgetfulTP",
+        "resume_sabotage:ForgetfulTP",
         {"gradients", "grad_norm", "replicas", "checkpoint"},
         r"norm\.weight \(5\) are wrong, and differ between ranks along tp: they are not reduced over tp",
         TP,
@@ -170,6 +170,12 @@ FAULTS: dict[str, Fault] = {
         "the layout does not clip gradients to train.clip_norm",
         settings={**WARM, "train.clip_norm": 0.1},
     ),
+    "clipping by rank": Fault(
+        "optimizer_sabotage:OwnNorm",
+        {"updates", "optimizer"},
+        "each rank clips by a norm of its own. Clip by the norm over all ranks",
+        settings={**WARM, "train.clip_norm": 0.1},
+    ),
     "no weight decay": Fault(
         "optimizer_sabotage:NoDecay",
         {"updates", "grad_norm"},
@@ -194,11 +200,41 @@ FAULTS: dict[str, Fault] = {
         "The weights move 1.01 times as far as they should .* the learning rate is 1.01 times what it should be",
         settings=WARM,
     ),
+    # A resume in the middle, and what plugins keep.
+    "a data position saved a batch ahead": Fault(
+        "resume_sabotage:SavedAhead",
+        {"resume"},
+        r"checkpoint says that training has used 48 sequences, and it has used 36: .* the loader's state_dict",
+        ("fsdp2",),
+        instead="text",
+    ),
+    "a data position resumed a batch ahead": Fault(
+        "resume_sabotage:ResumedAhead",
+        {"resume"},
+        "A resumed run trains on other sequences .* the loader's load_state_dict does not go there",
+        ("fsdp2",),
+        instead="text",
+    ),
+    "weights saved as their average": Fault(
+        "resume_sabotage:SavedWeights",
+        {"plugin states"},
+        r"state of plugin 'saved_weights' \(average.* same steps: it is the weights themselves\. .* its state_dict",
+    ),
+    "an average over other steps": Fault(
+        "resume_sabotage:Hasty",
+        {"plugin states", "evaluation"},
+        "The state of plugin 'hasty' .* is not what it is on one process after the same steps",
+    ),
+    "an average that is not resumed": Fault(
+        "resume_sabotage:Forgetful",
+        {"resume"},
+        "After a resume, the last step leaves plugin forgetful in another state: state_dict leaves out",
+    ),
 }
 
 
-def test_there_are_twenty() -> None:
-    assert len(FAULTS) == 20
+def test_there_are_twenty_six() -> None:
+    assert len(FAULTS) == 26
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -47,6 +47,7 @@ from .ranks import (
 )
 from .recording import Record, Recording
 from .routing import TIE, TIES, RoutingDifference
+from .states import resume_check, state_checks
 from .verdict import Check, Offender, Verdict
 
 
@@ -59,6 +60,8 @@ class Exact:
     """The same on the layout's path."""
 
 
+RANKS_APART = frozenset({"initial weights", "peers", "replicas", "checkpoint"})
+"""Checks of what a checkpoint holds once for all ranks: where ranks differ in it, a resume is different for that."""
 Explain = Callable[[], "Explanation | None"]
 
 
@@ -89,6 +92,8 @@ def compare(
         routing = _routing(one, parted) if verdict.routing_difference or parted is None or parted.tie else ()
         verdict = replace(verdict, checks=(*verdict.checks[: len(BEFORE)], *routing, *verdict.checks[len(BEFORE) :]))
         verdict = _followed(verdict, one, layout, followed, exact, coarsest(one, layout, allowed))
+    if not RANKS_APART & verdict.failed:
+        verdict = replace(verdict, checks=(*verdict.checks, *resume_check(layout, followed)))
     if verdict.agree:
         return replace(verdict, advice=tuple(filter(None, [of_no_update(layout)])))
     at_first = verdict.routing_difference is not None and verdict.routing_difference.step == 1
@@ -104,6 +109,7 @@ def _followed(
     if any(pieces_apart([getattr(rank, kept) for rank in layout.ranks]) for kept in ("gradients", "last_gradients")):
         return verdict
     updates = () if {"checkpoint", "evaluation"} & verdict.failed else update_checks(followed)
+    updates += state_checks(followed) if all(check.ok for check in updates) else ()
     verdict = replace(verdict, checks=(*verdict.checks, *updates), updates=beyond(followed.updates) if updates else ())
     if {"updates", "optimizer", "checkpoint", "buffers", "replicas"} & verdict.failed:
         return verdict

@@ -15,6 +15,7 @@ from .patterns import axes_apart, group, of_gradients, size_hint
 from .ranks import other_starts, side_effects
 from .recording import Recording
 from .routing import TIE, RoutingDifference
+from .states import of_resume, of_states
 from .verdict import Verdict
 
 BEFORE = frozenset({"initial weights", "peers", "data"})
@@ -69,6 +70,8 @@ def diagnose(
         )
     else:
         yield from of_updates(verdict, layout, followed)
+    yield from of_states(verdict, followed)
+    yield from of_resume(verdict, layout, followed)
     if verdict.later and not verdict.offenders:
         yield from of_gradients(verdict.later, layout, later=True)
     if (check := failed.get("metrics")) and not {"loss", "grad_norm", "gradients", "routing"} & failed.keys():

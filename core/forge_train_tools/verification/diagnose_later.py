@@ -52,6 +52,11 @@ def _states(wrong: Sequence[Moved], followed: Followed, layout: Recording, where
             "Without clipping one process comes to the layout's weights: the layout does not clip gradients to "
             "train.clip_norm, or clips what the optimizer is not given."
         )
+    if followed.clipped_by_rank:
+        return (
+            "One process comes to the layout's weights if it clips what each rank holds by the norm of that alone: "
+            "each rank clips by a norm of its own. Clip by the norm over all ranks (update.grad_norm)."
+        )
     keys = {one.part for one in wrong}
     right = {one.part for one in followed.updates} - keys - {WEIGHT}
     factors = {key: _factor([one for one in wrong if one.part == key]) for key in keys}

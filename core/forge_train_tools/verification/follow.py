@@ -26,11 +26,13 @@ from forge_train.loop.weights import compare_shapes, places
 from forge_train.registry.setup import Setup
 
 from .numbers import errors, typical
+from .numbers import norm as norm_of
 from .record import watching
 from .recording import Record, Recording, read_gradients
+from .states import StateApart, states_apart
 from .updates import UPDATE, Moved, moves, settings
 from .verdict import Offender
-from .watched import Watched
+from .watched import PLUGINS, Watched
 
 
 @dataclass
@@ -59,10 +61,16 @@ class Followed:
     """Hashes of what one process loads from the layout's checkpoint."""
     updates: list[Moved] = field(default_factory=list)
     """Every weight and every tensor of the optimizer's state, the worst first."""
+    states: list[StateApart] = field(default_factory=list)
+    """Everything in the states of plugins, the worst first."""
+    position: tuple[int, int] = (0, 0)
+    """Sequences that training has used: of one process, and as the layout's checkpoint says."""
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Settings of the optimizer that differ."""
     decay: float = 0.0
     """The share of itself that a weight loses to weight decay in all steps, as parameter groups say."""
+    clipped_by_rank: bool = False
+    """Whether it comes there if each rank's pieces are clipped by a norm of their own."""
     unclipped: bool = False
     """Whether the optimizer comes to the layout's weights without clipping."""
 
@@ -93,20 +101,27 @@ def follow(
         one.take(steps)
         found = Followed(one.seen, one.steps, one.training_loss, decay=one.decay)
         tensors, rest = one.tensors()
-        mine = {name: _kept(tensor) for name, tensor in tensors.items()}
+        mine, at = {name: _kept(tensor) for name, tensor in tensors.items()}, one.position
         restore(one.stepper, one.progress, folder / "checkpoint")
         theirs, other = one.tensors()
-        found.loaded = one.hashes()
+        found.loaded, found.position = one.hashes(), (at, one.position)
         theirs = {name: _kept(tensor) for name, tensor in theirs.items()}
         found.updates = moves(start, mine, theirs, steps, layout.ranks)
-        found.settings = settings(rest, other)
+        found.settings = settings(rest["optimizer"], other["optimizer"])
+        found.states = states_apart(
+            (mine, rest[PLUGINS]), (theirs, other[PLUGINS]), but=one.job.hooks.provider("build_data")
+        )
     if _beyond(found.updates) and unclipped and setup.config.train.clip_norm:
         with watching(_Replaying, unclipped(), folder / "unclipped") as free:
             free.source = folder
             with suppress(PluginError):  # of a plugin that asks in on_gradients for what only a step's batches bring
                 free.take(steps)
-                ends = {name: _kept(tensor) for name, tensor in free.tensors()[0].items()}
-                found.unclipped = not _beyond(moves(start, ends, theirs, steps))
+                found.unclipped = not _beyond(moves(start, _ends(free), theirs, steps))
+        if not found.unclipped and any(rank.pieces != layout.first.pieces for rank in layout.ranks):
+            with watching(_ClippingByRank, unclipped(), folder / "by-rank") as apart, suppress(PluginError):
+                apart.source, apart.ranks, apart.limit = folder, layout.ranks, setup.config.train.clip_norm
+                apart.take(steps)
+                found.clipped_by_rank = not _beyond(moves(start, _ends(apart), theirs, steps))
     return found
 
 
@@ -117,6 +132,10 @@ def follow_exactly(setup: Setup, folder: Path, layout: Recording, leave: Path) -
         one.source, one.left = folder, leave
         one.take(len(layout.first.losses))
         return one.seen
+
+
+def _ends(one: Watched) -> dict[str, Tensor]:
+    return {name: _kept(tensor) for name, tensor in one.tensors()[0].items()}
 
 
 def _kept(tensor: Tensor) -> Tensor:
@@ -184,11 +203,35 @@ class _Replaying(_Following):
         zero = torch.zeros((), device=self.job.device)
         for step in range(1, steps + 1):
             given, norm = read_gradients(self.source, step)
-            put(self.model.named_parameters(), given)
+            put(self.model.named_parameters(), self.changed(given))
             self.job.step_state.begin([], sliced=False)
             update = Update(step, zero, zero, self.stepper.parameters)
             self.stepper.finish(_given(update, norm.to(self.job.device)))
             self.progress.step = step
+
+    def changed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients that the optimizer gets."""
+        return gradients
+
+
+class _ClippingByRank(_Replaying):
+    """Clips what each rank holds by the norm of that alone."""
+
+    ranks: Sequence[Record] = ()
+    limit = 0.0
+
+    def changed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {name: gradient.clone() for name, gradient in gradients.items()}
+        for rank in self.ranks:
+            places = {
+                name: tuple(slice(first, end) for first, end in piece)
+                for name, piece in rank.pieces.items()
+                if name in gradients
+            }
+            held = norm_of(gradients[name][place] for name, place in places.items())
+            for name, place in places.items():
+                found[name][place] = gradients[name][place] * min(1.0, self.limit / (held + 1e-6))
+        return found
 
 
 def put(parameters: Iterable[tuple[str, Tensor]], gradients: Mapping[str, Tensor]) -> None:

@@ -67,6 +67,7 @@ def leave(setup: Setup, steps: int, folder: Path) -> None:
         parameters, buffers = _held(watched)
         watched.save(folder / "checkpoint")
         watched.seen.saved = watched.hashes()
+        watched.seen.resumed = watched.taken_again()
         write_json(folder / f"rank-{dist.rank}.json", asdict(watched.seen))
         if watched.keeps:
             torch.save({"parameters": parameters, "buffers": buffers}, folder / f"stage-{dist.rank}.pt")

@@ -59,6 +59,8 @@ class Record:
     """Whether a step's forward and backward pass drew from torch's global random numbers, as dropout does."""
     documents: bool = False
     """Whether rows held several documents, kept apart."""
+    resumed: list[str] = field(default_factory=list)
+    """What is different when the last step is taken again from a checkpoint of the step before."""
     disturbed: dict[SideEffect, dict[str, list[str]]] = field(default_factory=dict)
     """In evaluating and in saving: who changed what of the model and the optimizer. Either must leave them alone."""
 

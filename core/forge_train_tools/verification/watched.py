@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,29 +13,33 @@ import torch
 from torch import Tensor
 
 from forge_train.composition.initialise import local_window
-from forge_train.contract.batch import Batch
 from forge_train.contract.choices import heard_by
-from forge_train.contract.events import CheckpointEvent, Update
+from forge_train.contract.events import CheckpointEvent, StepResult, Update
 from forge_train.contract.hooks import Hooks
 from forge_train.contract.job import Job
 from forge_train.contract.protocols import Loader
 from forge_train.contract.transform import MicroBatch
-from forge_train.contract.trees import shard_tree
-from forge_train.ground.tensors import full_tensor, local
+from forge_train.ground.tensors import full_tensor
 from forge_train.loop.aggregate import split as values_of
 from forge_train.loop.assembly import assemble
 from forge_train.loop.evaluation import Evaluations
 from forge_train.loop.initial import load_initial
-from forge_train.loop.resume import capture
+from forge_train.loop.resume import capture, restore
 from forge_train.loop.step import Progress, Stepper, Watcher
 from forge_train.loop.weights import load_extra
 from forge_train.storage import checkpoint
 from forge_train.storage.state import optimizer_state
 from forge_train.storage.tree import split
 
+from .fingerprints import WatchedLoader, fingerprint, hash_of
 from .peak import to_peak
 from .recording import Fingerprint, Record, SideEffect, gradients_file
 from .routing import TIES, Counter
+
+BEFORE_LAST = "before-last"
+"""The folder of the checkpoint before the last step."""
+DATA, PLUGINS = "data", "plugins"
+"""The sequences of a step, and plugins' states, among what a resume may change."""
 
 
 class Watched(Watcher):
@@ -49,6 +53,8 @@ class Watched(Watcher):
         self.seen = Record(job.dist.rank, job.dist.data_rank)
         self.first_gradients: dict[str, Tensor] = {}
         self._update: Update | None = None
+        self._ended: dict[str, Any] = {}  # after the last step
+        self._repeats = False
         self._random: Tensor | None = None  # when a step's first micro-batch began
         self.stepper = assemble(job, self)
         self.model, self.optimizer = self.stepper.model, self.stepper.optimizer
@@ -78,13 +84,11 @@ class Watched(Watcher):
 
     def take(self, steps: int) -> None:
         """Take steps, evaluate, and write down what each gave."""
-        self.model.train()
-        for _ in range(steps):
-            self.rows.clear()
-            with self._around_step(), heard_by(self._counter):
-                result = self.stepper.run(self.progress)
-            self.stepper.tell(result)
-            self.job.control.take()
+        for number in range(steps):
+            if self.folder is not None and 0 < number == steps - 1:
+                with self.job.hooks.span("save")():
+                    self._write(self.folder / BEFORE_LAST)
+            result = self._step()
             if self._update is not None and self._update.vetoed:
                 self.seen.vetoes[str(result.step)] = self._update.vetoed
             self.seen.losses.append(float(result.loss))
@@ -94,8 +98,43 @@ class Watched(Watcher):
             self.seen.batches.append(list(self.rows))
             self.seen.choices.append(self._counter.end())
         self.seen.weights = self._fingerprints()
+        self._ended = self._whole_state() if self.folder is not None else {}
         if self.stepper.held_out is not None:
             self.evaluate()
+
+    def _step(self) -> StepResult:
+        self.model.train()
+        self.rows.clear()
+        with self._around_step(), heard_by(self._counter):
+            result = self.stepper.run(self.progress)
+        self.stepper.tell(result)
+        self.job.control.take()
+        return result
+
+    def taken_again(self) -> list[str]:
+        """Resume before the last step, and take it again: names of all that is different then, by a bit.
+
+        Every rank calls this, at the end. After a single step there is nothing to resume.
+        """
+        if self.folder is None or not (before := self.folder / BEFORE_LAST).exists():
+            return []
+        self._repeats = True
+        restore(self.stepper, self.progress, before)
+        self._step()
+        self._counter.end()
+        ended, now = self._ended, self._whole_state()
+        return sorted(name for name in ended.keys() | now.keys() if ended.get(name) != now.get(name))
+
+    @property
+    def position(self) -> int:
+        """Sequences that training has used, as the loader says."""
+        return int(self.stepper.loader.state_dict()["sequences"])
+
+    def _whole_state(self) -> dict[str, Any]:
+        """Of this rank: the sequences of the step, and what it made of weights, buffers, optimizer and plugins."""
+        tensors, rest = self.tensors()
+        plugins = {f"{PLUGINS}.{name}": json.dumps(state, sort_keys=True) for name, state in rest[PLUGINS].items()}
+        return {DATA: list(self.rows), **{name: fingerprint(tensor) for name, tensor in tensors.items()}, **plugins}
 
     def _observed(self) -> dict[str, float]:
         """The metrics of plugins, of all ranks together."""
@@ -131,7 +170,11 @@ class Watched(Watcher):
                     with self.leaves_alone("checkpoint", hooks.whose("on_checkpoint", name)), _silently():
                         hooks.on_checkpoint(CheckpointEvent(kind, step, folder), only=name)
                 if kind == "saving":
-                    checkpoint.write(folder, step, capture(self.stepper, self.progress), self.job.dist, beside=[])
+                    self._write(folder)
+
+    def _write(self, folder: Path) -> None:
+        state = capture(self.stepper, self.progress)
+        checkpoint.write(folder, self.progress.step, state, self.job.dist, beside=[])
 
     @contextlib.contextmanager
     def leaves_alone(self, kind: SideEffect, who: str = "") -> Iterator[None]:
@@ -159,6 +202,8 @@ class Watched(Watcher):
         return {name: fingerprint(tensor) for name, tensor in self.model.state_dict().items()}
 
     def on_backward(self, update: Update) -> Update:
+        if self._repeats:
+            return update
         self._update = update
         self.seen.draws |= self._random is not None and not torch.equal(self._random, self._random_state())
         self._random = None
@@ -191,14 +236,14 @@ class Watched(Watcher):
         return dist.rank % (dist.world // dist.layout.pp) == 0
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Every tensor of the model and the optimizer as a checkpoint names it, and the optimizer's other state."""
+        """Every tensor of the model, the optimizer and plugins as a checkpoint names it, and what else their states
+        hold."""
         tensors: dict[str, Tensor] = {}
         state = capture(self.stepper, self.progress)
-        rest = {key: split(state[key], key, tensors) for key in ("model", "optimizer")}
-        return tensors, rest["optimizer"]
+        return tensors, {key: split(state[key], key, tensors) for key in ("model", "optimizer", PLUGINS)}
 
     def hashes(self) -> dict[str, str]:
-        """Of every whole tensor of the model and the optimizer."""
+        """Of every whole tensor of the model, the optimizer and plugins."""
         return {name: hash_of(full_tensor(tensor)) for name, tensor in sorted(self.tensors()[0].items())}
 
 
@@ -217,57 +262,3 @@ def _begin(hooks: Hooks, stepper: Stepper) -> None:
 
 def _silently() -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stdout(io.StringIO())
-
-
-class WatchedLoader:
-    """A loader that remembers what it gave, sequence by sequence, in `rows`."""
-
-    def __init__(self, loader: Loader, rows: list[str], seen: Record) -> None:
-        self._loader, self._seen = loader, seen
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        batch = next(self._loader)
-        ids = batch.document_ids
-        self._seen.documents |= ids is not None and bool((ids != ids[:, :1]).any())
-        for one in shard_tree(batch, batch.spec("batch"), len(batch.inputs)):
-            digest = hashlib.sha256()
-            for name, tensor in sorted(one.tensors().items()):
-                digest.update(f"{name}{hash_of(tensor)}".encode())
-            self.rows.append(digest.hexdigest()[:16])
-        return batch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)  # such as `on_model`, which a loader need not have
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._loader.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loader.load_state_dict(state)
-
-    def skip(self, sequences: int) -> None:
-        self._loader.skip(sequences)
-
-
-def fingerprint(tensor: Tensor) -> Fingerprint:
-    """The piece of a tensor that lies here: a DTensor's by its mesh coordinates along the axes that shard it."""
-    placements = getattr(tensor, "placements", None)
-    if placements is None:
-        return "whole", hash_of(tensor)
-    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-    names = mesh.mesh_dim_names or range(mesh.ndim)
-    sharded = [
-        f"{name}={place}"
-        for name, place, kind in zip(names, mesh.get_coordinate(), placements, strict=True)
-        if not kind.is_replicate() and mesh.size(list(names).index(name)) > 1
-    ]
-    return " ".join(sharded) or "whole", hash_of(local(tensor))
-
-
-def hash_of(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
