@@ -74,7 +74,7 @@ FAULTS: dict[str, Fault] = {
         instead="ep",
     ),
     "norms left unsummed": Fault(
-        "resume_sabotage:ForgetfulTP",
+        "sabotage:ForgetfulTP",
         {"gradients", "grad_norm", "replicas", "checkpoint"},
         r"norm\.weight \(5\) are wrong, and differ between ranks along tp: they are not reduced over tp",
         TP,
