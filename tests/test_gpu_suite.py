@@ -25,7 +25,16 @@ ABOUT = {"memory_gib": 80}
 HERE = [case for case in cases.cases(ABOUT) if not case.gpus]
 
 
-@pytest.mark.parametrize("case", HERE, ids=lambda case: case.name)
+BROKEN = pytest.mark.xfail(strict=False, reason="`ac` with `compile`: a kernel that disables compiling leaves no graph")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[BROKEN] * (case.name in ("compile-varlen-ac", "compile-flex-ac")))
+        for case in HERE
+    ],
+)
 def test_every_case_without_a_device_gives_good_numbers(case: Case) -> None:
     module, _, name = case.function.partition(":")
     try:
@@ -153,6 +162,11 @@ def test_the_command_without_pip(tmp_path: Path) -> None:
         "one-rank-offload": "needs a device",
     }
     assert "steps without a wait" in (tmp_path / "out" / "gpu.md").read_text()
+    before = [(file, file.stat().st_mtime_ns) for file in machine.ROOT.glob("benchmarks/results/gpu.*")]
+    again = subprocess.run([*command, "waits-dense"], check=False, capture_output=True, text=True, env=environment)
+    assert again.returncode == 0
+    assert (tmp_path / "k" / "toy" / "gpu.md").is_file()
+    assert [(file, file.stat().st_mtime_ns) for file in machine.ROOT.glob("benchmarks/results/gpu.*")] == before
     unknown = subprocess.run([*command, "nope"], check=False, capture_output=True, text=True, env=environment)
     assert unknown.returncode == 2
     assert "No case begins with 'nope'" in unknown.stderr

@@ -70,9 +70,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"       {'' if row.ok else 'MISS '}{row.name}: {row.measured} (bar {row.bar})", flush=True)
         if not result.rows:
             print("       " + result.told.replace("\n", "\n       "), flush=True)
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    (chosen.out / "gpu.md").write_text(page.markdown(wanted, results, about, toy=toy), encoding="utf-8")
-    (chosen.out / "gpu.json").write_text(page.plain(results, about), encoding="utf-8")
+    out = chosen.out or (folder if toy else RESULTS)  # a trial on a CPU replaces no device's table
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu.md").write_text(page.markdown(wanted, results, about, toy=toy), encoding="utf-8")
+    (out / "gpu.json").write_text(page.plain(results, about), encoding="utf-8")
+    print(f"The table is {out / 'gpu.md'}.")
     return 1 if failed(results) else 0
 
 
@@ -89,7 +91,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--beside", type=int, default=0, help="cases at once, of those that measure no time")
     parser.add_argument("--fresh", action="store_true", help="forget the results that were kept")
     parser.add_argument("--kept", type=Path, default=machine.ROOT / "runs" / "gpu", help="where results are kept")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the table is written")
+    parser.add_argument("--out", type=Path, help="where the table is written: benchmarks/results, at toy size --kept")
     return parser.parse_args(arguments)
 
 

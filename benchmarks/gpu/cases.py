@@ -103,7 +103,7 @@ def _speed(gib: int) -> list[Case]:
     for model in ("1b", "8b" if gib >= 130 else "8b-8-layers", "moe"):
         for fp8 in (False, True):
             # 128 GB of state leave little room on an H200, and each step takes a second.
-            arguments = {"model": model, "fp8": fp8, "turns": 2 if model == "8b" else 6}
+            arguments = {"model": model, "fp8": fp8, "turns": 2 if model == "8b" else 4}
             name = f"speed-{model}-{'fp8' if fp8 else 'bf16'}"
             found.append(Case(name, "speed:train", arguments, seconds=170, alone=True, judges="speed"))
     return [*found, Case("speed-torchtitan", "speed:torchtitan", gpus=1, seconds=170, alone=True, judges="speed")]

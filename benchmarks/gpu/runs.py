@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.utils
 from torch import nn
 
 from forge_train import Applied, Job, Phase, Plugin, StepResult, Transform, hookimpl
@@ -104,6 +105,7 @@ def compiled(size: Size, kernel: str, ac: bool) -> list[Row]:
         eager = run_forge([kernel, *recompute], values, folder=one)
         Graphs.graphs = 0
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()  # which count all graphs of the process
         found = run_forge([kernel, *recompute, "compile", Graphs], {**values, **backend}, folder=other)
     apart = max(abs(a - b) / abs(b) for a, b in zip(found.losses, eager.losses, strict=True))
     name = f"{kernel}{' and ac' * ac}, compiled"
