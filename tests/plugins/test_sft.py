@@ -221,6 +221,7 @@ class TestTemplates:
         assert json.loads((folder / "generation_config.json").read_text()) == {
             "temperature": 0.6,
             "eos_token_id": [END, TURN_END],
+            "_forge_former_stops": [],
         }
         again = open_tokenizer(str(folder))
         assert again.stops == (END, TURN_END)

@@ -12,7 +12,7 @@ from forge_train import ConfigError
 from forge_train.contract.protocols import Tokenizer
 from forge_train.ground.files import write_json, write_whole
 
-from ..tokenizers.special import GENERATION_CONFIG, MODEL_CONFIG
+from ..tokenizers.special import FORMER_STOPS, GENERATION_CONFIG, MODEL_CONFIG, stop_ids
 from .records import Conversation
 from .render import render, tokenise
 from .template import Template
@@ -68,7 +68,8 @@ def write_beside(folder: Path, template: Template, tokenizer: Tokenizer, *, chos
         model = _table(folder / MODEL_CONFIG)
         known = {key: model[key] for key in ("bos_token_id", "pad_token_id") if model.get(key) is not None}
     known.pop("_from_model_config", None)  # else transformers takes the ids of config.json
-    write_json(folder / GENERATION_CONFIG, {**known, "eos_token_id": [*tokenizer.stops, end]})
+    former = {FORMER_STOPS: list(stop_ids(folder)[1])}
+    write_json(folder / GENERATION_CONFIG, {**known, "eos_token_id": [*tokenizer.stops, end], **former})
 
 
 def _table(file: Path) -> dict[str, object]:

@@ -23,7 +23,7 @@ from ..files import File, find
 from ..held_out import SIDES
 from ..manifest import FILE, TOKENIZER, WORK, Listed, Manifest, read_manifest
 from ..maps import Maps
-from ..tokenizers import BYTES, open_tokenizer, pieces
+from ..tokenizers import BYTES, open_tokenizer, pieces, special
 from . import pool, training
 from .progress import Report, Told
 from .tasks import TEXT, Preparation, Task, divide
@@ -189,13 +189,17 @@ def settled(wanted: Preparation, cache: str, name: str) -> Preparation:
     identity = hashlib.blake2b(settings.encode(), digest_size=16)
     for file in _deciding(wanted):
         identity.update(file.read_bytes())
+    place = Path(wanted.tokenizer).expanduser()
+    if wanted.tokenizer != BYTES and (place.is_dir() or place.name == model_files.TOKENIZER):
+        identity.update(repr(special.deciding(place if place.is_dir() else place.parent)).encode())
     return dataclasses.replace(wanted, out=cache_folder(cache, name) / identity.hexdigest())
 
 
 def _deciding(wanted: Preparation) -> list[Path]:
-    """Files of the tokenizer and the template whose content decides the tokens; what is only used later is left out."""
+    """Files of the tokenizer and the template whose whole content decides the tokens. Of `config.json` and
+    `generation_config.json` only some values do."""
     path = Path(wanted.tokenizer).expanduser()
     found = {} if wanted.tokenizer == BYTES else model_files.files(path)
-    later = (model_files.MODEL_CONFIG, "generation_config.json")
+    later = (special.MODEL_CONFIG, special.GENERATION_CONFIG)
     chosen = [Path(wanted.template)] if wanted.template and Path(wanted.template).is_file() else []
     return [*(file for name, file in found.items() if name not in later), *chosen]

@@ -38,6 +38,14 @@ def wanted_of(job: Job, paths: str | tuple[str, ...], cache: str, name: str, **m
     return settled(Preparation(sources, Path(), tokenizer=tokenizer, **more), cache, name)
 
 
+def stale(wanted: Preparation) -> str:
+    """The sentence for a prepared folder whose tokens are not those of the run's tokenizer."""
+    return (
+        f"the tokens in {wanted.out} were made with another tokenizer than this run's, {wanted.tokenizer}; delete "
+        "that folder to make them again, or choose another tokenizer plugin if that does not help."
+    )
+
+
 def obtained(wanted: Preparation, job: Job, name: str) -> Prepared:
     """The prepared folder, which is made if it is not there; another process that makes it is waited for.
 
@@ -47,5 +55,5 @@ def obtained(wanted: Preparation, job: Job, name: str) -> Prepared:
     prepare(wanted, Told(name), key=f"{name}.path", wait=True)
     prepared = open_prepared(wanted.out, key=f"{name}.path")
     if prepared.manifest.tokenizer["digest"] != job.hooks.tokenizer().digest:
-        raise ConfigError(f"{name}: the run's tokenizer is not the one of its files; choose another tokenizer plugin.")
+        raise ConfigError(f"{name}: {stale(wanted)}")
     return prepared

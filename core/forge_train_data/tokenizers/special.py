@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_CONFIG, TOKENS_MAP, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 MODEL_CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+FORMER_STOPS = "_forge_former_stops"
+"""Key of the stops in `generation_config.json` before training on conversations added one."""
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA, _FORMER = "extra_special_tokens", "additional_special_tokens"
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
@@ -107,6 +109,14 @@ def _end(folder: Path) -> tuple[Path, str]:
         if content := value.get("content") if isinstance(value, Mapping) else value:
             return folder / name, str(content)
     return folder, ""
+
+
+def deciding(folder: Path) -> tuple[object, ...]:
+    """Values of `config.json` and `generation_config.json` that decide tokens: the model's type, which may choose the
+    tokenizer's class, and the stops, as they were before a run added one to its copy."""
+    model, generation = stop_ids(folder)
+    former = table(folder / GENERATION_CONFIG).get(FORMER_STOPS, generation)
+    return table(folder / MODEL_CONFIG).get("model_type"), list(model), list(former)
 
 
 def stop_ids(folder: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -179,6 +179,7 @@ class HFDatasets(DataPlugin):
         from forge_train.storage import model_files
         from forge_train_data.manifest import open_prepared
         from forge_train_data.prepare import Preparation, Told, cache_folder, prepare, settled
+        from forge_train_data.prepare.cached import stale
 
         from ._hf_datasets.opening import files_of, open_table
 
@@ -201,7 +202,5 @@ class HFDatasets(DataPlugin):
         prepare(preparation, Told("hf_datasets"), key="hf_datasets.path", wait=True)
         prepared = open_prepared(preparation.out, key="hf_datasets.path")
         if prepared.manifest.tokenizer["digest"] != tokenizer.digest:
-            raise ConfigError(
-                "hf_datasets: the run's tokenizer is not the one of its files; choose another tokenizer plugin."
-            )
+            raise ConfigError(f"hf_datasets: {stale(preparation)}")
         return prepared.sides["train" if self.config.validation else split]
