@@ -21,11 +21,12 @@ from .ground import disk
 from .ground.axes import CONFIGURED
 from .ground.errors import ConfigError, ForgeError, describe
 from .ground.failure import Failure
-from .ground.files import write_json
+from .ground.files import remove_remains, write_json
 from .ground.lock import Lock
 from .loop.assembly import assemble, joined, prepare_process
 from .loop.out_of_memory import Memory
 from .loop.resume import check_allowed, compare
+from .loop.saver import repair_finished
 from .loop.step import Watcher
 from .loop.training import Training
 from .processes.distributed import DistributedContext
@@ -195,6 +196,8 @@ def _found(config: Config, run: Run, start: Start, dist: DistributedContext) -> 
     """The checkpoint that the run goes on from, of which every file was verified; one elsewhere, if it is newer."""
     if start.checkpoint is not None:
         return checkpoint.resolve(start.checkpoint, dist)
+    if start.continues:
+        dist.on_main(lambda: remove_remains(run.checkpoints))
     saved = checkpoint.newest(run.checkpoints, dist) if start.continues else None
     if not (config.run.name or start.continues):  # nobody else has the name of such a run
         return None
@@ -209,6 +212,7 @@ def _finished_before(job: Job, start: Start) -> Finished | None:
     outcome = job.run.outcome()
     if outcome.get("outcome") != "done" or outcome["step"] < job.steps:
         return None
+    repair_finished(job)
     return Finished("done", outcome["step"], outcome["loss"], 0, start.dir, "the run had finished before")
 
 

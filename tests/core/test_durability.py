@@ -95,7 +95,7 @@ def test_everything_is_flushed_before_it_is_relied_on(tmp_path: Path, form: Any)
         ".state.json.partial → state.json",
         ".manifest.json.partial → manifest.json",
         ".step-00000002.partial → step-00000002",
-        "rm .step-00000002.removed",
+        "rm .step-00000002.replaced",
         ".latest.partial → latest",
         "step-00000001 → .step-00000001.removed",
         "rm .step-00000001.removed",

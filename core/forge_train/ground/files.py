@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from pathlib import Path
@@ -28,6 +29,42 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def remove_remains(checkpoints: Path) -> None:
-    """Remove what a process left that was killed while it saved or pruned a checkpoint."""
+    """Remove what a process left that was killed as it saved or pruned a checkpoint, and put back what it replaced."""
     for left in checkpoints.glob(".step-*"):
-        shutil.rmtree(left, ignore_errors=True)
+        target = checkpoints / left.name[1:].removesuffix(REPLACED)
+        if left.name.endswith(REPLACED) and not target.exists():
+            left.rename(target)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+    (checkpoints / ".latest.partial").unlink(missing_ok=True)
+
+
+def put(part: Path, target: Path) -> Path:
+    """Give a finished folder its name. At any moment that name means what was there or the new one.
+
+    Returns:
+        The name of what was there, if anything: it may be removed now.
+    """
+    gone = target.with_name(f".{target.name}{REPLACED}")
+    if not target.exists():
+        part.replace(target)
+    elif _exchange(part, target):
+        gone = part
+    else:
+        shutil.rmtree(gone, ignore_errors=True)
+        target.replace(gone)  # `remove_remains` puts it back if this process is killed now
+        part.replace(target)
+    return gone
+
+
+REPLACED = ".replaced"
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one operation; False where the system or the file system can't."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError):  # not Linux
+        return False
+    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    return int(renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange)) == 0

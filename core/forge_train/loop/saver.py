@@ -17,8 +17,9 @@ from ..processes.distributed import DistributedContext
 from ..storage import checkpoint, model_files, retreat
 from ..storage.background import Background
 from ..storage.copies import Sender, Sent, best_of, bring, stores
+from ..storage.noted import note_roll_back, noted_roll_back
 from ..storage.seal import ALONE
-from ..storage.writing import Copies, commit, prune, stage_in
+from ..storage.writing import Copies, commit, prune, repair, stage_in
 from .occasions import Occasions
 
 log = logging.getLogger("forge_train")
@@ -66,7 +67,11 @@ class Saver:
 
     def start(self, step: int) -> None:
         """The run begins after a step: what an earlier attempt could not copy elsewhere is tried again."""
+        self.undo()
         self._occasions.start(best_of(self._places) if self._config.folder and step else ())
+        if self._job.dist.main:
+            for gone in _repaired(self._job, self._occasions, step):
+                self._tell_gone(gone)
         if self._places:
             self._spared = self._occasions.spared(step)
             self._sender.send(self._spared)
@@ -78,10 +83,17 @@ class Saver:
         after = saved.step if saved else -1
         self._job.dist.on_main(lambda: bring(self._places, folder, after=after, before=before))
 
-    def undo(self, step: int) -> None:
-        """The checkpoints of a step and of later ones must not be resumed; the run's folder has none any more."""
+    def undo(self) -> None:
+        """Finish the roll-back that the run's folder notes: remove what must not be resumed, here and elsewhere."""
+        run = self._job.run.dir
+        if not self._job.dist.main or (noted := noted_roll_back(run)) is None:
+            return
+        for gone in retreat.finish(run):
+            self._tell_pruned(gone)
         if self._places:
-            self._sender.undo(step)
+            self._sender.undo(noted.elsewhere)
+        else:
+            note_roll_back(run, None)
 
     @during("save")
     def make_way(self, step: int) -> None:
@@ -262,3 +274,17 @@ class Saver:
         if self._job.dist.main:
             self._job.run.event("checkpoint_pruned", gone.step, path=path or gone.path.name)
         self._job.hooks.on_checkpoint(CheckpointEvent("pruned", gone.step, gone.path))
+
+
+def repair_finished(job: Job) -> None:
+    """Do for a run that is finished what `Saver.start` does for one that goes on; the main process calls this."""
+    occasions = Occasions(job)
+    occasions.start()
+    for gone in _repaired(job, occasions, job.steps):
+        if not job.config.checkpoint.folder:  # where it is kept
+            job.run.event("checkpoint_pruned", gone.step, path=gone.path.name)
+
+
+def _repaired(job: Job, occasions: Occasions, step: int) -> Iterator[checkpoint.Saved]:
+    config = job.config.checkpoint
+    return repair(job.run.checkpoints, config.keep, config.keep_every, spared=occasions.spared(step))

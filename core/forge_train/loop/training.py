@@ -11,6 +11,7 @@ from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, Ste
 from ..ground.errors import ConfigError, DivergedError
 from ..ground.failure import during
 from ..storage import checkpoint, retreat
+from ..storage.noted import left_out
 from .aggregate import split
 from .evaluation import Evaluations
 from .forward import close
@@ -183,19 +184,17 @@ class Training:
             before = f" of a step before {asked.before}" if asked.before else " yet"
             raise DivergedError(f"A plugin asked to roll back ({asked.reason}), but the run has no checkpoint{before}.")
         self._event("anomaly", kind="roll_back", reason=asked.reason)
-        for gone in retreat.remove_from(folder, asked.before, found) if asked.before and dist.main else ():
-            self._event("checkpoint_pruned", path=gone.path.name)
-        if asked.before:
-            self.saver.undo(asked.before)
-        known = list(self.progress.left_out)
+        dist.on_main(lambda: retreat.begin(self.job.run.dir, asked.before, self._left_out(asked, found.path)))
+        self.saver.undo()
         self._load(found.path)
-        at = int(self.stepper.loader.state_dict()["sequences"])
-        skipped = sum(self.job.config.train.batch_at(self.progress.step + number) for number in range(asked.skip))
-        left_out = {*known, *asked.leave_out, *([(at, at + skipped)] if skipped else ())}
-        if dist.main:
-            retreat.note_left_out(self.job.run.dir, left_out)
-        self.progress.left_out = sorted({*self.progress.left_out, *left_out})
         self._meter.start(self.progress.tokens, self.progress.step)
+
+    def _left_out(self, asked: RollBack, path: Path) -> set[tuple[int, int]]:
+        """The data that is left out once a roll-back has gone back to a checkpoint."""
+        state = checkpoint.read_state(path)
+        at, step = int(state["data"]["sequences"]), int(state["progress"]["step"])
+        skipped = sum(self.job.config.train.batch_at(step + number) for number in range(asked.skip))
+        return {*self.progress.left_out, *asked.leave_out, *([(at, at + skipped)] if skipped else ())}
 
     @during("load")
     def _load(self, path: Path) -> None:
@@ -206,7 +205,7 @@ class Training:
             self.loss = self.job.run.last_loss()
         own = path.parent == self.job.run.checkpoints
         if own:  # a roll-back may have come after this checkpoint
-            noted = self.job.dist.on_main(lambda: retreat.left_out(self.job.run.dir))
+            noted = self.job.dist.on_main(lambda: left_out(self.job.run.dir))
             self.progress.left_out = sorted({*self.progress.left_out, *noted})
         self.progress.last_saved = self.progress.step if own else -1
         self._event("resumed", checkpoint=str(path), changes=changes)

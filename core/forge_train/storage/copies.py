@@ -20,6 +20,7 @@ from ..ground.strict_json import loads
 from .background import Background
 from .found import Saved, found, is_kept
 from .manifest import STATE
+from .noted import note_roll_back, noted_roll_back
 from .seal import ALONE, check
 from .store import Store, Stored
 
@@ -84,6 +85,8 @@ def bring(places: Sequence[Store], folder: Path, *, after: int = -1, before: int
         AwayError: if there is none in the folder, and a store of the configuration can't be read.
         ConfigError: for one of a newer format, or if another store can't be read.
     """
+    if noted := noted_roll_back(folder.parent):  # what the stores must lose still
+        before = min(before, noted.elsewhere)
     best: list[tuple[Stored, Store]] = []
     for store in places:
         try:
@@ -181,6 +184,8 @@ class Sender:
         results = task.result()
         if self._undone_from is None:
             self._there = {sent.store.address: sent.steps for sent in results}
+            if noted_roll_back(self._folder.parent):  # every store has lost what it removes
+                note_roll_back(self._folder.parent, None)
         if self._due:
             self.send(self._spared)
         return results

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..ground.files import write_whole
 from ..processes.distributed import DistributedContext
 from .manifest import NAME, NEWER
+from .noted import noted_roll_back
 from .reading import unusable
 from .seal import ALONE, verify
 
@@ -49,7 +51,17 @@ def whole(folder: Path, dist: DistributedContext, *, warn: bool = False) -> Iter
 
 
 def found(folder: Path) -> list[Saved]:
-    """Checkpoints of a run, newest first, whole or damaged; what was never finished has another name."""
+    """Checkpoints of a run, newest first, whole or damaged; what was never finished has another name.
+
+    What a roll-back removes that is not finished is left out.
+    """
+    noted = noted_roll_back(folder.parent)
+    limit = noted.before if noted else None
+    return [saved for saved in all_of(folder) if limit is None or saved.step < limit]
+
+
+def all_of(folder: Path) -> list[Saved]:
+    """Like `found`, with what a roll-back removes that is not finished."""
     steps = [(int(match.group(1)), path) for path in folder.glob("step-*") if (match := NAME.match(path.name))]
     saved: list[Saved] = []
     for step, path in sorted(steps, reverse=True):
@@ -57,6 +69,15 @@ def found(folder: Path) -> list[Saved]:
             if path.is_dir():
                 saved.append(Saved(path, step, sum(file.stat().st_size for file in path.rglob("*") if file.is_file())))
     return saved
+
+
+def name_latest(folder: Path, saved: Saved | None) -> None:
+    """Have a run's `latest` name its newest whole checkpoint."""
+    latest = folder / "latest"
+    if saved is None:
+        latest.unlink(missing_ok=True)
+    elif not latest.is_file() or latest.read_bytes() != f"{saved.path.name}\n".encode():
+        write_whole(latest, f"{saved.path.name}\n")
 
 
 def is_kept(step: int, keep_every: int, spared: Set[int]) -> bool:

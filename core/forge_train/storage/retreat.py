@@ -1,19 +1,18 @@
-"""Back to a checkpoint from before a step: finding it, removing those that came after it, and the data left out."""
+"""Back to a checkpoint from before a step: finding it, and removing those that came after it.
+
+A roll-back is noted on disk before the first removal. Until it is finished, no reader finds what it removes, and a run
+that continues finishes it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..ground.files import write_json, write_whole
-from ..ground.untrusted import load_json
 from ..processes.distributed import DistributedContext
-from .found import Saved, found, remove
-from .seal import verify
-
-LEFT_OUT = "left_out.json"
-"""The file of a run that says what data its roll-backs left out: a checkpoint from before them can't."""
-MOST_BYTES = 2**20
+from .found import Saved, all_of, found, name_latest, remove, whole
+from .noted import RollBack, note_left_out, note_roll_back, noted_roll_back
+from .seal import ALONE, verify
 
 
 def newest_before(folder: Path, step: int, dist: DistributedContext) -> Saved | None:
@@ -24,29 +23,31 @@ def newest_before(folder: Path, step: int, dist: DistributedContext) -> Saved | 
     return None
 
 
-def remove_from(folder: Path, step: int, newest: Saved) -> Iterator[Saved]:
-    """Remove the checkpoints of a step and of later ones, which must not be resumed; the main process calls this.
+def begin(run: Path, before: int, left_out: Iterable[tuple[int, int]]) -> None:
+    """Note that checkpoints of a step and of later ones must not be resumed, and what data is left out from now on.
 
     Args:
-        folder: a run's `checkpoints/`.
-        step: the first whose state is not wanted.
-        newest: what is the newest then.
+        run: its folder; the main process calls this.
+        before: the first step whose state is not wanted; 0 removes nothing.
+        left_out: as `noted.left_out` gives it.
     """
-    later = [saved for saved in found(folder) if saved.step >= step]
-    if later:
-        write_whole(folder / "latest", f"{newest.path.name}\n")
-    for saved in later:
-        remove(saved)
-        yield saved
+    if not before:
+        note_left_out(run, left_out)
+        return
+    earlier = noted_roll_back(run)
+    elsewhere = min(before, earlier.elsewhere) if earlier else before
+    note_roll_back(run, RollBack(before, sorted(left_out), elsewhere))
 
 
-def left_out(run: Path) -> list[tuple[int, int]]:
-    """What data a run's roll-backs left out: pairs of first and last sequence (exclusive)."""
-    file = run / LEFT_OUT
-    return [(int(first), int(last)) for first, last in load_json(file, most=MOST_BYTES)] if file.exists() else []
-
-
-def note_left_out(run: Path, data: Iterable[tuple[int, int]]) -> None:
-    """Add to that. It is on disk when this returns; the main process calls it."""
-    if new := sorted({*left_out(run), *data}):
-        write_json(run / LEFT_OUT, new)
+def finish(run: Path) -> Iterator[Saved]:
+    """Remove from a run's folder what its roll-back removes; each is given once it is gone. Stores are left."""
+    noted, folder = noted_roll_back(run), run / "checkpoints"
+    if noted is None or noted.before is None:
+        return
+    note_left_out(run, noted.left_out)
+    name_latest(folder, next(whole(folder, ALONE), None))
+    for saved in all_of(folder):
+        if saved.step >= noted.before:
+            remove(saved)
+            yield saved
+    note_roll_back(run, RollBack(None, [], noted.elsewhere))

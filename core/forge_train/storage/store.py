@@ -16,9 +16,10 @@ from itertools import islice
 from pathlib import Path
 
 from ..ground.errors import ConfigError, ForgeError
+from ..ground.files import put
 from ..ground.present import gib
 from ..ground.untrusted import parse_json
-from .found import aside, is_kept
+from .found import is_kept
 from .manifest import LARGEST, MANIFEST, NAME, NEWER, Sealed, inspect, listed, wrong_size
 from .remote_folder import RemoteFolder
 from .seal import moved, sync, verify
@@ -172,10 +173,7 @@ class Store:
                 raise self._unusable(stored, problem)
             for file in [*part.rglob("*"), part]:
                 sync(file)
-            gone = aside(target)
-            if target.exists():  # a damaged one
-                target.rename(gone)
-            part.rename(target)
+            gone = put(part, target)
             moved(part, target)
             sync(target.parent)
             shutil.rmtree(gone, ignore_errors=True)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ..ground import disk
 from ..ground.errors import ForgeError
-from ..ground.files import remove_remains, write_json, write_whole
+from ..ground.files import put, remove_remains, write_json, write_whole
 from ..ground.new_folder import check_new
 from ..ground.present import gib
 from ..processes.distributed import DistributedContext
-from .found import Saved, aside, found, is_kept, remove, whole
+from .found import Saved, found, is_kept, name_latest, remove, whole
 from .manifest import FORMAT
 from .reading import read_state
 from .seal import ALONE, moved, seal, sync, verify
@@ -215,12 +215,9 @@ def _describe(part: Path, state: Mapping[str, Any], beside: list[Path]) -> None:
 
 def _commit(part: Path, target: Path, latest: Path | None, *, replace: bool) -> None:
     """Give a finished folder its name; one that is there already goes only then."""
-    gone = aside(target)
     if not replace:
         check_new(target)
-    elif target.exists():
-        target.replace(gone)
-    part.replace(target)
+    gone = put(part, target)
     moved(part, target)
     sync(target.parent)
     shutil.rmtree(gone, ignore_errors=True)
@@ -241,8 +238,8 @@ def prune(
 
     A damaged one is not counted, and stays where it is newer than those. The main process removes, and tells what.
     """
-    steps = dist.on_main(lambda: [saved.step for saved in found(folder)])
-    if len(steps) <= keep:
+    old = dist.on_main(lambda: [one for one in found(folder)[keep:] if not is_kept(one.step, keep_every, spared)])
+    if not old:
         return
     kept = list(islice(whole(folder, dist), keep))
     if len(kept) < keep or not dist.main:
@@ -251,3 +248,19 @@ def prune(
         if saved.step < kept[-1].step and not is_kept(saved.step, keep_every, spared):
             remove(saved)
             yield saved
+
+
+def repair(folder: Path, keep: int, keep_every: int, *, spared: Set[int] = frozenset()) -> Iterator[Saved]:
+    """Do what a process had still to do that was killed behind a save; the main process of a run calls this.
+
+    Args:
+        folder: the run's `checkpoints/`, whose `latest` then names the newest whole one.
+        keep: see `prune`, as for `keep_every` and `spared`.
+
+    Returns:
+        Each checkpoint that is removed.
+    """
+    remove_remains(folder)
+    if (saved := next(whole(folder, ALONE), None)) is not None:
+        name_latest(folder, saved)
+        yield from prune(folder, keep, keep_every, spared=spared)

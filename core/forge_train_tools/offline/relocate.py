@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 
 from forge_train.ground.errors import ConfigError, ForgeError
-from forge_train.ground.files import write_whole
 from forge_train.ground.lock import Lock, take
 from forge_train.ground.remote import is_remote
 from forge_train.storage import checkpoint, manifest, seal
 from forge_train.storage.fetching import locate
+from forge_train.storage.found import name_latest
 from forge_train.storage.remote_folder import RemoteFolder
 from forge_train.storage.run import is_checkpoint, is_run
 from forge_train.storage.store import Store
@@ -47,7 +47,7 @@ def move(path: Path, new: Path) -> None:
         new.parent.mkdir(parents=True, exist_ok=True)
         _move(path, new)
         if lock is not None:
-            _name_latest(run)
+            name_latest(run / "checkpoints", checkpoint.newest(run / "checkpoints"))
     except OSError as error:
         raise ForgeError(f"{new}: can't be written: {error.strerror or error}. {path} is unchanged.") from error
     finally:
@@ -122,12 +122,3 @@ def _copy(path: Path, new: Path) -> None:
         part.rename(new)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _name_latest(run: Path) -> None:
-    """Make `latest` name the newest remaining checkpoint."""
-    latest, newest = run / "checkpoints" / "latest", checkpoint.newest(run / "checkpoints")
-    if newest is not None:
-        write_whole(latest, f"{newest.path.name}\n")
-    else:
-        latest.unlink(missing_ok=True)

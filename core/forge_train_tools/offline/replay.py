@@ -28,7 +28,8 @@ from forge_train.loop.weights import load_extra
 from forge_train.processes.distributed import DistributedContext, choose_device
 from forge_train.registry.setup import Setup, resolve
 from forge_train.storage import checkpoint
-from forge_train.storage.retreat import left_out, newest_before
+from forge_train.storage.noted import left_out
+from forge_train.storage.retreat import newest_before
 from forge_train.storage.run import is_run
 from forge_train.storage.seal import ALONE
 

@@ -12,12 +12,13 @@ from typing import Any
 from forge_train.config.layers import Request, lay
 from forge_train.contract.run import Run
 from forge_train.ground.errors import ConfigError
+from forge_train.ground.files import remove_remains
 from forge_train.ground.lock import take
 from forge_train.storage import checkpoint, seal
 from forge_train.storage.checkpoint import Saved
 from forge_train.storage.copies import best_of
 from forge_train.storage.fetching import locate
-from forge_train.storage.found import is_kept
+from forge_train.storage.found import is_kept, name_latest
 from forge_train.storage.manifest import EDITABLE
 
 
@@ -93,7 +94,10 @@ def remove(run: Path, retention: Retention) -> Iterator[Saved]:
     """
     lock = take(run)
     try:
-        for saved in unwanted(run, retention):
+        gone = unwanted(run, retention)
+        remove_remains(run / "checkpoints")
+        name_latest(run / "checkpoints", checkpoint.newest(run / "checkpoints"))  # never one that is removed
+        for saved in gone:
             checkpoint.remove(saved)
             Run(run, lock.file).event("checkpoint_pruned", saved.step, path=saved.path.name)
             yield saved
