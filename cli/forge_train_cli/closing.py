@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shlex
+import shutil
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_train.ground.errors import ConfigError, describe
+from forge_train.ground.errors import ConfigError, ForgeError, describe
 from forge_train.ground.failure import Failure
 from forge_train.ground.world import World
+from forge_train.storage import checkpoint
+from forge_train.storage.run import is_checkpoint
 
 if TYPE_CHECKING:
     from forge_train.contract.events import Finished
+    from forge_train.contract.job import Job
     from forge_train.registry.setup import Setup
 
 log = logging.getLogger("forge_train")
 
 PROMPT = "prompt.txt"
 """The artifact in which a data plugin stores a prompt from the run's held-out text."""
+
+MESSAGE = "message.txt"
+"""The artifact in which a data plugin stores a user's message, if the run's model learned to answer in a chat."""
 
 
 def next_commands(finished: Finished, setup: Setup) -> list[tuple[str, str]]:
@@ -29,30 +39,60 @@ def next_commands(finished: Finished, setup: Setup) -> list[tuple[str, str]]:
     """
     run, world = shlex.quote(str(finished.run)), World.here()
     rows = [("its numbers", f"forge runs show {run}")]
-    if (prompt := _prompt(finished, setup)) is not None:
+    job = _opened(finished.run)
+    if job is not None and (prompt := _prompt(finished, job)) is not None:
         rows.insert(0, ("write with it", f"forge generate {run}{prompt}"))
-    if world.launcher in ("none", "forge"):
-        rows.append(("train further", f"forge train --resume {run} -s {_longer(setup)}{_nproc(world)}"))
-    if _exports(setup):
-        rows.append(("Hugging Face", f"forge checkpoint export {run} {shlex.quote(f'{finished.run.name}-hf')}"))
+    if job is not None and world.launcher in ("none", "forge"):
+        rows.append(("train further", resume_command(finished.run, world.size, _longer(setup))))
+    if job is not None and _exports(job):
+        rows.append(("Hugging Face", f"forge checkpoint export {run} {shlex.quote(_unused(finished.run.name))}"))
     if world.launcher == "forge" and world.size > 1:
         config = shlex.quote(str(finished.run / "config.toml"))
-        rows.append(("is it right?", f"forge verify {config}{_nproc(world)}"))
+        rows.append(("is it right?", f"forge verify {config} --nproc {world.size}"))
     return rows
 
 
-def _nproc(world: World) -> str:
-    return f" --nproc {world.size}" if world.size > 1 else ""
+def resume_command(run: Path, nproc: int, setting: str = "") -> str:
+    """The command that continues a run on as many local processes as before."""
+    further = f" -s {setting}" if setting else ""
+    return f"forge train --resume {shlex.quote(str(run))}{further}{f' --nproc {nproc}' if nproc > 1 else ''}"
 
 
-def _prompt(finished: Finished, setup: Setup) -> str | None:
-    """The option that sets a prompt; empty if none is needed, None if this run's model can't generate."""
-    if not finished.generates:
+def activation() -> str:
+    """The command to type first if `forge` is not on the PATH, but in the environment that runs it; else empty."""
+    script = Path(sys.prefix) / "bin" / "activate"
+    if shutil.which("forge") or not script.is_file():
+        return ""
+    here = Path.cwd()
+    return f"source {shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))}"
+
+
+def _unused(name: str) -> str:
+    """A folder for an export that is not there yet."""
+    names = itertools.chain([f"{name}-hf"], (f"{name}-hf-{number}" for number in itertools.count(2)))
+    return next(one for one in names if not Path(one).exists())
+
+
+def _opened(run: Path) -> Job | None:
+    """A job of one process with the run's newest checkpoint, as later commands open it; None if they would not."""
+    from forge_train_tools.offline.opening import lone_job, setup_of
+
+    saved = [path for path in sorted((run / "checkpoints").glob("step-*")) if is_checkpoint(path)]
+    try:
+        return lone_job(setup_of(saved[-1], checkpoint.read_state(saved[-1])), saved[-1], "cpu") if saved else None
+    except ForgeError:  # the command would say why
         return None
-    file = finished.run / "artifacts" / PROMPT
-    if file.is_file() and (prompt := file.read_text(encoding="utf-8")):
-        return f" --prompt {shlex.quote(prompt)}"
-    tokenizer = setup.hooks.tokenizer()
+
+
+def _prompt(finished: Finished, job: Job) -> str | None:
+    """The options that set a prompt; empty if none is needed, None if this run's model can't generate."""
+    if not finished.generates or job.hooks.gives("head") != "token_logits":
+        return None
+    for name, chat in ((MESSAGE, " --chat"), (PROMPT, "")):
+        file = finished.run / "artifacts" / name
+        if file.is_file() and (prompt := file.read_text(encoding="utf-8")):
+            return f"{chat} --prompt {shlex.quote(prompt)}"
+    tokenizer = job.hooks.tokenizer()
     return "" if tokenizer.begin or tokenizer.end is not None else None
 
 
@@ -62,10 +102,10 @@ def _longer(setup: Setup) -> str:
     return f"train.tokens={2 * train.tokens}" if train.tokens else f"train.steps={2 * train.steps}"
 
 
-def _exports(setup: Setup) -> bool:
+def _exports(job: Job) -> bool:
     """Whether the run's model can be written in Hugging Face layout."""
     try:
-        return setup.hooks.export_hf() is not None
+        return job.hooks.export_hf() is not None
     except ConfigError:  # the plugin says that this model has no such layout
         return False
     except Exception as error:  # the run is done and saved, so a suggestion must not fail it

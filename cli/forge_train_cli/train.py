@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from forge_train.registry.discovery import plugin_name
 from forge_train.storage.run import is_checkpoint, is_run
 
 from .addresses import fetch
-from .closing import next_commands
+from .closing import activation, next_commands, resume_command
 from .devices import how_many
 from .exporting import check_exportable, export_trained
 from .failures import complain, report, show_progress
@@ -126,7 +125,7 @@ def train(
                 min_nproc=min_nproc,
                 quiet=quiet or as_json,
             )
-            code = _told(launched, quiet=quiet, as_json=as_json)
+            code = _told(launched, count, quiet=quiet, as_json=as_json)
             if export:
                 export_trained(launched.run, quiet=quiet or as_json)
             return code
@@ -185,7 +184,7 @@ def _first_process() -> bool:
     return _rank() == "0"
 
 
-def _told(launched: Launched, *, quiet: bool, as_json: bool) -> int:
+def _told(launched: Launched, nproc: int, *, quiet: bool, as_json: bool) -> int:
     """Report how a run of several processes ended; returns the exit code."""
     ended, run = launched.ended, launched.run
     if ended.signal:
@@ -199,7 +198,7 @@ def _told(launched: Launched, *, quiet: bool, as_json: bool) -> int:
             failure = ended.first.as_failure()
             _print_result(run if run.is_dir() else None, last.get("step", 0), last.get("loss"), outcome, failure)
         else:
-            _hint(run, ended.code)
+            _hint(run, ended.code, nproc)
         return ended.code
     result = ended.result
     if as_json:
@@ -207,14 +206,14 @@ def _told(launched: Launched, *, quiet: bool, as_json: bool) -> int:
     elif not quiet:
         commands = [(label, command) for label, command in result.pop("next")]
         closing = [(title, text) for title, text in result.pop("closing")]
-        _close(Finished(**{**result, "code": ended.code}, run=run, closing=closing), commands)
+        _close(Finished(**{**result, "code": ended.code}, run=run, closing=closing), commands, nproc)
     return ended.code
 
 
-def _hint(run: Path, code: int) -> None:
+def _hint(run: Path, code: int, nproc: int = 1) -> None:
     """The command to type after a failure that another attempt may survive."""
     if code not in (ConfigError.code, DivergedError.code) and any((run / "checkpoints").glob("step-*")):
-        click.echo(f"Continue from the newest checkpoint with: forge train --resume {run}", err=True)
+        click.echo(f"Continue from the newest checkpoint with: {resume_command(run, nproc)}", err=True)
 
 
 def _failed(error: Exception, setup: Setup | None, as_json: bool) -> int:
@@ -240,7 +239,7 @@ def _print_result(
         click.echo(dumps({**result, "error": failure.as_json() if failure else None}))
 
 
-def _close(finished: Finished, commands: Sequence[tuple[str, str]]) -> None:
+def _close(finished: Finished, commands: Sequence[tuple[str, str]], nproc: int = 1) -> None:
     """Show the plugins' final messages, and what to type next."""
     if finished.reason and finished.outcome == "done":
         click.echo(f"{finished.run}: {finished.reason}: {finished.step} steps. Train longer with -s train.steps=…")
@@ -248,8 +247,16 @@ def _close(finished: Finished, commands: Sequence[tuple[str, str]]) -> None:
         click.echo(f"\n{click.style(title, bold=True)}\n{text}")
     if finished.outcome == "interrupted":
         click.echo(f"\nStopped ({finished.reason}) at step {finished.step}, which is saved. Go on with:")
-        click.echo(f"  forge train --resume {shlex.quote(str(finished.run))}")
+        _first_activate()
+        click.echo(f"  {resume_command(finished.run, nproc)}")
         return
     click.echo(click.style("\nNext", bold=True))
+    _first_activate()
     for label, command in commands:
         click.echo(f"  {click.style(label.ljust(14), dim=True)}  {command}")
+
+
+def _first_activate() -> None:
+    """Say how the shell finds `forge`, if it does not."""
+    if command := activation():
+        click.echo(f"  {click.style('first, once'.ljust(14), dim=True)}  {command}")

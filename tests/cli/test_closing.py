@@ -10,6 +10,7 @@ import pytest
 import toys
 from forge_train import ConfigError, hookimpl
 from forge_train.registry.setup import Setup
+from forge_train_cli import closing
 from forge_train_cli.closing import next_commands
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("house", 4)]
@@ -25,13 +26,16 @@ class Exports(toys.Bare):
         raise self.error
 
 
-def test_an_export_that_fails_is_told_and_not_suggested(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_export_that_fails_is_told_and_not_suggested(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = toys.run(tmp_path, Exports, steps=1)
-    run.plugin("exports").error = ConfigError("a model without a place there")
+    monkeypatch.setattr(Exports, "error", ConfigError("a model without a place there"))
+    monkeypatch.setattr(closing, "_opened", lambda _: run.job)  # classes can't be found by their names
     caplog.clear()
     next_commands(run.finished, Setup(run.job.config, run.job.hooks))
     assert not caplog.messages, "that is an answer"
-    run.plugin("exports").error = LookupError("no such layer")
+    monkeypatch.setattr(Exports, "error", LookupError("no such layer"))
     commands = [command for _, command in next_commands(run.finished, Setup(run.job.config, run.job.hooks))]
     assert any("runs show" in one for one in commands)
     assert not any("checkpoint export" in one for one in commands)

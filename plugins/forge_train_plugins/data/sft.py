@@ -13,7 +13,7 @@ from forge_train_data.plugin import DataPlugin, Prefetch, ahead, bucket_values, 
 if TYPE_CHECKING:
     import torch
 
-    from forge_train import Job, Model, Tokenizer
+    from forge_train import Finished, Job, Model, Tokenizer
     from forge_train.config import Config as RunConfig
     from forge_train_data.documents import Documents
     from forge_train_data.held_out import Side
@@ -138,6 +138,20 @@ class SFT(DataPlugin):
             with writing(job.run.dir):
                 template = open_template(choice, folder)
                 write_beside(folder, template, job.hooks.tokenizer(), chosen=bool(choice))
+
+    @hookimpl
+    def on_finish(self, finished: Finished) -> None:
+        """Store a message to try the model with, if `forge generate --chat` finds the run's template."""
+        from forge_train.storage import model_files
+
+        super().on_finish(finished)
+        job = self._job
+        if finished.outcome != "done" or job is None or not job.dist.main:
+            return
+        if (job.run.dir / model_files.FOLDER / model_files.TOKENIZER).is_file():
+            file = job.run.artifact("message.txt")
+            file.write_text("Who are you?", encoding="utf-8")
+            job.record(file, self)
 
     def _check_template(self, path: Path, tokenizer: Tokenizer) -> None:
         """Refuse a template that is not there, or can't end a turn, before anything is read."""
