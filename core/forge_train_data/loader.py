@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,8 +24,10 @@ from .workers import Task, Workers
 if TYPE_CHECKING:
     from forge_train import Job
 
+log = logging.getLogger("forge_train")
+
 SOURCE = "source"
-"""The target that says which source of a mixture each sequence is from, `[batch]` int64."""
+"""The target that says which source of a mixture each sequence is from, `[batch]` int64; -1 for padding."""
 
 _AHEAD = 4096
 """Samples whose places are worked out at a time."""
@@ -159,6 +162,20 @@ class StreamLoader:
 
 def _finish(reading: Reading, *, pin: bool, target: str) -> _Read:
     return as_batch(reading.arrays, pin=pin, target=target), reading.skipped
+
+
+def warn_of_few(samples: int | None, job: Job) -> None:
+    """Warn if fewer sequences are held out than an evaluation takes; None stands for enough."""
+    train = job.config.train
+    if samples is None or not train.evaluate_every or not job.dist.main:
+        return
+    if samples < (asked := train.evaluate_batches * train.global_batch):
+        log.warning(
+            "Only %s sequences are held out, and an evaluation takes %s (train.evaluate_batches × train.global_batch): "
+            "each counts once, and the rest is padding that counts nothing. Hold more out for a surer loss.",
+            f"{samples:,}",
+            f"{asked:,}",
+        )
 
 
 def example(job: Job, *, isolate: bool) -> Batch:

@@ -44,6 +44,8 @@ class Mixture:
         self._streams = [self._parts[name].stream for name in recipe.names]
         self._recipe, self._key = recipe, key
         self._begin(0, {})
+        counts = [part.stream.samples for part in parts]
+        self.samples = None if None in counts else sum(count or 0 for count in counts)
         self.digest = hashlib.blake2b(json.dumps(self._digests).encode(), digest_size=16).hexdigest()
 
     def _begin(self, start: int, given: Mapping[str, int]) -> None:

@@ -32,13 +32,13 @@ class _Pairs:
 class Paired:
     """Samples 2i and 2i + 1 are the two rows of a pair; pairs have a different order in every epoch.
 
-    `Arrays.sources` says which of its pair a row is, 0 or 1.
+    `Arrays.sources` says which of its pair a row is, 0 or 1; the reader sets it to -1 in rows that do not count.
 
     Args:
         rows: those of all pairs: rows 2k and 2k + 1 are pair k.
         seed: for the order of pairs; None keeps the order of the rows.
         key: the plugin's section, for messages.
-        fixed: whether every epoch has the order of epoch 0.
+        fixed: for held-out pairs: every epoch has the order of epoch 0, and only epoch 0 counts.
     """
 
     def __init__(self, rows: Rows, seed: int | None, *, key: str, fixed: bool = False) -> None:
@@ -46,6 +46,7 @@ class Paired:
         self._order = Ordered(_Pairs(rows), seed, key=key, fixed=fixed)
         self._key = key
         self.digest = rows.digest
+        self.samples = 2 * (rows.count // 2) if fixed else None
 
     def places(self, index: Int64) -> Int64:
         """`[k]` → `[k]`, the row."""

@@ -58,8 +58,9 @@ class DataPlugin(Plugin):
 
     def loader(self, stream: Stream, job: Job, split: Side = "validation") -> Loader:
         """The loader of a stream, which reads ahead as configured if it is for training."""
-        from .loader import StreamLoader
+        from .loader import StreamLoader, warn_of_few
 
+        warn_of_few(getattr(stream, "samples", None), job)
         return StreamLoader(stream, job, self.prefetch(split), self.on_skip)
 
     def prefetch(self, split: Side) -> Prefetch:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from forge_train import MASKED
 from forge_train.ground.errors import ForgeError, describe
 
 from .documents import Int64
@@ -60,6 +62,7 @@ class Reader:
 
     def __init__(self, stream: Stream, on_error: Literal["stop", "skip"]) -> None:
         self._stream, self._skip = stream, on_error == "skip"
+        self._samples: int | None = getattr(stream, "samples", None)
 
     def __call__(self, places: Int64, first: Int64) -> Reading:
         """The samples of some places.
@@ -71,6 +74,12 @@ class Reader:
         Raises:
             SampleError: naming the sample, where it lies, and the stage that failed.
         """
+        found = self._read(places, first)
+        if self._samples is not None and first[-1] >= self._samples:
+            _mask(found.arrays, first >= self._samples)
+        return found
+
+    def _read(self, places: Int64, first: Int64) -> Reading:
         try:
             return Reading(self._stream.read(places))
         except Exception as error:
@@ -122,6 +131,14 @@ class Reader:
             return SampleError(f"sample {number:,} can't be read: {error}")
         name = getattr(error, "stage", "read")
         return SampleError(f"{self.where(place, number)} can't be read: stage {name}: {describe(error).rstrip('.')}.")
+
+
+def _mask(arrays: Arrays, padding: NDArray[np.bool_]) -> None:
+    """Have rows count for nothing: no label is learned, and they belong to no source and no pair."""
+    rows = slice(None) if padding.all() else padding  # a bucket is one sample of several rows
+    arrays.labels[rows] = MASKED
+    if arrays.sources is not None:
+        arrays.sources[rows] = -1
 
 
 def joined(parts: list[Arrays]) -> Arrays:

@@ -24,7 +24,8 @@ class Arrays:
     position_ids: Int64 | None = None
     document_ids: Int64 | None = None
     sources: Int64 | None = None
-    """Which source of a mixture each row is from, or which member of its pair it is, `[rows]`."""
+    """Which source of a mixture each row is from, or which member of its pair it is, `[rows]`; -1 in
+    rows that do not count."""
 
 
 class Rows(Protocol):

@@ -18,7 +18,11 @@ HELD_OUT_SEED = 0x1E57
 
 
 class Stream(Protocol):
-    """Samples by index, without end."""
+    """Samples by index, without end.
+
+    A stream of held-out data may have an attribute `samples`, the number of samples that count: those after them are
+    read with all labels masked, and with `Arrays.sources` of -1.
+    """
 
     digest: str
     """Of everything that decides what sample i is, but the seed."""
@@ -60,12 +64,13 @@ class Ordered:
         rows: of the source.
         seed: of the order; None keeps the rows'.
         key: the plugin's section, which messages name.
-        fixed: whether every epoch has the order of epoch 0.
+        fixed: for held-out rows: every epoch has the order of epoch 0, and only epoch 0 counts.
     """
 
     def __init__(self, rows: Rows, seed: int | None, *, key: str, fixed: bool = False) -> None:
         self.rows, self._seed, self._key, self._fixed = rows, seed, key, fixed
         self.digest = rows.digest
+        self.samples = rows.count if fixed else None
 
     def places(self, index: Int64) -> Int64:
         count = self.rows.count

@@ -80,6 +80,7 @@ class StreamedRows:
         buffer: texts of a block.
         seed: of the order in a block; None keeps the source's.
         key: the section that messages name.
+        once: for held-out text: rows of padding, all labels masked, follow the last text.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class StreamedRows:
         buffer: int,
         seed: tuple[int, ...] | None,
         key: str,
+        once: bool = False,
     ) -> None:
+        self._once = once
         self._source, self._tokenizer, self._sequence, self._isolate = source, tokenizer, sequence, isolate
         self._buffer, self._seed, self._key = buffer, seed, key
         self.go_to(None)
@@ -118,7 +121,8 @@ class StreamedRows:
             ConfigError: there is no text, or it can't be read.
         """
         shape = rows, self._sequence + 1
-        ids, positions, numbers = (np.empty(shape, np.int64) for _ in range(3))
+        ids, positions, numbers = np.zeros(shape, np.int64), np.empty(shape, np.int64), np.empty(shape, np.int64)
+        filled = np.full((rows, 1), self._sequence + 1)
         for row in range(rows):
             self._fill(self._sequence + 1)
             at = 0
@@ -129,8 +133,11 @@ class StreamedRows:
                 at += len(piece)
                 if at > self._sequence:
                     break
+            filled[row], rest = at, self._sequence + 1 - at
+            positions[row, at:], numbers[row, at:] = np.arange(rest), len(self._waiting)
             self._use(self._sequence)
         inputs, labels = ids[:, :-1].copy(), ids[:, 1:].copy()
+        labels[np.arange(1, self._sequence + 1) >= filled] = MASKED
         if not self._isolate:
             return Arrays(inputs, labels)
         labels[numbers[:, 1:] != numbers[:, :-1]] = MASKED
@@ -145,12 +152,14 @@ class StreamedRows:
     def _fill(self, tokens: int) -> None:
         while self._tokens < tokens:
             document = self._next()
+            if document is None:
+                return
             self._waiting.append(document)
             self._tokens += len(document.ids) - document.used
 
-    def _next(self) -> _Document:
+    def _next(self) -> _Document | None:
         try:
-            return next(self._documents)
+            return next(self._documents, None)
         except ForgeError:  # which says what there is to say
             raise
         except Exception as error:
@@ -161,12 +170,14 @@ class StreamedRows:
             ) from error
 
     def _use(self, tokens: int) -> None:
-        """Take tokens away; at least one stays, so that a document tells where the next row begins."""
+        """Take tokens away; as long as there is more text one stays, which tells where the next row begins."""
+        tokens = min(tokens, self._tokens)
         self._tokens -= tokens
-        while tokens >= (left := len(self._waiting[0].ids) - self._waiting[0].used):
+        while self._waiting and tokens >= (left := len(self._waiting[0].ids) - self._waiting[0].used):
             tokens -= left
             self._waiting.popleft()
-        self._waiting[0].used += tokens
+        if self._waiting:
+            self._waiting[0].used += tokens
 
     def _read(self, place: Mapping[str, Any] | None) -> Iterator[_Document]:
         """All documents from a place on, without end."""
@@ -189,6 +200,8 @@ class StreamedRows:
                     f"{self._key}: the data set is not the one this state was saved with: its records changed. "
                     "Restore them, or start a new run from the checkpoint's weights (train.init_from)."
                 )
+            if self._once:
+                return
             if not found and known.source is None and not known.number:
                 raise ConfigError(
                     f"{self._key}: a data rank finds no text: there are fewer than data ranks, or too few held out."

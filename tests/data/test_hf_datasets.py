@@ -81,7 +81,7 @@ class Ranks:
                 plugins={"tokenizer": Tokenizer(Tokenizer.Config())},
             ),
             config=SimpleNamespace(
-                train=SimpleNamespace(sequence=SEQUENCE, micro_batch=micro_batch),
+                train=SimpleNamespace(sequence=SEQUENCE, micro_batch=micro_batch, evaluate_every=0),
                 sections={"tokenizer": SimpleNamespace(path="bytes")},
             ),
             dist=SimpleNamespace(main=not rank, data_rank=rank, data_ranks=ranks, gather_objects=gather),
@@ -223,7 +223,9 @@ def test_without_streaming_both_sides_are_everything(sources: dict[str, Any], ki
         given.take(0, ids)
         sides[side] = bytes(id if id < END else 0 for id in ids.tolist()).decode().split("\0")[:-1]
         (stream,) = Ranks(1, side, streaming=True, **{**settings, "isolate": True}).loaders
-        assert first_epoch(documents(stream, 9000)) == sides[side]
+        found = first_epoch(documents(stream, 9000))
+        assert found[: len(sides[side])] == sides[side]
+        assert found[len(sides[side]) :] == ([] if side == "train" else [""]), "held-out text ends in padding"
     assert sorted(sides["train"] + sides["validation"]) == sorted(TEXTS)
     if kind == "json":
         chosen = {**settings, "split": "train[10:40]", "held_out": 0, "shuffle": True}

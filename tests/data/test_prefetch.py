@@ -47,7 +47,7 @@ MODES = pytest.mark.parametrize(
 
 def job(rank: int = 0, ranks: int = 1, micro_batch: int = 2) -> Any:
     return SimpleNamespace(
-        config=SimpleNamespace(train=SimpleNamespace(micro_batch=micro_batch)),
+        config=SimpleNamespace(train=SimpleNamespace(micro_batch=micro_batch, evaluate_every=0)),
         dist=SimpleNamespace(data_rank=rank, data_ranks=ranks),
         device=torch.device("cpu"),
     )

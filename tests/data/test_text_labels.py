@@ -35,7 +35,8 @@ def job(of: str = "text", path: str = "bytes", rank: int = 0, ranks: int = 1, **
             plugins={"tokenizer": plugin},
         ),
         config=SimpleNamespace(
-            train=SimpleNamespace(**{"sequence": 48, "micro_batch": 1, **train}), sections={"tokenizer": section}
+            train=SimpleNamespace(**{"sequence": 48, "micro_batch": 1, "evaluate_every": 0, **train}),
+            sections={"tokenizer": section},
         ),
         dist=SimpleNamespace(data_rank=rank, data_ranks=ranks),
         device=torch.device("cpu"),

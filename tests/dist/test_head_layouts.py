@@ -110,6 +110,14 @@ def test_a_head_agrees_with_one_process(verify: Verifier, data: Path, case: str,
     assert verdict.agree, verdict
 
 
+@pytest.mark.parametrize(("case", "layout"), [("embed", "fsdp2"), ("reward", "fsdp2"), ("embed", "cp2")])
+def test_few_held_out_pairs_count_once_on_every_layout(verify: Verifier, data: Path, case: str, layout: str) -> None:
+    plugins, settings = LAYOUTS[layout]
+    few = {"text_pairs.held_out": 0.01}
+    verdict = verify(request(data, case, plugins, **settings, **few), 2, steps=2, reference=request(data, case, **few))
+    assert verdict.agree, verdict
+
+
 GLM = {key: one for key, one in hf_models.MODELS["glm"].items() if key != "vocab_size"}
 FOREIGN: Settings = {"hf.type": "glm", **{f"hf.set.{key}": one for key, one in GLM.items()}}
 

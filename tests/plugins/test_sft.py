@@ -46,7 +46,7 @@ def job(here: Path, sequence: int = 48, rank: int = 0, ranks: int = 1, seed: int
             plugins={"tokenizer": plugin},
         ),
         config=SimpleNamespace(
-            train=SimpleNamespace(sequence=sequence, micro_batch=1), sections={"tokenizer": section}
+            train=SimpleNamespace(sequence=sequence, micro_batch=1, evaluate_every=0), sections={"tokenizer": section}
         ),
         dist=SimpleNamespace(data_rank=rank, data_ranks=ranks),
         device=torch.device("cpu"),

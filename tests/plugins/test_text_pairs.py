@@ -47,7 +47,8 @@ def job(here: Path, rank: int = 0, ranks: int = 1, micro_batch: int = 2, sequenc
             plugins={"tokenizer": plugin},
         ),
         config=SimpleNamespace(
-            train=SimpleNamespace(sequence=sequence, micro_batch=micro_batch), sections={"tokenizer": section}
+            train=SimpleNamespace(sequence=sequence, micro_batch=micro_batch, evaluate_every=0),
+            sections={"tokenizer": section},
         ),
         dist=SimpleNamespace(data_rank=rank, data_ranks=ranks),
         device=torch.device("cpu"),

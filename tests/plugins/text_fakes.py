@@ -32,7 +32,7 @@ def job(
 ) -> Any:
     return SimpleNamespace(
         hooks=SimpleNamespace(tokenizer=lambda: tokenizer or ByteTokenizer()),
-        config=SimpleNamespace(train=SimpleNamespace(sequence=sequence, micro_batch=micro_batch)),
+        config=SimpleNamespace(train=SimpleNamespace(sequence=sequence, micro_batch=micro_batch, evaluate_every=0)),
         dist=SimpleNamespace(data_rank=rank, data_ranks=ranks),
         device=torch.device("cpu"),
         seed=seed,

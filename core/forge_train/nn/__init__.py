@@ -24,7 +24,7 @@ from .groups import decay_groups, decays, parameter_groups
 from .matrices import fused_rows, hidden_matrices
 from .matrix_optimizer import MatrixOptimizer
 from .narrow_state import NarrowState, narrowed
-from .pooling import POOLING, Pooling, gather_rows, pool, prepare_pooling
+from .pooling import POOLING, Pooling, gather_rows, pair_weights, pool, prepare_pooling
 from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
 from .rope_by_length import DynamicRoPE, LengthRoPE, LongRoPE
 from .spans import PerBatch, document_bounds, first_visible, is_imagined, neighbours
@@ -75,6 +75,7 @@ __all__ = [
     "narrow_copy",
     "narrowed",
     "neighbours",
+    "pair_weights",
     "parameter_groups",
     "pool",
     "prepare_pooling",

@@ -21,6 +21,10 @@ POOLING = "pooling"
 """The target that holds the weight of each position, `[batch, sequence]` fp32."""
 
 
+MEMBER = "member"
+"""The target that says which of its pair each row is, `[batch]` int64: 0 or 1, and -1 for rows that do not count."""
+
+
 def prepare_pooling(pooling: Pooling) -> PrepareBatch:
     """For `prepare_batch`: adds the target `pooling`, the weight of each position in the vector of its sequence.
 
@@ -43,6 +47,14 @@ def _weigh(pooling: Pooling, batch: Batch) -> Batch:
         place = torch.zeros_like(length) if pooling == "cls" else length - 1
         weights = (torch.arange(text.shape[1]) == place).float()
     return replace(batch, targets={**batch.targets, POOLING: weights}, axes={**batch.axes, POOLING: TOKENS})
+
+
+def pair_weights(batch: Batch) -> Tensor:
+    """1 for each pair of rows 2i and 2i + 1, and 0 for padding, whose target `member` is -1; `[batch / 2]` fp32."""
+    member = batch.targets.get(MEMBER)
+    if member is None:
+        return torch.ones(len(batch.inputs) // 2, device=batch.inputs.device)
+    return (member[0::2] >= 0).float()
 
 
 def pool(values: Tensor, batch: Batch, job: Job) -> Tensor:

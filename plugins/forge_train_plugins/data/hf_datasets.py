@@ -170,6 +170,7 @@ class HFDatasets(DataPlugin):
             buffer=self.config.shuffle_buffer,
             seed=(job.seed, dist.data_rank) if split == "train" and self.config.shuffle else None,
             key="hf_datasets",
+            once=split == "validation",
         )
         return StreamedLoader(rows, job, self.prefetch(split), key="hf_datasets")
 

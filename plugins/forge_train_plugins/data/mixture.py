@@ -168,7 +168,11 @@ class Mixture(DataPlugin):
         held_out = split == "validation"
         seed = HELD_OUT_SEED if held_out else job.seed if self.config.shuffle else None
         parts = [Part(name, Ordered(one, seed, key="mixture", fixed=held_out)) for name, one in rows.items()]
-        recipe = Recipe([(0, dict.fromkeys(rows, 1.0))], HELD_OUT_SEED) if held_out else self._recipe(job, rows)
+        if held_out:
+            once = {name: found.count for name, found in rows.items()}
+            recipe = Recipe([(0, dict.fromkeys(rows, 1.0))], HELD_OUT_SEED, once)
+        else:
+            recipe = self._recipe(job, rows)
         return self.loader(Mixed(parts, recipe, key="mixture"), job, split)
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:

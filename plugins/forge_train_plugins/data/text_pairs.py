@@ -20,8 +20,9 @@ class TextPairs(Plugin):
     """Preference pairs, or pairs of texts for embeddings: each pair is two consecutive rows of a micro-batch.
 
     Rows 2i and 2i + 1 of a micro-batch are the chosen and the rejected answer, each after the prompt; or the anchor
-    and its positive text. `targets["member"]`, `[batch]`, is 0 for the first row of a pair and 1 for the second. The
-    labels are the tokens of the answer, or of the whole text; all other labels are masked. `document_ids` is 0 for
+    and its positive text. `targets["member"]`, `[batch]`, is 0 for the first row of a pair and 1 for the second. Where
+    too few pairs are held out, copies fill an evaluation's batches: their `member` is -1, and they count for nothing.
+    The labels are the tokens of the answer, or of the whole text; all other labels are masked. `document_ids` is 0 for
     text; the padding after it has another id. `reward` and `embed` learn from pairs. Your own task distinguishes the
     two rows, and declares `takes = {"build_data": ("pairs",)}`.
     """
@@ -68,7 +69,7 @@ class TextPairs(Plugin):
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
         from forge_train_data.fit import fitted
-        from forge_train_data.loader import StreamLoader
+        from forge_train_data.loader import StreamLoader, warn_of_few
         from forge_train_data.paired import Paired
         from forge_train_data.rows import PackedRows
         from forge_train_data.stream import HELD_OUT_SEED
@@ -90,7 +91,9 @@ class TextPairs(Plugin):
             raise ConfigError(f"text_pairs.path: {self.config.path} leaves no pair for {which}.")
         held_out = split == "validation"
         seed = HELD_OUT_SEED if held_out else job.seed if self.config.shuffle else None
-        return StreamLoader(Paired(rows, seed, key="text_pairs", fixed=held_out), job, target="member")
+        stream = Paired(rows, seed, key="text_pairs", fixed=held_out)
+        warn_of_few(stream.samples, job)
+        return StreamLoader(stream, job, target="member")
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         from forge_train_data.files import find

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import Batch, Job
-from forge_train.nn import full_tensor, gather_rows, pool
+from forge_train.nn import full_tensor, gather_rows, pair_weights, pool
 
 
 class NoHead(nn.Module):
@@ -33,21 +33,23 @@ class Contrastive:
     rows_together = 2
 
     def weight(self, batch: Batch) -> int:
-        return len(batch.inputs) // 2
+        return int(pair_weights(batch).sum())
 
     def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
         vectors = self.outputs(part, hidden, batch)
-        anchors, positives = vectors[0::2], gather_rows(vectors[1::2], self.job)
+        weights = pair_weights(batch)
+        anchors, gathered = vectors[0::2], gather_rows(torch.cat([vectors[1::2], weights[:, None]], 1), self.job)
+        positives, padding = gathered[:, :-1], gathered[:, -1] == 0
         own = torch.arange(len(anchors), device=hidden.device) + self.job.dist.data_rank * len(anchors)
         others = torch.arange(len(positives), device=hidden.device)
-        apart = own[:, None] // self.group != others // self.group
+        apart = (own[:, None] // self.group != others // self.group) | (padding & (own[:, None] != others))
         similarity = (anchors @ positives.T / self.temperature).masked_fill(apart, -torch.inf)
         if (metrics := self.observed()) is not None:
             right = similarity.detach().gather(1, own[:, None])
             rank = 1 + (similarity.detach() > right).sum(1)
-            metrics["recall_at_1"].update((rank == 1).double())
-            metrics["mrr"].update(1 / rank.double())
-        return F.cross_entropy(similarity, own, reduction="sum")
+            metrics["recall_at_1"].update((rank == 1).double(), weights=weights)
+            metrics["mrr"].update(1 / rank.double(), weights=weights)
+        return (F.cross_entropy(similarity, own, reduction="none") * weights).sum()
 
     def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
         """Unit vectors `[batch, dim]` fp32."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import Batch, Job
-from forge_train.nn import Linear, full_tensor, pool
+from forge_train.nn import Linear, full_tensor, pair_weights, pool
 
 
 class RewardHead(nn.Module):
@@ -34,15 +34,15 @@ class Preferences:
     rows_together = 2
 
     def weight(self, batch: Batch) -> int:
-        return len(batch.inputs) // 2
+        return int(pair_weights(batch).sum())
 
     def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
         rewards = self.outputs(part, hidden, batch)
-        margin = rewards[0::2] - rewards[1::2]
+        margin, weights = rewards[0::2] - rewards[1::2], pair_weights(batch)
         if (metrics := self.observed()) is not None:
-            metrics["accuracy"].update((margin.detach() > 0).double())
-            metrics["margin"].update(margin.detach())
-        return -F.logsigmoid(margin).sum()
+            metrics["accuracy"].update((margin.detach() > 0).double(), weights=weights)
+            metrics["margin"].update(margin.detach(), weights=weights)
+        return -(F.logsigmoid(margin) * weights).sum()
 
     def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
         """`[batch]` fp32."""
