@@ -183,7 +183,8 @@ def _place(session: Session, *, quick: bool) -> Iterator[None]:
         (site / "pip").mkdir(parents=True)
         (site / "pip" / "__init__.py").touch()
         (site / "pip" / "__main__.py").write_text((ROOT / "docs" / "install.py").read_text("utf-8"), "utf-8")
-        os.environ |= variables | {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(site / "cache")}
+        found = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # has `forge`
+        os.environ |= variables | {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(site / "cache"), "PATH": found}
         sys.path.insert(0, str(site))
         sys.dont_write_bytecode = True
         session.before()

@@ -171,10 +171,10 @@ def warn_of_few(samples: int | None, job: Job) -> None:
         return
     if samples < (asked := train.evaluate_batches * train.global_batch):
         log.warning(
-            "Only %s sequences are held out, and an evaluation takes %s (train.evaluate_batches × train.global_batch): "
-            "each counts once, and the rest is padding that counts nothing. Hold more out for a surer loss.",
-            f"{samples:,}",
+            "An evaluation takes %s sequences (train.evaluate_batches × train.global_batch), and %s held out. "
+            "Each counts once, and padding fills the rest; hold more out for a surer loss.",
             f"{asked:,}",
+            "only one is" if samples == 1 else f"only {samples:,} are",
         )
 
 

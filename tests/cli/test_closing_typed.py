@@ -76,7 +76,7 @@ def test_what_is_proposed_can_be_typed(forge: Forge, folder: Path, case: str) ->
     lines(folder / "labels.jsonl", *(f'{{"text": "it is {n}", "label": "{"ab"[n % 2]}"}}' for n in range(60)))
     lines(folder / "pairs.jsonl", *(f'{{"prompt": "", "chosen": "{n}", "rejected": "no {n}"}}' for n in range(60)))
     if case == "sft":
-        chat_model.write_tokenizer(folder / "hf")
+        chat_model.write_tokenizer(folder / "hf", special=["<|im_end|>", "<|im_start|>", "<|endoftext|>"])
         chat_model.write_chats(folder / "chats.jsonl")
     same = ["-s", "train.steps=2", "-s", "train.sequence=48", "-s", "train.evaluate_every=0"]
     ended = forge("train", "tiny.toml", *same, *options)
