@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from forge_train.ground.errors import ForgeError, explain
+from forge_train.ground.errors import ForgeError, explain, shortened
 
 KILLED_BY_CTRL_C = 130
 
@@ -24,7 +25,9 @@ def ending(command: Callable[[], object]) -> int:
     try:
         result = command()
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        click.echo(shortened(shown.getvalue()), err=True, nl=False)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("Interrupted.", err=True)

@@ -13,7 +13,7 @@ import click
 
 from . import screen
 from .lazy import LazyGroup
-from .options import PRESET, RUN_DIR, hugging_face, run_dir_option, run_options
+from .options import PRESET, RUN_DIR, hugging_face, named, run_dir_option, run_options
 
 if TYPE_CHECKING:
     from forge_train.config.layers import Request
@@ -33,7 +33,7 @@ def _options(context: click.Context, option: click.Parameter, values: tuple[str,
     if empty := [value for value in values if value.rstrip().endswith("=")]:
         raise click.BadParameter(f"{empty[0]}: a value is missing.", param_hint="--sbatch")
     pairs = (value.partition("=") for value in values)
-    return {name.strip().removeprefix("--"): value.strip() for name, _, value in pairs}
+    return {name.strip().removeprefix("--"): value.strip(" ") for name, _, value in pairs}
 
 
 @click.command(short_help="Write a batch script for Slurm that requeues its job, and submit it.")
@@ -73,8 +73,8 @@ def slurm(
     request = dataclasses.replace(request, config=request.config or ("" if request.model_from else PRESET))
     if DEADLINE not in request.without:
         request = dataclasses.replace(request, plugins=tuple(dict.fromkeys((*request.plugins, DEADLINE))))
-    named = () if name is None else (f"run.name={name}",)
-    wanted = hugging_face(dataclasses.replace(request, set=(*request.set, *named)), run_dir)
+    own = () if name is None else (named(name),)
+    wanted = hugging_face(dataclasses.replace(request, set=(*request.set, *own)), run_dir)
     config = resolve(wanted, world=nodes * nproc).config
     name = config.run.name or Path(request.model_from).name or config.source
     job = cluster.SlurmJob(

@@ -146,3 +146,17 @@ def processes_option(function: _F) -> _F:
         metavar="N|auto",
         help="Local processes to start; auto starts one for each CUDA device.",
     )(function)
+
+
+def named(name: str) -> str:
+    """The setting of a run's name.
+
+    Raises:
+        BadParameter: for a name that is none, or that a setting would change.
+    """
+    if not name or name != name.strip() or not name.isprintable():
+        raise click.BadParameter(
+            f"expected a name of printable characters, and no spaces at either end, found {name!r}.",
+            param_hint="--name",
+        )
+    return f"run.name={name}"

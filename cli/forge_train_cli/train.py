@@ -28,7 +28,7 @@ from .closing import activation, next_commands, resume_command
 from .devices import how_many
 from .exporting import check_exportable, export_trained
 from .failures import complain, report, show_progress
-from .options import AUTO, PRESET, hugging_face, processes_option, run_dir_option, run_options
+from .options import AUTO, PRESET, hugging_face, named, processes_option, run_dir_option, run_options
 
 if TYPE_CHECKING:
     from forge_train.registry.setup import Setup
@@ -157,9 +157,7 @@ def _check_launch(nproc: int | Literal["auto"], max_restarts: int, min_nproc: in
 def _with_name(request: Request, name: str | None) -> Request:
     if name is None:
         return request
-    if not name.strip():
-        raise click.BadParameter("expected a name.", param_hint="--name")
-    return dataclasses.replace(request, set=(*request.set, f"run.name={name}"))
+    return dataclasses.replace(request, set=(*request.set, named(name)))
 
 
 def _with_configuration(request: Request, resume: str) -> Request:

@@ -26,6 +26,7 @@ from ..registry.unused import note_unused
 from .coverage import check_added, check_coverage, check_kernel, needed
 from .extra import extra_jobs, told_of
 from .initialise import declared, materialise, retie, tied_groups
+from .sizes import addressable
 
 Named = tuple[str, Transform]  # with the name of its plugin
 
@@ -95,7 +96,7 @@ def _extra(job: Job, spec: ExtraModel, own: Job, composition: Composition) -> tu
 
 def _composed(job: Job, *, frozen: bool = False, change: Callable[[nn.Module], None] | None = None) -> Composition:
     """One model, on the meta device."""
-    with torch.device("meta"):
+    with torch.device("meta"), addressable(job.config.sections):
         parts = [job.hooks.build_model()]
     if change is not None:
         change(parts[0])

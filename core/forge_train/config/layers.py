@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..ground.errors import ConfigError, nearest
+from ..ground.errors import ConfigError, brief, nearest
 from ..ground.names import canonical
 from ..ground.presets import base, presets
 from .toml import Document, Key, read
@@ -221,7 +221,7 @@ def lay(request: Request) -> Layered:
     for assignment in assignments(request.environment):
         _assign(tree, assignment, Origin("FORGE_SET"))
     for assignment in request.set:
-        _assign(tree, assignment, Origin("--set", f"--set {assignment}"))
+        _assign(tree, assignment, Origin("--set", f"--set {brief(assignment)}"))
     return Layered(tree, document.path.stem if document else "base")
 
 
@@ -293,4 +293,6 @@ def _assign(tree: Tree, assignment: str, origin: Origin) -> None:
     if len(path) == 1 or path[0] in ("plugins", "without", "preset"):
         hint = " Use --plugins and --without." if path[0] in ("plugins", "without") else ""
         raise ConfigError(f"{origin.kind} {assignment!r}: expected section.key=value, like train.steps=200.{hint}")
-    tree.put((canonical(path[0]), *path[1:]), Value(text.strip(), origin, text=True))
+    if text and not text.strip(" "):
+        raise ConfigError(f"{origin.kind} {assignment!r}: expected a value; nothing behind = is the empty text.")
+    tree.put((canonical(path[0]), *path[1:]), Value(text.strip(" "), origin, text=True))

@@ -55,6 +55,10 @@ def validate(name: str, cls: type, values: Mapping[Key, Value], mistakes: list[s
             text = f"{value.origin}: {_dotted(name, key)}: dates and times are not used in configurations."
             mistakes.append(Mistake(text, _dotted(name, key)))
             return None
+        if _is_huge(read):
+            text = f"{value.origin}: {_dotted(name, key)}: expected a number of at most 64 bits, found {read}."
+            mistakes.append(Mistake(text, _dotted(name, key)))
+            return None
         if value.text and _in_quotes(read) and mark(cls, key, FilePath) is not None:
             text = f"{value.origin}: {_dotted(name, key)}: a path has no quotation marks around it here: {read[1:-1]}"
             mistakes.append(Mistake(f"{text}.", _dotted(name, key)))
@@ -155,6 +159,10 @@ def _nest(table: dict[str, Any], key: Key, value: Any) -> None:
     for part in key[:-1]:
         table = table.setdefault(part, {})
     table[key[-1]] = value
+
+
+def _is_huge(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) >= 2**63
 
 
 def _is_json(value: Any) -> bool:

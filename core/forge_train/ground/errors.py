@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,6 +43,9 @@ class ForgeError(Exception):
         if where:
             locate(self, **where)
 
+    def __str__(self) -> str:
+        return shortened(super().__str__())
+
 
 class ConfigError(ForgeError):
     """The user's input is wrong: an option, a key, a value, a plugin's name, a file, a composition that can't be."""
@@ -67,6 +71,26 @@ class DivergedError(ForgeError):
 
     code = 3
     type = "diverged"
+
+
+_LONG = re.compile(r"(?<!\w)(?P<quote>['\"])(?:(?!(?P=quote)).){200,}(?P=quote)|[^\s,]{400,}")
+"""A quoted value, or anything without a space, that no sentence should repeat as a whole."""
+_LINE = 2000
+
+
+def shortened(text: str) -> str:
+    """A message in which long values are cut in the middle, each with its number of characters."""
+    lines = [_LONG.sub(lambda found: _cut(found[0], 80), line) for line in text.split("\n")]
+    return "\n".join(_cut(line, _LINE) if len(line) > 2 * _LINE else line for line in lines)
+
+
+def brief(text: str, size: int = 200) -> str:
+    """A text, cut in the middle if it is longer."""
+    return text if len(text) <= size else _cut(text, size // 2)
+
+
+def _cut(text: str, kept: int) -> str:
+    return f"{text[:kept]}…{text[-kept // 4 :]} ({len(text):,} characters)"
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -56,6 +56,8 @@ class SlurmJob:
                 f"--time {self.time}: is {seconds} s. Jobs are told to stop {NOTICE} s before the limit, so that "
                 f"such a short one would be queued again and again without training; ask for at least {SHORTEST} s."
             )
+        if not self.name.isprintable():
+            raise ConfigError(f"--name: expected printable characters for the job's name, found {self.name!r}.")
         for name, value in self.options.items():
             if own := _OWN.get(name):
                 raise ConfigError(f"--sbatch {name}: say it with {own}.")
@@ -148,5 +150,7 @@ def _seconds(time: str) -> int:
 
 
 def _quoted(value: str) -> str:
-    """A value as a line of `#SBATCH` takes it: in double quotes where it has spaces."""
-    return f'"{value}"' if re.search(r"\s", value) else value
+    """A value as a line of `#SBATCH` takes it: sbatch splits the line as a shell does, and `#` begins a comment."""
+    if not re.search(r"[\s'\"#\\]", value):
+        return value
+    return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
