@@ -167,3 +167,25 @@ def test_the_norm_and_the_clipping_stay_on_the_device(tmp_path: Path) -> None:
     assert norm.is_meta
     with pytest.raises(RuntimeError):
         norm.item()
+
+
+def test_the_norm_of_narrow_gradients_takes_no_wide_copy_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 billion gradients in bf16 would take 30 GiB more in fp32, all at once."""
+    from forge_train.ground.layout import Layout
+    from forge_train.loop.gradients import total_norm
+    from forge_train.processes.distributed import DistributedContext
+
+    gradients = [torch.full((1000,), 0.1, dtype=torch.bfloat16) for _ in range(5)]
+    given: list[Tensor] = []
+    real = torch._foreach_norm
+
+    def foreach_norm(tensors: list[Tensor], *order: Any, **more: Any) -> Any:
+        given.extend(tensors)
+        return real(tensors, *order, **more)
+
+    monkeypatch.setattr(torch, "_foreach_norm", foreach_norm)
+    norm = total_norm(gradients, DistributedContext(Layout(), torch.device("cpu")))
+    assert [one.data_ptr() for one in given] == [one.data_ptr() for one in gradients]
+    assert norm.dtype is torch.float32
+    exact = torch.linalg.vector_norm(torch.cat(gradients).double())
+    assert norm.double().item() == pytest.approx(exact.item(), rel=1e-6)

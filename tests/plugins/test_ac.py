@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +18,10 @@ import fakes
 from forge_train import ConfigError, PluginError, attach_loss
 from forge_train.contract.auxiliary import loss_scaling
 from forge_train.testing import RunForge
-from forge_train_plugins.memory._ac import Policy, recompute
+from forge_train_plugins.attention._flex import FlexKernel
+from forge_train_plugins.attention._packed.kernel import PackedKernel
+from forge_train_plugins.attention._sdpa import Kernel as SDPAKernel
+from forge_train_plugins.memory._ac import Policy, breaks, recompute, recompute_broken
 from forge_train_plugins.memory.ac import ActivationCheckpointing
 
 pytestmark = pytest.mark.unit
@@ -186,3 +191,45 @@ def test_attention_in_tiles_is_right_where_products_are_kept(run_forge: RunForge
     plain = run_forge(["flex"], {"train.sequence": 32}, steps=2)
     kept = run_forge(["flex", "ac"], {"train.sequence": 32, "ac.mode": "selective"}, steps=2)
     assert [line["grad_norm"] for line in kept.metrics] == [line["grad_norm"] for line in plain.metrics]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "broken"),
+    [
+        (PackedKernel(lambda query, key, value, bounds, scale, window: query), True),
+        (FlexKernel(lambda query, *more, **asked: query), True),
+        (SimpleNamespace(kernels={"varlen": PackedKernel(lambda query, *more: query)}), True),
+        (SDPAKernel(), False),
+    ],
+    ids=["packed", "flex", "one of several", "sdpa"],
+)
+def test_a_kernel_that_leaves_a_function_uncompiled_breaks_its_unit(kernel: Any, broken: bool) -> None:
+    unit = nn.Module()
+    unit.kernel = kernel
+    assert breaks(unit) is broken
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_units_with_packed_documents_are_compiled_around_their_kernel(mode: str) -> None:
+    """torch drops a recomputed region as a whole, if something in it asks to be left alone."""
+
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.kernel = PackedKernel(lambda query, key, value, *more: query + key.mean() + value.mean())
+
+        def forward(self, x: Tensor, document_ids: Tensor) -> Tensor:
+            hidden = torch.unflatten(self.a(x), -1, (2, 4))
+            out: Tensor = self.b(self.kernel(hidden, hidden, hidden, document_ids=document_ids).flatten(2))
+            return x + out
+
+    torch.compiler.reset()
+    counters.clear()
+    unit = Unit()
+    recompute_broken([unit], None if mode == "full" else Policy.of(["matmul"]))
+    unit.compile(backend="eager")
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    unit(x, torch.tensor([[0, 0, 1, 1, 1, 1]] * 2)).sum().backward()
+    assert counters["stats"]["unique_graphs"] > 0
+    assert x.grad is not None

@@ -32,7 +32,9 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        scale = torch.as_tensor(ctx.scale, dtype=ctx.dtype, device=ctx.device)
+        scale, options = ctx.scale, {"dtype": ctx.dtype, "device": ctx.device}
+        # A number is written by a kernel: copying it would wait for the device.
+        scale = scale.to(**options) if isinstance(scale, Tensor) else torch.full((), scale, **options)
         return gradients[0], scale.expand(ctx.shape), None
 
 

@@ -8,6 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_HOST = "_forge_on_host"
+
+
+def remember_host(moved: Tensor, host: Tensor) -> None:
+    """Keep the tensor that another one was copied from, for whoever would have to wait for its values."""
+    if moved is not host:
+        setattr(moved, _HOST, (host, host._version, moved._version))
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU that this one was copied from, if neither was changed since; else the tensor itself."""
+    host, *versions = getattr(tensor, _HOST, (tensor,))
+    return host if [host._version, tensor._version] == versions else tensor
+
 
 def local(tensor: Any) -> Any:
     """This rank's part of a DTensor, with gradients; anything else as it is. torch.compile sees through it."""

@@ -44,7 +44,7 @@ def total_norm(
         groups.setdefault((gradient.device_mesh if split else None, split), []).append((place, local(gradient)))
     total = torch.zeros((), device=context.device)
     for (mesh, split), tensors in groups.items():
-        held = _norms([tensor.float() if tensor.dtype is torch.bfloat16 else tensor for _, tensor in tensors])
+        held = _norms([tensor for _, tensor in tensors])
         if norms is not None:
             norms.append(([place for place, _ in tensors], held))
         square = torch.linalg.vector_norm(held).to(context.device, torch.float32) ** 2
@@ -57,13 +57,14 @@ def total_norm(
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of each tensor, on the device of the first."""
+    """The 2-norm of each tensor, on the device of the first; summed in fp32 where it is narrower."""
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
         kinds.setdefault((tensor.device, tensor.dtype), []).append(place)
     norms: dict[int, Tensor] = {}
-    for places in kinds.values():
-        norms |= zip(places, torch._foreach_norm([tensors[place] for place in places], 2.0), strict=True)
+    for (_, dtype), places in kinds.items():
+        wide = torch.float32 if dtype.itemsize < 4 else None
+        norms |= zip(places, torch._foreach_norm([tensors[place] for place in places], 2.0, dtype=wide), strict=True)
     return torch.stack([norms[place].to(tensors[0].device) for place in range(len(tensors))])
 
 

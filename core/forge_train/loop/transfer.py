@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..contract.batch import Batch
+from ..ground.tensors import remember_host
 
 
 class Transfer:
@@ -36,10 +37,17 @@ class Transfer:
 
         def move(tensor: Tensor) -> Tensor:
             if id(tensor) not in known:
+                if self._stream is not None and not tensor.is_pinned():
+                    tensor = tensor.pin_memory()  # made since the loader; the copy would wait for the device
                 known[id(tensor)] = tensor.to(self._device, non_blocking=True)
             return known[id(tensor)]
 
-        return [batch.map(move) for batch in batches]
+        made = []
+        for batch in batches:
+            made.append(batch.map(move))
+            if batch.document_ids is not None and made[-1].document_ids is not None:
+                remember_host(made[-1].document_ids, batch.document_ids)
+        return made
 
 
 def _record(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:

@@ -82,10 +82,20 @@ def breaks(module: nn.Module) -> bool:
 
     Inside of a recomputed region torch (2.13) does not compile around that, but drops the whole region.
     """
-    called = (
-        call for one in module.modules() for call in (type(one).forward, type(getattr(one, "kernel", None)).__call__)
+    return any(
+        _left_alone(type(one).forward) or _kernel_breaks(getattr(one, "kernel", None)) for one in module.modules()
     )
-    return any(getattr(call, "_torchdynamo_disable", False) for call in called)
+
+
+def _left_alone(call: Any) -> bool:
+    return bool(getattr(call, "_torchdynamo_disable", False))
+
+
+def _kernel_breaks(kernel: Any) -> bool:
+    """The same for a kernel: its class, a function that it holds, or one of the kernels that it chooses among."""
+    held = [*getattr(kernel, "__dict__", {}).values()]
+    chosen = [one for some in held if isinstance(some, Mapping) for one in some.values() if callable(one)]
+    return any(map(_left_alone, (type(kernel).__call__, *held))) or any(map(_kernel_breaks, chosen))
 
 
 def recompute_broken(units: Sequence[nn.Module], policy: Policy | None) -> None:

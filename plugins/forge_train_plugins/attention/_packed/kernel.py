@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from forge_train.ground.tensors import on_host
 from forge_train.nn import PerBatch, TiledAttention, document_bounds, is_imagined
 
 from .functions import Bounds, PackedFunction
@@ -77,10 +78,14 @@ class PackedKernel:
 
 
 def make_bounds(document_ids: Tensor | None, batch: int, queries: int, offset: int, device: torch.device) -> Bounds:
-    """Reads from the device how many documents there are and how long the longest one is."""
+    """Computed on the host where the ids came from there: on the device, their number and the longest must be read."""
     if document_ids is None or is_imagined(document_ids):
         rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
         return Bounds(rows * queries, rows * (offset + queries), queries, offset + queries)
-    ends = document_bounds(document_ids, queries, offset=offset)
-    most = torch.stack([end.diff().amax() for end in ends]).tolist()
-    return Bounds(ends[0].int(), ends[1].int(), *most)
+    both = torch.stack(document_bounds(on_host(document_ids), queries, offset=offset))
+    most = both.diff().amax(1).tolist()
+    both = both.int()
+    if both.device != device:
+        both = (both.pin_memory() if device.type == "cuda" else both).to(device, non_blocking=True)
+    of_queries, of_keys = both.unbind()
+    return Bounds(of_queries, of_keys, *most)

@@ -263,7 +263,10 @@ class Routed(nn.Module):
             "dropped": (taken < 0).sum(),
             "broken": (~routing.logits.isfinite()).any(),
         }
-        numbers = [torch.as_tensor(measured[name], device=own.device).float() for name in MEASURES]
+        numbers = [
+            value.float() if isinstance(value := measured[name], Tensor) else self.statistics.new_full((), value)
+            for name in MEASURES  # copying a number to the device would wait for it
+        ]
         self.statistics += torch.cat([own.sum(0).float(), torch.stack(numbers)])
 
 

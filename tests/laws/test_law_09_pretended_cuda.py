@@ -1,0 +1,131 @@
+"""Law 9 on a CUDA device that is not there: its tensors lie on the host, but a mix of devices is refused, and what
+would make the host wait between logged steps is counted, with the line of Forge that asks for it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_train.registry.discovery import discover, load
+from pretended_cuda import build, cases
+
+pytestmark = [pytest.mark.unit, pytest.mark.skipif(bool(build.missing()), reason=build.missing() or "it is there")]
+CHILD = Path(build.__file__).with_name("child.py")
+MOE, FLEX = "plugins/forge_train_plugins/experts/", "plugins/forge_train_plugins/attention/_flex.py"
+NOT_THERE = "only here: on a device one kernel does it, and the CPU's stand-in for that reads"
+WAITS = [
+    ("loss_scaler", "plugins/forge_train_plugins/precision/loss_scaler.py", "fp16: leaves out a step that overflows"),
+    ("skip_step", "plugins/forge_train_plugins/optimizers/skip_step.py", "decides on the host, from earlier norms"),
+    ("moe", f"{MOE}_moe/experts.py", "fp32 has no grouped product, so experts are looped over; in bf16, only here"),
+    ("ep", f"{MOE}_moe/experts.py", NOT_THERE),
+    ("ep", f"{MOE}_alltoall/transport.py", "the host tells NCCL how many rows each rank gets"),
+    (
+        "cp",
+        "plugins/forge_train_plugins/parallel/_cp/kernel.py",
+        "once a batch: its documents decide who computes what",
+    ),
+    ("moe", "torch: sync_d2h", NOT_THERE),
+    ("ep", "torch: sync_d2h", NOT_THERE),
+    ("flex", FLEX, NOT_THERE),
+    ("flex", "torch: sync_h2d", NOT_THERE),
+    ("fsdp2, offload", "", "weights are updated on the host, once their gradients are there"),
+]
+"""(Case, place, why the host may wait there between logged steps.)"""
+
+
+def plugins() -> dict[str, list[str]]:
+    """Plugins that come with Forge → what their own example asks for."""
+    known = [one for one in discover() if one.object.startswith("forge_train_plugins.")]
+    return {one.name: [*load(one).example] for one in known}
+
+
+def write(folder: Path) -> None:
+    def lines(name: str, records: list[Any]) -> None:
+        (folder / name).write_text("".join(f"{json.dumps(one)}\n" for one in records), encoding="utf-8")
+
+    lines("labels.jsonl", [{"text": text, "label": "ab"[n % 2]} for n, text in enumerate(cases.TEXTS)])
+    lines("pairs.jsonl", [{"anchor": text, "positive": text[::-1]} for text in cases.TEXTS])
+    lines("preferred.jsonl", [{"prompt": text, "chosen": text, "rejected": text[::-1]} for text in cases.TEXTS])
+    chat = [[{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}] for text in cases.TEXTS]
+    lines("chats.jsonl", [{"messages": messages} for messages in chat])
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("the model reads a line of text\n" * 400, encoding="utf-8")
+
+
+def trained(folder: Path, given: list[cases.Case], ranks: int = 1) -> list[dict[str, Any]]:
+    """The results of cases, of each rank."""
+    for one in given if ranks > 1 else ():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            one["port"] = str(free.getsockname()[1])
+    asked = folder / "cases.json"
+    asked.write_text(json.dumps(given), encoding="utf-8")
+    environment = {**os.environ, "PRETENDED_CUDA": str(build.library()), "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(ranks):
+        world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
+        more = {**world, "MASTER_ADDR": "127.0.0.1", "FOLDER": folder} if ranks > 1 else {}
+        command = [sys.executable, str(CHILD), str(asked), str(folder / f"{rank}.json")]
+        with (folder / f"{rank}.txt").open("w") as log:
+            named = {name: str(value) for name, value in more.items()}
+            processes.append(subprocess.Popen(command, env=environment | named, stdout=log, stderr=log))
+    try:
+        codes = [process.wait(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(codes), "\n".join((folder / f"{rank}.txt").read_text() for rank in range(ranks))
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("one")
+    write(folder)
+    return trained(folder, cases.one_process(str(folder), plugins()))[0]
+
+
+def judge(name: str, result: dict[str, Any]) -> None:
+    """No error, numbers, and no wait but those that are listed."""
+    assert not result["error"], result["error"]
+    assert all(math.isfinite(loss) for loss in result["losses"])
+    waits = [f"{where}: {kind} {operation}, {count} times" for kind, operation, where, count in result["notes"]]
+    allowed = tuple(place for start, place, _ in WAITS if name.startswith(start))
+    assert not [wait for wait in waits if not wait.startswith(allowed)]
+
+
+@pytest.mark.parametrize("name", [one["name"] for one in cases.one_process("", plugins()) if "does" not in one])
+def test_one_process(one_process: dict[str, Any], name: str) -> None:
+    judge(name, one_process[name])
+
+
+def test_a_read_is_seen(one_process: dict[str, Any]) -> None:
+    (note,) = one_process["a plugin that reads"]["notes"]
+    assert [*note[:2], note[3]] == ["sync", "aten::_local_scalar_dense", 2]  # in steps 2 and 3 of 4
+
+
+def test_a_mix_of_devices_is_an_error_with_its_line(one_process: dict[str, Any]) -> None:
+    error = one_process["a plugin that mixes devices"]["error"]
+    assert "Expected all tensors to be on the same device" in error
+    assert "in on_gradients\n    torch.ones(2) + update.grad_norm.expand(2)" in error
+
+
+def test_every_plugin_is_trained_or_left_out_for_a_reason() -> None:
+    tried = {name for one in cases.one_process("", plugins()) for name in one.get("plugins", ())}
+    assert plugins().keys() - tried - cases.LEFT_OUT.keys() == set()
+    assert cases.LEFT_OUT.keys() <= plugins().keys()
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    for rank, results in enumerate(trained(tmp_path, cases.TWO_RANKS, 2)):
+        assert [*results] == [one["name"] for one in cases.TWO_RANKS], f"rank {rank}"
+        for name, result in results.items():
+            judge(name, result)

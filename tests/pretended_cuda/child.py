@@ -1,0 +1,127 @@
+"""Trains small runs on the pretended device, one after another in one process: child.py CASES.json RESULTS.json.
+
+A case is `{"name", "plugins", "config", "steps"}`. Its result: `error`, the notes of steps that are not logged from the
+second on, and the loss of each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pretended  # before torch
+
+# isort: split
+import torch
+
+import standins  # noqa: F401
+from forge_train import Plugin, Update, hookimpl
+from forge_train.loop.step import Stepper
+from forge_train.testing import run_forge
+
+LOGGED = 4
+
+
+def watch() -> None:
+    """Label notes with `step` while a step runs that is not logged."""
+    real = Stepper.run
+
+    def run(self: Any, progress: Any) -> Any:
+        step = progress.step + 1
+        pretended.phase = "step" if step > 1 and step % LOGGED else ""
+        try:
+            return real(self, progress)
+        finally:
+            pretended.phase = ""
+
+    Stepper.run = run  # type: ignore[method-assign]
+
+
+class Reads(Plugin):
+    """Has the host wait for each step."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def on_gradients(self, update: Update) -> None:
+        float(update.grad_norm)
+
+
+class Mixes(Plugin):
+    """Adds a tensor of the host to one of the device."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def on_gradients(self, update: Update) -> None:
+        torch.ones(2) + update.grad_norm.expand(2)
+
+
+DOES = {"reads": [Reads], "mixes": [Mixes]}
+
+
+def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    pretended.take()
+    if "port" in case:
+        os.environ["MASTER_PORT"] = case["port"]
+    torch.compiler.reset()
+    seen, beside, more = io.StringIO(), case.get("beside", []), []
+    for one in beside:
+        more += one.removeprefix("plugins=").split(",") if one.startswith("plugins=") else []
+    plugins = [*case["plugins"], *DOES.get(case.get("does", ""), ()), *more]
+    settings = {"run.device": "cuda", "log.every": LOGGED, "train.evaluate_every": LOGGED, **case["config"]}
+    sets = [one for one in beside if not one.startswith("plugins=")]
+    try:
+        with contextlib.redirect_stdout(seen):
+            done = run_forge(plugins, settings, sets=sets, steps=LOGGED, folder=folder, name=case["name"])
+        error, losses = "", [line["loss"] for line in done.metrics if "loss" in line]
+    except BaseException:
+        error, losses = traceback.format_exc(), []
+    notes = [
+        [*key[1:], count]
+        for key, count in pretended.take().items()
+        if key[0] == "step" and not key[1].startswith("async")
+    ]
+    return {"error": error, "losses": losses, "notes": notes}
+
+
+def check(case: dict[str, Any]) -> dict[str, Any]:
+    """What `forge …` says and gives."""
+    from forge_train_cli.__main__ import main
+
+    said = io.StringIO()
+    sys.argv = ["forge", *case["forge"]]
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            main()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        said.write(traceback.format_exc())
+        code = 1
+    return {"error": said.getvalue() if code else "", "said": said.getvalue(), "losses": [], "notes": []}
+
+
+def main() -> None:
+    if "RANK" in os.environ:
+        pretended.join()
+    watch()
+    results, out = {}, Path(sys.argv[2])
+    with tempfile.TemporaryDirectory() as folder:
+        if "FOLDER" in os.environ:  # that ranks share
+            folder = os.environ["FOLDER"]
+        for case in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+            results[case["name"]] = check(case) if "forge" in case else train(case, Path(folder))
+            out.write_text(json.dumps(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
