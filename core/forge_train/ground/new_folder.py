@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +12,8 @@ from .errors import ConfigError
 from .lock import Lock, take
 
 log = logging.getLogger("forge_train")
+WAIT = 0.2
+"""Seconds between two looks whether another process has ended."""
 
 
 def check_new(target: Path) -> None:
@@ -50,10 +53,38 @@ def claimed(target: Path) -> Iterator[Path]:
     """
     check_new(target)
     folder = target.resolve() if target.is_symlink() else target
-    lock = _lock(folder, target)
-    try:
+    with alone(folder, target):
         check_new(target)  # another process may have finished it before this one had the lock
         yield folder
+
+
+@contextmanager
+def alone(folder: Path, target: Path | None = None, *, wait: bool = False) -> Iterator[None]:
+    """Keep a folder from other processes, new or not.
+
+    Args:
+        folder: see `claimed`.
+        target: its name in messages, if it is another one.
+        wait: whether to wait until another process that writes it ends.
+
+    Raises:
+        ConfigError: if another process is writing it.
+        OSError: if the folder above it can't be written.
+    """
+    told = False
+    while True:
+        try:
+            lock = _lock(folder, target or folder)
+            break
+        except ConfigError as error:
+            if not wait:
+                raise
+            if not told:
+                log.warning("%s", error)
+            told = True
+            time.sleep(WAIT)
+    try:
+        yield
     finally:
         lock.release()
         with suppress(OSError):  # the next process has its lock there already

@@ -16,8 +16,7 @@ from .copies import bring
 from .found import newest
 from .manifest import MANIFEST, NAME
 from .remote_folder import RemoteFolder
-from .run import address_of, is_checkpoint, is_run
-from .seal import check
+from .run import address_of, is_run
 from .start import is_unfinished
 from .store import Store, Stored
 
@@ -82,9 +81,7 @@ def fetched(resume: str, folder: Path) -> str:
     place, target = locate(address), target_of(address, folder)
     if place.run:
         return str(_run(place, target))
-    if not is_checkpoint(target) or check(target, contents=True):
-        place.store.fetch(place.one(), target)
-    return str(target)
+    return str(place.store.fetch(place.one(), target, shared=True))
 
 
 def target_of(address: str, folder: Path) -> Path:

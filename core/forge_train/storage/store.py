@@ -11,12 +11,14 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from ..ground.errors import ConfigError, ForgeError
 from ..ground.files import put
+from ..ground.new_folder import alone, check_new, claimed
 from ..ground.present import gib
 from ..ground.untrusted import parse_json
 from .found import is_kept
@@ -150,6 +152,12 @@ class Store:
         if isinstance(sealed, str):
             raise ForgeError(f"{checkpoint}: not a whole checkpoint: {sealed}.")
         target = name or checkpoint.name
+        with alone(self.local / target) if self.local else nullcontext():
+            self._put(checkpoint, target, sealed)
+        if self._folder.read(f"{target}/{MANIFEST}") != (checkpoint / MANIFEST).read_bytes():
+            raise ForgeError(f"{self.at(target)}: another process wrote it at the same time. Name another place.")
+
+    def _put(self, checkpoint: Path, target: str, sealed: Sealed) -> None:
         if self._folder.entries(target):
             self.remove(target)
         names = [*sealed.files, *sealed.editable]
@@ -158,12 +166,26 @@ class Store:
         self._folder.put(checkpoint / MANIFEST, f"{target}/{MANIFEST}")
         self._compare(checkpoint, target, [*names, MANIFEST])
 
-    def fetch(self, stored: Stored, target: Path) -> Path:
+    def fetch(self, stored: Stored, target: Path, *, replace: bool = True, shared: bool = False) -> Path:
         """Copy a checkpoint from here into a folder that appears whole or not at all; every file is verified.
 
+        Args:
+            stored: the checkpoint.
+            target: the folder, which another process that fetches to it has to itself.
+            replace: whether a folder that is there already (a damaged checkpoint, say) may go.
+            shared: whether several processes want it there: the first fetches it, and the others wait.
+
         Raises:
-            ConfigError: if it is damaged, the store can't be read, or the disk has no room.
+            ConfigError: if it is damaged, the store can't be read, the disk has no room, or the target is in use.
         """
+        try:
+            with alone(target, wait=shared) if replace else claimed(target):
+                return target if shared and not verify(target) else self._fetch(stored, target, replace=replace)
+        except OSError as error:
+            raise ConfigError(f"{target}: can't be written: {error.strerror or error}.") from error
+
+    def _fetch(self, stored: Stored, target: Path, *, replace: bool) -> Path:
+        """Fetch to a target that this process has to itself."""
         part = target.with_name(f".{target.name}.partial")
         shutil.rmtree(part, ignore_errors=True)
         try:
@@ -173,12 +195,12 @@ class Store:
                 raise self._unusable(stored, problem)
             for file in [*part.rglob("*"), part]:
                 sync(file)
+            if not replace:
+                check_new(target)  # another program may have made it meanwhile
             gone = put(part, target)
             moved(part, target)
             sync(target.parent)
             shutil.rmtree(gone, ignore_errors=True)
-        except OSError as error:
-            raise ConfigError(f"{target}: can't be written: {error.strerror or error}.") from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
         return target

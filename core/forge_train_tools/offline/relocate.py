@@ -11,6 +11,7 @@ from pathlib import Path
 
 from forge_train.ground.errors import ConfigError, ForgeError
 from forge_train.ground.lock import Lock, take
+from forge_train.ground.new_folder import check_new, claimed
 from forge_train.ground.remote import is_remote
 from forge_train.storage import checkpoint, manifest, seal
 from forge_train.storage.fetching import locate
@@ -44,8 +45,8 @@ def move(path: Path, new: Path) -> None:
     run = path.absolute().parent.parent
     lock = _lock(run, path) if is_run(run) else None
     try:
-        new.parent.mkdir(parents=True, exist_ok=True)
-        _move(path, new)
+        with claimed(new):
+            _move(path, new)
         if lock is not None:
             name_latest(run / "checkpoints", checkpoint.newest(run / "checkpoints"))
     except OSError as error:
@@ -74,7 +75,7 @@ def copy(path: str, new: str) -> None:
     if (named := manifest.NAME.match(name)) and stored.step not in (-1, int(named[1])):
         raise ConfigError(f"{new} names another step: this checkpoint is from step {stored.step}.")
     if not is_remote(new):
-        place.store.fetch(stored, Path(new))
+        place.store.fetch(stored, Path(new), replace=False)
         return
     with tempfile.TemporaryDirectory(prefix="forge-") as folder:
         here = (
@@ -119,6 +120,7 @@ def _copy(path: Path, new: Path) -> None:
         seal.sync(part)
         if problem := seal.check(part, contents=True):
             raise ForgeError(f"{new}: the copy can't be read back: {problem}. {path} is unchanged.")
+        check_new(new)  # another program may have made it meanwhile
         part.rename(new)
     finally:
         shutil.rmtree(part, ignore_errors=True)
