@@ -8,7 +8,7 @@ import numpy as np
 
 from forge_train import ConfigError
 
-from .documents import Documents
+from .documents import Documents, Int64
 from .packing import arranged
 from .plans import planned
 from .rows import Pieces
@@ -44,8 +44,30 @@ def fitted(documents: Documents, sequence: int, *, long: Long, packing: str, key
     length = np.minimum(lengths, sequence)[document]
     start = (lengths[document] - length) if long == "left" else np.zeros(len(document), np.int64)
 
+    if documents.masked and long in ("left", "right"):
+        _check_learned(documents, document[longer], start[longer], sequence, long=long, key=key)
+
     def packed() -> Pieces:
         made = arranged(length, sequence, packing)
         return Pieces(document[made.order], start[made.order], length[made.order], made.row_ends)
 
     return packed() if packing == "pad" else planned(documents, f"{packing} {sequence} {long}", packed)
+
+
+def _check_learned(documents: Documents, document: Int64, start: Int64, sequence: int, *, long: Long, key: str) -> None:
+    """Refuse to cut away all that is learned of a document.
+
+    Raises:
+        ConfigError: with the number of such documents.
+    """
+    kept = np.zeros(sequence, np.bool_)
+    bare = 0
+    for one, first in zip(document.tolist(), start.tolist(), strict=True):
+        documents.learned(documents.span(one)[0] + first, kept)
+        bare += not kept.any()
+    if bare:
+        other = "left" if long == "right" else "right"
+        raise ConfigError(
+            f"{key}.long: {long!r} cuts away all that is learned of {bare:,} of {documents.count:,} texts. Raise "
+            f"train.sequence, or choose {other} or drop."
+        )

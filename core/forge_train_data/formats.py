@@ -150,3 +150,19 @@ def text_of(record: Record, field: str, where: str, key: str) -> str:
     else:
         has = f"has {', '.join(map(repr, record))}" if record else "is empty"
     raise ConfigError(f"{where}: no string under {field!r} ({key}); the record {has}")
+
+
+def utf8(text: str, where: str) -> bytes:
+    """A text as bytes.
+
+    Args:
+        text: of a record; JSON can hold one half of a surrogate pair, which is no character.
+        where: the file and the place in it, for messages.
+
+    Raises:
+        ConfigError: there is half a surrogate pair in it.
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where} has half a surrogate pair at character {error.start}") from error

@@ -19,6 +19,7 @@ from forge_train.ground.present import few
 
 from .documents import Documents, Int64
 from .fit import Long, fitted
+from .formats import utf8
 from .rows import PackedRows, Pieces
 
 Align = Literal["", "first", "last", "all"]
@@ -55,6 +56,7 @@ class Labels:
         """
         if self.classes.of == "text":
             text = self._field(record, self.text, str, "a text", where)
+            utf8(text, f"{where}: {self.text!r}")
             ids = [*tokenizer.begin, *tokenizer.encode(text)]
             number = self._number(self._field(record, self.label, (str, int), "a label", where), where)
             if not ids or number is None:
@@ -101,6 +103,7 @@ class Labels:
                 "which labels of words need."
             )
         text = " ".join(words)
+        utf8(text, f"{where}: {self.text!r}")
         ids, offsets = tokenizer.encode_with_offsets(text)
         if not ids:
             raise ConfigError(f"{where}: the words have no token.")
@@ -122,6 +125,7 @@ class _Texts:
 
     def __init__(self, documents: Documents) -> None:
         self.count, self.digest, self.shards = documents.count // 2, documents.digest, documents.shards
+        self.masked = False  # classes say what is learned
         self._documents = documents
 
     def lengths(self) -> Int64:
@@ -187,4 +191,4 @@ def labelled(
     """
     for where, record in records:
         text, ids, classes = labels.read(record, where, tokenizer)
-        yield text.encode("utf-8", errors="replace"), [ids, classes]
+        yield text.encode(), [ids, classes]

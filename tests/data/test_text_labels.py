@@ -150,6 +150,8 @@ def test_every_token_of_a_real_tokenizer_finds_its_word(tmp_path: Path) -> None:
         ("token", {"tokens": [], "labels": []}, "line 2: 'tokens': expected a list of words, at least one."),
         ("token", {"tokens": ["a"], "labels": ["x"]}, "line 2: label 'x' is not one of the classes"),
         ("token", {"tokens": ["a"], "labels": [0.5]}, "line 2: label 0.5 is neither the name of a class"),
+        ("text", {"text": "\ud83d", "label": 0}, "line 2: 'text' has half a surrogate pair"),
+        ("token", {"tokens": ["\ud83d"], "labels": [0]}, "line 2: 'tokens' has half a surrogate pair"),
     ],
 )
 def test_a_mistake_is_told_by_file_and_line(tmp_path: Path, of: str, record: object, says: str) -> None:

@@ -228,3 +228,29 @@ class TestTemplates:
         assert again.digest == tokenizer.digest, "a run goes on with the files that it wrote"
         own = open_template("", folder).render([{"role": "user", "content": "a"}], generation_prompt=True)
         assert own[0] == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_half_a_surrogate_pair_is_refused_with_its_line(here: Path) -> None:
+    write(here, several("one"), several("t\ud83do"))
+    with pytest.raises(ConfigError, match=r"chats\.jsonl, line 2 has half a surrogate pair at character"):
+        sft(here).build_data(job(here), "train")
+
+
+def test_what_the_template_leaves_out_is_refused_with_its_line(here: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    write(here, several("one"), {"messages": messages})
+    with pytest.raises(ConfigError, match=r"line 2: .*chat template leaves out messages\[1\]\.tool_calls\. Take"):
+        sft(here).build_data(job(here), "train")
+
+
+@pytest.mark.parametrize(("long", "other"), [("right", "left"), ("left", "right")])
+def test_all_that_is_learned_is_never_cut_away(here: Path, long: str, other: str) -> None:
+    asked = {"role": "user", "content": "a" * 80}
+    answer = {"role": "assistant", "content": "one"}
+    write(here, {"messages": [asked, answer] if long == "right" else [answer, asked]}, several("two"))
+    with pytest.raises(
+        ConfigError, match=rf"sft\.long: '{long}' cuts away all .* of 1 of 2 texts\. .* choose {other} or"
+    ):
+        sft(here, long=long).build_data(job(here), "train")
+    assert learned(here, epoch(sft(here, long=other).build_data(job(here), "train")))["two<|im_end|>"] == 1

@@ -153,6 +153,21 @@ def test_both_members_share_a_side_and_a_fate(here: Path) -> None:
             {"anchor": "a", "positive": "b", "negative": "c"},
             r"pairs.jsonl, line 1: negative: texts that do not belong together are not read",
         ),
+        (
+            {"kind": "embedding"},
+            {"anchor": "a", "positive": "\ud83d"},
+            r"pairs.jsonl, line 1: positive has half a surrogate pair",
+        ),
+        ({}, {"prompt": "a", "chosen": "b", "rejected": "\ud83d"}, r"pairs.jsonl, line 1 has half a surrogate pair"),
+        (
+            {},
+            {
+                "prompt": "a",
+                "chosen": [{"role": "assistant", "content": "b", "reasoning_content": "why"}],
+                "rejected": "c",
+            },
+            r"pairs.jsonl, line 1: .* leaves out messages\[1\]\.reasoning_content",
+        ),
     ],
 )
 def test_bad_records_are_named(here: Path, options: dict[str, Any], record: object, message: str) -> None:

@@ -6,9 +6,10 @@ ids, trained = tokenise(tokenizer, segments)
 """
 
 from .beside import turn_end, write_beside
+from .faithful import check_written
 from .pairs import EmbeddingTexts, Preference, embedding_texts, preference, render_preference
 from .records import SHAPES, Conversation, conversation
-from .render import Learn, Segments, render, tokenise
+from .render import Learn, Segments, render, tokenise, tokenise_ended
 from .sources import BUILT_IN, open_template
 from .template import Template
 
@@ -21,6 +22,7 @@ __all__ = [
     "Preference",
     "Segments",
     "Template",
+    "check_written",
     "conversation",
     "embedding_texts",
     "open_template",
@@ -28,6 +30,7 @@ __all__ = [
     "render",
     "render_preference",
     "tokenise",
+    "tokenise_ended",
     "turn_end",
     "write_beside",
 ]

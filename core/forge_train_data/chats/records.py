@@ -21,6 +21,10 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
 """The shapes that are read, and the fields that a record of each has."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names that a message's thoughts go by; templates read the first."""
+_LEARNED = ("train", "training", "loss_mask", "weight")
+"""Names of a message's flag that keeps it from being learned."""
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"} | {r: r for r in ROLES}
 """Who speaks in ShareGPT's `from`, and the role that it is."""
 
@@ -42,11 +46,19 @@ class Conversation:
     where: str = "this record"
 
     @property
+    def learned(self) -> list[int]:
+        """The assistant's messages that are learned."""
+        return [
+            at
+            for at, message in enumerate(self.messages)
+            if message["role"] == "assistant" and at >= self.context and message.get("weight", 1)
+        ]
+
+    @property
     def silent(self) -> bool:
         """Whether the assistant neither says, nor thinks, nor calls anything."""
         turns = [message for message in self.messages[self.context :] if message["role"] == "assistant"]
-        words = ("content", "reasoning_content", "thinking", "reasoning")
-        said = (str(turn.get(name) or "") for turn in turns for name in words)
+        said = (str(turn.get(name) or "") for turn in turns for name in ("content", *REASONING))
         return not any(turn.get("tool_calls") for turn in turns) and not any(map(str.strip, said))
 
 
@@ -54,7 +66,7 @@ def conversation(record: Mapping[str, Any], where: str = "this record", shape: s
     """A record as messages.
 
     - `messages`: `{"messages": [{"role", "content", "tool_calls"?, …}], "tools"?}`. A `weight` of 0 on an assistant's
-      message keeps it from being learned.
+      message keeps it from being learned, and so does `train`, `training` or `loss_mask` of false or 0.
     - `sharegpt`: `{"conversations": [{"from", "value"}], "system"?, "tools"?}`.
     - `prompt`: `{"prompt", "completion"}`, both strings (what the user says, what the assistant answers) or both lists
       of messages; only the completion is learned.
@@ -146,8 +158,14 @@ def _message(entry: Any, where: str) -> Message:
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ConfigError(f"{where}: tool_calls: expected a list of calls, found {calls!r}.")
-    if message.get("weight", 1) not in (0, 1):
-        raise ConfigError(f"{where}: weight is {message['weight']!r}; expected 0 (not learned) or 1.")
+    flags = {name: message.pop(name) for name in _LEARNED if name in message}
+    for name, value in flags.items():
+        if value not in (0, 1):
+            raise ConfigError(f"{where}: {name} is {value!r}; expected 0 (not learned) or 1.")
+    if len({bool(value) for value in flags.values()}) > 1:
+        raise ConfigError(f"{where}: {' and '.join(flags)} contradict each other.")
+    if not all(flags.values()):
+        message["weight"] = 0
     if "content" in message:
         message["content"] = _content(message["content"], where)
     elif not calls or role != "assistant":

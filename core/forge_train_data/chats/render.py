@@ -41,15 +41,17 @@ def render(template: Template, conversation: Conversation, *, learn: Learn = "as
     and those with a `weight` of 0, are not learned, unless all is.
 
     Raises:
-        ConfigError: naming the record: the template fails on it, or the turns can't be told from the rest.
+        ConfigError: naming the record: the template fails on it, nothing is learned of it, or the turns can't be told
+            from the rest.
     """
     try:
         text, tagged = template.render(conversation.messages, conversation.tools)
+        turns = [at for at, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        wanted = conversation.learned[-1:] if learn == "last" else conversation.learned
         if learn == "all":
             return Segments(text, ((0, len(text)),))
-        turns = [at for at, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        wanted = [at for at in turns if at >= conversation.context and conversation.messages[at].get("weight", 1)]
-        wanted = wanted[-1:] if learn == "last" else wanted
+        if not wanted:
+            raise ConfigError("every turn of the assistant has a weight of 0, so that nothing is learned.")
         if tagged is not None and wanted == turns:
             return Segments(text, tuple(tagged))
         if tagged is not None and len(tagged) == len(turns):
@@ -76,6 +78,34 @@ def tokenise(tokenizer: Tokenizer, segments: Segments) -> tuple[NDArray[np.uint3
     Raises:
         ConfigError: the tokenizer does not tell where its tokens lie.
     """
+    ids, _, learned = _encoded(tokenizer, segments)
+    return ids, learned
+
+
+def tokenise_ended(
+    tokenizer: Tokenizer, template: Template, segments: Segments
+) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+    """The same, with an end to every learned turn and to the text.
+
+    Some templates end a turn with the token that begins the next one (GLM's `<|user|>`): if generation stops there, it
+    is learned. Where the text does not end with a token that ends texts, the tokenizer's own follows, and is learned if
+    what stands before it is.
+    """
+    ids, starts, learned = _encoded(tokenizer, segments)
+    for _, stop in segments.learned:
+        at = int(starts.searchsorted(stop))
+        if at < len(ids) and ids[at] in tokenizer.stops and not segments.text[:stop].endswith(template.tokens):
+            learned[at] |= at > 0 and learned[at - 1] and ids[at - 1] not in tokenizer.stops
+    last = int(starts.searchsorted(len(segments.text.rstrip()))) - 1
+    if tokenizer.end is not None and (last < 0 or ids[last] not in tokenizer.stops):
+        ids, learned = np.append(ids, np.uint32(tokenizer.end)), np.append(learned, learned[-1:])
+    return ids, learned
+
+
+def _encoded(
+    tokenizer: Tokenizer, segments: Segments
+) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint8]]:
+    """Ids, the character that each begins with, and 1 for each that is learned."""
     if not isinstance(tokenizer, OffsetEncoder):
         raise ConfigError(
             f"{type(tokenizer).__name__} does not tell which characters a token stands for (encode_with_offsets), "
@@ -86,4 +116,4 @@ def tokenise(tokenizer: Tokenizer, segments: Segments) -> tuple[NDArray[np.uint3
     for start, stop in segments.learned:
         learned[start:stop] = 1
     starts = np.fromiter((start for start, _ in offsets), np.int64, len(ids))
-    return np.asarray(ids, np.uint32), learned[starts]
+    return np.asarray(ids, np.uint32), starts, learned[starts]

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 from forge_train import ConfigError
 from forge_train.ground.errors import describe
 
+from .records import REASONING
+
 if TYPE_CHECKING:
     from jinja2 import Template as Compiled
 
-Message = Mapping[str, Any]
 Span = tuple[int, int]
-
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names that a message's thoughts go by; templates read the first."""
 
 
 class Template:
@@ -50,9 +48,11 @@ class Template:
         named = {"default": sources} if isinstance(sources, str) else sources
         self.sources = dict(named)
         self._compiled = {key: self._compile(source) for key, source in named.items()}
+        self._parts = False
+        self._parts = self._takes_parts_alone()
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Any] = (), *, generation_prompt: bool = False
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), *, generation_prompt: bool = False
     ) -> tuple[str, list[Span] | None]:
         """The text, and what of it lies inside `{% generation %}`; None where the template has no such tag.
 
@@ -70,7 +70,7 @@ class Template:
         template, tagged = self._compiled[key]
         values = {
             **self.variables,
-            "messages": [_aliased(message) for message in messages],
+            "messages": [_aliased(message, parts=self._parts) for message in messages],
             "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": generation_prompt,
@@ -82,6 +82,17 @@ class Template:
         if any(text[start : start + len(inner)] != inner for start, inner in spans):
             raise ConfigError(f"{self.name}: {{% generation %}} inside a macro or a set block can't be followed.")
         return text, [(start, start + len(inner)) for start, inner in spans if inner] if tagged else None
+
+    def _takes_parts_alone(self) -> bool:
+        """Whether the template writes a message's text only where its content is a list of parts."""
+        probe = [{"role": "user", "content": "Sentinel"}]
+        found = []
+        for self._parts in (False, True):
+            try:
+                found.append("Sentinel" in self.render(probe)[0])
+            except ConfigError:
+                found.append(False)
+        return found == [False, True]
 
     def _compile(self, source: str) -> tuple[Compiled, bool]:
         """The template, and whether it has `{% generation %}`."""
@@ -144,7 +155,14 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _aliased(message: Message) -> dict[str, Any]:
-    """The message with its thoughts under the names that templates read, as transformers gives them."""
-    thoughts = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+def _aliased(message: Mapping[str, Any], *, parts: bool) -> dict[str, Any]:
+    """The message with its thoughts under the names that templates read, as transformers gives them.
+
+    Args:
+        message: of a conversation.
+        parts: whether its content becomes a list of one part.
+    """
+    if parts and isinstance(content := message.get("content"), str):
+        message = {**message, "content": [{"type": "text", "text": content}]}
+    thoughts = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return dict(message) if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}

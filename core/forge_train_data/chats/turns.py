@@ -25,8 +25,8 @@ from typing import Any
 
 from forge_train import ConfigError
 
-from .records import common
-from .template import Message, Span, Template
+from .records import Message, common
+from .template import Span, Template
 
 _KEPT = ("role", "type", "id", "tool_call_id", "name")
 """Keys whose strings templates compare or check; sentinels leave them."""

@@ -22,6 +22,8 @@ TASKS, LEAST = 64, 4 << 20
 """How many tasks there are at least, so that all cores have work, and the bytes below which no task is divided."""
 TEXT = frozenset({"txt", "md", "rst", "py"})
 """Suffixes of files that are one document each."""
+RULES = 2
+"""Number of the rules by which conversations become tokens; tokens of other rules are not used again."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,9 @@ class Preparation:
         if self.labels is not None:
             return {**made, **self.labels.public()}
         if self.pairs:
-            return {**made, "pairs": self.pairs, "template": self.template}
+            return {**made, "pairs": self.pairs, "template": self.template, "rules": RULES}
         if self.chat:
-            return {**made, "template": self.template, "learn": self.learn}
+            return {**made, "template": self.template, "learn": self.learn, "rules": RULES}
         return {**made, "field": self.field, "maps": list(self.maps)}
 
     def settings(self, files: Sequence[File]) -> str:

@@ -18,17 +18,17 @@ from forge_train import ConfigError, Tokenizer
 
 from ..chats import (
     Learn,
-    Segments,
     Template,
+    check_written,
     conversation,
     embedding_texts,
     open_template,
     preference,
     render,
     render_preference,
-    tokenise,
+    tokenise_ended,
 )
-from ..formats import lookup, text_of
+from ..formats import lookup, text_of, utf8
 from ..held_out import SIDES, Side, divided, side_of
 from ..labels import labelled
 from ..manifest import WORK
@@ -185,7 +185,12 @@ def chats(
         if found.silent:
             raise ConfigError(f"{found.where}: the assistant's turn is empty; a model would learn to say nothing.")
         segments = render(template, found, learn=learn)
-        yield segments.text.encode("utf-8", errors="replace"), *_ended(tokenizer, segments)
+        check_written(template, found, segments.text)
+        text = utf8(segments.text, found.where)
+        ids, trained = tokenise_ended(tokenizer, template, segments)
+        if not trained.any():
+            raise ConfigError(f"{found.where}: no token is learned of this conversation.")
+        yield text, ids, trained
 
 
 def pairs(
@@ -201,28 +206,24 @@ def pairs(
     for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
         where = piece.file.at(place)
         if template is not None:
-            both = render_preference(template, preference(record, where))
-            yield both[0].text.encode("utf-8", errors="replace"), [_ended(tokenizer, segments) for segments in both]
+            pair = preference(record, where)
+            both = render_preference(template, pair)
+            for answer, segments in zip((pair.chosen, pair.rejected), both, strict=True):
+                check_written(template, answer, segments.text)
+            texts = [utf8(segments.text, where) for segments in both]
+            yield texts[0], [tokenise_ended(tokenizer, template, segments) for segments in both]
             continue
         found = embedding_texts(record, where)
         if found.negatives:
             raise ConfigError(f"{where}: negative: texts that do not belong together are not read; leave them out.")
         encoded: list[tuple[Ids, NDArray[np.uint8]]] = []
         for name, text in (("anchor", found.anchor), ("positive", found.positive)):
+            utf8(text, f"{where}: {name}")
             if not (ids := tokenizer.encode(text)):
                 raise ConfigError(f"{where}: {name} has no token.")
             whole = [*tokenizer.begin, *ids, *([] if tokenizer.end is None else [tokenizer.end])]
             encoded.append((np.asarray(whole, np.uint32), np.ones(len(whole), np.uint8)))
-        yield found.anchor.encode("utf-8", errors="replace"), encoded
-
-
-def _ended(tokenizer: Tokenizer, segments: Segments) -> tuple[Ids, NDArray[np.uint8]]:
-    """Ids and what is learned of a rendering; where its template writes no token that ends a text, the tokenizer's own
-    follows, and is learned if what stands before it is."""
-    ids, trained = tokenise(tokenizer, segments)
-    if tokenizer.end is not None and not np.isin(ids, tokenizer.stops).any():
-        ids, trained = np.append(ids, np.uint32(tokenizer.end)), np.append(trained, trained[-1])
-    return ids, trained
+        yield found.anchor.encode(), encoded
 
 
 def _placed(piece: Piece) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -236,11 +237,7 @@ def documents(piece: Piece, field: str) -> Iterator[bytes]:
     for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
         text = text_of(record, field, piece.file.at(place), "--field")
         if text:
-            try:
-                yield text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                where = piece.file.at(place)
-                raise ConfigError(f"{where}: {field!r} has half a surrogate pair at character {error.start}") from error
+            yield utf8(text, f"{piece.file.at(place)}: {field!r}")
 
 
 class _Side:
