@@ -65,6 +65,7 @@ def one_process(folder: str, plugins: dict[str, list[str]]) -> list[Case]:
         case("deterministic flash", "flash", run__deterministic=True, train__precision="bf16"),
         case("states in 8 bits", adamw__state__first="8bit", adamw__state__second="8bit"),
         case("saved", checkpoint__every=2),
+        case("saved twice", checkpoint__every=2, checkpoint__format="both"),
         case("saved in the background", checkpoint__every=2, checkpoint__asynchronous=True),
         {**case("a plugin that reads"), "does": "reads"},
         {**case("a plugin that mixes devices"), "does": "mixes"},

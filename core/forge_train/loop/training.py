@@ -12,6 +12,7 @@ from ..ground.errors import ConfigError, DivergedError
 from ..ground.failure import during
 from ..storage import checkpoint, retreat
 from ..storage.noted import left_out
+from . import collecting
 from .aggregate import split
 from .evaluation import Evaluations
 from .forward import close
@@ -73,7 +74,8 @@ class Training:
     def run(self) -> Finished:
         """Step until done, or told to stop."""
         try:
-            return self._run()
+            with collecting.scheduled(active=self.job.device.type == "cuda"):
+                return self._run()
         except BaseException:
             self.saver.settle()
             raise
@@ -92,6 +94,7 @@ class Training:
                 self.job.dist.settle(self.job.config.run.timeout)
                 optimizer_to_save(self.stepper)  # what can't be saved is told now, not at the first checkpoint
             self.stepper.tell(result)
+            collecting.collect(result.step)
             if time.monotonic() > over:
                 self.job.control.stop(f"train.max_hours = {hours:g}")
             if self._rolled_back():

@@ -22,6 +22,7 @@ from ..ground.axes import AXES, FLATTENED, Domain
 from ..ground.errors import ConfigError, ForgeError, PluginError
 from ..ground.layout import Device, Layout
 from ..ground.world import World
+from .devices import choose_device, start_cuda
 from .meshes import build_meshes
 from .process_group import join, leave
 
@@ -38,31 +39,6 @@ _R = TypeVar("_R")
 
 START_TIMEOUT = 120.0
 """Seconds that processes wait for each other, where the configuration (`run.start_timeout`) does not say."""
-
-
-ALONE = World()
-
-
-def choose_device(wanted: Device, world: World = ALONE) -> torch.device:
-    """The device of this process.
-
-    Raises:
-        ConfigError: if the wanted one is not there.
-    """
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device = 'cuda', but torch finds no CUDA device here; use 'auto' or 'cpu'.")
-    if wanted == "cuda" and world.local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"Local rank {world.local_rank} has no CUDA device of its own: there are {torch.cuda.device_count()}. "
-            "Start fewer processes, or say run.device = 'cpu'."
-        )
-    if wanted == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("run.device = 'mps', but torch finds no Metal device here; use 'auto' or 'cpu'.")
-    if wanted == "mps" and world.size > 1:
-        raise ConfigError("run.device = 'mps' works in one process only; use 'cpu' for several.")
-    return torch.device(wanted, world.local_rank) if wanted == "cuda" else torch.device(wanted)
 
 
 @dataclass
@@ -100,7 +76,7 @@ class DistributedContext:
         place = World.here()
         device = choose_device(wanted, place)
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            start_cuda(device)
         joins = place.size > 1 and not dist.is_initialized()
         if joins:
             join(place, device, timedelta(seconds=timeout))

@@ -18,7 +18,8 @@ from forge_train.ground.layout import Device, Layout
 from forge_train.ground.names import canonical
 from forge_train.loop.initial import load_initial
 from forge_train.loop.weights import load_weights
-from forge_train.processes.distributed import DistributedContext, choose_device
+from forge_train.processes.devices import choose_device
+from forge_train.processes.distributed import DistributedContext
 from forge_train.registry.discovery import plugin_name
 from forge_train.registry.setup import Setup, resolve
 from forge_train.storage import checkpoint

@@ -25,7 +25,8 @@ from forge_train.loop.initial import load_initial
 from forge_train.loop.resume import restore
 from forge_train.loop.step import Progress, Stepper
 from forge_train.loop.weights import load_extra
-from forge_train.processes.distributed import DistributedContext, choose_device
+from forge_train.processes.devices import choose_device
+from forge_train.processes.distributed import DistributedContext
 from forge_train.registry.setup import Setup, resolve
 from forge_train.storage import checkpoint
 from forge_train.storage.noted import left_out
