@@ -10,7 +10,7 @@ import pytest
 
 import chat_model
 from forge_train import ConfigError
-from forge_train_data.chats import Template, check_written, conversation, render, tokenise_ended
+from forge_train_data.chats import Template, check_written, conversation, open_template, render, tokenise_ended
 from forge_train_data.tokenizers import open_tokenizer
 
 pytest.importorskip("jinja2")
@@ -140,3 +140,65 @@ def test_every_learned_turn_ends(
         if wanted:
             spans[-1].append(id)
     assert [decode(span, skip_special_tokens=False) for span in spans] == learned
+
+
+RESULTS_INSIDE = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}"
+    "{% for r in m.tool_responses or [] %}<result>{{ r.response }}</result>{% endfor %}"
+    "{{ m.content }}<|end|>{% endfor %}" + PROMPT
+)
+SAME_BEGINNING = (  # a turn of the last assistant is not closed, and all headers begin with one token
+    "{% for m in messages %}<|start|><|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|><|assistant|>{% endif %}"
+)
+EMPTY_THOUGHTS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}<think></think>{% endif %}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+THOUGHTS_OR_ANSWER = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}<answer>{% endif %}{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "learned"),
+    [
+        (
+            RESULTS_INSIDE,
+            [USER, {**ANSWER, "tool_calls": [CALL], "tool_responses": [{"response": "3"}]}],
+            ["<call>add</call>", "tell<|end|>"],
+        ),
+        (RESULTS_INSIDE, [USER, {**ANSWER, "tool_responses": [{"response": "3"}]}], ["tell<|end|>"]),
+        (SAME_BEGINNING, [USER, ANSWER, USER, ANSWER], ["tell", "tell"]),
+        (SAME_BEGINNING, [USER, ANSWER, ANSWER, USER, ANSWER], ["tell", "tell", "tell"]),
+        (EMPTY_THOUGHTS, [USER, ANSWER, USER, ANSWER], ["</think>tell<|end|>"] * 2),
+        (THOUGHTS_OR_ANSWER, [USER, ANSWER, USER, ANSWER], ["<answer>tell<|end|>"] * 2),
+    ],
+)
+def test_neither_results_nor_headers_are_learned(
+    source: str, messages: list[dict[str, Any]], learned: list[str]
+) -> None:
+    roles = ("<|start|>", "<|user|>", "<|assistant|>", "<|end|>")
+    template = Template(source, tokens=[*roles, "<call>", "</call>", "<result>", "</result>", "<think>", "</think>"])
+    found = render(template, conversation({"messages": messages}))
+    assert [found.text[start:stop] for start, stop in found.learned] == learned
+
+
+def test_results_that_change_more_than_themselves_are_refused() -> None:
+    source = RESULTS_INSIDE.replace("<|end|>", "{% if m.tool_responses %}!{% endif %}<|end|>")
+    with pytest.raises(
+        ConfigError, match="writes more than what tools answered .* give it as messages of the role tool"
+    ):
+        render(Template(source), conversation({"messages": [USER, {**ANSWER, "tool_responses": [{"response": "3"}]}]}))
+
+
+def test_chatml_writes_a_beginning_once(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    chat_model.write_tokenizer(tmp_path, None, chat_model.SPECIAL)
+    file = tmp_path / "tokenizer_config.json"
+    named = {**json.loads(file.read_text(encoding="utf-8")), "bos_token": "<|im_start|>"}
+    file.write_text(json.dumps(named), encoding="utf-8")
+    text, _ = open_template("chatml", tmp_path).render([USER])
+    assert text == "<|im_start|>user\nask<|im_end|>\n"

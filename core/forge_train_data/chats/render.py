@@ -57,12 +57,17 @@ def render(template: Template, conversation: Conversation, *, learn: Learn = "as
         if tagged is not None and len(tagged) == len(turns):
             return Segments(text, tuple(span for at, span in zip(turns, tagged, strict=True) if at in wanted))
         finder = Turns(template, conversation.messages, conversation.tools, text)
-        spans = [span for at in wanted if (span := finder.span(at))]
+        spans = [part for at in wanted if (span := finder.span(at)) for part in _without(span, finder.results(at))]
     except ConfigError as error:
         raise ConfigError(f"{conversation.where}: {error}") from error
     if tagged is not None:
         spans = [(a, b) for a, b in tagged if any(a < stop and start < b for start, stop in spans)]
     return Segments(text, tuple(span for span in spans if span[0] < span[1]))
+
+
+def _without(span: Span, hole: Span | None) -> list[Span]:
+    """What is left of a span around a hole in it."""
+    return [span] if hole is None else [(span[0], max(span[0], hole[0])), (min(span[1], hole[1]), span[1])]
 
 
 def tokenise(tokenizer: Tokenizer, segments: Segments) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:

@@ -15,7 +15,7 @@ from forge_train.ground.errors import describe, nearest
 from .template import Template
 
 _CHATML = """\
-{{- bos_token }}
+{{- bos_token if bos_token != '<|im_start|>' }}
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}

@@ -13,7 +13,9 @@ ends it. A template is a program, so each border is found in a way that proves i
      where the template rewrites what is older (Qwen3 drops thoughts of earlier turns);
   3. likewise, with the header that the template writes before plain words, where a generation prompt begins with it
      and has more (DeepSeek-R1 opens thoughts there, and drops them from the rendering);
-  4. what the template writes before the turn's own words ends with the generation prompt.
+  4. likewise, with what a generation prompt and the rendering have in common, where all that the prompt has more are
+     added tokens and spaces (Nemotron opens thoughts on a line, and renders `<think></think>`);
+  5. what the template writes before the turn's own words ends with the generation prompt.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from forge_train import ConfigError
 from .records import Message, common
 from .template import Span, Template
 
+_RESULTS = ("tool_responses", "tool_results")
+"""Keys of an assistant's message that hold what tools answered, which is not learned."""
 _KEPT = ("role", "type", "id", "tool_call_id", "name")
 """Keys whose strings templates compare or check; sentinels leave them."""
 
@@ -70,6 +74,35 @@ class Turns:
             "told for sure; put {% generation %} and {% endgeneration %} around what is to be learned in the template."
         )
 
+    def results(self, turn: int) -> Span | None:
+        """Start and end of what tools answered inside an assistant's message, as Gemma 4 has it; None without.
+
+        Found by rendering the conversation without it.
+
+        Raises:
+            ConfigError: it can't be told for sure.
+        """
+        message = {key: value for key, value in self._messages[turn].items() if key not in _RESULTS}
+        if len(message) == len(self._messages[turn]):
+            return None
+        other = self._render([*self._messages[:turn], message, *self._messages[turn + 1 :]])
+        if other is None or len(other) >= len(self._text):
+            raise ConfigError(
+                f"{self._template.name}: what tools answered inside the assistant's message {turn}, counted from 0, "
+                "can't be told from the rest; give it as messages of the role tool."
+            )
+        start, more = self._snapped(self._text, common(self._text, other)), len(self._text) - len(other)
+        if other[start:] != self._text[start + more :]:
+            raise ConfigError(
+                f"{self._template.name} writes more than what tools answered if the assistant's message {turn}, "
+                "counted from 0, holds it; give it as messages of the role tool."
+            )
+        return start, start + more
+
+    def _snapped(self, text: str, at: int) -> int:
+        """The same place, or the beginning of the added token that it lies in."""
+        return next((one.start() for one in self._added.finditer(text) if one.start() < at < one.end()), at)
+
     def _end(self, turn: int, after: str) -> int | None:
         """Where the turn ends, if the text ends with `after`, what a template writes after the turn's own words."""
         if not self._text.endswith(after):
@@ -83,7 +116,9 @@ class Turns:
         same = common(after, around[1]) if around else len(after)
         length = self._ending(after, same)
         if not length and (first := self._added.match(after)):
-            prompt = None if last else self._around(self._render(closed, prompt=True), turn)
+            ended, asked = self._render(closed), self._render(closed, prompt=True)
+            # where a prompt only adds to the text, its first token begins a header
+            prompt = None if last or (ended and (asked or "").startswith(ended)) else self._around(asked, turn)
             same = len(after) if last else common(after, prompt[1]) if prompt else 0
             length = first.end() if first.end() <= same else 0
         return len(self._text) - len(after) + length
@@ -119,6 +154,9 @@ class Turns:
         if both and left and right:
             header = both[len(both) - len(left[1]) : len(right[0])]
             headers += [header] if header and prompt[1].startswith(header) else []
+        shared = self._snapped(here[1], self._snapped(prompt[1], common(prompt[1], here[1])))
+        if shared and not self._added.sub("", prompt[1][shared:]).strip():
+            headers.append(prompt[1][:shared])
         fits = [len(header) for header in headers if here[1].startswith(header)]
         return len(self._text) - len(here[1]) + fits[0] if fits else None
 
