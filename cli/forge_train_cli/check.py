@@ -13,6 +13,7 @@ from forge_train.ground.errors import ConfigError
 from forge_train.ground.strict_json import dumps
 from forge_train.registry.discovery import discover
 
+from .new import PLACEHOLDER
 from .options import json_option
 
 if TYPE_CHECKING:
@@ -58,13 +59,23 @@ def _reports(names: tuple[str, ...], assignments: tuple[str, ...]) -> Iterator[R
         find(name)  # report a mistake in the last name before checking the first for minutes
     with tempfile.TemporaryDirectory(prefix="forge-check-") as folder, Pool(Path(folder)) as ranks:
         if names:
-            yield from (check(name, sets=assignments, ranks=ranks) for name in names)
+            yield from (_written(check(name, sets=assignments, ranks=ranks)) for name in names)
             return
         for name, found in {one.name: one for one in discover()}.items():
             try:
-                yield check(name, ranks=ranks)
+                yield _written(check(name, ranks=ranks))
             except ConfigError as error:
                 yield Report(found, [Check("has a name of its own", "fail", str(error))])
+
+
+def _written(report: Report) -> Report:
+    """The report, with a failure if the plugin's docstring is still the scaffold's."""
+    from forge_train.testing import Check
+
+    if report.ref.summary.startswith(PLACEHOLDER):
+        why = f"its docstring is still {report.ref.summary!r}: say what the plugin does"
+        report.checks.append(Check("its docstring is written", "fail", why))
+    return report
 
 
 def _show(report: Report, *, in_full: bool) -> None:

@@ -40,7 +40,7 @@ def chart(title: str, curves: Sequence[Curve], *, logarithmic: bool = False) -> 
 
 
 def drawing(title: str, curves: Sequence[Curve], *, logarithmic: bool = False) -> str:
-    """An SVG with all curves; empty if there is nothing to draw."""
+    """An SVG with all curves, and the names of both axes; empty if there is nothing to draw."""
     drawn = [Curve(one.run, one.name, list(_usable(one.points, logarithmic=logarithmic))) for one in curves]
     finite = [point for one in drawn for point in one.points if math.isfinite(point[1])]
     if not finite:
@@ -48,9 +48,10 @@ def drawing(title: str, curves: Sequence[Curve], *, logarithmic: bool = False) -
     across = _range([x for x, _ in finite])
     up = _range([y for _, y in finite])
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
-    for value in _ticks(*up):
+    parts.append(f'<text class="axis" x="{WIDTH - RIGHT}" y="{HEIGHT - BOTTOM - 6}" text-anchor="end">step</text>')
+    parts.append(f'<text class="axis" x="{LEFT + 6}" y="{TOP + 6}">{escape(title)}</text>')
+    for value, text in _log_ticks(*up) if logarithmic else ((value, _short(value)) for value in _ticks(*up)):
         y = _place(value, up, HEIGHT - BOTTOM, TOP)
-        text = quantity(math.exp(value)) if logarithmic else _short(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>')
     for value in _ticks(*across):
@@ -79,7 +80,7 @@ def _usable(points: Sequence[Point], *, logarithmic: bool) -> Iterator[Point]:
         group = points[at : at + size]
         value = sum(y for _, y in group) / len(group)
         if logarithmic:
-            value = math.log(value) if 0 < value < math.inf else math.nan
+            value = math.log10(value) if 0 < value < math.inf else math.nan
         yield group[-1][0], value
 
 
@@ -113,6 +114,21 @@ def _ticks(low: float, high: float) -> Iterator[float]:
     step = next(unit * factor for factor in (1, 2, 5, 10) if (high - low) / (unit * factor) <= 8)
     for number in range(math.ceil(low / step), math.floor(high / step) + 1):
         yield number * step
+
+
+def _log_ticks(low: float, high: float) -> Iterator[tuple[float, str]]:
+    """Powers of ten, at most eight of them; where there is not one in each direction, round values between them too."""
+    first, last = math.ceil(low), math.floor(high)
+    factors = (1,) if last - first >= 1 else (1, 2, 5) if high - low > 0.3 else ()
+    if not factors:
+        yield from ((math.log10(value), quantity(value)) for value in _ticks(10**low, 10**high))
+        return
+    apart = max(math.ceil((last - first + 1) / 8), 1)
+    for power in range(math.floor(low), last + 1):
+        for factor in factors:
+            place = power + math.log10(factor)
+            if low <= place <= high and power % apart == 0:
+                yield place, quantity(factor * 10.0**power)
 
 
 def _short(value: float) -> str:

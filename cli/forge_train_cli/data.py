@@ -37,7 +37,11 @@ def data() -> None:
 @click.option("--tokenizer", metavar="T", help="A tokenizer.json, a Hugging Face folder, or bytes (the default).")
 @click.option("--train-tokenizer", type=int, metavar="N", help="Train a byte-level BPE of N token ids on the text.")
 @click.option(
-    "--field", default="text", show_default=True, metavar="NAME", help="Field of a record that holds its text."
+    "--field",
+    "fields",
+    multiple=True,
+    metavar="[FILES=]NAME",
+    help="Field of a record that holds its text (default: text); of some files, as in 'code*.jsonl=content'.",
 )
 @click.option("--held-out", type=click.FloatRange(0, 1, max_open=True), default=0.01, show_default=True,
               help="Share of the documents to keep for evaluation.")  # fmt: skip
@@ -61,7 +65,7 @@ def prepare(
         raise ConfigError("--tokenizer and --train-tokenizer exclude each other; give only one.")
     if more["template"] and not more["chat"]:
         raise ConfigError("--template: has no effect without --chat.")
-    if more["chat"] and (more["maps"] or train_tokenizer is not None or more["field"] != "text"):
+    if more["chat"] and (more["maps"] or train_tokenizer is not None or more["fields"]):
         raise ConfigError("--chat: conversations take no --map, --field or --train-tokenizer.")
     if tokenizer and tokenizer != "bytes" and not Path(tokenizer).expanduser().exists():
         raise ConfigError(
@@ -72,7 +76,8 @@ def prepare(
         Path(out),
         tokenizer=tokenizer or "bytes",
         train_tokenizer=train_tokenizer or 0,
-        field=more["field"],
+        field=next((one for one in reversed(more["fields"]) if "=" not in one), "text"),
+        fields=tuple((files, name) for files, _, name in (one.rpartition("=") for one in more["fields"]) if files),
         held_out=more["held_out"],
         workers=more["workers"] or len(os.sched_getaffinity(0)),
         skip=more["skip_broken"],
@@ -93,7 +98,7 @@ def _show(line: str) -> None:
 
 
 def _summary(out: Path, manifest: Manifest, report: Report) -> None:
-    from forge_train_tools.present import counted, duration, short
+    from forge_train_tools.present import counted, duration
 
     for file, reason in report.skipped.items():
         click.echo(f"{click.style('Left out:', fg='yellow')} {file}: {reason}", err=True)
@@ -103,9 +108,9 @@ def _summary(out: Path, manifest: Manifest, report: Report) -> None:
         for side, shards in manifest.shards.items()
     ]
     screen.table(("", "documents", "tokens", "shards"), [tuple(map(str, row)) for row in rows], right=(1, 2, 3))
-    rate = f", {counted(report.read / report.seconds, 'B')}/s" if report.read else ""
+    rate = f", {counted(report.text / report.seconds, 'B')}/s" if report.read else ""
     screen.line(
-        f"{size / max(tokens, 1):.2f} bytes a token, {short(manifest.tokenizer['vocabulary'])} token ids · "
+        f"{size / max(tokens, 1):.2f} bytes a token, {manifest.tokenizer['vocabulary']:,} token ids · "
         f"{duration(report.seconds)}{rate}",
         "dim",
     )

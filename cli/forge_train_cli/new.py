@@ -20,6 +20,8 @@ OWN = ("plugins", "cli", "contrib", "testing")
 """Suffixes of forge's own packages."""
 WIDTH = 88
 """The longest line to write."""
+PLACEHOLDER = "Say here in one line what it does"
+"""The beginning of a new plugin's docstring, which `forge plugins check` rejects."""
 
 
 @click.command(short_help="Write a new plugin, ready to be installed.")
@@ -95,7 +97,7 @@ def source(name: str, snippets: Sequence[Snippet]) -> str:
     lines += ["    import torch", ""] if any(snippet.torch for snippet in snippets) else []
     lines += [*_import(types, "    "), "", ""]
     lines += [f"class {_class_name(name)}(Plugin):"]
-    lines += ['    """Say here in one line what it does: `forge plugins list` shows it."""', ""]
+    lines += [f'    """{PLACEHOLDER}: `forge plugins list` shows it."""', ""]
     lines += [f"    api = {API}", "", "    @section", "    class Config:"]
     lines += [fields.rstrip() or '        """No options yet."""', "", "    config: Config", ""]
     return "\n".join(lines) + f"\n{bodies}"

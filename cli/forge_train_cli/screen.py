@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 PIPED = 400
 """Columns if stdout is not a terminal: nothing should be cut in a file."""
+WIDEST = 48
+"""The longest cell that a column is as wide as, if stdout is not a terminal."""
 GENERATOR = '<meta name="generator" content="forge-train">'
 """Marks every page in its head; pages with this mark may be overwritten."""
 
@@ -64,10 +66,27 @@ def table(
     for row in rows:
         made.add_row(*(cell(row[index]) for index in filled))
     screen = console()
+    if not sys.stdout.isatty():
+        _unfolded([headers, *rows] if any(headers) else rows, filled, right, indent)
+        return
     with screen.capture() as captured:
         screen.print(Padding(made, (0, 0, 0, indent), expand=False))
     for row in captured.get().splitlines():
         click.echo(row.rstrip())  # rich pads every line
+
+
+def _unfolded(rows: Sequence[Sequence[object]], columns: Sequence[int], right: Sequence[int], indent: int) -> None:
+    """Print rows in one line each. A cell that is much longer than the others of its column moves what follows it."""
+    texts = [[str(row[index]) for index in columns] for row in rows]
+    widths = [
+        max((len(cell) for cell in cells if len(cell) <= WIDEST), default=0) for cells in zip(*texts, strict=True)
+    ]
+    for row in texts:
+        cells = [
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, cell, width in zip(columns, row, widths, strict=True)
+        ]
+        click.echo((" " * indent + "  ".join(cells)).rstrip())
 
 
 def visible(text: str, kept: str = "\n\t") -> str:

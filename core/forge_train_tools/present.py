@@ -20,9 +20,11 @@ def short(value: float, digits: int = 3) -> str:
 
 
 def quantity(value: float) -> str:
-    """A measured number: four significant digits, without an exponent where one can do without."""
+    """A measured number: four significant digits, without an exponent where one can do without; a count in full."""
     if not math.isfinite(value):
         return str(value)
+    if float(value).is_integer() and abs(value) < 1e15:
+        return str(int(value))
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
         return f"{value:.2e}"
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"

@@ -44,15 +44,24 @@ def test_the_package_installs_and_passes_its_own_tests_and_the_check(tmp_path: P
     package, target = tmp_path / "forge-train-my-plugin", tmp_path / "installed"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--target", str(target), str(package)], check=True)
-    environment = os.environ | {"PYTHONPATH": str(target)}
+    environment, rejected = os.environ | {"PYTHONPATH": str(target)}, False
     for command in (
+        ["forge_train_cli", "plugins", "check", "my-plugin"],
         ["pytest", "-q", "-p", "no:cacheprovider"],
         ["forge_train_cli", "plugins", "check", "my-plugin"],
     ):
         done = subprocess.run(
             [sys.executable, "-m", *command], cwd=package, env=environment, capture_output=True, text=True, check=False
         )
+        if "is still 'Say here in one line what it does" in done.stdout:
+            assert done.returncode == 1
+            (module,) = target.glob("forge_train_my_plugin*.py")
+            written = module.read_text(encoding="utf-8")
+            module.write_text(written.replace("Say here in one line what it does", "Does it"), encoding="utf-8")
+            rejected = True
+            continue
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert rejected, "with the docstring of the scaffold"
     assert "✓ resumes exactly" in done.stdout
 
 

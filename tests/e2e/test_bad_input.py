@@ -209,7 +209,7 @@ def test_a_configuration_that_is_not_there() -> None:
         (["--nmae", "x"], "No such option '--nmae'"),
         (["--set", "train.steps"], "--set 'train.steps': expected key=value, like train.steps=200."),
         (["--plugins", "a,,b"], "expected names, separated by commas."),
-        (["--name", ""], "expected a name."),
+        (["--name", ""], "expected a name of printable characters"),
         (["--name", "../x"], "run.name: expected the name of a folder, found the path '../x'"),
         (["--name", ".."], "run.name: expected the name of a folder"),
         (["--without", "lion"], "--without: 'lion' would not be enabled anyway."),

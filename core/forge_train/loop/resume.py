@@ -20,6 +20,7 @@ from ..registry.discovery import discover
 from ..storage import checkpoint, evaluated
 from ..storage.placement import check_alike, describe_odd
 from ..storage.run import plugin_list, saved_plugins
+from ..storage.start import changed_layout
 from ..storage.state import (
     all_random_states,
     by_group,
@@ -214,6 +215,8 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
             + "\n  ".join(refused)
             + f"\nIf that is meant: checkpoint.allow_changes = [{keys}]; else use --resume never."
         )
+    if not silent and (moved := changed_layout(path, saved["config"], job.dist.layout)):
+        log.warning("The layout changed: %s. The run goes on within rounding of the one before.", moved)
     then = saved["config"].get("train.steps")
     if then and then != job.config.train.steps and not silent:
         log.warning(

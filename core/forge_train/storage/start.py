@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shutil
@@ -10,13 +11,16 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..config import Config, differences
 from ..config.rules import LONGEST_NAME
 from ..config.toml import read
 from ..contract.run import writing
+from ..ground import records
 from ..ground.errors import ConfigError
+from ..ground.layout import Layout
 from ..ground.lock import Lock, take
 from . import model_files
 from .copies import AwayError, stores
@@ -158,6 +162,20 @@ def _taken(config: Config, run: Path) -> bool:
                 raise AwayError.of(store, error) from error
             log.warning("%s: %s. The run begins without it.", store.key, str(error).rstrip("."))
     return False
+
+
+def changed_layout(checkpoint: Path, saved: Mapping[str, Any], now: Layout) -> str:
+    """`dp_shard 2 then, 1 now` for every axis whose size differs from that of the run's last attempt; empty if none
+    does, or if the folder does not say it."""
+    events = checkpoint.parent.parent / "events.jsonl"
+    begun = [one for one in records.read(events, strict=False) if one.get("event") == "run_started"]
+    axes = {key.removeprefix("parallel."): size for key, size in saved.items() if key.startswith("parallel.")}
+    try:
+        then = Layout.of(SimpleNamespace(**axes), begun[-1]["world"])
+    except (ConfigError, AttributeError, IndexError, KeyError, TypeError):
+        return ""
+    changed = differences(dataclasses.asdict(then), dataclasses.asdict(now))
+    return ", ".join(f"{axis} {before} then, {after} now" for axis, before, after in changed)
 
 
 def changed_values(file: Path, text: str) -> list[str]:

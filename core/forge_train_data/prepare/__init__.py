@@ -26,7 +26,7 @@ from ..maps import Maps
 from ..tokenizers import BYTES, open_tokenizer, pieces, special
 from . import pool, training
 from .progress import Report, Told
-from .tasks import TEXT, Preparation, Task, divide
+from .tasks import TEXT, Preparation, Task, divide, matches
 from .worker import Done, Maker, done, task_name
 
 __all__ = ["Preparation", "Report", "Told", "cache_folder", "prepare", "settled"]
@@ -76,7 +76,8 @@ def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: b
             after = f" after --map {' '.join(wanted.maps)}" if wanted.maps else ""
             raise ConfigError(f"{key}: there is no text in {number}{after}.")
         manifest.write(wanted.out)
-    report.end(unreadable | {file: reason for result in results for file, reason in result.skipped.items()})
+    skipped = {file: reason for result in results for file, reason in result.skipped.items()}
+    report.end(unreadable | skipped, manifest.total("bytes"))
     return manifest
 
 
@@ -87,6 +88,9 @@ def _files(wanted: Preparation, key: str) -> list[File]:
     files = find(wanted.sources, key=key)
     if wanted.field != "text" and not wanted.chat and all(file.suffix in TEXT for file in files):
         raise ConfigError("--field: has no effect: there are no records in plain text.")
+    for pattern, name in wanted.fields:
+        if not name or not any(matches(pattern, file) for file in files if file.suffix not in TEXT):
+            raise ConfigError(f"--field {pattern}={name}: expected FILES=NAME, and no file of records is {pattern!r}.")
     return files
 
 

@@ -28,7 +28,9 @@ class Report:
         self._began = time.perf_counter()
         self.seconds = 0.0
         self.read = 0
-        """Bytes that this run read, in `seconds`."""
+        """Bytes of files that this run read, in `seconds`; of packed files, packed ones."""
+        self.text = 0
+        """Bytes of text in what it read."""
         self.skipped: dict[str, str] = {}
         """Files that were left out, and why."""
 
@@ -59,10 +61,11 @@ class Report:
         time_left = f", {duration(left)} left" if left is not None else ""
         self._line(f"{share:4.0%} of {counted(self._all, 'B')}, {counted(rate, 'B')}/s{time_left}")
 
-    def end(self, skipped: dict[str, str]) -> None:
-        """Everything is done."""
+    def end(self, skipped: dict[str, str], text: int = 0) -> None:
+        """Everything is done; there are so many bytes of text in all files."""
         self._line("")
         self.seconds, self.read, self.skipped = time.perf_counter() - self._began, self._done, skipped
+        self.text = round(text * self._done / max(self._all, 1))
 
 
 class Told(Report):
@@ -76,8 +79,8 @@ class Told(Report):
         self._telling = Telling(name)
         super().__init__(self._telling.passing)
 
-    def end(self, skipped: dict[str, str]) -> None:
-        super().end(skipped)
+    def end(self, skipped: dict[str, str], text: int = 0) -> None:
+        super().end(skipped, text)
         if self.read:
-            rate = counted(self.read / max(self.seconds, 1e-9), "B")
-            self._telling.done(f"{counted(self.read, 'B')}, {rate}/s, in {duration(self.seconds)}")
+            rate = counted(self.text / max(self.seconds, 1e-9), "B")
+            self._telling.done(f"{counted(self.text, 'B')}, {rate}/s, in {duration(self.seconds)}")

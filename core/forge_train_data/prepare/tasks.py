@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ class Preparation:
         tokenizer: `bytes`, a `tokenizer.json` or a folder.
         train_tokenizer: ids of a tokenizer to be trained on the text; 0 to take `tokenizer`.
         field: where a record has its text.
+        fields: where it is in some files instead: a pattern of their names or addresses, and the field.
         held_out: share of the documents kept for evaluation.
         workers: processes.
         skip: whether a file that can't be read is left out and counted, instead of ending the preparation.
@@ -53,6 +55,7 @@ class Preparation:
     tokenizer: str = "bytes"
     train_tokenizer: int = 0
     field: str = "text"
+    fields: tuple[tuple[str, str], ...] = ()
     held_out: float = 0.01
     workers: int = 1
     skip: bool = False
@@ -72,7 +75,12 @@ class Preparation:
             return {**made, "pairs": self.pairs, "template": self.template, "rules": RULES}
         if self.chat:
             return {**made, "template": self.template, "learn": self.learn, "rules": RULES}
-        return {**made, "field": self.field, "maps": list(self.maps)}
+        other = {"fields": [list(one) for one in self.fields]} if self.fields else {}
+        return {**made, "field": self.field, **other, "maps": list(self.maps)}
+
+    def field_of(self, file: File) -> str:
+        """Where the records of a file have their text; the last pattern that matches counts."""
+        return next((name for one, name in reversed(self.fields) if matches(one, file)), self.field)
 
     def settings(self, files: Sequence[File]) -> str:
         """What a second run must have in common with the first, to go on with its work."""
@@ -85,6 +93,11 @@ class Preparation:
         files = {piece.file.address for task in tasks for piece in task.pieces}
         records = any(piece.file.suffix not in TEXT for task in tasks for piece in task.pieces)
         return records or len(files) * self.held_out >= FEW
+
+
+def matches(pattern: str, file: File) -> bool:
+    """Whether a file's name or address fits a pattern with `*` and `?`."""
+    return fnmatchcase(file.name, pattern) or fnmatchcase(file.address, pattern)
 
 
 @dataclass(frozen=True)

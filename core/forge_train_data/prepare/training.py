@@ -67,7 +67,7 @@ def _sample(wanted: Preparation, tasks: list[Task]) -> Iterator[str]:
     share = min(1.0, SAMPLE / max(sum(piece.part.bytes for piece in pieces), 1))
     for piece in pieces:
         room = share * piece.part.bytes
-        for document in documents(piece, wanted.field):
+        for document in documents(piece, wanted.field_of(piece.file)):
             if room <= 0:
                 break
             text = document[: int(room) + 1].decode("utf-8", errors="ignore")

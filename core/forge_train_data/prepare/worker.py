@@ -117,7 +117,7 @@ def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told:
                         for ids, trained in members:
                             side(side_of(text, wanted.held_out)).add_encoded(ids, trained, len(text))
                 else:
-                    for document in documents(piece, wanted.field):
+                    for document in documents(piece, wanted.field_of(piece.file)):
                         for name, text in divided(document, wanted.held_out, whole=whole):
                             for made in maker.maps(text):
                                 side(name).add(made)

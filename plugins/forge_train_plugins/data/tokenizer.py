@@ -61,9 +61,9 @@ class Tokenizer(Plugin):
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
         tokenizer, path = self._tokenizer, self.config.path
-        begin = f"{list(tokenizer.begin)} before each document" if tokenizer.begin else "nothing before a document"
-        end = "nothing" if tokenizer.end is None else tokenizer.end
-        yield "tokenise", f"{path}: {tokenizer.vocabulary:,} token ids, {begin}, {end} after it"
+        begin = f"tokens {', '.join(map(str, tokenizer.begin))}" if tokenizer.begin else "no token"
+        end = "no token" if tokenizer.end is None else f"token {tokenizer.end}"
+        yield "tokenise", f"{path}: {tokenizer.vocabulary:,} token ids, {begin} before a document, {end} after it"
 
     @cached_property
     def _tokenizer(self) -> TokenizerProtocol:

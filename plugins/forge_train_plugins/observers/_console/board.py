@@ -170,4 +170,7 @@ def _value(value: Any) -> str:
 def _phases(job: Job) -> Iterator[str]:
     file = job.run.dir / "composition.json"
     for entry in json.loads(file.read_text(encoding="utf-8")) if file.is_file() else ():
-        yield f"{entry['phase'].lower()} {entry['plugin']} ({len(entry['matched'])})"
+        # Other precisions share the phase of float8.
+        phase = "precision" if entry["phase"] == "FLOAT8" and not entry["slot"].startswith("fp8") else entry["phase"]
+        names = dict.fromkeys([phase.lower(), entry["plugin"]])
+        yield f"{' '.join(names)} ({len(entry['matched'])})"
