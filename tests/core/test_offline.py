@@ -10,6 +10,7 @@ import tomlkit
 import torch
 
 import tiny_models
+from forge_cli import forge
 from forge_train import ConfigError, ForgeError
 from forge_train.config import Request
 from forge_train.engine import train
@@ -45,6 +46,44 @@ def test_a_run_opens_without_its_text_its_observers_and_its_world(run: Path, tmp
     assert set(opened.job.hooks.enabled) == set(open_model(run).job.hooks.enabled)
     for left, right in zip(opened.model.parameters(), open_model(run).model.parameters(), strict=True):
         assert torch.equal(left, right)
+
+
+EDITS: dict[str, tuple[str, object]] = {
+    "decoder.heads": ("decoder.heads", 8),
+    "decoder.kv_heads": ("decoder.kv_heads", 4),
+    "decoder.norm_eps": ("decoder.norm_eps", 0.1),
+    "decoder.rope.theta": ("decoder.rope", {"theta": 10001.0}),
+    "swiglu.activation": ("swiglu.activation", "geglu"),
+}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("key", EDITS)
+def test_a_model_edited_in_a_checkpoints_configuration_is_refused_by_key(run: Path, tmp_path: Path, key: str) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(run / "checkpoints" / "step-00000003", moved)
+    config = tomlkit.loads((moved / "config.toml").read_text())
+    section, name = EDITS[key][0].split(".")
+    config.setdefault(section, {})[name] = EDITS[key][1]
+    (moved / "config.toml").write_text(tomlkit.dumps(config))
+    commands = (("generate", moved, "--tokens", "1"), ("eval", moved), ("checkpoint", "export", moved, tmp_path / "hf"))
+    for command in commands:
+        ended = forge(*command)
+        assert ended.code == 2
+        assert f"holds another model than its config.toml describes:\n  {key}: " in ended.err
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.unit
+def test_values_asked_for_and_what_may_change_are_taken(run: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(run / "checkpoints" / "step-00000003", moved)
+    config = tomlkit.loads((moved / "config.toml").read_text())
+    config["text"]["path"] = str(shutil.copy(config["text"]["path"], tmp_path / "new.txt"))  # type: ignore[index]
+    config["adamw"] = {"lr": 0.5}
+    (moved / "config.toml").write_text(tomlkit.dumps(config))
+    assert forge("eval", moved).code == 0
+    assert forge("eval", moved, "-s", "decoder.rope.theta=500").code == 0
 
 
 @pytest.mark.unit

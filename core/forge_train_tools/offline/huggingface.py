@@ -19,7 +19,7 @@ from forge_train.ground.errors import ConfigError
 from forge_train.ground.files import write_json
 from forge_train.ground.present import few
 from forge_train.ground.world import World
-from forge_train.loop.weights import places
+from forge_train.loop.weights import compare_shapes, places
 from forge_train.storage import checkpoint, hf_fit, model_files
 from forge_train.storage.consolidated import SHARD_BYTES
 from forge_train.storage.hf_folder import CONFIG
@@ -101,6 +101,7 @@ class _Export:
         if layout is None:
             raise ConfigError(f"{source}: none of its plugins can write its model in Hugging Face layout (export_hf).")
         where = places(source, job.dist, setup.config.train.init_from)
+        compare_shapes(source, model.state_dict(), job.dist, where)  # `config.json` is of the composed model
         left_out = [name for name in model.state_dict() if any(re.fullmatch(one, name) for one in layout.left_out)]
         weights = {name: one for name, one in model.state_dict().items() if name not in left_out}
         stored = Weights({name: where[name] for name in weights})

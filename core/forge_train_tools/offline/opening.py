@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from forge_train.composition.compose import compose
 from forge_train.composition.initialise import allocate
+from forge_train.config import differences
 from forge_train.config.layers import Request, lay
+from forge_train.contract.calls import implemented
 from forge_train.contract.job import Job
 from forge_train.contract.model import Model
 from forge_train.contract.run import Run
-from forge_train.ground.errors import ConfigError, ForgeError
+from forge_train.ground.errors import ConfigError, ForgeError, brief
 from forge_train.ground.layout import Device, Layout
 from forge_train.ground.names import canonical
 from forge_train.loop.initial import load_initial
 from forge_train.loop.weights import load_weights
 from forge_train.processes.devices import choose_device
 from forge_train.processes.distributed import DistributedContext
-from forge_train.registry.discovery import plugin_name
+from forge_train.registry.discovery import discover, load, plugin_name
 from forge_train.registry.setup import Setup, resolve
 from forge_train.storage import checkpoint
 from forge_train.storage.hf_folder import is_hugging_face
@@ -179,12 +181,50 @@ def setup_of(path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wa
         foreign=str(run_folder(path)),
     )
     try:
-        return resolve(request, world=world, training=wanted is not None, opened=wanted is None)
+        setup = resolve(request, world=world, training=wanted is not None, opened=wanted is None)
     except ConfigError as error:
         why = "can't be opened with the plugins that are installed now"
         if error.where.key.startswith("parallel."):
             why = f"can't be opened on {world} process{'es' * (world > 1)}"
         raise ConfigError(f"{path} {why}:\n{error}") from error
+    if edits := list(_edited(setup, saved)):
+        raise ConfigError(
+            f"{path}: holds another model than its config.toml describes:\n  "
+            + "\n  ".join(edits)
+            + "\nPut the values back in that file, or use --set where the command has it."
+        )
+    return setup
+
+
+_MODEL = {"build_model", "attention", "feed_forward", "head", "tail", "parallelize"}
+"""Hooks whose plugins decide what a model computes from its weights."""
+
+
+def _edited(setup: Setup, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Values of the model that are other ones than those sealed in the checkpoint, without those of `--set`.
+
+    A value that this forge or the one that saved the checkpoint does not know is left out.
+    """
+    sealed: Mapping[str, Any] = saved.get("config", {})
+    enabled = setup.hooks.enabled
+    known = {found.name: found for found in discover()}
+    for entry in saved["enabled"] if sealed else ():
+        if (name := entry["name"]) not in enabled and name in known and implemented(load(known[name])) & _MODEL:
+            yield f"{name}: plugin enabled when it was saved, not now"
+    of_model = {name for name, one in enabled.items() if not one.neutral and implemented(one.cls) & _MODEL}
+    asked = {key for key, origin in setup.config.origins.items() if origin.kind in ("--set", "FORGE_SET", "plugin")}
+    for key, then, now in differences(sealed, setup.config.values(volatile=False)):
+        section, _, name = key.partition(".")
+        if section in of_model and key in sealed and then is not None and now is not None:
+            yield from _apart((section, name), then, now, asked)
+
+
+def _apart(key: tuple[str, ...], then: Any, now: Any, asked: Set[tuple[str, ...]]) -> Iterator[str]:
+    if isinstance(then, dict) and isinstance(now, dict):
+        for name in sorted(then.keys() & now.keys()):
+            yield from _apart((*key, name), then[name], now[name], asked)
+    elif then != now and not any(key[: len(one)] == one for one in asked):
+        yield f"{'.'.join(key)}: {brief(repr(then))} when it was saved, {brief(repr(now))} now"
 
 
 def lone_job(setup: Setup, path: Path, device: Device | None = None) -> Job:
