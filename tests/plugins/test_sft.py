@@ -254,3 +254,25 @@ def test_all_that_is_learned_is_never_cut_away(here: Path, long: str, other: str
     ):
         sft(here, long=long).build_data(job(here), "train")
     assert learned(here, epoch(sft(here, long=other).build_data(job(here), "train")))["two<|im_end|>"] == 1
+
+
+def test_options_of_the_template_are_learned_and_saved(here: Path) -> None:
+    template = here / "hf" / "chat_template.jinja"
+    opened = "'<|im_start|>assistant\n' + ('(calm) ' if mood is defined and mood == 'calm' else '')"
+    source = chat_model.CHATML.replace("'<|im_start|>assistant\n'", opened).replace(
+        "m.role + '\n' +", "m.role + '\n' + ('(calm) ' if m.role == 'assistant' and mood == 'calm' else '') +"
+    )
+    template.write_text(source)
+    write(here, several("one"))
+    plain, calm = (sft(here, template_options=options) for options in ({}, {"mood": "calm"}))
+    rows = [epoch(plugin.build_data(job(here), "train"))[0].inputs.tolist() for plugin in (plain, calm)]
+    assert rows[0] != rows[1]
+    assert learned(here, epoch(calm.build_data(job(here), "train"))) == Counter(["one<|im_end|>"])
+    chosen = open_template("", here / "hf", options={"mood": "calm"})
+    write_beside(here / "hf", chosen, open_tokenizer(str(here / "hf")), chosen=True)
+    text, _ = open_template("", here / "hf").render([{"role": "user", "content": "x"}], generation_prompt=True)
+    assert text.endswith("<|im_start|>assistant\n(calm) ")
+    with pytest.raises(
+        ConfigError, match=r"sft\.template: .* reads no option 'mode'; it reads mood\. Did you mean 'mood'"
+    ):
+        sft(here, template_options={"mode": 1}).build_data(job(here), "train")

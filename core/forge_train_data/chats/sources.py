@@ -65,6 +65,7 @@ def open_template(
     folder: Path | None = None,
     *,
     variables: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
     now: datetime.datetime | None = None,
 ) -> Template:
     """A template, with the special tokens of a tokenizer's folder.
@@ -73,17 +74,18 @@ def open_template(
         choice: `chatml`, `llama3`, `plain`, the name of one of several in the folder, or a file. The empty string is
             the folder's: `chat_template.jinja`, or else `chat_template` in `tokenizer_config.json`.
         folder: of the `tokenizer.json`; None for a tokenizer without, as bytes.
-        variables: for the template, beside the special tokens: `{"enable_thinking": False}`.
+        variables: for the template, beside the special tokens: `{"date_string": "26 Jul 2024"}`.
+        options: of the template: `{"enable_thinking": False}`.
         now: see `Template`.
 
     Raises:
-        ConfigError: there is no such template; a built-in one writes tokens that the tokenizer lacks; a file can't be
-            read.
+        ConfigError: there is no such template, or it reads no such option; a built-in one writes tokens that the
+            tokenizer lacks; a file can't be read.
     """
     config = _table(folder / "tokenizer_config.json") if folder else {}
     own = _own(folder, config) if folder else {}
     special, tokens = _special(folder, config) if folder else ({}, ())
-    made = partial(Template, variables={**special, **(variables or {})}, tokens=tokens, now=now)
+    made = partial(Template, variables={**special, **(variables or {})}, options=options, tokens=tokens, now=now)
     if not choice and own:
         return made(own, name=f"{folder}: chat template")
     if choice in own:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError
-from forge_train.ground.errors import describe
+from forge_train.ground.errors import describe, nearest
 
 from .records import REASONING
 
@@ -24,12 +24,14 @@ class Template:
     Args:
         sources: Jinja, or several by name: `default` is taken, or `tool_use` for a conversation with tools.
         name: for messages.
-        variables: what the template is given beside messages and tools: `bos_token`, `enable_thinking`, …
+        variables: what the template is given beside messages and tools: `bos_token`, …
+        options: the template's own, such as `enable_thinking`; they become a part of the sources, so that a copy has
+            them too.
         tokens: the tokenizer's added tokens, such as `<|im_end|>`: they tell where a turn ends.
         now: the time of `strftime_now`; None is the moment of this call. A run that is to repeat gives a fixed one.
 
     Raises:
-        ConfigError: jinja2 is missing, or a source is no template.
+        ConfigError: jinja2 is missing, a source is no template, or none reads an option.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Template:
         *,
         name: str = "the chat template",
         variables: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
         tokens: Sequence[str] = (),
         now: datetime.datetime | None = None,
     ) -> None:
@@ -46,8 +49,9 @@ class Template:
         self.tokens = tuple(dict.fromkeys(token for token in tokens if token.strip()))
         self._tracker = _Tracker(now or datetime.datetime.now().astimezone())
         named = {"default": sources} if isinstance(sources, str) else sources
-        self.sources = dict(named)
-        self._compiled = {key: self._compile(source) for key, source in named.items()}
+        self._check_options(named, options or {})
+        self.sources = {key: _defaults(options or {}) + source for key, source in named.items()}
+        self._compiled = {key: self._compile(source) for key, source in self.sources.items()}
         self._parts = False
         self._parts = self._takes_parts_alone()
 
@@ -82,6 +86,22 @@ class Template:
         if any(text[start : start + len(inner)] != inner for start, inner in spans):
             raise ConfigError(f"{self.name}: {{% generation %}} inside a macro or a set block can't be followed.")
         return text, [(start, start + len(inner)) for start, inner in spans if inner] if tagged else None
+
+    def _check_options(self, sources: Mapping[str, str], options: Mapping[str, Any]) -> None:
+        """Refuse an option that no source reads."""
+        if not options:
+            return
+        from jinja2 import TemplateError, meta
+
+        try:
+            parsed = [self._tracker.environment.parse(source) for source in sources.values()]
+        except TemplateError as error:
+            raise ConfigError(f"{self.name} is no Jinja template: {describe(error)}") from error
+        known = set[str]().union(*map(meta.find_undeclared_variables, parsed)) - _GIVEN
+        for name in options:
+            if name not in known:
+                there = f"it reads {', '.join(sorted(known))}" if known else "it has no options"
+                raise ConfigError(f"{self.name} reads no option {name!r}; {there}.{nearest(name, sorted(known))}")
 
     def _takes_parts_alone(self) -> bool:
         """Whether the template writes a message's text only where its content is a list of parts."""
@@ -146,6 +166,24 @@ class _Tracker:
         for piece in template.generate(**values):
             self._pieces.append(piece)  # piece by piece: a tag asks how long the text is so far
         return "".join(self._pieces), self._spans
+
+
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"} | {
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+}
+"""What every template is given, and no option."""
+
+
+def _defaults(options: Mapping[str, Any]) -> str:
+    """Jinja that sets options unless they are given."""
+    return "".join(
+        f"{{%- if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif -%}}\n"
+        for name, value in options.items()
+    )
+
+
+def _literal(value: Any) -> str:
+    return "none" if value is None else json.dumps(value)
 
 
 def _tojson(

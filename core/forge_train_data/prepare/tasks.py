@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -43,6 +44,7 @@ class Preparation:
         skip: whether a file that can't be read is left out and counted, instead of ending the preparation.
         chat: whether records are conversations, which a chat template renders, and not texts.
         template: which one; empty for the tokenizer's own.
+        template_options: of that template.
         learn: what of a conversation is learned.
         pairs: whether records are pairs, each of which becomes two documents that follow each other: preferences,
             which are conversations too, or texts.
@@ -61,6 +63,7 @@ class Preparation:
     skip: bool = False
     chat: bool = False
     template: str = ""
+    template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     learn: Learn = "assistant"
     pairs: Literal["", "preference", "embedding"] = ""
     maps: tuple[str, ...] = ()
@@ -71,10 +74,9 @@ class Preparation:
         made = {"held_out": self.held_out, "train_tokenizer": self.train_tokenizer}
         if self.labels is not None:
             return {**made, **self.labels.public()}
-        if self.pairs:
-            return {**made, "pairs": self.pairs, "template": self.template, "rules": RULES}
-        if self.chat:
-            return {**made, "template": self.template, "learn": self.learn, "rules": RULES}
+        if self.pairs or self.chat:
+            chosen = {"template": self.template, "template_options": dict(self.template_options), "rules": RULES}
+            return {**made, **chosen, **({"pairs": self.pairs} if self.pairs else {"learn": self.learn})}
         other = {"fields": [list(one) for one in self.fields]} if self.fields else {}
         return {**made, "field": self.field, **other, "maps": list(self.maps)}
 

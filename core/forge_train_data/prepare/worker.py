@@ -157,7 +157,9 @@ class Maker:
         opened, maps = open_tokenizer(tokenizer), Maps(wanted.maps)
         maps.check(opened)
         folder = None if tokenizer == BYTES else Path(tokenizer)
-        template = open_template(wanted.template, folder, now=TODAY) if wanted.chat else None
+        template = (
+            open_template(wanted.template, folder, options=wanted.template_options, now=TODAY) if wanted.chat else None
+        )
         return cls(opened, template, maps)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -38,6 +39,8 @@ class SFT(DataPlugin):
         template: str = ""
         """The chat template: `chatml`, `llama3`, `plain`, a file, or the name of one of the tokenizer's; empty for its
         own."""
+        template_options: Mapping[str, Any] = field(default_factory=dict)
+        """Options of the template: `{ enable_thinking = false }`; the saved template has them as its defaults."""
         learn: Literal["assistant", "last", "all"] = "assistant"
         """What is learned: every turn of the assistant, its last one, or all tokens."""
         long: Literal["refuse", "drop", "left", "right"] = "refuse"
@@ -133,11 +136,12 @@ class SFT(DataPlugin):
         from forge_train_data.chats import open_template, write_beside
 
         folder, choice = job.run.dir / model_files.FOLDER, self.config.template
+        options = self.config.template_options
         found = model_files.files(folder)  # a SentencePiece model may lie there alone
         if job.dist.main and (model_files.TOKENIZER in found or len(found) > 1):
             with writing(job.run.dir):
-                template = open_template(choice, folder)
-                write_beside(folder, template, job.hooks.tokenizer(), chosen=bool(choice))
+                template = open_template(choice, folder, options=options)
+                write_beside(folder, template, job.hooks.tokenizer(), chosen=bool(choice or options))
 
     @hookimpl
     def on_finish(self, finished: Finished) -> None:
@@ -162,7 +166,9 @@ class SFT(DataPlugin):
         if path.is_file() and folder == path:
             return  # a file of another name becomes a folder first
         try:
-            turn_end(open_template(self.config.template, folder if path.exists() else None), tokenizer)
+            options = self.config.template_options
+            template = open_template(self.config.template, folder if path.exists() else None, options=options)
+            turn_end(template, tokenizer)
         except ConfigError as error:
             other = "" if path.exists() else " To fine-tune a model, name its folder: forge train FOLDER -p sft …"
             raise ConfigError(f"sft.template: {error}{other}") from error
@@ -188,5 +194,6 @@ class SFT(DataPlugin):
             held_out=config.held_out,
             chat=True,
             template=config.template,
+            template_options=config.template_options,
             learn=config.learn,
         )

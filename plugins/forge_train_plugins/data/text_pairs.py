@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Plugin, Problem, Volatile, hookimpl, section
@@ -40,6 +41,8 @@ class TextPairs(Plugin):
         records with the texts `anchor` and `positive`."""
         template: str = ""
         """The chat template for preference pairs; see `sft.template`."""
+        template_options: Mapping[str, Any] = field(default_factory=dict)
+        """See `sft.template_options`."""
         long: Literal["refuse", "drop", "left", "right"] = "refuse"
         """What happens to a pair with a text that is longer than a row: the pair ends the run or is left out, or its
         texts that are too long lose tokens on their left or right."""
@@ -59,6 +62,8 @@ class TextPairs(Plugin):
             yield Problem("text_pairs.path", "required: your pairs, such as preferences.jsonl.", data=True)
         if self.config.template and self.config.kind == "embedding":
             yield Problem("text_pairs.template", "has no effect on texts (text_pairs.kind = 'embedding').")
+        if self.config.template_options and self.config.kind == "embedding":
+            yield Problem("text_pairs.template_options", "has no effect on texts (text_pairs.kind = 'embedding').")
         if config.train.micro_batch % 2:
             yield Problem("train.micro_batch", "must be even: a pair is two sequences of one micro-batch.")
 
@@ -147,5 +152,14 @@ class TextPairs(Plugin):
         from forge_train_data.prepare.cached import wanted_of
 
         config = self.config
-        more: dict[str, Any] = {"held_out": config.held_out, "pairs": config.kind, "template": config.template}
-        return wanted_of(job, config.path, config.cache, "text_pairs", chat=config.kind == "preference", **more)
+        return wanted_of(
+            job,
+            config.path,
+            config.cache,
+            "text_pairs",
+            held_out=config.held_out,
+            pairs=config.kind,
+            chat=config.kind == "preference",
+            template=config.template,
+            template_options=config.template_options,
+        )
