@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,8 +25,39 @@ class _Columns:
         if values is None:
             if name not in self.names:
                 raise KeyError(name)
-            values = self._values[name] = self._batch.column(name).to_pylist()
+            column = self._batch.column(name)
+            values = column.to_pylist()
+            if _nested(column.type):
+                values = [_json(value, column.type) for value in values]
+            self._values[name] = values
         return values
+
+
+def _nested(kind: Any) -> bool:
+    return kind.num_fields > 0 or _is_json(kind)
+
+
+def _is_json(kind: Any) -> bool:
+    """Whether values are JSON in a string: Arrow's extension type, which `datasets` uses for its `Json`."""
+    return getattr(kind, "extension_name", "") == "arrow.json"
+
+
+def _json(value: Any, kind: Any) -> Any:
+    """A value as JSON has it: a struct loses keys that are null, which it has only because other rows have them."""
+    import pyarrow as pa
+
+    if value is None or not _nested(kind):
+        return value
+    if _is_json(kind):
+        with contextlib.suppress(ValueError, RecursionError):  # Arrow never looks; as text it is refused with its place
+            return json.loads(value)
+        return value
+    if pa.types.is_struct(kind):
+        fields = {field.name: field.type for field in kind}
+        return {name: _json(one, fields[name]) for name, one in value.items() if one is not None}
+    if pa.types.is_map(kind):
+        return {str(name): _json(one, kind.item_type) for name, one in value}
+    return [_json(one, kind.value_type) for one in value] if isinstance(value, list) else value
 
 
 class Row(Mapping[str, Any]):

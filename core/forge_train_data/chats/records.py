@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from forge_train import ConfigError
-from forge_train.ground.errors import describe, nearest
+from forge_train.ground.errors import nearest
+
+from .calls import calls_of, listed, plain, tools_of
 
 Message = dict[str, Any]
 
@@ -23,9 +24,12 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that a message's thoughts go by; templates read the first."""
+_LISTS = ("messages", "conversations", "tools", "history")
+"""Fields that are lists; in CSV, an empty text is none."""
 _LEARNED = ("train", "training", "loss_mask", "weight")
 """Names of a message's flag that keeps it from being learned."""
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"} | {r: r for r in ROLES}
+_SPEAKERS["observation"] = "tool"
 """Who speaks in ShareGPT's `from`, and the role that it is."""
 
 
@@ -82,7 +86,9 @@ def conversation(record: Mapping[str, Any], where: str = "this record", shape: s
         ConfigError: the record has another shape, or two of them; a role or a content is not one; nobody or no
             assistant speaks.
     """
-    fields = {name: value for name, value in record.items() if value is not None}
+    fields = {
+        name: value for name, value in record.items() if value is not None and (value != "" or name not in _LISTS)
+    }
     shape = _shape(fields, [name for name, value in record.items() if value is None], where, shape)
     context = 0
     if shape == "messages":
@@ -113,8 +119,11 @@ def messages_of(entries: Any, where: str) -> list[Message]:
     Raises:
         ConfigError: naming the message, counted from 0.
     """
+    entries = listed(entries, where)
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise ConfigError(f"{where}: expected a list of messages, found {type(entries).__name__}.")
+    if any(isinstance(entry, Mapping) and entry.get("role") is None and "from" in entry for entry in entries):
+        return _sharegpt(entries, where)
     return [_message(entry, f"{where}[{at}]") for at, entry in enumerate(entries)]
 
 
@@ -125,7 +134,9 @@ def common(a: Sequence[object], b: Sequence[object]) -> int:
 
 def said(value: Any, role: str, where: str) -> list[Message]:
     """Messages from a list of them, or from a string that `role` says."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else messages_of(value, where)
+    if isinstance(value, str) and not value.lstrip().startswith('[{"'):
+        return [{"role": role, "content": value}]
+    return messages_of(value, where)
 
 
 def _shape(fields: Mapping[str, Any], nulls: Sequence[str], where: str, shape: str) -> str:
@@ -151,13 +162,16 @@ def _shape(fields: Mapping[str, Any], nulls: Sequence[str], where: str, shape: s
 def _message(entry: Any, where: str) -> Message:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where}: expected a message with role and content, found {type(entry).__name__}.")
-    message = {str(key): _plain(value) for key, value in entry.items() if value is not None}
+    message = {str(key): plain(value) for key, value in entry.items() if value is not None}
     role = message.get("role")
     if role not in ROLES:
         raise ConfigError(f"{where}: role is {role!r}; expected one of {', '.join(ROLES)}.{nearest(str(role), ROLES)}")
-    calls = message.get("tool_calls", [])
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise ConfigError(f"{where}: tool_calls: expected a list of calls, found {calls!r}.")
+    if "function_call" in message and "tool_calls" not in message:  # OpenAI's former name
+        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
+    if calls := calls_of(message.get("tool_calls", []), f"{where}: tool_calls"):
+        message["tool_calls"] = calls
+    else:
+        message.pop("tool_calls", None)
     flags = {name: message.pop(name) for name in _LEARNED if name in message}
     for name, value in flags.items():
         if value not in (0, 1):
@@ -189,6 +203,7 @@ def _content(content: Any, where: str) -> str:
 
 
 def _sharegpt(entries: Any, where: str) -> list[Message]:
+    entries = listed(entries, where)
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise ConfigError(f"{where}: expected a list of turns, found {type(entries).__name__}.")
     turns = []
@@ -197,19 +212,31 @@ def _sharegpt(entries: Any, where: str) -> list[Message]:
             there = ", ".join(map(str, entry)) if isinstance(entry, Mapping) else type(entry).__name__
             raise ConfigError(f"{where}[{at}]: expected from and value, found {there}.")
         speaker = entry["from"]
+        rest = {key: value for key, value in entry.items() if key not in ("from", "value")}
+        if speaker == "function_call":
+            turns.append({**rest, "role": "assistant", "tool_calls": _called(entry["value"], f"{where}[{at}]")})
+            continue
         if speaker not in _SPEAKERS:
             known = ", ".join(_SPEAKERS)
             raise ConfigError(f"{where}[{at}]: from is {speaker!r}; expected one of {known}.")
-        rest = {key: value for key, value in entry.items() if key not in ("from", "value")}
         turns.append({**rest, "role": _SPEAKERS[speaker], "content": entry["value"]})
     return messages_of(turns, where)
+
+
+def _called(value: Any, where: str) -> list[dict[str, Any]]:
+    """The calls of ShareGPT's `function_call`: one, or a list of them, as an object or as JSON in a string."""
+    text = value if isinstance(value, str) else None
+    calls = calls_of(
+        f"[{text}]" if text is not None and text.lstrip()[:1] != "[" else value if text else [value], where
+    )
+    return [call if "function" in call else {"type": "function", "function": call} for call in calls]
 
 
 def _alpaca(fields: Mapping[str, Any], where: str) -> list[Message]:
     for name in ("instruction", "input", "output"):
         if not isinstance(fields.get(name, ""), str):
             raise ConfigError(f"{where}: {name}: expected a string, found {type(fields[name]).__name__}.")
-    history = fields.get("history", [])
+    history = listed(fields.get("history", []), f"{where}: history")
     if not isinstance(history, list) or not all(isinstance(turn, Sequence) and len(turn) == 2 for turn in history):
         raise ConfigError(f"{where}: history: expected pairs of an instruction and its output.")
     asked = "\n\n".join(part for part in (fields["instruction"], fields.get("input", "")) if part)
@@ -221,25 +248,3 @@ def _alpaca(fields: Mapping[str, Any], where: str) -> list[Message]:
 def _system(fields: Mapping[str, Any], where: str) -> list[Message]:
     """The system's message from a field of that name beside the turns; an empty one is none."""
     return said(fields["system"], "system", f"{where}: system") if fields.get("system") else []
-
-
-def tools_of(tools: Any, where: str) -> tuple[Any, ...]:
-    """JSON schemas of tools; tables often hold them as JSON in a string."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else []
-        except ValueError as error:
-            raise ConfigError(f"{where}: tools: no JSON: {describe(error)}") from error
-    tools = _plain(tools or [])
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ConfigError(f"{where}: tools: expected a list of JSON schemas, found {tools!r}.")
-    return tuple(tools)
-
-
-def _plain(value: Any) -> Any:
-    """The same of JSON's types alone: a template, which is a stranger's program, gets no object with methods."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or type(value) in (str, int, float, bool) else str(value)

@@ -1,0 +1,107 @@
+"""Conversations of tables: alike from JSON Lines, Parquet, Arrow and CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_train_data.chats import conversation
+from forge_train_data.files import find
+from forge_train_data.formats import lookup
+
+pa = pytest.importorskip("pyarrow")
+pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+
+
+def chat(call: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": call}}]},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": "b"},
+        ],
+        "tools": tools,
+    }
+
+
+RECORDS = [
+    chat({"x": 1, "deep": {"u": [{"p": 1}, {"q": 2}]}}, [tool("f", x={"type": "integer"})]),
+    chat({"y": "two", "deep": {"v": None}}, [tool("g", y={"type": "string", "default": None}), tool("f")]),
+]
+
+
+def read(path: Path) -> list[Any]:
+    file = find((str(path),), key="path")[0]
+    reader = lookup(file.suffix, file.label)
+    found = [conversation(record) for part in reader.parts(file) for _, record in reader.read(file, part)]
+    return [(one.messages, one.tools) for one in found]
+
+
+def strings(record: dict[str, Any]) -> dict[str, str]:
+    return {name: json.dumps(value) for name, value in record.items()}
+
+
+def test_the_same_records_are_alike_from_every_format(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    jsonl = tmp_path / "a.jsonl"
+    jsonl.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    table = pa.Table.from_pylist(RECORDS)
+    pq.write_table(table, tmp_path / "b.parquet")
+    with pa.ipc.new_file(tmp_path / "c.arrow", table.schema) as file:
+        file.write_table(table)
+    with (tmp_path / "d.csv").open("w", newline="") as out:
+        rows = csv.DictWriter(out, ["prompt", "messages", "tools"], restval="")
+        rows.writeheader()
+        rows.writerows(map(strings, RECORDS))
+    expected = read(jsonl)
+    assert expected[1][0][1]["tool_calls"][0]["function"]["arguments"] == {"y": "two", "deep": {}}
+    assert json.dumps(expected).count("null") == 0
+    for name in ("b.parquet", "c.arrow", "d.csv"):
+        assert read(tmp_path / name) == expected, name
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_values_of_the_json_type_are_values(tmp_path: Path, suffix: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    if not hasattr(datasets, "Json"):
+        pytest.skip("this version of datasets has no type Json")
+    for name, features in (
+        ("whole", {"messages": datasets.Json(), "tools": datasets.Json()}),
+        ("each", {"messages": datasets.List(datasets.Json()), "tools": datasets.List(datasets.Json())}),
+    ):
+        table = datasets.Dataset.from_list(RECORDS, features=datasets.Features(features))
+        path = tmp_path / f"{name}.{suffix}"
+        if suffix == "parquet":
+            table.to_parquet(path)
+        else:
+            with pa.ipc.new_file(path, table.data.table.schema) as file:
+                file.write_table(table.data.table)
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+        assert read(path) == read(tmp_path / "a.jsonl"), name
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}, json.dumps('{"a": 1}')])
+def test_arguments_in_a_string_are_an_object(arguments: Any) -> None:
+    function = {"name": "f", "arguments": arguments}
+    user = {"role": "user", "content": "a"}
+    for turn in (
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "assistant", "function_call": function},
+        {"from": "function_call", "value": json.dumps(function)},
+    ):
+        said = {"from": "human", "value": "a"} if "from" in turn else user
+        found = conversation({"messages": [said, turn, {"from": "observation", "value": "1"}][: 2 + ("from" in turn)]})
+        assert found.messages[1]["tool_calls"] == [
+            {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+        ]
+        assert [one["role"] for one in found.messages[2:]] == (["tool"] if "from" in turn else [])
