@@ -35,7 +35,11 @@ class Telling:
 
     def done(self, text: str) -> None:
         """Say what was done."""
-        line = f"{self._name}: tokenised {text}"
-        logging.getLogger("forge_train").info("%s", line)
-        if self._shown.handlers:
-            self._shown.info("%s", line)
+        tell(f"{self._name}: tokenised {text}")
+
+
+def tell(line: str) -> None:
+    """Say something that stays: in the run's log, and to whoever is shown the progress."""
+    logging.getLogger("forge_train").info("%s", line)
+    if (shown := logging.getLogger(LOGGER)).handlers:
+        shown.info("%s", line)

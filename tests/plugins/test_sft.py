@@ -17,8 +17,10 @@ import torch
 
 import chat_model
 from forge_train import MASKED, Batch, ConfigError
+from forge_train.config.sections import TrainSection
 from forge_train_data import progress
 from forge_train_data.chats import open_template, write_beside
+from forge_train_data.learned import tell_learned
 from forge_train_data.tokenizers import open_tokenizer
 from forge_train_plugins.data.sft import SFT
 from forge_train_plugins.data.tokenizer import Tokenizer
@@ -197,6 +199,27 @@ def test_rendering_tells_how_far_it_is(here: Path, monkeypatch: pytest.MonkeyPat
     shown.lines.clear()
     sft(here).build_data(job(here), "train")
     assert not [line for passes, line in shown.lines if not passes], "it is taken from the cache"
+
+
+def test_a_run_says_first_how_much_it_learns(here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(here, several("one"), several("two"), several("long " * 50))
+    for long, lost, count in (("drop", "1 are dropped", 2), ("right", "1 are cut", 3), ("left", "1 are cut", 3)):
+        plugin, run = sft(here, long=long, packing="pad"), job(here)
+        run.config.train, run.dist.main = TrainSection(steps=60, sequence=48, global_batch=1, micro_batch=1), True
+        loader = plugin.build_data(run, "train")
+        labels = sum(int((batch.labels != MASKED).sum()) for batch in epoch(loader))
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "forge_train"):
+            tell_learned("sft", "conversations", plugin._sides or {}, plugin._epoch, run)  # type: ignore[arg-type]
+        told, warned = (record.getMessage() for record in caplog.records)
+        assert re.match(
+            rf"sft: {count} conversations of \d+ tokens, {labels} of them learned \(.*%\); "
+            rf"the longest has \d+ tokens; {lost} \(sft.long\); 0 are held out; "
+            rf"{60 / count:.2f} epochs of {count} rows in this run$",
+            told,
+        ), (told, labels)
+        assert f"goes through its {count} conversations {60 / count:.1f} times" in warned
+        assert f"one epoch is about {count} steps" in warned
 
 
 class TestTemplates:

@@ -8,7 +8,8 @@ from typing import Any
 
 from forge_train import ConfigError
 
-from .records import Conversation, checked, common, said, tools_of
+from .calls import tools_of
+from .records import Conversation, checked, common, said
 from .render import Segments, render
 from .template import Template
 

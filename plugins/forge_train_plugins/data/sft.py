@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from forge_train_data.documents import Documents
     from forge_train_data.held_out import Side
     from forge_train_data.prepare import Preparation
+    from forge_train_data.rows import Pieces
 
 
 class SFT(DataPlugin):
@@ -60,6 +61,7 @@ class SFT(DataPlugin):
 
     config: Config
     _sides: Mapping[Side, Documents] | None = None
+    _epoch: Pieces | None = None
 
     @classmethod
     def brings(cls, config: Any) -> Mapping[str, Any]:
@@ -85,6 +87,8 @@ class SFT(DataPlugin):
         documents, sequence = self._open(job)[split], job.config.train.sequence
         packing = self.config.packing
         pieces = fitted(documents, sequence, long=self.config.long, packing=packing, key="sft")
+        if split == "train":
+            self._epoch = pieces
         rows = laid_out(documents, sequence, pieces, packing=packing, pad=job.hooks.tokenizer().end or 0)
         if not rows.count:
             which = (
@@ -130,11 +134,14 @@ class SFT(DataPlugin):
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        """The run's copy of the tokenizer's files is what exports and `forge generate` read."""
+        """Say how much is learned, and complete the tokenizer's files, which exports and `forge generate` read."""
         from forge_train.contract.run import writing
         from forge_train.storage import model_files
         from forge_train_data.chats import open_template, write_beside
+        from forge_train_data.learned import tell_learned
 
+        if job.dist.main and self._sides is not None and self._epoch is not None:
+            tell_learned("sft", "conversations", self._sides, self._epoch, job)
         folder, choice = job.run.dir / model_files.FOLDER, self.config.template
         options = self.config.template_options
         found = model_files.files(folder)  # a SentencePiece model may lie there alone

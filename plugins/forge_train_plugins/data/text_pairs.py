@@ -10,11 +10,14 @@ from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Plugin, 
 from forge_train.contract.protocols import Loader
 
 if TYPE_CHECKING:
-    from forge_train import Job
+    import torch
+
+    from forge_train import Job, Model
     from forge_train.config import Config as RunConfig
     from forge_train_data.documents import Documents
     from forge_train_data.held_out import Side
     from forge_train_data.prepare import Preparation
+    from forge_train_data.rows import Pieces
 
 
 class TextPairs(Plugin):
@@ -55,6 +58,7 @@ class TextPairs(Plugin):
 
     config: Config
     _sides: Mapping[Side, Documents] | None = None
+    _epoch: Pieces | None = None
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
@@ -86,6 +90,8 @@ class TextPairs(Plugin):
             )
         documents, sequence = self._open(job)[split], job.config.train.sequence
         pieces = fitted(documents, sequence, long=self.config.long, packing="pad", key="text_pairs", together=2)
+        if split == "train":
+            self._epoch = pieces
         rows = PackedRows(documents, sequence, pieces, pad=job.hooks.tokenizer().end or 0)
         if not rows.count:
             which = (
@@ -140,6 +146,14 @@ class TextPairs(Plugin):
         from forge_train_data.loader import example
 
         return replace(example(job, isolate=True), targets={"member": torch.arange(job.config.train.micro_batch) % 2})
+
+    @hookimpl
+    def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        """Say how much is learned."""
+        from forge_train_data.learned import tell_learned
+
+        if job.dist.main and self._sides is not None and self._epoch is not None:
+            tell_learned("text_pairs", "pairs", self._sides, self._epoch, job, group=2)
 
     def _open(self, job: Job) -> Mapping[Side, Documents]:
         if self._sides is None:
