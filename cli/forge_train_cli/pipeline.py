@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from forge_train.ground.present import gib
-from forge_train_tools.planning.drawing import IDLE, KINDS, OVERLAPPED, kind_of, rows
+from forge_train_tools.planning.drawing import IDLE, KINDS, OVERLAPPED, is_cut, kind_of, rows
 from forge_train_tools.present import column, short, time_span
 
 from . import screen
@@ -60,7 +60,8 @@ def _draw(made: Pipeline) -> None:
 
     out = screen.console()
     width = min(out.width, PIPED if not out.is_terminal else out.width) - 12
-    for rank, cells in enumerate(rows(made.timeline, max(width, 20), ascii_only=out.options.ascii_only)):
+    width = max(width, 20)
+    for rank, cells in enumerate(rows(made.timeline, width, ascii_only=out.options.ascii_only)):
         text = Text(f"  rank {rank:<3} ")
         for cell in cells:
             text.append(cell.text, f"{STYLES[cell.kind]}{' bold' if cell.later else ''}")
@@ -68,7 +69,8 @@ def _draw(made: Pipeline) -> None:
     shown = {kind_of(span.slot) for row in made.timeline.ranks for span in row}
     names = [f"{'X' if kind == OVERLAPPED else kind} {name}" for kind, name in KINDS.items() if kind in shown]
     small = ["small: a later part"] if any(len(stage.parts) > 1 for stage in made.stages) else []
-    screen.line(f"  {', '.join([*names, *small])}; numbers are micro-batches", "dim")
+    cut = "; the middle of the step, which repeats, is left out" if is_cut(made.timeline, width) else ""
+    screen.line(f"  {', '.join([*names, *small])}; numbers are micro-batches{cut}", "dim")
 
 
 def _stages(made: Pipeline) -> None:

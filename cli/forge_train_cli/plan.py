@@ -15,7 +15,7 @@ from forge_train.ground.present import few, gib
 from forge_train.ground.strict_json import dumps
 from forge_train_tools.planning import DEVICES, FLOPS_CONVENTION
 from forge_train_tools.planning.meshes import grid, groups
-from forge_train_tools.present import column, counted, short, time_span
+from forge_train_tools.present import column, counted, phase_name, short, time_span
 
 from . import pipeline, screen
 from .options import json_option, run_options
@@ -108,8 +108,8 @@ def _show_phases(made: Plan) -> None:
     screen.heading("Phases")
     if made.phases:
         rows = [
-            (entry["phase"], _slot(entry), entry["plugin"], abbreviated(entry["matched"]), entry["note"])
-            for entry in made.phases
+            (phase_name(one["phase"], one["slot"]), _slot(one), one["plugin"], abbreviated(one["matched"]), one["note"])
+            for one in made.phases
         ]
         screen.table(("phase", "slot", "plugin", "matched", "note"), rows)
     else:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from forge_train import __version__
-from forge_train_tools.present import duration, quantity
+from forge_train_tools.present import duration, phase_name, quantity
 
 from . import screen
 from .curves import Curve, chart, colour
@@ -161,7 +161,7 @@ def _profiles(history: History) -> str:
 
 
 def _phase(entry: dict[str, Any]) -> tuple[str, str, str, str]:
-    return entry["phase"], entry["plugin"], f"{len(entry['matched']):,}", entry["note"]
+    return phase_name(entry["phase"], entry["slot"]), entry["plugin"], f"{len(entry['matched']):,}", entry["note"]
 
 
 def _mark(run: int, history: History) -> str:

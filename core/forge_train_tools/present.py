@@ -30,6 +30,11 @@ def quantity(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
 
 
+def phase_name(phase: str, slot: str) -> str:
+    """A transform's phase as people read it: other precisions than float8 share the phase FLOAT8."""
+    return "PRECISION" if phase == "FLOAT8" and not slot.startswith("fp") else phase
+
+
 def counted(value: float, unit: str) -> str:
     """`4.62 MFLOP`: a count with its unit, and the thousands in the unit's prefix."""
     folded = short(value)

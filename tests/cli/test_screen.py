@@ -16,7 +16,7 @@ from forge_train_cli.curves import Curve, drawing
 from forge_train_cli.screen import WIDEST
 from forge_train_data.prepare.progress import Report
 from forge_train_data.prepare.tasks import Preparation
-from forge_train_tools.present import quantity
+from forge_train_tools.present import phase_name, quantity
 
 pytestmark = pytest.mark.unit
 
@@ -115,3 +115,14 @@ def test_bf16_is_no_float8(forge: Forge) -> None:
     said = forge("train", "tiny.toml", "-s", "train.precision=bf16", "-s", "train.steps=1").out
     assert "float8" not in said
     assert re.search(r"· precision \(\d+\)", said)
+
+
+def test_the_plan_of_bf16_has_no_float8_and_no_idle_precision(forge: Forge) -> None:
+    shown = forge("plan", "tiny.toml", "-s", "train.precision=bf16").out
+    assert re.search(r"^  PRECISION +precision", shown, re.MULTILINE)
+    sharded = ("-p", "fsdp2", "--world", "2", "-s", "train.micro_batch=1")
+    shown = forge("plan", "tiny.toml", "-s", "train.precision=bf16", *sharded).out
+    assert "SHARD" in shown
+    assert "FLOAT8" not in shown
+    assert "idle at this size" not in shown
+    assert phase_name("FLOAT8", "fp8") == "FLOAT8"

@@ -9,7 +9,7 @@ import pytest
 
 import schedules
 from forge_train import ConfigError, Timetable, Work
-from forge_train_tools.planning.drawing import IDLE, rows, svg
+from forge_train_tools.planning.drawing import IDLE, is_cut, rows, svg
 from forge_train_tools.planning.passes import Footprint, Pass, footprint
 from forge_train_tools.planning.timeline import PartCost, Timeline, simulate
 
@@ -139,6 +139,17 @@ def test_rows_fit_and_idle_is_idle(name: str, width: int) -> None:
     if width == 400:
         idle = sum(len(cell.text) for row in drawn for cell in row if cell.kind == IDLE)
         assert idle / (4 * max(widths)) == pytest.approx(made.bubble, abs=0.02)
+
+
+def test_a_long_step_is_shown_by_its_beginning_and_its_end() -> None:
+    made = simulated("1F1B", 4, 240)
+    first, *_ = ["".join(cell.text for cell in row) for row in rows(made, 88)]
+    assert len(first) == 2 * 42 + 3
+    assert first.startswith("F0")
+    assert "⋯⋯⋯" in first
+    assert "B239" in first
+    assert is_cut(made, 88)
+    assert not is_cut(simulated("1F1B", 2, 8), 18)
 
 
 @pytest.mark.parametrize("name", schedules.NAMES)

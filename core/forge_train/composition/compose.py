@@ -104,7 +104,7 @@ def _composed(job: Job, *, frozen: bool = False, change: Callable[[nn.Module], N
         parts[0].requires_grad_(False)
     check_kernel(job)
     starts = declared(parts[0])
-    transforms = order(needed(job.hooks.parallelize()), job.hooks.enabled)
+    transforms = order(needed(offered := job.hooks.parallelize()), job.hooks.enabled)
     applied: list[tuple[int | None, Applied]] = []
     report: list[dict[str, Any]] = []
     for plugin, transform in transforms:
@@ -129,7 +129,7 @@ def _composed(job: Job, *, frozen: bool = False, change: Callable[[nn.Module], N
         )
     check_coverage(job, (transform for _, transform in transforms))
     note_unused(job.hooks, job.config, "composition")
-    acting = {plugin for plugin, _ in transforms}
+    acting = {plugin for plugin, _ in offered}  # a fallback is not idle: another plugin does its work
     idle = tuple(name for name in job.hooks.implementers("parallelize") if name not in acting)
     expected_bytes: Counter[str] = Counter()
     for _, one in applied:

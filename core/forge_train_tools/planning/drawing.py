@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from html import escape
 from math import ceil
 from statistics import median_high
@@ -21,6 +22,8 @@ KINDS = {
     OVERLAPPED: "forward and backward overlapped",
 }
 """What is drawn → what it means."""
+LONG, GAP = 32, 3
+"""Micro-batches from which on a row that has no room for them shows the beginning and the end; columns between."""
 WIDEST = 4
 """Columns of the shortest action at most."""
 LEFT, TOP, ROW, GAP, BETWEEN, WIDE, DIGIT = 58, 8, 22, 5, 14, 960, 7
@@ -54,22 +57,55 @@ def rows(timeline: Timeline, width: int, *, ascii_only: bool = False) -> Iterato
     """One row of `width` characters at most for each rank, time from left to right.
 
     An action has its letter, small for a part behind the rank's first one, and where all of a row have room for it the
-    number of its micro-batch. Where several actions share a character, the longest has it.
+    number of its micro-batch. Where several actions share a character, the longest has it. A long step whose actions
+    would all share characters is shown by its beginning and its end.
     """
-    columns = _columns(timeline, width)
     line, rest = ("-", ".") if ascii_only else ("─", "·")
+    windows = _windows(timeline, width)
     for rank, row in enumerate(timeline.ranks):
         first = timeline.timetable.parts_of(rank)[0]
-        owners = _owners(row, columns, timeline.duration)
-        numbered = min(span.end - span.start for span in row) * columns / timeline.duration >= 2
+        shortest = min(span.end - span.start for span in row)
         cells: list[Cell] = []
-        at = 0
-        while at < columns:
-            span = owners[at]
-            end = next((later for later in range(at, columns) if owners[later] is not span), columns)
-            cells.append(_cell(span, end - at, first, (line, rest), numbered=numbered))
-            at = end
+        for begin, length, columns in windows:
+            if cells:
+                cells.append(Cell(("~" if ascii_only else "⋯") * GAP, IDLE, later=False))
+            owners = _owners(_within(row, begin, length), columns, length)
+            cells += _cells(owners, first, (line, rest), numbered=shortest * columns / length >= 2)
         yield cells
+
+
+def is_cut(timeline: Timeline, width: int) -> bool:
+    """Whether rows of this width leave out the middle of the step."""
+    return len(_windows(timeline, width)) > 1
+
+
+def _windows(timeline: Timeline, width: int) -> list[tuple[float, float, int]]:
+    """Begin, duration and columns of each stretch that is drawn."""
+    shortest = min(span.end - span.start for row in timeline.ranks for span in row)
+    if timeline.timetable.micro_batches <= LONG or timeline.duration <= shortest * width or shortest <= 0:
+        return [(0.0, timeline.duration, _columns(timeline, width))]
+    each = len(str(timeline.timetable.micro_batches - 1)) + 1  # a letter and the number
+    columns = (width - GAP) // 2
+    length = shortest * columns / each
+    return [(0.0, length, columns), (timeline.duration - length, length, columns)]
+
+
+def _within(row: tuple[Span, ...], begin: float, length: float) -> tuple[Span, ...]:
+    """What lies in a stretch, in its own time."""
+    return tuple(
+        replace(span, start=max(span.start - begin, 0.0), end=min(span.end - begin, length))
+        for span in row
+        if span.end > begin and span.start < begin + length
+    )
+
+
+def _cells(owners: list[Span | None], first: int, fill: tuple[str, str], *, numbered: bool) -> Iterator[Cell]:
+    at = 0
+    while at < len(owners):
+        span = owners[at]
+        end = next((later for later in range(at, len(owners)) if owners[later] is not span), len(owners))
+        yield _cell(span, end - at, first, fill, numbered=numbered)
+        at = end
 
 
 def _columns(timeline: Timeline, width: int) -> int:

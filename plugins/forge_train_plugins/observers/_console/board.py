@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_train.contract.hookspecs import KINDS
 from forge_train.ground.records import METRICS
-from forge_train_tools.present import quantity, short
+from forge_train_tools.present import phase_name, quantity, short
 
 if TYPE_CHECKING:
     from forge_train import Evaluation, Finished, Job, LogRecord, Model
@@ -170,7 +170,5 @@ def _value(value: Any) -> str:
 def _phases(job: Job) -> Iterator[str]:
     file = job.run.dir / "composition.json"
     for entry in json.loads(file.read_text(encoding="utf-8")) if file.is_file() else ():
-        # Other precisions share the phase of float8.
-        phase = "precision" if entry["phase"] == "FLOAT8" and not entry["slot"].startswith("fp8") else entry["phase"]
-        names = dict.fromkeys([phase.lower(), entry["plugin"]])
+        names = dict.fromkeys([phase_name(entry["phase"], entry["slot"]).lower(), entry["plugin"]])
         yield f"{' '.join(names)} ({len(entry['matched'])})"
