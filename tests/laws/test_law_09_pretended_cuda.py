@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from forge_train.ground.tensors import on_host, remember_host
 from forge_train.registry.discovery import discover, load
 from pretended_cuda import build, cases
 
@@ -112,6 +114,10 @@ def test_a_read_is_seen(one_process: dict[str, Any]) -> None:
     assert [*note[:2], note[3]] == ["sync", "aten::_local_scalar_dense", 2]  # in steps 2 and 3 of 4
 
 
+def test_batches_may_come_from_the_device(one_process: dict[str, Any]) -> None:
+    assert not one_process["batches from the device"]["error"]
+
+
 def test_a_mix_of_devices_is_an_error_with_its_line(one_process: dict[str, Any]) -> None:
     error = one_process["a plugin that mixes devices"]["error"]
     assert "Expected all tensors to be on the same device" in error
@@ -122,6 +128,25 @@ def test_every_plugin_is_trained_or_left_out_for_a_reason() -> None:
     tried = {name for one in cases.one_process("", plugins()) for name in one.get("plugins", ())}
     assert plugins().keys() - tried - cases.LEFT_OUT.keys() == set()
     assert cases.LEFT_OUT.keys() <= plugins().keys()
+
+
+def test_ids_on_the_host_are_taken_for_those_of_the_device_until_either_changes() -> None:
+    def copied() -> tuple[torch.Tensor, torch.Tensor]:
+        host = torch.arange(3)
+        moved = host.clone()
+        remember_host(moved, host)
+        return moved, host
+
+    moved, host = copied()
+    assert on_host(moved) is host
+    moved[0] = 1
+    assert on_host(moved) is moved
+    moved, host = copied()
+    host[0] = 1
+    assert on_host(moved) is moved
+    with torch.inference_mode():
+        moved, host = copied()
+        assert on_host(moved) is moved
 
 
 def test_two_ranks(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def one_process(folder: str, plugins: dict[str, list[str]]) -> list[Case]:
         case("saved", checkpoint__every=2),
         case("saved twice", checkpoint__every=2, checkpoint__format="both"),
         case("saved in the background", checkpoint__every=2, checkpoint__asynchronous=True),
+        {**case("batches from the device", text__isolate=True), "does": "moves"},
         {**case("a plugin that reads"), "does": "reads"},
         {**case("a plugin that mixes devices"), "does": "mixes"},
         {"name": "plugins check flash", "forge": ["plugins", "check", "flash"]},

@@ -20,9 +20,10 @@ import pretended  # before torch
 
 # isort: split
 import torch
+from torch import Tensor
 
 import standins  # noqa: F401
-from forge_train import Plugin, Update, hookimpl
+from forge_train import BatchPhase, Job, Plugin, PrepareBatch, Update, hookimpl
 from forge_train.loop.step import Stepper
 from forge_train.testing import run_forge
 
@@ -64,7 +65,17 @@ class Mixes(Plugin):
         torch.ones(2) + update.grad_norm.expand(2)
 
 
-DOES = {"reads": [Reads], "mixes": [Mixes]}
+class Moves(Plugin):
+    """Makes batches on the device, as one that generates them does."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def prepare_batch(self, job: Job) -> PrepareBatch:
+        return PrepareBatch(BatchPhase.MAKE, lambda batch: batch.map(Tensor.cuda))
+
+
+DOES: dict[str, list[Any]] = {"moves": [Moves], "reads": [Reads], "mixes": [Mixes]}
 
 
 def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -13,14 +13,14 @@ _HOST = "_forge_on_host"
 
 def remember_host(moved: Tensor, host: Tensor) -> None:
     """Keep the tensor that another one was copied from, for whoever would have to wait for its values."""
-    if moved is not host:
+    if moved is not host and not (moved.is_inference() or host.is_inference()):  # which count no changes
         setattr(moved, _HOST, (host, host._version, moved._version))
 
 
 def on_host(tensor: Tensor) -> Tensor:
     """The tensor on the CPU that this one was copied from, if neither was changed since; else the tensor itself."""
-    host, *versions = getattr(tensor, _HOST, (tensor,))
-    return host if [host._version, tensor._version] == versions else tensor
+    host, *versions = getattr(tensor, _HOST, (None,))
+    return host if host is not None and [host._version, tensor._version] == versions else tensor
 
 
 def local(tensor: Any) -> Any:

@@ -37,7 +37,7 @@ class Transfer:
 
         def move(tensor: Tensor) -> Tensor:
             if id(tensor) not in known:
-                if self._stream is not None and not tensor.is_pinned():
+                if self._stream is not None and tensor.device.type == "cpu" and not tensor.is_pinned():
                     tensor = tensor.pin_memory()  # made since the loader; the copy would wait for the device
                 known[id(tensor)] = tensor.to(self._device, non_blocking=True)
             return known[id(tensor)]
