@@ -12,7 +12,7 @@ from typing import Any
 from forge_train.ground.artifacts import FOLDER, recorded
 from forge_train.ground.errors import ConfigError
 from forge_train.ground.records import read
-from forge_train.ground.strict_json import loads
+from forge_train.ground.run_files import load
 from forge_train.storage.run import is_run
 
 _NOTHING: dict[str, Any] = {}
@@ -44,20 +44,20 @@ class History:
 
     @cached_property
     def plugins(self) -> list[dict[str, str]]:
-        return list(self._json("plugins.json", []))
+        return [{"distribution": "", **one} for one in self._json("plugins.json") or ()]
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        return dict(self._json("environment.json", {}))
+        return dict(self._json("environment.json") or {})
 
     @cached_property
     def composition(self) -> list[dict[str, Any]]:
         """The plugins' changes to the model, in order."""
-        return list(self._json("composition.json", []))
+        return list(self._json("composition.json") or ())
 
     @cached_property
     def _end(self) -> dict[str, Any]:
-        return dict(self._json("outcome.json", {}))
+        return dict(self._json("outcome.json") or {})
 
     @property
     def outcome(self) -> str:
@@ -141,18 +141,23 @@ class History:
             "artifacts": self.artifacts,
         }
 
+    def check(self) -> None:
+        """Read every file of the run.
+
+        Raises:
+            ConfigError: naming a damaged one.
+        """
+        self.details()
+        _ = self.composition
+
     def _records(self, name: str) -> list[dict[str, Any]]:
         try:
             return list(read(self.path / name))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.path / name}: can't be read: {error}") from error
 
-    def _json(self, name: str, otherwise: Any) -> Any:
-        file = self.path / name
-        try:
-            return loads(file.read_text(encoding="utf-8")) if file.exists() else otherwise
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{file}: can't be read: {error}") from error
+    def _json(self, name: str) -> Any:
+        return load(self.path / name)
 
 
 def runs_in(folder: Path) -> list[History]:

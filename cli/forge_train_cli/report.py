@@ -56,9 +56,9 @@ def report(names: tuple[str, ...], output: str, run_dir: str) -> None:
     \b
     forge runs report runs/* -o report.html
     """
-    from .runs import open_run
+    from .runs import open_run, whole
 
-    histories = [open_run(name, Path(run_dir)) for name in dict.fromkeys(names)]
+    histories = whole([open_run(name, Path(run_dir)) for name in dict.fromkeys(names)], least=1)
     screen.write(Path(output), page(histories))
     click.echo(f"{output}: {len(histories)} run{'s' if len(histories) > 1 else ''}")
 
@@ -156,7 +156,7 @@ def _run(run: int, history: History, *, opened: bool) -> str:
 def _profiles(history: History) -> str:
     """Tables from profiled ranks."""
     files = sorted((history.path / "artifacts" / "profile").glob("*.txt"))
-    tables = "".join(f"<pre>{escape(file.read_text(encoding='utf-8'))}</pre>" for file in files)
+    tables = "".join(f"<pre>{escape(file.read_text(encoding='utf-8', errors='replace'))}</pre>" for file in files)
     return f"<details><summary>Profile</summary>{tables}</details>" if files else ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,34 @@ def _readable(history: History) -> bool:
     try:
         history.summary()
     except ConfigError as error:
-        click.echo(f"{click.style('Warning:', fg='yellow')} {error}", err=True)
+        _warn(error)
         return False
     return True
+
+
+def whole(histories: Sequence[History], *, least: int) -> list[History]:
+    """The runs of which every file can be read; warns about the others.
+
+    Raises:
+        ConfigError: naming a damaged file, if fewer than `least` runs are left.
+    """
+    left: list[History] = []
+    problems: list[ConfigError] = []
+    for history in histories:
+        try:
+            history.check()
+            left.append(history)
+        except ConfigError as error:
+            problems.append(error)
+    if problems and len(left) < least:
+        raise problems[0]
+    for problem in problems:
+        _warn(problem)
+    return left
+
+
+def _warn(error: ConfigError) -> None:
+    click.echo(f"{click.style('Warning:', fg='yellow')} {error} The run is left out.", err=True)
 
 
 @click.command(short_help="Show one run: how it went, and how it was made.")
@@ -124,7 +149,7 @@ def compare(names: tuple[str, ...], run_dir: str, as_json: bool) -> None:
     """Show where runs differ, in their configurations and in their results."""
     if len(names) < 2:
         raise ConfigError("Name at least two runs; `forge runs list` shows them.")
-    histories = [open_run(name, Path(run_dir)) for name in names]
+    histories = whole([open_run(name, Path(run_dir)) for name in names], least=2)
     differing = differences([history.config for history in histories])
     results = _results(histories)
     if as_json:

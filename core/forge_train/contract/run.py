@@ -14,7 +14,7 @@ from ..ground.errors import ConfigError, DivergedError
 from ..ground.failure import Failure
 from ..ground.files import write_json
 from ..ground.records import EventSchema, Records, read
-from ..ground.strict_json import loads
+from ..ground.run_files import load
 
 log = logging.getLogger("forge_train")
 
@@ -88,11 +88,10 @@ class Run:
         """How the run ended last time; empty where it never did, or what it wrote is damaged."""
         file = self.dir / "outcome.json"
         try:
-            found = loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        except ValueError:
+            return load(file) or {}
+        except ConfigError:
             log.warning("%s is damaged, and is left out.", file)
             return {}
-        return found if isinstance(found, dict) else {}
 
     def fail(self, failure: Failure, code: int, step: int, loss: float | None) -> None:
         """Write how the run failed."""

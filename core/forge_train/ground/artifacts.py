@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from .run_files import odd
 from .strict_json import dumps, loads
 
 log = logging.getLogger("forge_train")
@@ -108,6 +109,9 @@ def recorded(folder: Path) -> list[Artifact]:
     for file in sorted((folder / FOLDER).glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.endswith("\n"):
-                one = Artifact(**loads(line))
+                entry = loads(line)
+                if problem := odd(entry, {"path": str, "bytes": int, "sha256": str, "plugin": str}):
+                    raise ValueError(f"{file.name}: {problem}")
+                one = Artifact(**entry)
                 found[one.path] = one
     return [found[path] for path in sorted(found)]

@@ -11,6 +11,7 @@ from typing import Any
 
 from . import disk
 from .errors import ConfigError, PluginError
+from .run_files import NUMBER, check_text, odd
 from .strict_json import dumps, loads
 
 log = logging.getLogger("forge_train")
@@ -35,6 +36,7 @@ those of them that differ from run to run."""
 
 TIMINGS = frozenset({"tokens_per_second", "step_seconds", "mfu", "memory_gib", "data_wait"})
 """The keys of METRICS that differ from run to run."""
+_METRICS_LINE = {"step": int, "loss": float, "timing?": [str], **{f"{key}?": NUMBER for key in METRICS}}
 
 
 @dataclass(frozen=True)
@@ -143,17 +145,42 @@ def read(file: Path, *, strict: bool = True) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 found = loads(line.decode("utf-8"))
-            except ValueError:
+                if b"\\u" in line:
+                    check_text(found)
+                _check(file, found)
+            except ValueError as error:
                 if strict:
-                    raise
+                    raise ValueError(f"line {number}: {error}") from error
                 log.warning("%s:%d is damaged, and is left out.", file, number)
                 continue
-            _check_version(file, found)
             yield found
 
 
+def _check(file: Path, line: Any) -> None:
+    """Check the shape of a line; a plugin's events are for the plugin to read.
+
+    Raises:
+        ValueError: saying what is wrong.
+        ConfigError: if it is of a newer version than is known here.
+    """
+    events = file.name == "events.jsonl"
+    problem = odd(line, {"version?": int, **({"event": str} if events else {"event?": str})})
+    if not problem:
+        _check_version(file, line)
+        if "event" not in line:
+            problem = odd(line, _METRICS_LINE)
+        elif schema := EVENTS.get(line["event"]):
+            fields = schema.fields if line.get("version", 1) == schema.version else {}
+            problem = odd(line, {"step": int, "time": float, **fields})
+            if not problem and schema.name == "evaluation":
+                problem = odd(line["metrics"], {"*": NUMBER})
+    if not problem and isinstance(step := line.get("step"), int) and step < 0:
+        problem = "'step' is less than 0"
+    if problem:
+        raise ValueError(problem)
+
+
 def _check_version(file: Path, line: Mapping[str, Any]) -> None:
-    """A plugin's events are for the plugin to read."""
     known = EVENTS[line["event"]].version if line.get("event") in EVENTS else METRICS_VERSION
     if line.get("version", 1) > known and ("event" not in line or line["event"] in EVENTS):
         raise ConfigError(

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..contract.run import Run, writing
-from ..ground.errors import ConfigError, describe
 from ..ground.files import remove_remains, write_json, write_whole
 from ..ground.remote import is_remote, plain
-from ..ground.untrusted import load_json
+from ..ground.run_files import load
 from ..ground.world import World
 from ..registry.write import to_toml
 from . import model_files
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from ..contract.hooks import Hooks
 
 log = logging.getLogger("forge_train")
-_LARGEST = 64 << 20
-"""Bytes of a list of plugins."""
 
 
 def describe_run(run: Run, config: Config, hooks: Hooks, *, fresh: bool) -> None:
@@ -127,15 +124,8 @@ def plugin_list(hooks: Hooks) -> list[dict[str, str]]:
 
 def saved_plugins(checkpoint: Path) -> list[dict[str, str]]:
     """The plugins of a checkpoint's run; empty where they were not kept."""
-    file = checkpoint / "plugins.json"
-    try:
-        found = load_json(file, most=_LARGEST) if file.exists() else []
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: can't be read: {describe(error)}") from error
-    keys = ("name", "version", "hash")
-    if not isinstance(found, list) or any(not isinstance(e, dict) or not {*keys} <= e.keys() for e in found):
-        raise ConfigError(f"{file}: expected a list of plugins, each with {', '.join(keys)}.")
-    return found
+    found: list[dict[str, str]] | None = load(checkpoint / "plugins.json", links=False)
+    return found or []
 
 
 def environment() -> dict[str, Any]:

@@ -137,6 +137,7 @@ def best_steps(said: Iterable[tuple[int, Any]], retention: Retention) -> set[int
     """
     scores: dict[int, float] = {}
     for step, best in said if retention.best else ():
-        if isinstance(best, dict) and best.get("metric") == retention.best and isinstance(best["value"], (int, float)):
-            scores[step] = best["value"] if retention.best_is == "lowest" else -best["value"]
+        value = best.get("value") if isinstance(best, dict) and best.get("metric") == retention.best else None
+        if isinstance(value, (int, float)):
+            scores[step] = value if retention.best_is == "lowest" else -value
     return set(sorted(scores, key=lambda step: (scores[step], step))[: retention.keep_best])
