@@ -191,9 +191,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         ("..", "expected the name of a folder"),
         (".a", "expected a name that does not begin with a dot, found '.a'"),
         ("  ", "expected a name"),
-        ("a\tb", r"expected printable characters, and no spaces at either end, found 'a\tb'"),
-        ("a\x00b", "expected printable characters"),
-        ("\udcff", r"--set 'run.name=\udcff': expected UTF-8 text"),
+        ("a\tb", r"expected a name of printable characters, and no spaces at either end, found 'a\tb'"),
+        ("a\x00b", "expected a name of printable characters"),
+        ("\udcff", r"expected a name of printable characters, and no spaces at either end, found '\udcff'"),
     ],
 )
 def test_a_name_that_no_folder_can_have(tmp_path: Path, name: str, says: str) -> None:
