@@ -16,6 +16,7 @@ from forge_train_data.chats import (
     embedding_texts,
     open_template,
     preference,
+    renamed,
     render_preference,
 )
 
@@ -53,6 +54,23 @@ def test_reads_the_usual_shapes(record: dict[str, Any], messages: list[dict[str,
     assert list(conversation(record).messages) == messages
 
 
+@pytest.mark.parametrize(
+    ("record", "rename", "roles"),
+    [
+        ({"question": "a", "answer": "b"}, {"prompt": "question", "completion": "answer"}, {}),
+        ({"row": {"q": "a", "a": "b"}, "n": 1}, {"instruction": "row.q", "output": "row.a"}, {}),
+        ({"dialog": [{"who": "me", "text": "a"}, {"who": "bot", "text": "b"}]},
+         {"messages": "dialog", "role": "who", "content": "text"}, {"me": "user", "bot": "assistant"}),
+        ({"messages": json.dumps([{"from": "human", "value": "a"}, {"from": "bot", "value": "b"}])},
+         {}, {"bot": "gpt"}),
+    ],
+)  # fmt: skip
+def test_fields_and_roles_may_have_other_names(
+    record: dict[str, Any], rename: dict[str, str], roles: dict[str, str]
+) -> None:
+    assert list(conversation(renamed(record, rename, roles, "line 1")).messages) == [USER, ASSISTANT]
+
+
 def test_tools_may_be_json_in_a_string() -> None:
     for tools in ([TOOL], json.dumps([TOOL])):
         assert conversation({"messages": [USER, ASSISTANT], "tools": tools}).tools == (TOOL,)
@@ -77,6 +95,7 @@ def test_tools_may_be_json_in_a_string() -> None:
         ({"messages": [USER, {"role": "assistant", "tool_calls": "add"}]}, "tool_calls: expected a list of calls"),
         ({"messages": [USER, {**ASSISTANT, "weight": 0.5}]}, r"weight is 0\.5; expected 0 \(not learned\) or 1"),
         ({"conversations": [{"from": "bob", "value": "a"}]}, "from is 'bob'; expected one of human, gpt"),
+        ({"prompt": "a", "completion": "b", "label": False}, "label is false: an answer that was judged bad"),
         ({"conversations": [{"text": "a"}]}, "expected from and value, found text"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
          r"tool_calls\[0\]\.function\.arguments: expected a JSON object"),
@@ -110,6 +129,7 @@ WORSE = {"role": "assistant", "content": "c"}
         {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [WORSE]},
         {"prompt": "a", "chosen": [USER, ASSISTANT], "rejected": [USER, WORSE]},
         {"prompt": None, "chosen": [USER, ASSISTANT], "rejected": [USER, WORSE], "score": 1},
+        {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
     ],
 )
 def test_preference_pairs_have_a_common_prompt(record: dict[str, Any]) -> None:
@@ -121,6 +141,7 @@ def test_preference_pairs_have_a_common_prompt(record: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("record", "sentence"),
     [
+        ({"prompt": "a", "completion": "b", "label": True}, "prompt, completion and label (KTO) are one answer"),
         ({"chosen": "b"}, "expected chosen and rejected; the fields are chosen"),
         ({"chosen": "b", "rejected": "c"}, "chosen is a string, and there is no prompt"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),

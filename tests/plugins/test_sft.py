@@ -253,6 +253,18 @@ class TestTemplates:
         assert own[0] == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_records_with_other_names(here: Path) -> None:
+    write(here, {"row": {"question": "say", "answer": "one"}})
+    names = {"prompt": "row.question", "completion": "row.answer"}
+    assert learned(here, epoch(sft(here, rename=names).build_data(job(here), "train"))) == {"one<|im_end|>": 1}
+    write(here, {"dialog": [{"who": "me", "text": "say"}, {"who": "bot", "text": "two"}]})
+    names, roles = {"messages": "dialog", "role": "who", "content": "text"}, {"me": "user", "bot": "assistant"}
+    found = epoch(sft(here, rename=names, roles=roles).build_data(job(here), "train"))
+    assert learned(here, found) == {"two<|im_end|>": 1}
+    with pytest.raises(ConfigError, match=r"rename: no field 'promt' is read; .* Did you mean 'prompt'\?"):
+        sft(here, rename={"promt": "question"}).build_data(job(here), "train")
+
+
 def test_half_a_surrogate_pair_is_refused_with_its_line(here: Path) -> None:
     write(here, several("one"), several("t\ud83do"))
     with pytest.raises(ConfigError, match=r"chats\.jsonl, line 2 has half a surrogate pair at character"):

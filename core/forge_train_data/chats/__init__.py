@@ -9,6 +9,7 @@ from .beside import turn_end, write_beside
 from .faithful import check_written
 from .pairs import EmbeddingTexts, Preference, embedding_texts, preference, render_preference
 from .records import SHAPES, Conversation, conversation
+from .rename import check_names, renamed
 from .render import Learn, Segments, render, tokenise, tokenise_ended
 from .sources import BUILT_IN, open_template
 from .template import Template
@@ -22,11 +23,13 @@ __all__ = [
     "Preference",
     "Segments",
     "Template",
+    "check_names",
     "check_written",
     "conversation",
     "embedding_texts",
     "open_template",
     "preference",
+    "renamed",
     "render",
     "render_preference",
     "tokenise",

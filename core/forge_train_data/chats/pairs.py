@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from forge_train import ConfigError
 
 from .calls import tools_of
-from .records import Conversation, checked, common, said
+from .records import Conversation, Message, checked, common, said
 from .render import Segments, render
 from .template import Template
 
@@ -34,12 +35,18 @@ class EmbeddingTexts:
 def preference(record: Mapping[str, Any], where: str = "this record") -> Preference:
     """`{"prompt"?, "chosen", "rejected", "tools"?}`, each a string or a list of messages.
 
-    Without `prompt` the answers are lists, and the messages with which both begin are the prompt.
+    Without `prompt` the answers are lists, or transcripts as in HH-RLHF, and the messages with which both begin are the
+    prompt.
 
     Raises:
         ConfigError: a field is missing or of another shape; the answers are the same, or have no turn of the assistant.
     """
     fields = {name: value for name, value in record.items() if value is not None}
+    if "chosen" not in fields and {"completion", "label"} <= fields.keys():
+        raise ConfigError(
+            f"{where}: prompt, completion and label (KTO) are one answer with a verdict, and a pair needs two: join a "
+            "true and a false answer to the same prompt into a record of prompt, chosen and rejected."
+        )
     if null := [name for name in ("chosen", "rejected") if name in record and name not in fields]:
         raise ConfigError(f"{where}: {null[0]} is null; a pair needs both answers.")
     if not {"chosen", "rejected"} <= fields.keys():
@@ -47,6 +54,9 @@ def preference(record: Mapping[str, Any], where: str = "this record") -> Prefere
     prompt = said(fields["prompt"], "user", f"{where}: prompt") if "prompt" in fields else []
     answers = []
     for name in ("chosen", "rejected"):
+        if not prompt and isinstance(fields[name], str) and (turns := _transcript(fields[name])):
+            answers.append(turns)
+            continue
         if isinstance(fields[name], str) and not prompt:
             raise ConfigError(f"{where}: {name} is a string, and there is no prompt; give one, or lists of messages.")
         answer = said(fields[name], "assistant", f"{where}: {name}")
@@ -57,6 +67,17 @@ def preference(record: Mapping[str, Any], where: str = "this record") -> Prefere
         raise ConfigError(f"{where}: chosen and rejected are the same.")
     context, tools = common(chosen, rejected), tools_of(fields.get("tools"), where)
     return Preference(*(checked(Conversation(tuple(answer), tools, context, where)) for answer in answers))
+
+
+def _transcript(text: str) -> list[Message]:
+    """The messages of HH-RLHF's strings, `\\n\\nHuman: … \\n\\nAssistant: …`; none of any other text."""
+    before, *parts = re.split(r"(?:\A\s*|\n\n)(Human|Assistant):", text)
+    if before.strip() or not parts or parts[0] != "Human":
+        return []
+    speakers = {"Human": "user", "Assistant": "assistant"}
+    return [
+        {"role": speakers[who], "content": words.strip()} for who, words in zip(parts[::2], parts[1::2], strict=True)
+    ]
 
 
 def render_preference(template: Template, pair: Preference) -> tuple[Segments, Segments]:

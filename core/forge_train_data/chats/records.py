@@ -96,6 +96,8 @@ def conversation(record: Mapping[str, Any], where: str = "this record", shape: s
     elif shape == "sharegpt":
         found = [*_system(fields, where), *_sharegpt(fields["conversations"], f"{where}: conversations")]
     elif shape == "prompt":
+        if fields.get("label") is False:
+            raise ConfigError(f"{where}: label is false: an answer that was judged bad would be learned; leave it out.")
         prompt = said(fields["prompt"], "user", f"{where}: prompt")
         found, context = [*prompt, *said(fields["completion"], "assistant", f"{where}: completion")], len(prompt)
     else:

@@ -241,7 +241,7 @@ class _Reading:
     def _of(self, piece: Piece) -> Iterator[tuple[bytes, Any, Any]]:
         maker = self._maker
         if maker.template is not None:
-            yield from chats(piece, maker.template, maker.tokenizer, self._wanted.learn)
+            yield from chats(piece, self._wanted, maker.template, maker.tokenizer)
         else:
             for text in documents(piece, self._wanted.field):
                 yield text, None, None

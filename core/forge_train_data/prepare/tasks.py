@@ -45,6 +45,7 @@ class Preparation:
         chat: whether records are conversations, which a chat template renders, and not texts.
         template: which one; empty for the tokenizer's own.
         template_options: of that template.
+        rename, roles: see `chats.renamed`.
         learn: what of a conversation is learned.
         pairs: whether records are pairs, each of which becomes two documents that follow each other: preferences,
             which are conversations too, or texts.
@@ -64,6 +65,8 @@ class Preparation:
     chat: bool = False
     template: str = ""
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
     learn: Learn = "assistant"
     pairs: Literal["", "preference", "embedding"] = ""
     maps: tuple[str, ...] = ()
@@ -75,7 +78,13 @@ class Preparation:
         if self.labels is not None:
             return {**made, **self.labels.public()}
         if self.pairs or self.chat:
-            chosen = {"template": self.template, "template_options": dict(self.template_options), "rules": RULES}
+            named = {"rename": dict(self.rename), "roles": dict(self.roles)} if self.rename or self.roles else {}
+            chosen = {
+                "template": self.template,
+                "template_options": dict(self.template_options),
+                "rules": RULES,
+                **named,
+            }
             return {**made, **chosen, **({"pairs": self.pairs} if self.pairs else {"learn": self.learn})}
         other = {"fields": [list(one) for one in self.fields]} if self.fields else {}
         return {**made, "field": self.field, **other, "maps": list(self.maps)}

@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from forge_train import ConfigError, Tokenizer
 
 from ..chats import (
-    Learn,
     Template,
+    check_names,
     check_written,
     conversation,
     embedding_texts,
     open_template,
     preference,
+    renamed,
     render,
     render_preference,
     tokenise_ended,
@@ -156,6 +157,7 @@ class Maker:
         """
         opened, maps = open_tokenizer(tokenizer), Maps(wanted.maps)
         maps.check(opened)
+        check_names(wanted.rename)
         folder = None if tokenizer == BYTES else Path(tokenizer)
         template = (
             open_template(wanted.template, folder, options=wanted.template_options, now=TODAY) if wanted.chat else None
@@ -171,22 +173,22 @@ def encoded(
         for text, two in labelled(_placed(piece), wanted.labels, maker.tokenizer):
             yield text, [(ids, None) for ids in two]
     elif wanted.pairs:
-        for text, members in pairs(piece, maker.template, maker.tokenizer):
+        for text, members in pairs(piece, wanted, maker.template, maker.tokenizer):
             yield text, [*members]
     elif maker.template is not None:
-        for text, ids, trained in chats(piece, maker.template, maker.tokenizer, wanted.learn):
+        for text, ids, trained in chats(piece, wanted, maker.template, maker.tokenizer):
             yield text, [(ids, trained)]
 
 
 def chats(
-    piece: Piece, template: Template, tokenizer: Tokenizer, learn: Learn
+    piece: Piece, wanted: Preparation, template: Template, tokenizer: Tokenizer
 ) -> Iterator[tuple[bytes, Ids, NDArray[np.uint8]]]:
     """Text, token ids and what is learned of each conversation of a piece."""
-    for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
-        found = conversation(record, piece.file.at(place))
+    for where, record in _named(piece, wanted):
+        found = conversation(record, where)
         if found.silent:
             raise ConfigError(f"{found.where}: the assistant's turn is empty; a model would learn to say nothing.")
-        segments = render(template, found, learn=learn)
+        segments = render(template, found, learn=wanted.learn)
         check_written(template, found, segments.text)
         text = utf8(segments.text, found.where)
         ids, trained = tokenise_ended(tokenizer, template, segments)
@@ -196,17 +198,17 @@ def chats(
 
 
 def pairs(
-    piece: Piece, template: Template | None, tokenizer: Tokenizer
+    piece: Piece, wanted: Preparation, template: Template | None, tokenizer: Tokenizer
 ) -> Iterator[tuple[bytes, list[tuple[Ids, NDArray[np.uint8]]]]]:
     """The first text of each pair of a piece, and of both the token ids and what is learned.
 
     Args:
         piece: of a file.
+        wanted: the preparation.
         template: of preferences; None for pairs of texts, which are learned as a whole.
         tokenizer: of the preparation.
     """
-    for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
-        where = piece.file.at(place)
+    for where, record in _named(piece, wanted):
         if template is not None:
             pair = preference(record, where)
             both = render_preference(template, pair)
@@ -226,6 +228,12 @@ def pairs(
             whole = [*tokenizer.begin, *ids, *([] if tokenizer.end is None else [tokenizer.end])]
             encoded.append((np.asarray(whole, np.uint32), np.ones(len(whole), np.uint8)))
         yield found.anchor.encode(), encoded
+
+
+def _named(piece: Piece, wanted: Preparation) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The records of a piece under the names that are read, each after its place."""
+    for where, record in _placed(piece):
+        yield where, renamed(record, wanted.rename, wanted.roles, where)
 
 
 def _placed(piece: Piece) -> Iterator[tuple[str, Mapping[str, Any]]]:

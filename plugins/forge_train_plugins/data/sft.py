@@ -44,6 +44,11 @@ class SFT(DataPlugin):
         """Options of the template: `{ enable_thinking = false }`; the saved template has them as its defaults."""
         learn: Literal["assistant", "last", "all"] = "assistant"
         """What is learned: every turn of the assistant, its last one, or all tokens."""
+        rename: Mapping[str, str] = field(default_factory=dict)
+        """The name to read, and the records' own: `{ prompt = "question", completion = "row.answer" }`; `role` and
+        `content` rename the fields of messages."""
+        roles: Mapping[str, str] = field(default_factory=dict)
+        """The records' names of roles: `{ bot = "assistant" }`."""
         long: Literal["refuse", "drop", "left", "right"] = "refuse"
         """What becomes of a conversation that is longer than a row: it ends the run, is left out, or loses tokens on
         its left or right."""
@@ -202,5 +207,7 @@ class SFT(DataPlugin):
             chat=True,
             template=config.template,
             template_options=config.template_options,
+            rename=config.rename,
+            roles=config.roles,
             learn=config.learn,
         )

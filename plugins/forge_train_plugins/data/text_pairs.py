@@ -46,6 +46,10 @@ class TextPairs(Plugin):
         """The chat template for preference pairs; see `sft.template`."""
         template_options: Mapping[str, Any] = field(default_factory=dict)
         """See `sft.template_options`."""
+        rename: Mapping[str, str] = field(default_factory=dict)
+        """See `sft.rename`."""
+        roles: Mapping[str, str] = field(default_factory=dict)
+        """See `sft.roles`."""
         long: Literal["refuse", "drop", "left", "right"] = "refuse"
         """What happens to a pair with a text that is longer than a row: the pair ends the run or is left out, or its
         texts that are too long lose tokens on their left or right."""
@@ -176,4 +180,6 @@ class TextPairs(Plugin):
             chat=config.kind == "preference",
             template=config.template,
             template_options=config.template_options,
+            rename=config.rename,
+            roles=config.roles,
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 from forge_train import ConfigError
 from forge_train.ground.errors import ForgeError, describe
-from forge_train_data.formats import text_of
+from forge_train_data.formats import text_of, utf8
 from forge_train_data.held_out import Side, side_of
 
 
@@ -169,7 +169,7 @@ class Texts:
             self.dataset.load_state_dict(dict(state or self._first))
             for record in self.dataset:
                 text = text_of(record, self.field, f"hf_datasets.path: {self.label}", "hf_datasets.field")
-                document = text.encode("utf-8")
+                document = utf8(text, f"hf_datasets.path: {self.label}: {self.field!r}")
                 if document and side_of(document, self.held_out) == self.side:
                     yield document
 

@@ -1,0 +1,76 @@
+"""Records whose fields and roles have other names than those that are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from forge_train import ConfigError
+from forge_train.ground.errors import nearest
+
+from .calls import listed
+
+_ENTRY = ("role", "content")
+"""Targets that are fields of a message; all others are fields of a record."""
+NAMES = (
+    *("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "history"),
+    *("tools", "chosen", "rejected", "anchor", "positive", *_ENTRY),
+)
+"""Names that are read."""
+
+
+def check_names(rename: Mapping[str, str]) -> None:
+    """Refuse a name that nothing reads.
+
+    Raises:
+        ConfigError: with the nearest that is read.
+    """
+    for name in rename:
+        if name not in NAMES:
+            raise ConfigError(f"rename: no field {name!r} is read; expected {', '.join(NAMES)}.{nearest(name, NAMES)}")
+
+
+def renamed(
+    record: Mapping[str, Any], rename: Mapping[str, str], roles: Mapping[str, str], where: str
+) -> Mapping[str, Any]:
+    """The same record under the names that are read.
+
+    Args:
+        record: of a file.
+        rename: the name to read, and the record's own for it, with dots where that is nested:
+            `{"messages": "row.chat"}`. `role` and `content` are fields of each message.
+        roles: the record's name of a role, and the role.
+        where: the record's place, for messages.
+    """
+    if not rename and not roles:
+        return record
+    tops = {name: own for name, own in rename.items() if name not in _ENTRY}
+    inner = {name: own for name, own in rename.items() if name in _ENTRY}
+    found = {name: value for name, value in record.items() if name not in tops.values()}
+    for name, own in tops.items():
+        if (value := _at(record, own)) is not None:
+            found[name] = value
+    for name, value in found.items():
+        entries = listed(value, f"{where}: {name}")
+        if isinstance(entries, list) and name != "tools":
+            found[name] = [_entry(one, inner, roles) if isinstance(one, Mapping) else one for one in entries]
+    return found
+
+
+def _at(record: Mapping[str, Any], name: str) -> Any:
+    if name in record:
+        return record[name]
+    first, dot, rest = name.partition(".")
+    inner = record.get(first)
+    return _at(inner, rest) if dot and isinstance(inner, Mapping) else None
+
+
+def _entry(entry: Mapping[str, Any], inner: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, Any]:
+    found = {name: value for name, value in entry.items() if name not in inner.values()}
+    for name, own in inner.items():
+        if (value := _at(entry, own)) is not None:
+            found[name] = value
+    for name in ("role", "from"):
+        if isinstance(found.get(name), str):
+            found[name] = roles.get(found[name], found[name])
+    return found
