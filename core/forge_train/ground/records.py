@@ -167,9 +167,9 @@ def _check(file: Path, line: Any) -> None:
     problem = odd(line, {"version?": int, **({"event": str} if events else {"event?": str})})
     if not problem:
         _check_version(file, line)
-        if "event" not in line:
+        if file.name == "metrics.jsonl":
             problem = odd(line, _METRICS_LINE)
-        elif schema := EVENTS.get(line["event"]):
+        elif schema := EVENTS.get(line.get("event", "")):
             fields = schema.fields if line.get("version", 1) == schema.version else {}
             problem = odd(line, {"step": int, "time": float, **fields})
             if not problem and schema.name == "evaluation":
