@@ -57,7 +57,8 @@ def render(template: Template, conversation: Conversation, *, learn: Learn = "as
         if tagged is not None and len(tagged) == len(turns):
             return Segments(text, tuple(span for at, span in zip(turns, tagged, strict=True) if at in wanted))
         finder = Turns(template, conversation.messages, conversation.tools, text)
-        spans = [part for at in wanted if (span := finder.span(at)) for part in _without(span, finder.results(at))]
+        parts = [(at, part) for at in wanted for part in finder.spans(at)]
+        spans = [left for at, part in parts for left in _without(part, finder.results(at))]
     except ConfigError as error:
         raise ConfigError(f"{conversation.where}: {error}") from error
     if tagged is not None:
@@ -67,7 +68,10 @@ def render(template: Template, conversation: Conversation, *, learn: Learn = "as
 
 def _without(span: Span, hole: Span | None) -> list[Span]:
     """What is left of a span around a hole in it."""
-    return [span] if hole is None else [(span[0], max(span[0], hole[0])), (min(span[1], hole[1]), span[1])]
+    if hole is None:
+        return [span]
+    first, last = (min(max(place, span[0]), span[1]) for place in hole)
+    return [(span[0], first), (last, span[1])]
 
 
 def tokenise(tokenizer: Tokenizer, segments: Segments) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:

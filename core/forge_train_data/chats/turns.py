@@ -15,7 +15,11 @@ ends it. A template is a program, so each border is found in a way that proves i
      and has more (DeepSeek-R1 opens thoughts there, and drops them from the rendering);
   4. likewise, with what a generation prompt and the rendering have in common, where all that the prompt has more are
      added tokens and spaces (Nemotron opens thoughts on a line, and renders `<think></think>`);
-  5. what the template writes before the turn's own words ends with the generation prompt.
+  5. what the template writes before the turn's own words ends with the generation prompt, but for marks of thoughts:
+     a prompt may open thoughts (`<think>\\n`) where a turn without any has `<think></think>`. What both begin with is
+     given to the model.
+
+Templates that write a tool's output inside the turn that called it (Gemma 4) have it cut out of the turn.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ _RESULTS = ("tool_responses", "tool_results")
 """Keys of an assistant's message that hold what tools answered, which is not learned."""
 _KEPT = ("role", "type", "id", "tool_call_id", "name")
 """Keys whose strings templates compare or check; sentinels leave them."""
+_THOUGHT_MARKS = re.compile(r"(?:\s|<[^<>]*think[^<>]*>|\[/?think\])*", re.IGNORECASE)
+"""What may stand around thoughts: `<think>`, `[/THINK]`, `<|START_THINKING|>` and spaces."""
 
 
 class Turns:
@@ -54,8 +60,26 @@ class Turns:
         while self._word in everything:
             self._word += "s"
         self._added = re.compile("|".join(map(re.escape, sorted(template.tokens, key=len, reverse=True))) or "(?!)")
+        self._openers = self._opening_tokens()
 
-    def span(self, turn: int) -> Span | None:
+    def spans(self, turn: int) -> list[Span]:
+        """The parts of an assistant's message in the text, apart where outputs of tools are inside; none if left out.
+
+        Raises:
+            ConfigError: they can't be told for sure.
+        """
+        found = self._span(turn)
+        if found is None:
+            return []
+        parts: list[Span] = []
+        start, stop = found
+        for begin, end in self._outputs(turn, found):
+            if start < begin:
+                parts.append((start, begin))
+            start = max(start, end)
+        return [*parts, (start, stop)] if start < stop else parts
+
+    def _span(self, turn: int) -> Span | None:
         """Start and end of an assistant's message in the text; None where the template leaves it out.
 
         Raises:
@@ -69,7 +93,10 @@ class Turns:
             start, end = self._start(turn, before), self._end(turn, after)
             if start is not None and end is not None and start <= end:
                 return start, end
-        raise ConfigError(
+        raise self._unsure(turn)
+
+    def _unsure(self, turn: int) -> ConfigError:
+        return ConfigError(
             f"{self._template.name}: where the assistant's message {turn}, counted from 0, begins and ends can't be "
             "told for sure; put {% generation %} and {% endgeneration %} around what is to be learned in the template."
         )
@@ -103,6 +130,39 @@ class Turns:
         """The same place, or the beginning of the added token that it lies in."""
         return next((one.start() for one in self._added.finditer(text) if one.start() < at < one.end()), at)
 
+    def _outputs(self, turn: int, span: Span) -> list[Span]:
+        """Outputs of tools, with their marks, that the template writes inside a turn, in order."""
+        results = list(
+            itertools.takewhile(lambda at: self._messages[at]["role"] == "tool", range(turn + 1, len(self._messages)))
+        )
+        if not (inside := [at for at in results if self._inside(at, span)]):
+            return []
+        cuts = [found] if (found := self._inserted(turn, results)) else [self._inserted(turn, [at]) for at in inside]
+        if None in cuts:
+            raise self._unsure(turn)
+        return sorted(cut for cut in cuts if cut)
+
+    def _inside(self, at: int, span: Span) -> bool:
+        around = self._around(self._replace(at)[1], at)
+        return around is not None and self._text.startswith(around[0]) and span[0] <= len(around[0]) < span[1]
+
+    def _inserted(self, turn: int, removed: Sequence[int]) -> Span | None:
+        """Where the text has what it lacks without some messages; None if that is more than one place."""
+        message = dict(self._messages[turn])
+        if message.get("content"):
+            message["content"] = self._sentinel(turn, 1)
+        others = [*self._messages[:turn], message, *self._messages[turn + 1 :]]
+        long = self._render(others) or ""
+        short = self._render([one for at, one in enumerate(others) if at not in removed]) or ""
+        length, last = len(long) - len(short), common(long, short)
+        inside = {at for match in self._added.finditer(long) for at in range(match.start() + 1, match.end())}
+        for start in range(last, -1, -1):
+            if length <= 0 or long[start + length :] != short[start:]:
+                return None
+            if not {start, start + length} & inside:
+                return (start, start + length) if self._text.startswith(long[: start + length]) else None
+        return None
+
     def _end(self, turn: int, after: str) -> int | None:
         """Where the turn ends, if the text ends with `after`, what a template writes after the turn's own words."""
         if not self._text.endswith(after):
@@ -115,7 +175,8 @@ class Turns:
             return None
         same = common(after, around[1]) if around else len(after)
         length = self._ending(after, same)
-        if not length and (first := self._added.match(after)):
+        first = self._added.match(after)
+        if not length and first and first.group() not in self._openers:
             ended, asked = self._render(closed), self._render(closed, prompt=True)
             # where a prompt only adds to the text, its first token begins a header
             prompt = None if last or (ended and (asked or "").startswith(ended)) else self._around(asked, turn)
@@ -127,10 +188,22 @@ class Turns:
         """How many of the first `same` characters after a turn's words end it: up to the last added token in them."""
         end = 0
         for match in self._added.finditer(after):
-            if match.end() > same:
+            if match.end() > same or match.group() in self._openers:
                 return end or min(same, match.start())
             end = match.end()
         return end or same
+
+    def _opening_tokens(self) -> frozenset[str]:
+        """Added tokens of headers, before the first words and in a generation prompt, but for those that end words."""
+        user = {"role": "user", "content": self._sentinel(0, 1)}
+        answer = {"role": "assistant", "content": self._sentinel(1, 1)}
+        tools, self._tools = self._tools, ()  # descriptions of tools show tokens that are none of a header
+        asked, answered = self._around(self._render([user]), 0), self._around(self._render([user, answer]), 1)
+        written = [self._header(), asked[0] if asked else ""]
+        self._tools = tools
+        ends = [self._added.match(around[1].lstrip()) for around in (asked, answered) if around]
+        found = {token for text in written for token in self._added.findall(text)}
+        return frozenset(found - {end.group() for end in ends if end})
 
     def _start(self, turn: int, before: str) -> int | None:
         """Where the turn starts, given what the template writes before the turn's own words."""
@@ -139,7 +212,7 @@ class Turns:
             return len(prompt)
         if turn and (start := self._start_after(turn)) is not None:
             return start
-        return len(before) if self._text.startswith(before) and self._ends_with_header(before) else None
+        return self._after_header(before) if self._text.startswith(before) else None
 
     def _start_after(self, turn: int) -> int | None:
         """The same by what follows the words of the message before it."""
@@ -160,13 +233,21 @@ class Turns:
         fits = [len(header) for header in headers if here[1].startswith(header)]
         return len(self._text) - len(here[1]) + fits[0] if fits else None
 
-    def _ends_with_header(self, before: str) -> bool:
-        """Whether a text ends with what a generation prompt adds to a user's message."""
+    def _after_header(self, before: str) -> int | None:
+        """Where the generation prompt ends in a text, if only marks of thoughts follow in either."""
+        header = self._header()
+        for end in range(len(header), 0, -1):
+            at = before.rfind(header[:end])
+            rests = header[end:], before[at + end :]
+            if at >= 0 and all(_THOUGHT_MARKS.fullmatch(rest) for rest in rests):
+                return at + end
+        return None
+
+    def _header(self) -> str:
+        """What a generation prompt adds to a user's message; empty if it adds nothing."""
         user = [{"role": "user", "content": "And then?"}]
         closed, prompt = self._render(user), self._render(user, prompt=True)
-        if not closed or not prompt or not prompt.startswith(closed) or prompt == closed:
-            return False
-        return before.endswith(prompt[len(closed) :])
+        return prompt[len(closed) :] if closed and prompt and prompt.startswith(closed) else ""
 
     def _render(self, messages: Sequence[Message], prompt: bool = False) -> str | None:
         """None where the template refuses this variation."""
