@@ -129,7 +129,8 @@ def test_every_learned_turn_ends(
     template = Template(source, variables={"bos_token": special[0]}, tokens=special)
     user = {"role": "user", "content": question}
     messages = [user, {"role": "assistant", "content": "one"}, user, {"role": "assistant", "content": "two"}]
-    ids, trained = tokenise_ended(tokenizer, template, render(template, conversation({"messages": messages})))
+    segments = render(template, conversation({"messages": messages}))
+    ids, trained = tokenise_ended(tokenizer, template, segments, tokenizer.stops)
     import tokenizers
 
     decode = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).decode

@@ -311,3 +311,12 @@ def test_options_of_the_template_are_learned_and_saved(here: Path) -> None:
         ConfigError, match=r"sft\.template: .* reads no option 'mode'; it reads mood\. Did you mean 'mood'"
     ):
         sft(here, template_options={"mode": 1}).build_data(job(here), "train")
+
+
+def test_a_run_s_copy_of_the_tokenizer_gives_the_same_tokens(here: Path) -> None:
+    before = [batch.inputs.tolist() for batch in epoch(sft(here).build_data(job(here), "train"))]
+    folder = here / "hf"
+    write_beside(folder, open_template("", folder), open_tokenizer(str(folder)), chosen=False)
+    assert TURN_END in open_tokenizer(str(folder)).stops
+    again = sft(here, cache=str(here / "other"))
+    assert [batch.inputs.tolist() for batch in epoch(again.build_data(job(here), "train"))] == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,21 +93,27 @@ def tokenise(tokenizer: Tokenizer, segments: Segments) -> tuple[NDArray[np.uint3
 
 
 def tokenise_ended(
-    tokenizer: Tokenizer, template: Template, segments: Segments
+    tokenizer: Tokenizer, template: Template, segments: Segments, ends: Container[int]
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
     """The same, with an end to every learned turn and to the text.
 
     Some templates end a turn with the token that begins the next one (GLM's `<|user|>`): if generation stops there, it
     is learned. Where the text does not end with a token that ends texts, the tokenizer's own follows, and is learned if
     what stands before it is.
+
+    Args:
+        tokenizer: of the text.
+        template: which rendered it.
+        segments: the rendering.
+        ends: the ids at which generation stops.
     """
     ids, starts, learned = _encoded(tokenizer, segments)
     for _, stop in segments.learned:
         at = int(starts.searchsorted(stop))
-        if at < len(ids) and ids[at] in tokenizer.stops and not segments.text[:stop].endswith(template.tokens):
-            learned[at] |= at > 0 and learned[at - 1] and ids[at - 1] not in tokenizer.stops
+        if at < len(ids) and ids[at] in ends and not segments.text[:stop].endswith(template.tokens):
+            learned[at] |= at > 0 and learned[at - 1] and ids[at - 1] not in ends
     last = int(starts.searchsorted(len(segments.text.rstrip()))) - 1
-    if tokenizer.end is not None and (last < 0 or ids[last] not in tokenizer.stops):
+    if tokenizer.end is not None and (last < 0 or ids[last] not in ends):
         ids, learned = np.append(ids, np.uint32(tokenizer.end)), np.append(learned, learned[-1:])
     return ids, learned
 

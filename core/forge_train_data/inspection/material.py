@@ -241,7 +241,7 @@ class _Reading:
     def _of(self, piece: Piece) -> Iterator[tuple[bytes, Any, Any]]:
         maker = self._maker
         if maker.template is not None:
-            yield from chats(piece, self._wanted, maker.template, maker.tokenizer)
+            yield from chats(piece, self._wanted, maker, maker.template)
         else:
             for text in documents(piece, self._wanted.field):
                 yield text, None, None

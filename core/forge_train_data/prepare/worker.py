@@ -28,6 +28,7 @@ from ..chats import (
     render,
     render_preference,
     tokenise_ended,
+    turn_end,
 )
 from ..formats import lookup, text_of, utf8
 from ..held_out import SIDES, Side, divided, side_of
@@ -142,11 +143,14 @@ class Maker:
         tokenizer: of the preparation.
         template: which renders conversations; None where records are texts.
         maps: changes of texts.
+        ends: the ids at which generation stops: the tokenizer's, and the one that ends a turn of the template. A run's
+            copy of the tokenizer has that too, and gives the same tokens.
     """
 
     tokenizer: Tokenizer
     template: Template | None
     maps: Maps
+    ends: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, wanted: Preparation, tokenizer: str) -> Maker:
@@ -162,7 +166,8 @@ class Maker:
         template = (
             open_template(wanted.template, folder, options=wanted.template_options, now=TODAY) if wanted.chat else None
         )
-        return cls(opened, template, maps)
+        ends = {*opened.stops, *([] if template is None else [turn_end(template, opened)])}
+        return cls(opened, template, maps, frozenset(id for id in ends if id is not None))
 
 
 def encoded(
@@ -173,15 +178,15 @@ def encoded(
         for text, two in labelled(_placed(piece), wanted.labels, maker.tokenizer):
             yield text, [(ids, None) for ids in two]
     elif wanted.pairs:
-        for text, members in pairs(piece, wanted, maker.template, maker.tokenizer):
+        for text, members in pairs(piece, wanted, maker):
             yield text, [*members]
     elif maker.template is not None:
-        for text, ids, trained in chats(piece, wanted, maker.template, maker.tokenizer):
+        for text, ids, trained in chats(piece, wanted, maker, maker.template):
             yield text, [(ids, trained)]
 
 
 def chats(
-    piece: Piece, wanted: Preparation, template: Template, tokenizer: Tokenizer
+    piece: Piece, wanted: Preparation, maker: Maker, template: Template
 ) -> Iterator[tuple[bytes, Ids, NDArray[np.uint8]]]:
     """Text, token ids and what is learned of each conversation of a piece."""
     for where, record in _named(piece, wanted):
@@ -191,23 +196,23 @@ def chats(
         segments = render(template, found, learn=wanted.learn)
         check_written(template, found, segments.text)
         text = utf8(segments.text, found.where)
-        ids, trained = tokenise_ended(tokenizer, template, segments)
+        ids, trained = tokenise_ended(maker.tokenizer, template, segments, maker.ends)
         if not trained.any():
             raise ConfigError(f"{found.where}: no token is learned of this conversation.")
         yield text, ids, trained
 
 
 def pairs(
-    piece: Piece, wanted: Preparation, template: Template | None, tokenizer: Tokenizer
+    piece: Piece, wanted: Preparation, maker: Maker
 ) -> Iterator[tuple[bytes, list[tuple[Ids, NDArray[np.uint8]]]]]:
     """The first text of each pair of a piece, and of both the token ids and what is learned.
 
     Args:
         piece: of a file.
         wanted: the preparation.
-        template: of preferences; None for pairs of texts, which are learned as a whole.
-        tokenizer: of the preparation.
+        maker: with a template for preferences; without one for pairs of texts, which are learned as a whole.
     """
+    tokenizer, template = maker.tokenizer, maker.template
     for where, record in _named(piece, wanted):
         if template is not None:
             pair = preference(record, where)
@@ -215,7 +220,7 @@ def pairs(
             for answer, segments in zip((pair.chosen, pair.rejected), both, strict=True):
                 check_written(template, answer, segments.text)
             texts = [utf8(segments.text, where) for segments in both]
-            yield texts[0], [tokenise_ended(tokenizer, template, segments) for segments in both]
+            yield texts[0], [tokenise_ended(tokenizer, template, segments, maker.ends) for segments in both]
             continue
         found = embedding_texts(record, where)
         if found.negatives:
