@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pprint import pformat
 from typing import Any, Literal
 
 import torch
@@ -133,7 +133,7 @@ class Watched(Watcher):
     def _whole_state(self) -> dict[str, Any]:
         """Of this rank: the sequences of the step, and what it made of weights, buffers, optimizer and plugins."""
         tensors, rest = self.tensors()
-        plugins = {f"{PLUGINS}.{name}": json.dumps(state, sort_keys=True) for name, state in rest[PLUGINS].items()}
+        plugins = {f"{PLUGINS}.{name}": pformat(state) for name, state in rest[PLUGINS].items()}
         return {DATA: list(self.rows), **{name: fingerprint(tensor) for name, tensor in tensors.items()}, **plugins}
 
     def _observed(self) -> dict[str, float]:
