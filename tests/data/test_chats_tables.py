@@ -105,3 +105,12 @@ def test_arguments_in_a_string_are_an_object(arguments: Any) -> None:
             {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
         ]
         assert [one["role"] for one in found.messages[2:]] == (["tool"] if "from" in turn else [])
+
+
+def test_parameters_of_a_tool_in_a_string_are_an_object() -> None:
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for given in (parameters, json.dumps(parameters)):
+        for schema in ({"name": "f", "parameters": given}, {"function": {"name": "f", "parameters": given}}):
+            (found,) = conversation({"messages": messages, "tools": [schema]}).tools
+            assert found.get("function", found)["parameters"] == parameters

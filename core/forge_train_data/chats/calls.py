@@ -35,7 +35,7 @@ def listed(value: Any, where: str) -> Any:
 
 
 def tools_of(tools: Any, where: str) -> tuple[Any, ...]:
-    """JSON schemas of tools; tables often hold them, or each of them, as JSON in a string."""
+    """JSON schemas of tools; tables often hold them, each of them, or their parameters as JSON in a string."""
     where = f"{where}: tools"
     if isinstance(tools, str):
         tools = _parsed(tools, where) if tools.strip() else []
@@ -44,6 +44,10 @@ def tools_of(tools: Any, where: str) -> tuple[Any, ...]:
     tools = plain(tools or [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError(f"{where}: expected a list of JSON schemas, found {tools!r}.")
+    for tool in tools:
+        for holder in (tool, tool.get("function")):
+            if isinstance(holder, dict) and isinstance(schema := holder.get("parameters"), str):
+                holder["parameters"] = plain(_parsed(schema, f"{where}: parameters"))
     return tuple(tools)
 
 
