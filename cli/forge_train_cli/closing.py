@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from forge_train.ground.errors import ConfigError, ForgeError, describe
 from forge_train.ground.failure import Failure
 from forge_train.ground.world import World
-from forge_train.storage import checkpoint
 from forge_train.storage.run import is_checkpoint
 
 if TYPE_CHECKING:
@@ -75,6 +74,7 @@ def _unused(name: str) -> str:
 
 def _opened(run: Path) -> Job | None:
     """A job of one process with the run's newest checkpoint, as later commands open it; None if they would not."""
+    from forge_train.storage import checkpoint
     from forge_train_tools.offline.opening import lone_job, setup_of
 
     saved = [path for path in sorted((run / "checkpoints").glob("step-*")) if is_checkpoint(path)]

@@ -465,7 +465,7 @@ MISTAKES: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "a file of something else": (
         lambda hf: (hf / "model.safetensors").write_bytes(b"version https://git-lfs" * 20),
-        ("not a whole safetensors file",),
+        ("is a pointer of Git LFS, not the file itself",),
     ),
 }
 

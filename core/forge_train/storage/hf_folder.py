@@ -19,6 +19,7 @@ from ..ground.untrusted import load_json, parse_json, regular_size
 from ..state_map import Box, Plan
 from ..state_map.views import whole
 from .consolidated import INDEX
+from .model_files import pointer
 
 CONFIG, SINGLE = "config.json", "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -72,15 +73,19 @@ class Folder:
         if not path.is_dir():
             raise ConfigError(f"{path}: there is no such folder.")
         if not (path / CONFIG).is_file():
-            raise ConfigError(f"{path}: not a model in Hugging Face layout: there is no {CONFIG}.")
+            raise ConfigError(f"{path}: not a model in Hugging Face layout: there is no {CONFIG}.{_others(path)}")
         config = table(path / CONFIG)
         if (path / INDEX).is_file():
-            return cls(path, config, _indexed(path))
+            tensors = _indexed(path)
+            if (path / SINGLE).is_file() and all(one.file.name != SINGLE for one in tensors.values()):
+                raise ConfigError(
+                    f"{path}: holds two sets of weights, {SINGLE} and the files that {INDEX} lists; transformers would "
+                    "read the first. Remove the one that is not the model."
+                )
+            return cls(path, config, tensors)
         if (path / SINGLE).is_file():
             return cls(path, config, _header(path / SINGLE))
-        others = sorted(file.name for pattern in ("*.bin", "*.safetensors") for file in path.glob(pattern))
-        hint = f" There is {', '.join(others[:3])}; only safetensors files of these names are read." if others else ""
-        raise ConfigError(f"{path}: found neither {SINGLE} nor {INDEX}.{hint}")
+        raise ConfigError(f"{path}: found neither {SINGLE} nor {INDEX}.{_others(path)}")
 
     def check_sizes(self) -> None:
         """Check that the files are large enough for the described model.
@@ -150,9 +155,32 @@ def table(file: Path) -> dict[str, Any]:
     return found
 
 
+_OTHERS = (
+    (
+        "adapter_config.json",
+        "It holds an adapter of PEFT, not a model; name the folder of its model.",
+    ),
+    ("*.gguf", "GGUF files are not read; take the safetensors files that they were made from."),
+    ("*.bin", "Pickled weights are never read; save the model with transformers, which writes safetensors files."),
+    ("*.safetensors", "Only safetensors files of these names are read."),
+)
+"""Patterns of files that a folder may hold instead of a model's, and advice on each."""
+
+
+def _others(path: Path) -> str:
+    """Advice on what a folder holds instead of a model; empty if nothing is known."""
+    for pattern, advice in _OTHERS:
+        if found := sorted(file.name for file in path.glob(pattern)):
+            return f" There is {few(found, 3)}. {advice}"
+    return ""
+
+
 def _header(file: Path) -> dict[str, Entry]:
     try:
         regular_size(file, links=True)
+        with file.open("rb") as opened:
+            if why := pointer(opened.read(64)):
+                raise ConfigError(f"{file}: {why}")
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
             return {name: Entry(file, tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
