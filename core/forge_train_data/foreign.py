@@ -27,6 +27,7 @@ _LLM_C_HEADER = 256 * 4
 _LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 """Magic → version and dtype: GPT-2's tokens and Llama 3's."""
 _LLM_C_EVALUATION = 20240522
+_NPY = b"\x93NUMPY"
 
 
 def open_foreign(path: Path, *, dtype: str | None, end: int | None, key: str) -> list[Shard]:
@@ -36,7 +37,8 @@ def open_foreign(path: Path, *, dtype: str | None, end: int | None, key: str) ->
       the index, or its sequences where the index lists no documents; empty ones are left out.
     - llm.c's `.bin` with a header of 256 int32 (`data_common.py`; modded-nanogpt's too).
     - `.npy` with one axis of integers.
-    - Any other file is tokens and nothing else (nanoGPT), little-endian, of the dtype that is stated.
+    - Any other file (nanoGPT), and a `.npy` without numpy's header (OLMo), is tokens and nothing else, little-endian,
+      of the dtype that is stated.
 
     The last three have no index: a document ends with each token `end`, and without `end` the file is one document.
 
@@ -107,10 +109,15 @@ def _read(path: Path, dtype: str | None, key: str) -> tuple[Ids, Int64s | None]:
         return _megatron(data, index)
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: name the files in it that hold tokens, as in {path}/train_*.bin")
-    if path.suffix == ".npy":
-        return _npy(path), None
     with path.open("rb") as file:
         start = file.read(_LLM_C_HEADER)
+    if path.suffix == ".npy" and start.startswith(_NPY):
+        return _npy(path), None
+    if path.suffix == ".npy" and dtype is None:
+        raise ConfigError(
+            f"{path} is truncated or no .npy file. If it holds tokens and nothing else, as OLMo's files of this name, "
+            f"set {key}dtype to uint16 or uint32"
+        )
     magic, version, tokens = struct.unpack_from("<3i", start.ljust(12, b"\0"))
     if magic in _LLM_C and path.suffix == ".bin":
         return _llm_c(path, len(start), magic, version, tokens), None

@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from forge_train import ConfigError
+from forge_train import ConfigError, HFModel
+from forge_train.state_map import Rename
+from forge_train.storage.hf_fit import plan
 from forge_train.storage.hf_folder import Folder
 
 pytestmark = pytest.mark.unit
@@ -56,3 +58,16 @@ def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
         Folder.open(tmp_path)
     index.write_text(json.dumps({"weight_map": {"weight": "model.safetensors"}}), encoding="utf-8")
     assert list(Folder.open(tmp_path).tensors) == ["weight"]
+
+
+def test_parameters_that_a_plugin_added_are_named_with_the_key_that_starts_them_anew(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    save_file({"model.up.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    layout = HFModel(Rename({"model.up.weight": "up.weight"}))
+    wanted = dict.fromkeys(("up.weight", "up.lora_a", "up.lora_b.weight"), ((2, 2), torch.float32))
+    folder = Folder.open(tmp_path)
+    says = r"(?s)parameters that a plugin added:.*up\.lora_a.*init_missing=\[\"\*\.lora_a\", \"\*\.lora_b\.weight\"\]"
+    with pytest.raises(ConfigError, match=says):
+        plan(folder, layout, wanted, whose="config.json")
+    found = plan(folder, layout, wanted, missing=lambda names: [name for name in names if "lora" in name])
+    assert list(found.targets) == ["up.weight"]

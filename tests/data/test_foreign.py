@@ -234,6 +234,12 @@ class TestNpy:
         path.write_bytes(b"PK")
         refused("a.npy is truncated or no .npy file", path)
 
+    def test_may_hold_tokens_alone(self, tmp_path: Path) -> None:
+        path = tmp_path / "part-0.npy"
+        path.write_bytes(struct.pack("<4H", 5, 0, 6, 7))
+        assert texts(only(path, "uint16", end=0)) == [[5, 0], [6, 7]]
+        refused("tokens and nothing else, as OLMo's files of this name, set tokens.dtype to uint16", path)
+
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 7))
 def test_ends_are_found_across_chunks(tokens: list[int], chunk: int) -> None:

@@ -146,6 +146,13 @@ def _expected(folder: Folder, layout: HFModel, wanted: Described, whose: str, wa
     if lines and whose != CONFIG:
         told = f"{folder.path / CONFIG} describes a different model than {whose}:{indented(lines)}"
         raise ConfigError(told + way_out)
+    if step.left and not step.wrong:
+        ends = {".".join(name.split(".")[-2 if name.endswith((".weight", ".bias")) else -1 :]) for name in step.left}
+        patterns = ", ".join(f'"*.{end}"' for end in sorted(ends))
+        raise ConfigError(
+            f"{folder.path} has no weights for parameters that a plugin added:{indented(lines)}\nTo start them anew: "
+            f"-s 'train.init_missing=[{patterns}]'"
+        )
     if lines:
         raise PluginError("import_hf describes a different model than the one that was built:" + indented(lines))
     return {name: view.shape for name, view in step.given.items()}
