@@ -16,10 +16,10 @@ def products_of(folder: str, schedule: str) -> dict[str, int]:
     right = products.multiply
     recipe: list[Any] = []
 
-    def counted(a: Any, b: Any, pair: Any, splits: Any, dtype: Any, *, kernel: bool) -> Any:
+    def counted(a: Any, b: Any, pair: Any, splits: Any, dtype: Any, **how: Any) -> Any:
         kinds = [name for name, one in recipe if one is pair]
         found[kinds[0] if kinds else "forward"] += 1
-        return right(a, b, pair, splits, dtype, kernel=kernel)
+        return right(a, b, pair, splits, dtype, **how)
 
     class Told(products.LinearProduct):
         @staticmethod

@@ -71,9 +71,9 @@ def diagnose(
     else:
         yield from of_updates(verdict, layout, followed)
     yield from of_states(verdict, followed)
-    yield from of_resume(verdict, layout, followed)
     if verdict.later and not verdict.offenders:
         yield from of_gradients(verdict.later, layout, later=True)
+    yield from of_resume(verdict, layout, followed)
     if (check := failed.get("metrics")) and not {"loss", "grad_norm", "gradients", "routing"} & failed.keys():
         yield (
             f"A plugin's metric is not that of one process ({check.where}), though loss and gradients are. "
