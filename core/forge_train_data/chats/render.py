@@ -58,21 +58,12 @@ def render(template: Template, conversation: Conversation, *, learn: Learn = "as
         if tagged is not None and len(tagged) == len(turns):
             return Segments(text, tuple(span for at, span in zip(turns, tagged, strict=True) if at in wanted))
         finder = Turns(template, conversation.messages, conversation.tools, text)
-        parts = [(at, part) for at in wanted for part in finder.spans(at)]
-        spans = [left for at, part in parts for left in _without(part, finder.results(at))]
+        spans = [span for at in wanted for span in finder.spans(at)]
     except ConfigError as error:
         raise ConfigError(f"{conversation.where}: {error}") from error
     if tagged is not None:
         spans = [(a, b) for a, b in tagged if any(a < stop and start < b for start, stop in spans)]
     return Segments(text, tuple(span for span in spans if span[0] < span[1]))
-
-
-def _without(span: Span, hole: Span | None) -> list[Span]:
-    """What is left of a span around a hole in it."""
-    if hole is None:
-        return [span]
-    first, last = (min(max(place, span[0]), span[1]) for place in hole)
-    return [(span[0], first), (last, span[1])]
 
 
 def tokenise(tokenizer: Tokenizer, segments: Segments) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:

@@ -6,20 +6,21 @@ ends it. A template is a program, so each border is found in a way that proves i
 - The end: the strings of the turn are replaced by sentinels. What the template writes after the last one must end the
   final rendering too, so its length gives the end of the turn's own words. The first part of it that is the same
   whatever follows the turn, up to its last added token (`<|im_end|>`), ends the turn. Where the last turn ends with
-  another token than earlier ones (gpt-oss), it is the first added token, unless a header begins with it.
+  another token than earlier ones (gpt-oss), it is the first added token. No token of a header ends a turn.
 - The start, the first of these that holds:
   1. the messages before the turn, rendered with a generation prompt, begin the final rendering;
   2. the same, seen from the message before the turn on: sentinels in that message make what follows it comparable also
      where the template rewrites what is older (Qwen3 drops thoughts of earlier turns);
   3. likewise, with the header that the template writes before plain words, where a generation prompt begins with it
      and has more (DeepSeek-R1 opens thoughts there, and drops them from the rendering);
-  4. likewise, with what a generation prompt and the rendering have in common, where all that the prompt has more are
-     added tokens and spaces (Nemotron opens thoughts on a line, and renders `<think></think>`);
+  4. likewise, with what a generation prompt and the rendering have in common, where the prompt only has marks of
+     thoughts besides (Command A opens thoughts where a turn without any begins its response);
   5. what the template writes before the turn's own words ends with the generation prompt, but for marks of thoughts:
      a prompt may open thoughts (`<think>\\n`) where a turn without any has `<think></think>`. What both begin with is
      given to the model.
 
-Templates that write a tool's output inside the turn that called it (Gemma 4) have it cut out of the turn.
+What tools answered is cut out of a turn, whether it is in messages that the template writes inside the turn that called
+them (Gemma 4), or in the turn's own message.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ class Turns:
             return []
         parts: list[Span] = []
         start, stop = found
-        for begin, end in self._outputs(turn, found):
-            if start < begin:
-                parts.append((start, begin))
-            start = max(start, end)
+        for begin, end in sorted([*self._outputs(turn, found), *self._results(turn)]):
+            if start < (first := min(begin, stop)):
+                parts.append((start, first))
+            start = max(start, min(end, stop))
         return [*parts, (start, stop)] if start < stop else parts
 
     def _span(self, turn: int) -> Span | None:
@@ -101,8 +102,8 @@ class Turns:
             "told for sure; put {% generation %} and {% endgeneration %} around what is to be learned in the template."
         )
 
-    def results(self, turn: int) -> Span | None:
-        """Start and end of what tools answered inside an assistant's message, as Gemma 4 has it; None without.
+    def _results(self, turn: int) -> list[Span]:
+        """Start and end of what tools answered according to the assistant's message itself; empty without.
 
         Found by rendering the conversation without it.
 
@@ -111,7 +112,7 @@ class Turns:
         """
         message = {key: value for key, value in self._messages[turn].items() if key not in _RESULTS}
         if len(message) == len(self._messages[turn]):
-            return None
+            return []
         other = self._render([*self._messages[:turn], message, *self._messages[turn + 1 :]])
         if other is None or len(other) >= len(self._text):
             raise ConfigError(
@@ -124,7 +125,7 @@ class Turns:
                 f"{self._template.name} writes more than what tools answered if the assistant's message {turn}, "
                 "counted from 0, holds it; give it as messages of the role tool."
             )
-        return start, start + more
+        return [(start, start + more)]
 
     def _snapped(self, text: str, at: int) -> int:
         """The same place, or the beginning of the added token that it lies in."""
@@ -177,9 +178,7 @@ class Turns:
         length = self._ending(after, same)
         first = self._added.match(after)
         if not length and first and first.group() not in self._openers:
-            ended, asked = self._render(closed), self._render(closed, prompt=True)
-            # where a prompt only adds to the text, its first token begins a header
-            prompt = None if last or (ended and (asked or "").startswith(ended)) else self._around(asked, turn)
+            prompt = None if last else self._around(self._render(closed, prompt=True), turn)
             same = len(after) if last else common(after, prompt[1]) if prompt else 0
             length = first.end() if first.end() <= same else 0
         return len(self._text) - len(after) + length
@@ -228,7 +227,7 @@ class Turns:
             header = both[len(both) - len(left[1]) : len(right[0])]
             headers += [header] if header and prompt[1].startswith(header) else []
         shared = self._snapped(here[1], self._snapped(prompt[1], common(prompt[1], here[1])))
-        if shared and not self._added.sub("", prompt[1][shared:]).strip():
+        if shared and _THOUGHT_MARKS.fullmatch(prompt[1][shared:]):
             headers.append(prompt[1][:shared])
         fits = [len(header) for header in headers if here[1].startswith(header)]
         return len(self._text) - len(here[1]) + fits[0] if fits else None
