@@ -52,7 +52,7 @@ def tell_learned(
     progress.tell(
         f"{name}: {len(pieces.document) // group:,} {unit} of {tokens:,} tokens{texts}, {learned:,} of them learned "
         f"({learned / max(tokens, 1):.1%}); the longest has {int(lengths.max(initial=0)):,} tokens; {lost}"
-        f"{sides['validation'].count // group:,} are held out; {epochs:.2f} epochs of {rows:,} rows in this run"
+        f"{sides['validation'].count // group:,} held out; {epochs:.2f} epochs of {rows:,} rows in this run"
     )
     if epochs > MANY:
         once = -(-train.total_steps // epochs)

@@ -214,7 +214,7 @@ def test_a_run_says_first_how_much_it_learns(here: Path, caplog: pytest.LogCaptu
         told, warned = (record.getMessage() for record in caplog.records)
         assert re.match(
             rf"sft: {count} conversations of \d+ tokens, {labels} of them learned \(.*%\); "
-            rf"the longest has \d+ tokens; {lost} \(sft.long\); 0 are held out; "
+            rf"the longest has \d+ tokens; {lost} \(sft.long\); 0 held out; "
             rf"{60 / count:.2f} epochs of {count} rows in this run$",
             told,
         ), (told, labels)
