@@ -149,7 +149,7 @@ def _all_reduce() -> Iterator[Check]:
 
 
 def _several(nproc: int) -> Iterator[Check]:
-    """What processes compute together, and how fast each of them is."""
+    """Check what processes compute together, and the speed of each."""
     from forge_train_tools.launching.launch import WorkerCommand, launch
 
     with tempfile.TemporaryDirectory(prefix="forge-doctor-") as name:
@@ -166,7 +166,7 @@ def _several(nproc: int) -> Iterator[Check]:
 
 
 def _disk(run_dir: Path) -> Iterator[Check]:
-    """Whether a run folder can be made, and how much space it has."""
+    """Check that a run folder can be made, and its free space."""
     there = run_dir.absolute()
     while not there.exists():
         there = there.parent
@@ -207,7 +207,7 @@ def _commands() -> Iterator[Check]:
 
 
 def _start() -> Iterator[Check]:
-    """Whether the preset's plugins and configuration are consistent."""
+    """Check that the preset's plugins and configuration are consistent."""
     from forge_train.registry.setup import resolve
 
     try:

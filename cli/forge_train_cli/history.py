@@ -99,7 +99,7 @@ class History:
 
     @property
     def changed(self) -> float:
-        """When the run last wrote something, in seconds since 1970."""
+        """Time of the run's last write, in seconds since 1970."""
         files = [self.path / name for name in ("outcome.json", "events.jsonl", "metrics.jsonl", "config.toml")]
         return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 

@@ -172,7 +172,7 @@ def _legend(findings: Findings, colours: bool) -> str:
 
 
 def written(token: Token) -> str:
-    """How a token is shown: visible white space, a dot for part of a character, the id if its text is unknown."""
+    """Format a token: visible white space, a dot for part of a character, the id if its text is unknown."""
     if token.text is None:
         return str(token.id)
     return screen.visible(token.text.replace("\n", "↵\n").replace("\t", "⇥\t")) or "·"

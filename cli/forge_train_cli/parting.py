@@ -1,4 +1,4 @@
-"""How one of several processes ends if it failed."""
+"""Exit of one of several processes after a failure."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Preset:
     """The number of processes it is made for; 1 if it runs on any number."""
     device: str
     needs: str
-    """What it needs to run, in its comment: `# Needs: …`."""
+    """Requirements, from its comment `# Needs: …`."""
     command: str
     file: str
     lesson: int

@@ -67,7 +67,7 @@ def list_runs(run_dir: str, as_json: bool) -> None:
 
 
 def _readable(history: History) -> bool:
-    """Whether a run can be listed; warns about a damaged run, which does not hide the others."""
+    """Return True if a run can be listed; warn about a damaged run, which does not hide the others."""
     try:
         history.summary()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""How commands write tables: as wide as the terminal, and without cuts if there is no terminal."""
+"""Tables of commands: as wide as the terminal, and uncut without a terminal."""
 
 from __future__ import annotations
 

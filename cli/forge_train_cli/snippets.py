@@ -1,4 +1,4 @@
-"""What `forge plugins new --hook` starts a plugin with: a small working implementation of each hook."""
+"""Small working implementations of each hook, from which `forge plugins new --hook` starts a plugin."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def train(
 
 
 def _check_launch(nproc: int | Literal["auto"], max_restarts: int, min_nproc: int | None) -> None:
-    """Whether this process may start others when asked to."""
+    """Check that this process may start others, if it is asked to."""
     from forge_train_tools.launching.launch import check_alone
 
     if isinstance(nproc, int) or max_restarts:

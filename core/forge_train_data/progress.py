@@ -1,4 +1,4 @@
-"""How far the tokenising of a run's data is, for whoever shows it."""
+"""Progress of tokenising a run's data, for display."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 EVERY = 0.5
 """Seconds between two reports."""
 LOGGER = "forge_train.progress"
-"""What is logged here with `passing=True` replaces what was said before; a command that shows it adds a handler."""
+"""Logger of progress: a message with `passing=True` replaces the last; a command that shows it adds a handler."""
 
 
 class Telling:
@@ -24,7 +24,7 @@ class Telling:
 
     @property
     def due(self) -> bool:
-        """Whether somebody is shown it, and the last line is old."""
+        """True if somebody sees the progress, and the last line is old."""
         return bool(self._shown.handlers) and time.perf_counter() - self._told >= EVERY
 
     def passing(self, text: str) -> None:

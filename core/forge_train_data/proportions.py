@@ -1,4 +1,4 @@
-"""Which source the i-th sample of a mixture comes from: a pure function of i, so that no order is stored."""
+"""Source of the i-th sample of a mixture: a pure function of i, so that no order is stored."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Proportions:
         return source, cycles * self.per_cycle[source] + self._number[place]
 
     def counts(self, samples: int) -> Int64s:
-        """How many of the first `samples` are each source's; `[sources]`."""
+        """Return how many of the first `samples` come from each source; `[sources]`."""
         cycles, rest = divmod(samples, self.cycle)
         return cycles * self.per_cycle + np.bincount(self._source[:rest], minlength=len(self.names))
 
@@ -107,7 +107,7 @@ class Phases:
         return source, number + self._past[phase, source]
 
     def counts(self, samples: int) -> Int64s:
-        """How many of the first `samples` are each source's; `[sources]`."""
+        """Return how many of the first `samples` come from each source; `[sources]`."""
         phase = int(np.searchsorted(self._first, samples, "right")) - 1
         here: Int64s = self._past[phase] + self._mixtures[phase].counts(samples - int(self._first[phase]))
         return here
@@ -115,13 +115,13 @@ class Phases:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the sources of a mixture are mixed by.
+    """Recipe of a mixture.
 
     Args:
-        weights: the index of a phase's first sample, and its weights, as of `Phases`.
+        weights: the index of a phase's first sample, and its weights, as in `Phases`.
         seed: of the order.
-        caps: source → samples that it gives at most; one without a cap is endless.
-        samples: that the mixture is to give; None for no end.
+        caps: source → greatest number of its samples; a source without a cap is endless.
+        samples: length of the mixture; None for no end.
         key: the section that messages name.
     """
 

@@ -18,7 +18,7 @@ _IDENTITY = ("ETag", "etag", "md5", "mtime", "LastModified", "last_modified", "u
 
 
 def info(address: str, label: str) -> dict[str, Any]:
-    """What the file system says of a file: `size`, and what identifies its content."""
+    """Return the file system's facts about a file: `size`, and those that identify its content."""
     system, path = filesystem(address, label)
     found: dict[str, Any] = patiently(label, lambda: system.info(path))
     return found
@@ -38,7 +38,7 @@ class Remote(io.RawIOBase):
         self._size: int | None = info(address, label).get("size")
         self._file: Any = None
         self._from_start = False
-        """Whether the server only sends the file from its beginning."""
+        """True if the server only sends the file from its beginning."""
 
     def readable(self) -> bool:
         return True

@@ -24,15 +24,15 @@ class Arrays:
     position_ids: Int64 | None = None
     document_ids: Int64 | None = None
     sources: Int64 | None = None
-    """Which source of a mixture each row is from, or which member of its pair it is, `[rows]`; -1 in
-    rows that do not count."""
+    """Source of each row in a mixture, or its place in its pair, `[rows]`; -1 in rows that do not
+    count."""
 
 
 class Rows(Protocol):
     """Rows of one source."""
 
     count: int
-    """How many there are: the length of an epoch."""
+    """Number of rows: the length of an epoch."""
     digest: str
     """Of the content and of how it lies in rows."""
 
@@ -113,14 +113,14 @@ class SplitRows:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Which piece of which document lies in which row.
+    """Pieces of documents, in rows.
 
     Args:
         document: `[pieces]`, row by row.
-        start: where each piece begins in its document.
+        start: first token of each piece in its document.
         length: of each, in tokens.
-        row_ends: `[rows]`, where each row's pieces end (exclusive).
-        digest: `layout` of them, where it is known.
+        row_ends: `[rows]`, end of each row's pieces (exclusive).
+        digest: `layout` of them, if it is known.
     """
 
     document: Int64
@@ -146,14 +146,14 @@ class Pieces:
             labels[:known][~learned] = MASKED
 
     def spans(self, row: int, documents: Documents) -> Iterator[tuple[int, int]]:
-        """Where each piece of a row, with the label after it, comes from: its first token, and how many."""
+        """Yield first token and length of each piece of a row, with the label after it."""
         for piece in self.of(row):
             begin, end = documents.span(int(self.document[piece]))
             start = begin + int(self.start[piece])
             yield start, min(int(self.length[piece]) + 1, end - start)
 
     def where(self, row: int, documents: Documents) -> str:
-        """Where the first piece of a row lies."""
+        """Describe the place of a row's first piece."""
         first = self.of(row).start
         return documents.where(documents.span(int(self.document[first]))[0] + int(self.start[first]))
 

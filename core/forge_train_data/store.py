@@ -32,22 +32,22 @@ from .shard import Ids, Shard
 MAGIC = b"FORGETOK"
 VERSION = 1
 START = 1024
-"""Where the tokens begin."""
+"""Offset of the first token."""
 SUFFIX = ".tokens"
 DTYPES = ("uint8", "uint16", "uint32")
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a shard says about itself.
+    """Header of a shard.
 
     Args:
         dtype: of the tokens.
-        tokens: how many.
-        documents: how many.
+        tokens: their number.
+        documents: their number.
         bytes: of their text, as UTF-8.
         largest: the largest token id; −1 without tokens.
-        trained: whether a mask says what is to be learned.
+        trained: a mask marks the tokens to be learned.
         tokenizer: `digest` of the tokenizer that made them.
         content: blake2b of everything after the header.
     """

@@ -36,7 +36,7 @@ class Source(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Where the text lies that would come next; JSON only."""
+        """Return the place of the next text; JSON only."""
         ...
 
 
@@ -108,7 +108,7 @@ class StreamedRows:
         self._tokens = 0
 
     def place(self) -> dict[str, Any] | None:
-        """Where the next row begins; JSON only, None at the beginning."""
+        """Return the place of the next row; JSON only, None at the beginning."""
         if not self._waiting:
             return None if self._from is None else dict(self._from)
         first = self._waiting[0]

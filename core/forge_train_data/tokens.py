@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def tokenizer_of(path: Path) -> str:
-    """What `tokenizer.path` must be for a prepared folder; empty for anything else."""
+    """Return the required `tokenizer.path` of a prepared folder; empty for anything else."""
     from .manifest import FILE, TOKENIZER, read_manifest
 
     if not (path / FILE).is_file():
@@ -103,7 +103,7 @@ def open_tokens(path: Path, tokenizer: Tokenizer, *, dtype: str, held_out: float
 
 
 def beyond(path: Path, id: int, at: int | None, vocabulary: int, *, key: str = "tokenizer.path") -> str:
-    """What is wrong with a file that holds an id which its tokenizer has not."""
+    """Explain that a file holds an id beyond its tokenizer's vocabulary."""
     place = "" if at is None else f" at {at:,}"
     return (
         f"{path}: holds the token id {id:,}{place}, and the tokenizer has {vocabulary:,}: they do not belong together. "

@@ -29,11 +29,11 @@ class WorkerError(ForgeError):
 
 
 class Task(Generic[_T]):
-    """What a worker is to do: call the function with some arguments.
+    """Task of a worker: call the function with some arguments.
 
     Args:
         arguments: of the call.
-        what: names the task in messages; asked for only where something went wrong.
+        what: names the task in messages; called only on a failure.
     """
 
     def __init__(self, arguments: tuple[Any, ...], what: Callable[[], str]) -> None:
@@ -82,11 +82,11 @@ class Workers(Generic[_T]):
         return task
 
     def result(self, task: Task[_T]) -> _T:
-        """What a task gave, once it is done.
+        """Wait for a task and return its result.
 
         Raises:
             WorkerError: its worker died or hangs.
-            Exception: what the function raised.
+            Exception: raised by the function.
         """
         self._wait(task)
         if task.error is not None:
@@ -142,7 +142,7 @@ class _Worker:
         self._hangs = self._stopped = False
         self._task: Task[Any] | None = None
         self._since = 0.0
-        """When it began its task."""
+        """Time at which it began its task."""
         self._thread: threading.Thread | None = None
 
     def start(self, tasks: queue.SimpleQueue[Any]) -> None:

@@ -1,1 +1,1 @@
-"""What looks at runs from outside: verification, planning, offline work, measurements, launching."""
+"""Tools that look at runs from outside: verification, planning, offline work, measurements, launching."""

@@ -1,4 +1,4 @@
-"""Whether processes, devices, disk and clocks do what they should: known answers, and times that ranks can compare."""
+"""Health checks of processes, devices, disk and clocks: known answers, and times that ranks can compare."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found."""
+    """Finding of a check."""
 
     name: str
     status: Status
@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank has measured."""
+    """Measurements of one rank."""
 
     host: str
     device: str
@@ -125,7 +125,7 @@ def all_reduce(dist: DistributedContext) -> tuple[int, float]:
 
 
 def compare(everybody: list[Measured], slow: float) -> Iterator[Finding]:
-    """What the measurements of all ranks say."""
+    """Compare the measurements of all ranks."""
     for what, wrong in (
         ("product", {rank: one.wrong for rank, one in enumerate(everybody) if one.wrong}),
         ("all-reduce", {rank: one.wrong_sums for rank, one in enumerate(everybody) if one.wrong_sums}),
@@ -171,7 +171,7 @@ def disk(folder: Path) -> Iterator[Finding]:
 
 
 def complaints(device: torch.device) -> Iterator[str]:
-    """What NVML says is wrong with a CUDA device, if its Python module (nvidia-ml-py) is installed."""
+    """Yield NVML's complaints about a CUDA device, if its Python module (nvidia-ml-py) is installed."""
     if device.type != "cuda":
         return
     try:
@@ -184,7 +184,7 @@ def complaints(device: torch.device) -> Iterator[str]:
 
 
 def device_complaints(nvml: Any, handle: Any) -> Iterator[str]:
-    """What is wrong with one device."""
+    """Yield the faults of one device."""
     try:
         errors = nvml.nvmlDeviceGetTotalEccErrors(
             handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
@@ -206,6 +206,6 @@ def device_complaints(nvml: Any, handle: Any) -> Iterator[str]:
 
 
 def worker(folder: str, device: Device, slow: float) -> Mapping[str, Any]:
-    """What each process of `forge doctor --nproc N` does."""
+    """Run one process of `forge doctor --nproc N`."""
     with DistributedContext.join(Layout(dp_shard=World.here().size), device) as dist:
         return {"code": 0, "findings": [asdict(one) for one in look(dist, Path(folder), slow)]}

@@ -1,4 +1,4 @@
-"""Where the threads of this process are, and which collectives it has called last."""
+"""Stacks of this process's threads, and its latest collectives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_OTHERS = re.compile(r"[/\\](torch|threading\.py|contextlib\.py)([/\\]|$)")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a main thread is."""
+    """Place of a main thread."""
 
     at: str
     """`file:line, in function`, of code that is not torch's."""
@@ -31,7 +31,7 @@ class Place:
 
 
 def place(thread: int | None = None) -> Place:
-    """Where a thread is, the main one by default."""
+    """Return the place of a thread, by default the main one."""
     frames = list(_frames(thread or threading.main_thread().ident or 0))
     own = next((frame for frame in frames if not _OF_OTHERS.search(frame.f_code.co_filename)), None)
     return Place(_words(own) if own else "", _awaited(frames[:INNER]))

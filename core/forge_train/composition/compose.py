@@ -33,7 +33,7 @@ Named = tuple[str, Transform]  # with the name of its plugin
 
 @dataclass
 class Composition:
-    """What was composed, in order."""
+    """Result of composing a model, in order of application."""
 
     model: Model
     report: list[dict[str, Any]] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Composition:
     idle: tuple[str, ...] = ()
     """Plugins that could transform, and have nothing to do at this size."""
     starts: Mapping[str, Init] = field(default_factory=dict)
-    """How every parameter starts."""
+    """Initial value of each parameter."""
     expected_bytes: Mapping[str, float] = field(default_factory=dict)
     """Mesh axis → bytes that a rank has to send along it in a step, by the transforms' own count."""
     extra: Sequence[tuple[Job, Composition]] = ()
@@ -204,7 +204,7 @@ def _parts(done: Applied) -> list[nn.Module]:
 
 @dataclass
 class _Snapshot:
-    """What must still hold after a transform."""
+    """Properties of the model that a transform must preserve."""
 
     names: set[str]
     hooks: list[tuple[str, str, Any]]
@@ -265,7 +265,7 @@ def _check(
 
 
 def _is_here(path: str, parts: list[nn.Module], stages: int) -> bool:
-    """Whether a module lies on this rank; a pipeline moves others elsewhere."""
+    """Return True if a module is on this rank; under pipelining, others are on other ranks."""
     return len(parts) == stages == 1 or any(path in dict(part.named_modules()) for part in parts)
 
 

@@ -1,4 +1,4 @@
-"""Whether transforms make real what the configuration asks for."""
+"""Checks that transforms implement what the configuration asks for."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def needed(transforms: Sequence[tuple[str, Transform]]) -> list[tuple[str, Trans
 
 
 def check_coverage(job: Job, transforms: Iterable[Transform]) -> None:
-    """Whether each axis of the layout, and a narrow precision, is some transform's.
+    """Check that transforms cover each parallel axis, and the precision if it is below fp32.
 
     Raises:
-        ConfigError: naming the installed plugins that would cover it.
+        ConfigError: if one is uncovered; names the installed plugins that would cover it.
     """
     covered = {axis for transform in transforms for axis in transform.covers}
     for axis, size in job.dist.layout.axes().items():
@@ -41,10 +41,10 @@ def check_coverage(job: Job, transforms: Iterable[Transform]) -> None:
 
 
 def check_added(who: str, layout: Layout, parts: Iterable[nn.Module], added: Collection[str]) -> None:
-    """Whether parameters that were added to experts are split as the experts are.
+    """Check that parameters added to experts are sharded as the experts are.
 
     Raises:
-        ConfigError: for one that is not: nothing sums its gradients over ep, and a checkpoint would hold one rank's.
+        ConfigError: if one is not: no one would sum its gradients over ep, and a checkpoint would hold one rank's.
     """
     if layout.ep == 1 or not added:
         return
@@ -59,10 +59,10 @@ def check_added(who: str, layout: Layout, parts: Iterable[nn.Module], added: Col
 
 
 def check_kernel(job: Job) -> None:
-    """Whether the attention kernel can do what layers ask for, on this device.
+    """Check that the attention kernel supports what the layers ask for, on this device.
 
     Raises:
-        ConfigError: naming the installed kernels that can.
+        ConfigError: if it does not; names the installed kernels that do.
     """
     device = KernelCapabilities(devices=(job.device.type,))
     asked = [("a layer asks for it", needs) for needs in job.hooks.asked_of_kernel]

@@ -29,10 +29,10 @@ THREADED = 2**20
 
 
 def declared(part: nn.Module) -> dict[str, Init]:
-    """How every parameter starts. Asked before any transform replaces the modules that know.
+    """Return the initial value of each parameter. Call it before transforms replace the modules that declare them.
 
     Raises:
-        PluginError: for a parameter that nobody declares the start of.
+        PluginError: if no module declares a parameter's initial value.
     """
     return {name: declared_init(part, name) for name, _ in part.named_parameters()}
 
@@ -113,7 +113,7 @@ def _outwards(path: str) -> Iterator[str]:
 
 
 def declared_init(part: nn.Module, name: str) -> Init:
-    """How a parameter starts: its module's `initial(name)`, or that of the nearest module around it.
+    """Return a parameter's initial value from `initial(name)` of its module, or of the nearest enclosing one.
 
     Raises:
         PluginError: if none declares it.

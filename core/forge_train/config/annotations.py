@@ -1,4 +1,4 @@
-"""What the fields of a section are declared as."""
+"""Declared types and annotations of a section's fields."""
 
 from __future__ import annotations
 

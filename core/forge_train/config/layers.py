@@ -1,4 +1,4 @@
-"""Where configuration comes from: presets, a file, `FORGE_SET` and `--set`, laid over each other."""
+"""Configuration layers: presets, a file, `FORGE_SET` and `--set`, each overriding the ones before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOP_KEYS: dict[str, tuple[type, str]] = {
     "preset": (str, "a preset's name"),
     "defaults": (dict, "a table of slots and plugins"),
 }
-"""What stands at the top of a file beside sections."""
+"""Top-level keys of a file, apart from sections."""
 CONDITIONAL = ("distributed", "narrow", "fp16", "required")
 """Tables of `[defaults]` that count only in several processes, where `train.precision` is not fp32, where it is fp16,
 and where an enabled plugin requires the slot: nobody looks for these plugins where there is nothing for them to do."""
@@ -27,7 +27,7 @@ and where an enabled plugin requires the slot: nobody looks for these plugins wh
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from."""
+    """Source of a value."""
 
     kind: OriginKind
     where: str = ""
@@ -37,7 +37,7 @@ class Origin:
 
     @property
     def folder(self) -> Path:
-        """Where a relative path starts that stands there."""
+        """Folder that relative paths in this source start from."""
         return Path(self.where.rpartition(":")[0]).parent if self.kind == "file" else Path()
 
 
@@ -105,7 +105,7 @@ class Tree:
                 self.put(key, Value(value, at))
 
     def _only_aliases(self, key: Key, section: Mapping[str, Any]) -> bool:
-        """Whether everything in a section stands for keys of other sections."""
+        """Return True if every key of a section is an alias for a key of another section."""
         return len(key) == 1 and bool(section) and all((*key, name) in self.aliases for name in section)
 
     def _extend(self, key: Key, more: Value) -> None:
@@ -117,7 +117,7 @@ class Tree:
             self.values[key] = Value(list(dict.fromkeys([*old.value, *more.value])), more.origin)
 
     def below(self, prefix: Key) -> dict[Key, Value]:
-        """What is under a table, by the rest of the path; a table inside it that stayed empty is an empty value."""
+        """Return the values under a table, by the rest of their path; empty tables inside it become empty values."""
         size = len(prefix)
         empty = {
             key: Value({}, origin)
@@ -156,7 +156,7 @@ class UnknownPresetError(ConfigError):
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, before anything is read."""
+    """A user's request, before anything is read."""
 
     config: str = ""
     """A TOML file or a preset's name."""
@@ -168,7 +168,7 @@ class Request:
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Section → values that something else than TOML brings; laid over the file."""
     sections_from: str = ""
-    """Where those come from, for messages."""
+    """Source of these values, for messages."""
     model_from: str = ""
     """A folder in Hugging Face layout with model, weights and tokenizer; the caller puts what it describes into
     `sections`."""
@@ -239,7 +239,7 @@ def preset(name: str, where: str = "") -> Path:
 
 
 def _instead(name: str) -> str:
-    """What somebody may have meant by a name that is no preset."""
+    """Suggest what a name that is not a preset may mean; empty if unknown."""
     if Path(name, "config.toml").is_file():
         return f" To repeat that run, train {Path(name, 'config.toml')}; to continue it, use --resume {name}."
     return ""

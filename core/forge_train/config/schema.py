@@ -1,4 +1,4 @@
-"""How a section of the configuration is declared."""
+"""Declaration of configuration sections."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _VALUES = (bool, int, float, str, type(None), Path, Any, tuple, list, dict, Mapp
 
 
 def check_section(cls: Any) -> None:
-    """Whether a class, and every class inside it, is a section whose options a file can hold.
+    """Check that a class, and every class inside it, is a section with options that TOML can express.
 
     Raises:
         PluginError: if one is not.
@@ -86,7 +86,7 @@ def check_section(cls: Any) -> None:
 
 
 def _classes(annotation: Any) -> Iterator[type]:
-    """What a type is made of."""
+    """Yield the classes that make up a type."""
     if typing.get_origin(annotation) in (typing.Literal, typing.ClassVar):
         return
     for inner in typing.get_args(annotation):
@@ -102,7 +102,7 @@ def _undecorated(cls: Any) -> PluginError:
 
 
 def no_toml(cls: type, option: str = "") -> PluginError:
-    """What to tell the author of a section with an option that no file can hold."""
+    """Build the error for a section with an option that TOML can't express."""
     return PluginError(
         f"class {cls.__qualname__} ({place(cls)}) has an option of a type that no TOML value has{option}; use int, "
         "float, bool, str, Literal, tuples, dictionaries and sections"

@@ -60,7 +60,7 @@ def read(path: Path) -> Document:
 
 
 def index_lines(text: str) -> dict[Key, int]:
-    """Where each table and key of a valid TOML text stands, counted from 1."""
+    """Return the line number of each table and key in a valid TOML text, from 1."""
     lines: dict[Key, int] = {}
     table: Key = ()
     open_value = _OpenValue()
@@ -78,7 +78,7 @@ def index_lines(text: str) -> dict[Key, int]:
 
 
 class _OpenValue:
-    """Whether a value that began on an earlier line still goes on: an array, or a string in triple quotes."""
+    """Tracker of a value that spans lines, an array or a triple-quoted string: true while the value is open."""
 
     _TOKEN = re.compile(r"\"\"\"|'''|\"(?:\\.|[^\"\\])*\"|'[^']*'|[\[\]{}#]")
     # Two more quotes may stand before the closing three; in a string of double quotes any may be escaped.

@@ -123,12 +123,12 @@ def _absolute(cls: type, key: Key, value: Any, origin: Origin) -> Any:
 
 
 def _in_quotes(value: Any) -> bool:
-    """Whether a text was written as in TOML, which the shell has passed on with its quotation marks."""
+    """Return True if a text still has the quotation marks of a TOML string, which the shell has passed on."""
     return isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
 
 
 _DECIMAL = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-"""What people write for a number and TOML does not take."""
+"""Numbers that people write and TOML rejects, such as `1.` or `.5`."""
 
 
 def _toml(text: str) -> Any:

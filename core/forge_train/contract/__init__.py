@@ -1,1 +1,1 @@
-"""What plugins are written against, and how they are called."""
+"""The plugin API, and the code that calls plugins."""

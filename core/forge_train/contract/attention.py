@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KernelCapabilities:
-    """What an attention kernel can do, or what is asked of one.
+    """Capabilities of an attention kernel, or those requested of one.
 
-    A kernel takes the keyword argument of each capability that it declares; nobody passes it another one.
+    A kernel receives the keyword argument of each capability that it declares, and no others.
     """
 
     documents: bool = False
@@ -40,7 +40,7 @@ class KernelCapabilities:
     """Types of device, like `cuda`; as a capability, empty is any."""
 
     def lacks(self, asked: KernelCapabilities) -> Iterator[str]:
-        """What is asked for and not there, each in a phrase."""
+        """Yield a phrase for each requested capability that is missing."""
         for one in fields(self):
             mine, wanted = getattr(self, one.name), getattr(asked, one.name)
             if isinstance(mine, bool):
@@ -100,10 +100,10 @@ class AttentionKernel(Protocol):
 
 
 class Recurrence(Protocol):
-    """What a token mixer without a kernel exposes as `.recurrence`: everything it does along the sequence, per head.
+    """A token mixer's `.recurrence`, if it has no kernel: everything it does along the sequence, per head.
 
-    Its module has the attributes `heads` and `kv_heads`, the numbers of the whole model. Context parallelism wraps it,
-    so that each rank exchanges its slices of all heads for whole sequences of some heads.
+    The mixer has the attributes `heads` and `kv_heads`, counted over the whole model. Context parallelism wraps the
+    recurrence, so that each rank exchanges its slices of all heads for whole sequences of some heads.
     """
 
     def __call__(self, *inputs: Tensor, document_ids: Tensor | None = None, part: tuple[int, int] = (0, 1)) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which gradients the backward pass at hand is to bring, where a pipeline takes input and weight gradients apart."""
+"""Gradients that the current backward pass must compute, for pipelines that split input and weight gradients."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _wanted: Wanted = "both"
 
 
 def wanted_gradients() -> Wanted:
-    """What a `torch.autograd.Function` with an input and a weight has to compute in its `backward`.
+    """Return the gradients that a `torch.autograd.Function` with an input and a weight must compute in `backward`.
 
     Autograd calls the function in both halves of a split backward pass, and `ctx.needs_input_grad` is true of both
-    operands in either (pytorch issue 174017): a function that does not ask computes each gradient twice. It may give
-    None for the other.
+    operands in either (pytorch issue 174017): a function that does not check this computes each gradient twice. It may
+    return None for the other gradient.
     """
     return _wanted
 

@@ -30,8 +30,8 @@ class Batch:
     inputs: Tensor
     """Token ids, `[batch, sequence]` int64."""
     labels: Tensor
-    """What the task compares outputs with: the next token at each position, `[batch, sequence]` int64, where −100 is
-    masked; a class for each sequence, `[batch]`; a distribution at each position, `[batch, sequence, k]`; …"""
+    """Targets that the task compares outputs with: the next token at each position, `[batch, sequence]` int64, where
+    −100 is masked; a class for each sequence, `[batch]`; a distribution at each position, `[batch, sequence, k]`; …"""
     position_ids: Tensor | None = None
     """Position of each token in its document or its row, whichever began later, `[batch, sequence]` int64."""
     document_ids: Tensor | None = None
@@ -43,7 +43,7 @@ class Batch:
     axes: Mapping[str, Axes] = field(default_factory=dict)
     """`labels`, or the name of an extra or a target → its axes."""
     state: MicroState = field(default_factory=MicroState)
-    """What plugins keep for this micro-batch while a step runs."""
+    """State that plugins keep for this micro-batch during a step."""
 
     def model_inputs(self) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward beside the token ids; what is None is left out."""
@@ -79,7 +79,7 @@ class Batch:
         sizes: Sequence[int] | None = None,
         spans: Sequence[Sequence[Span]] | None = None,
     ) -> Spec:
-        """How `shard_tree` cuts every tensor that has an axis, the state's too; the others are in every part.
+        """Return the spec by which `shard_tree` splits each tensor along an axis; tensors without it are replicated.
 
         Args:
             axis: of sequences, or of positions.
@@ -101,7 +101,7 @@ class Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def problem(self) -> str:
-        """What is wrong with names, axes and shapes; empty where nothing is."""
+        """Describe an error in names, axes or shapes; empty if there is none."""
         return next(self._problems(), "")
 
     def _problems(self) -> Iterator[str]:
@@ -129,7 +129,7 @@ class Batch:
 
 
 class BatchPhase(enum.IntEnum):
-    """When a batch is changed. A plugin chooses its phase, never a place between phases."""
+    """Phase in which a batch is changed. A plugin chooses a phase, never a position between phases."""
 
     MAKE = 10
     """Tensors are made or replaced."""

@@ -1,4 +1,4 @@
-"""Whose code an error comes from that was raised in what a plugin's hook gave."""
+"""Attribution of errors to the plugin whose hook supplied the failing code."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ class EnabledPlugin:
     ref: PluginRef
     cls: type[Plugin]
     default: bool = False
-    """Whether only `[defaults]` asked for it."""
+    """True if only `[defaults]` enabled it."""
     named: bool = False
-    """Whether the command line names it."""
+    """True if the command line names it."""
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class EnabledPlugin:
 
     @property
     def neutral(self) -> bool:
-        """Whether it changes no number beyond rounding: with and without it, a run goes on the same."""
+        """True if it changes no number beyond rounding, so that a run can resume with or without it."""
         return self.observer or self.cls.layout
 
     @property
@@ -57,7 +57,7 @@ class EnabledPlugin:
 
     @property
     def observer(self) -> bool:
-        """Whether it only watches the run."""
+        """True if it only observes the run."""
         return implemented(self.cls) <= OBSERVERS
 
 
@@ -251,7 +251,7 @@ def _blaming(hook: str, call: _Call) -> Iterator[None]:
 
 
 def without(plugins: Iterable[EnabledPlugin]) -> str:
-    """What a user can do to be rid of one of some plugins: nobody is told to disable what they have just named."""
+    """Suggest how to disable one of several plugins, if possible one that the user has not just named."""
     names = {one.name: one.named for one in plugins}
     if others := sorted(name for name, named in names.items() if not named):
         return " or ".join(f"use --without {name}" for name in others)

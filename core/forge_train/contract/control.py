@@ -35,7 +35,7 @@ class RollBack:
 
 @dataclass
 class Requests:
-    """What was asked for since the last step boundary."""
+    """Requests since the last step boundary."""
 
     stop: tuple[str, int] | None = None
     """Reason and exit code."""
@@ -44,10 +44,10 @@ class Requests:
 
 
 class Control:
-    """How a plugin or a signal handler steers the run; every method only leaves a note and returns at once.
+    """Control of the run by plugins and signal handlers; every method records a request and returns at once.
 
-    All processes act on a note at the same step boundary. They agree by one integer, reduced while the next step
-    runs and read one step late, so that nothing waits.
+    All processes act on a request at the same step boundary. They agree through one integer, which is reduced while the
+    next step runs and read one step late, so that nothing waits.
     """
 
     def __init__(self, dist: DistributedContext | None = None) -> None:
@@ -98,7 +98,7 @@ class Control:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether all processes have agreed to roll back, and have not yet."""
+        """True if all processes have agreed to roll back and have not done so yet."""
         return self._agreed is not None
 
     def take_agreed(self) -> RollBack | None:
@@ -107,7 +107,7 @@ class Control:
         return agreed
 
     def take(self) -> Requests:
-        """What was asked for, the same on every process; the notes are cleared."""
+        """Return the pending requests, the same on every process, and clear them."""
         if self._poll is not None and self._dist is not None:
             if not self._poll(self._asked != Requests()):
                 return Requests()

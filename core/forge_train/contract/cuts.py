@@ -1,4 +1,4 @@
-"""How the tensors of a tree are cut into parts. Importing this module imports no torch."""
+"""Specs for splitting the tensors of a tree into parts. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Replicate:
 
 Leaf: TypeAlias = "Split | Stack | Replicate"
 Spec: TypeAlias = "Leaf | Mapping[str, Spec] | Sequence[Spec]"
-"""How a tree is cut: one leaf for all that lies below; or a spec for each key, field or item, all of them named."""
+"""Spec for splitting a tree: one leaf for everything below it, or a spec for every key, field or item."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Which axes of a tensor count sequences and positions."""
+    """Axes of a tensor that index sequences and positions."""
 
     batch: int | None = 0
     sequence: int | None = None
@@ -62,7 +62,7 @@ class Axes:
         sizes: Sequence[int] | None = None,
         spans: Sequence[Sequence[Span]] | None = None,
     ) -> Split | Replicate:
-        """How a tensor of these axes is cut along one of them: not at all if it does not have it.
+        """Return how a tensor with these axes is split along one of them: replicated if it lacks that axis.
 
         Raises:
             PluginError: if there is no such axis.
@@ -77,7 +77,7 @@ TOKENS = Axes(batch=0, sequence=1)
 ROWS = Axes(batch=0)
 
 AxesSpec: TypeAlias = "Axes | Stack | Mapping[str, AxesSpec] | Sequence[AxesSpec]"
-"""What the axes of a tree's tensors are; `Stack` for what there is one of in each micro-batch."""
+"""Axes of the tensors in a tree; `Stack` for values with one entry per micro-batch."""
 
 
 def spec_of(axes: AxesSpec, leaf: Callable[[Axes | Stack], Leaf]) -> Spec:

@@ -1,4 +1,4 @@
-"""What core tells plugins: one dataclass for every event. Importing this module imports no torch."""
+"""Events that core sends to plugins, one dataclass each. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plain(value: Any) -> int | float:
 
 
 def _check_metric(key: str, value: Any) -> None:
-    """Whether a metric is one number; the host does not wait for it."""
+    """Check that a metric is one number, without waiting for the device."""
     if isinstance(value, (int, float)) or getattr(value, "shape", None) == ():
         return
     shape = getattr(value, "shape", None)
@@ -59,7 +59,7 @@ class Update:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step did (`on_step`)."""
+    """Result of a step (`on_step`)."""
 
     step: int
     """From 1."""
@@ -73,7 +73,7 @@ class StepResult:
     seconds: float
     """Wall time of the step as the host saw it."""
     skipped: bool
-    """Whether a plugin vetoed the update."""
+    """True if a plugin vetoed the update."""
     data_range: tuple[int, int]
     """The global sequences this step was trained on: from, up to."""
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEvent:
-    """What happened to a checkpoint (`on_checkpoint`)."""
+    """Event in the life of a checkpoint (`on_checkpoint`)."""
 
     kind: Literal["saving", "saved", "loaded", "pruned"]
     step: int
@@ -108,7 +108,7 @@ class LogRecord:
 
     step: int
     steps: int
-    """Where the run ends."""
+    """Last step of the run."""
     metrics: Mapping[str, Any]
     """Plain values: `loss`, `grad_norm`, `tokens_per_second`, …; a number may be NaN or infinite."""
     histograms: Mapping[str, Bins] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class LogRecord:
 
 @dataclass(slots=True)
 class Evaluation:
-    """What an evaluation found (`on_evaluate`)."""
+    """Results of an evaluation (`on_evaluate`)."""
 
     step: int
     loss: float
@@ -138,7 +138,7 @@ Outcome = Literal["done", "interrupted", "diverged", "failed"]
 
 @dataclass(slots=True)
 class Finished:
-    """How a run ended (`on_finish`)."""
+    """End of a run: outcome, last step and exit code (`on_finish`)."""
 
     outcome: Outcome
     step: int
@@ -147,7 +147,7 @@ class Finished:
     run: Path
     reason: str = ""
     generates: bool = False
-    """Whether the model can generate text: it has a tokenizer, and no module of it looks ahead."""
+    """True if the model can generate text: it has a tokenizer, and none of its modules looks ahead."""
     closing: list[tuple[str, str]] = field(default_factory=list)
 
     def say(self, title: str, text: str) -> None:

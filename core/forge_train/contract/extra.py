@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExtraModel:
-    """What `extra_models` asks for: another model, built by the same plugins and sharded in the same order."""
+    """Request from `extra_models` for another model, built by the same plugins and sharded in the same order."""
 
     name: str
     """Key of `job.models`, and the prefix of its parameters' names."""
@@ -21,7 +21,7 @@ class ExtraModel:
     weights: str = ""
     """A run or a checkpoint; empty for initial weights."""
     trained: bool = False
-    """Whether the optimizer updates it and checkpoints hold it; else it has no gradients."""
+    """True if the optimizer updates it and checkpoints store its weights; otherwise it has no gradients."""
     without: tuple[str, ...] = ()
     """Plugins that take no part in it, such as an adapter of the first model."""
 
@@ -38,5 +38,5 @@ class Extra:
     """Of that checkpoint's tensors."""
 
     def described(self) -> dict[str, Any]:
-        """What checkpoints hold of it, beside the weights of a trained one."""
+        """Entry for it in checkpoints, besides the weights of a trained model."""
         return {"path": self.path, "digest": self.digest, "trained": self.spec.trained}

@@ -1,4 +1,4 @@
-"""What a plugin's code is: its module, and what that imports of its own package or from beside it."""
+"""Fingerprint of a plugin's code: its module, and what that imports from its own package or folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the providers of several slots fit each other: task and loss the head, the loss the task."""
+"""Check that the providers of several slots fit together: task and loss fit the head, the loss fits the task."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .hookspecs import GIVES, OPTIONAL, TAKES
 
 
 def gives(plugin: EnabledPlugin, slot: str) -> str:
-    """What a slot's provider gives to others; empty where the slot has no such thing."""
+    """Return what a slot's provider gives to others; empty if the slot defines nothing."""
     return plugin.cls.gives.get(slot, GIVES.get(slot, ""))
 
 
@@ -21,10 +21,10 @@ def takes(plugin: EnabledPlugin, slots: Collection[str]) -> dict[str, tuple[str,
 
 
 def check_fit(plugins: Sequence[EnabledPlugin], asked: Collection[str]) -> None:
-    """Whether task, head, loss and what else takes something from others fit each other; arguments as of `misfits`.
+    """Check that task, head, loss and any other provider and consumer fit together; for arguments see `misfits`.
 
     Raises:
-        ConfigError: naming those that do not.
+        ConfigError: names those that do not fit.
     """
     if lines := list(misfits(plugins, asked)):
         raise ConfigError("\n".join(lines))

@@ -18,7 +18,7 @@ from .returns import CONTEXT, Kind, kind_of, results
 from .step_state import StepState
 
 Prepare = Callable[[Sequence[Batch]], list[Batch]]
-"""What makes the micro-batches that a loader gave for a step ready for it."""
+"""Function that prepares a loader's micro-batches for a step."""
 
 
 class Guarded:
@@ -61,19 +61,19 @@ def guarded(function: Callable[..., Any], kind: Kind, whose: Whose, name: str) -
 
 
 def first_state(stateful: Any, whose: Whose) -> dict[str, Any]:
-    """What the object of a slot would save; asked for at once, so that a mistake is not found at the first save."""
+    """Return the initial state of a slot's object; called early, so that an error does not wait for the first save."""
     state: dict[str, Any] = guarded(stateful.state_dict, kind_of(dict[str, Any]), whose, "state_dict")()
     return state
 
 
 def preparing(source: Whose, given: Sequence[tuple[str, Preparation]], calls: Calls, state: StepState) -> Prepare:
-    """What plugins do to the batches of a step, as one function.
+    """Combine what plugins do to the batches of a step into one function.
 
     Args:
-        source: whose loader gives the batches, for messages.
-        given: by plugin name, each with that name.
-        calls: of the plugins, which are blamed for failures.
-        state: of the step, which begins when batches are made and masked, and not yet sliced.
+        source: plugin and hook that supply the loader, for messages.
+        given: changes, each with its plugin's name, ordered by that name.
+        calls: the calls of plugins, which blame them for failures.
+        state: of the step; it begins once batches are made and masked, before they are sliced.
     """
     hook, loaded = "prepare_batch", _first_batch()
 

@@ -124,14 +124,14 @@ class Hooks(Events):
         self._calls.vacate(slot)
 
     def check_slots(self) -> None:
-        """Whether every slot that must be filled is, and none is filled twice."""
+        """Check that each required slot has a provider and that providers fit together."""
         for slot, kind in KINDS.items():
             if kind == "slot" and self.provider(slot) is None and slot not in OPTIONAL:
                 raise ConfigError(f"No enabled plugin fills the slot {slot!r}; see `forge plugins list`.")
         check_fit(list(self.enabled.values()), {slot for slot, _ in self.used})
 
     def gives(self, slot: str) -> str:
-        """What a slot's provider gives to others, such as `token_logits` for a head; empty where nobody fills it."""
+        """Return what a slot's provider gives to others, such as `token_logits` for a head; empty if unfilled."""
         return next((gives(one, slot) for one in self.enabled.values() if slot in one.provides), "")
 
     # -- slots ------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Hooks(Events):
         return [(n, one) for n, found in self._calls.collect("extra_models", {"job": self.job}) for one in found or ()]
 
     def kernel_needs(self, config: Config) -> list[tuple[str, KernelCapabilities]]:
-        """What plugins will ask of the attention kernel, with who does; without the data's if no data is read."""
+        """Return each plugin's needs of the attention kernel, labelled; without the data's if no data is read."""
         idle = self.provider("build_data") if self.opened else None
         answers = dict(self._calls.collect("kernel_needs", {"config": config}))
         return [(f"plugin {name!r} asks for it", one) for name, one in answers.items() if one and name != idle]
@@ -284,7 +284,7 @@ class Hooks(Events):
         return [(n, one) for n, answer in answers for one in ([answer] if isinstance(answer, kind) else answer or ())]
 
     def _given(self, hook: str, arguments: Mapping[str, Any], names: list[str]) -> list[tuple[str, Any]]:
-        """What some plugins answered, without those that left it to others."""
+        """Return the answers of the named plugins, except None."""
         return [one for name in names for one in self._calls.collect(hook, arguments, only=name) if one[1] is not None]
 
     def _several(self, answers: list[tuple[str, Any]]) -> tuple[str, str]:

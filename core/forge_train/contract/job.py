@@ -57,7 +57,7 @@ class Job:
     extra: dict[str, Extra] = field(default_factory=dict)
     """Models that `extra_models` asked for, once they are composed."""
     step_state: StepState = field(default_factory=StepState)
-    """What plugins keep while a step runs."""
+    """State that plugins keep during a step."""
 
     @property
     def models(self) -> Mapping[str, Model]:
@@ -85,7 +85,7 @@ class Job:
         return self.config.train.total_steps
 
     def logs(self, step: int) -> bool:
-        """Whether a step's metrics are logged."""
+        """Return True if a step's metrics are logged."""
         return step == self.steps or step % self.config.log.every == 0
 
     def record(self, path: Path | str, author: object) -> None:

@@ -1,4 +1,4 @@
-"""What models are built from: initial values of a parameter, and what describes a layer and a head to their plugins.
+"""Building blocks of models: initial values of parameters, and specs that describe a layer or a head to its plugin.
 
 Importing this module imports no torch.
 """
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """How a parameter starts.
+    """Initial values of a parameter.
 
     Args:
         kind: `normal` (mean 0), `uniform` (mean 0), `ones`, `zeros`, or `given`.
         std: standard deviation of the first two kinds.
-        values: for `given`: the run's seed → the whole tensor on the CPU, the same on every rank.
+        values: for `given`: maps the run's seed to the full tensor on the CPU, the same on every rank.
     """
 
     kind: Literal["normal", "uniform", "ones", "zeros", "given"]
@@ -30,7 +30,7 @@ class Init:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a chain is told about the layer it builds a module for."""
+    """Spec of a layer, passed to a chain that builds one of its modules."""
 
     index: int
     num_layers: int
@@ -42,15 +42,15 @@ class Layer:
     """Width of a dense feed-forward block."""
     norm_eps: float = 1e-6
     bias: bool = False
-    """Whether the projections of a feed-forward block have biases."""
+    """True if the projections of a feed-forward block have biases."""
     qkv_bias: bool = False
     o_bias: bool = False
-    """Whether attention's output projection has a bias."""
+    """True if attention's output projection has a bias."""
     qk_norm: bool = False
     qk_norm_over: Literal["head", "width"] = "head"
-    """Whether queries and keys are normalised head by head, or over the features of all heads together."""
+    """Scope of the normalisation of queries and keys: each head, or the features of all heads together."""
     unit_offset: bool = False
-    """Whether RMSNorm multiplies by 1 + its weight."""
+    """True if RMSNorm multiplies by 1 + its weight."""
     window: int | None = None
     """Number of positions that a query sees: its own and those before it; None is all."""
     soft_cap: float | None = None
@@ -65,7 +65,7 @@ class Layer:
     output_std: float = 0.02
     """The same for projections that write into the residual stream."""
     sinks: bool = False
-    """Whether each head has a learned logit that takes part in its softmax and has no value. Attention that has them
+    """True if each head has a learned logit that takes part in its softmax and has no value. Attention with such logits
     sets its attribute `sinks` to true."""
     attention_dropout: float = 0.0
     """Share of attention's weights that is zeroed in training. Attention that does so has it as an attribute."""
@@ -79,7 +79,7 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """What a model tells the plugin that builds its head."""
+    """Spec of a head, passed by a model to the plugin that builds it."""
 
     dim: int
     """Features of the hidden states that the head is given."""

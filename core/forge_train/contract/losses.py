@@ -22,7 +22,7 @@ class RowLosses(Protocol):
     """A loss function that can tell the loss of each sequence; it need not."""
 
     def by_row(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """What a call gives, to the bit, and the summed loss of each sequence, `[batch]`, without a graph."""
+        """Return the result of `__call__`, bit for bit, and each sequence's summed loss, `[batch]`, without a graph."""
         ...
 
 

@@ -37,10 +37,10 @@ class Metric:
     sums: Tensor
     maxima: Tensor
     timing: bool = False
-    """Whether it differs from run to run, as times do."""
+    """True if it differs from run to run, as timings do."""
     per_rank: bool = False
-    """Whether each rank observes something of its own, such as its shards of parameters, or its memory: states are
-    added up over all ranks. Otherwise ranks that see the same data (under tensor parallelism) are counted once."""
+    """True if each rank observes something of its own, such as its shards of parameters or its memory: states are
+    summed over all ranks. Otherwise ranks that see the same data (under tensor parallelism) are counted once."""
 
     def __init__(self, sums: int = 0, maxima: int = 0) -> None:
         import torch

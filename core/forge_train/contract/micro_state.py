@@ -1,4 +1,4 @@
-"""What plugins keep for a micro-batch while a step runs, by typed keys."""
+"""State that plugins keep for a micro-batch during a step, by typed key."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Scope:
 
 @dataclass(eq=False)
 class MicroState:
-    """What plugins keep for a micro-batch while a step runs: `batch.state[KEY]`.
+    """State that plugins keep for a micro-batch during a step: `batch.state[KEY]`.
 
-    A tensor that is written in a forward pass keeps its graph; detach what is only looked at.
+    A tensor written in a forward pass keeps its graph; detach it if you only read it.
     """
 
     keys: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class MicroState:
         self.values[key.name] = value
 
     def __contains__(self, key: StateKey[Any]) -> bool:
-        """Whether somebody wrote it on this rank."""
+        """Return True if the key was written on this rank."""
         self._check(key)
         return key.name in self.values
 
@@ -114,7 +114,7 @@ class MicroState:
 
 
 POSITIONS: StateKey[Tensor] = StateKey("forge.positions", Axes(batch=None, sequence=0))
-"""Where the positions of a micro-batch lie in its whole rows, `[sequence]` int64."""
+"""Positions of a micro-batch within its full rows, `[sequence]` int64."""
 
 
 SAMPLES: StateKey[Tensor] = StateKey("forge.samples", ROWS)
@@ -123,7 +123,7 @@ layout. It is there after a call of `job.step_state.number_samples()`."""
 
 
 def check_key(key: object) -> None:
-    """Whether the state is asked with a key: the axes that a name alone would lack can't be guessed."""
+    """Check that a key is a `StateKey`: from a name alone, the axes would be unknown."""
     if not isinstance(key, StateKey):
         raise PluginError(
             f"The state of a step is asked with a StateKey, found {key!r}: KEY = StateKey({key!r}, axes)."
@@ -132,7 +132,7 @@ def check_key(key: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the tensors of a state have along their axes."""
+    """Sizes of a state's tensors along their axes."""
 
     whose: str
     """For messages."""
@@ -144,10 +144,10 @@ class Sizes:
 
 
 def check_sizes(key: StateKey[Any], value: Any, sizes: Sizes) -> None:
-    """Whether each tensor has as many sequences and positions as there are.
+    """Check that each tensor has the expected number of sequences and positions.
 
     Raises:
-        PluginError: if not, with the key, and its size beside the one expected.
+        PluginError: if not; names the key, its size and the expected size.
     """
     name = f"The step's state {key.name!r}"
 

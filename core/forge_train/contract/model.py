@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Model:
-    """What `optimizer`, `executor` and `on_start` receive.
+    """The model, as passed to `optimizer`, `executor` and `on_start`.
 
-    A pipeline gives a rank several parts, each with holes where other stages were cut out, so names are global:
-    layer 17 is `layers.17` on whatever rank it lies.
+    A pipeline gives a rank several parts, each with gaps where other stages were cut out, so names are global: layer 17
+    is `layers.17` on any rank.
     """
 
     def __init__(self, parts: Sequence[nn.Module], applied: Sequence[tuple[int | None, Applied]] = ()) -> None:

@@ -1,4 +1,4 @@
-"""What a plugin is: one class, one instance per run and process, configured by its own section."""
+"""Plugin base class: one instance per run and process, configured by its own section."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class Plugin:
     """Slot → what it can take from that slot's provider: `{"head": ("class_logits",)}`; empty for nothing, which fits
     anything. A run in which a task, a loss or another plugin is given something else is refused."""
     kernel_capabilities: ClassVar[KernelCapabilities] = KernelCapabilities()
-    """What its attention kernel can do. Other installed kernels are read as text, so write
-    `kernel_capabilities = KernelCapabilities(…)` out with literals."""
+    """Capabilities of its attention kernel. Kernels that are not enabled are parsed as text, so write
+    `kernel_capabilities = KernelCapabilities(…)` with literals."""
     layout: ClassVar[bool] = False
-    """Whether it only decides where and how tensors lie, or only measures: what it is set to may differ between a
+    """True if it only decides where and how tensors are laid out, or only measures: its settings may differ between a
     checkpoint and the run that resumes it."""
     needs: ClassVar[Mapping[str, str]] = {}
     """Importable module → the command that installs it."""
@@ -84,12 +84,12 @@ class Plugin:
     """The largest relative error of a value that it rounds below `train.precision`; 0 if it rounds none. `forge verify`
     allows for it, and has `--against train.precision=…` compare with a run without the plugin."""
     per_unit: ClassVar[bool] = False
-    """Whether each further unit of the model that is like the others adds the same to what it has a step keep, send and
-    compute: `forge plan` then rehearses a few of many such units. Asked of plugins that build units or see all of
+    """True if each further identical unit of the model adds the same amount to what the plugin has a step store, send
+    and compute: `forge plan` then rehearses a few of many such units. Applies to plugins that build units or see all of
     them (`build_model`, `attention`, `feed_forward`, `task`, `executor`, `optimizer`, `parallelize`). False for
-    gradients sent in buckets of a fixed size, or a layer that does something else from an index on."""
+    gradients sent in buckets of a fixed size, or a layer that changes behaviour from some index on."""
     display: ClassVar[bool] = False
-    """Whether it only shows people how a run goes; `forge bench` leaves it out."""
+    """True if it only displays the progress of a run; `forge bench` leaves it out."""
     example: ClassVar[tuple[str, ...]] = ()
     """Assignments, as of `--set`, with which `plugins check` tries it where its defaults do not train: a required key,
     or `train.precision=fp16`; and `plugins=a,b` for others that it is tried with."""
@@ -111,7 +111,7 @@ class Plugin:
         return {}
 
     def data_stages(self, job: Job) -> Iterable[tuple[str, str]]:
-        """What it does with the data of the run, for `forge data show`: a stage and a line of text each. Stages are
-        `source`, `decode`, `render`, `tokenise`, `filter`, `map`, `pack`, `order` and `batch`. Nothing is trained
-        afterwards, and what takes long is left out; data that is not there is a line too."""
+        """Describe what it does with the run's data, for `forge data show`: a stage and a line of text each. Stages are
+        `source`, `decode`, `render`, `tokenise`, `filter`, `map`, `pack`, `order` and `batch`. No training follows, and
+        slow work is skipped; missing data is reported in a line too."""
         return ()

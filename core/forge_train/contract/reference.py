@@ -97,7 +97,7 @@ class PluginRef:
 
     @property
     def covers(self) -> frozenset[str]:
-        """What the class's transforms cover, as far as it writes `covers=("tp",)` out: read as text."""
+        """Return what the class's transforms cover, read from literals such as `covers=("tp",)` in its source text."""
         found = re.findall(r"\bcovers ?= ?\(([^)]*)\)", self._text)
         return frozenset(re.findall(r"\w+", " ".join(found)))
 
@@ -115,7 +115,7 @@ class PluginRef:
 
 
 def _body(file: Path, class_name: str) -> str:
-    """What follows the head of a plugin's class. Regular expressions over the text: `ast` takes 70 times as long."""
+    """Return the body of a plugin's class. Uses regular expressions: `ast` is 70 times slower."""
     text = file.read_text(encoding="utf-8", errors="replace")
     for head in _HEAD.finditer(text):
         if head[1] == class_name if class_name else "Plugin" in head[2] or "Tracker" in head[2]:

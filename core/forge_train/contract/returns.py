@@ -1,4 +1,4 @@
-"""What hooks, and the methods of what they return, must give: read from the annotations of hookspecs and protocols."""
+"""Expected results of hooks and of the objects they return, read from annotations of hookspecs and protocols."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _TORCH = {"torch": "torch", "nn": "torch.nn", "Tensor": "torch.Tensor"}
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What an annotation stands for."""
+    """Check that corresponds to an annotation."""
 
     words: str
     """`a torch.optim.Optimizer`."""
     problem: Callable[[Any], str]
-    """What a value is instead (`found a list`); empty for one that fits."""
+    """Describes the value found instead (`found a list`); empty for a value that fits."""
 
 
 @cache
 def returned(hook: str) -> Kind:
-    """What a hook's implementations must return."""
+    """Return the kind of value that a hook must return."""
     return _result(getattr(hookspecs, hook))
 
 
@@ -42,10 +42,10 @@ def results(protocol: type) -> dict[str, Kind]:
 
 
 def kind_of(annotation: Any) -> Kind:
-    """What an annotation stands for.
+    """Return the kind of value that an annotation stands for.
 
     Raises:
-        TypeError: for one that can't be checked.
+        TypeError: if the annotation can't be checked.
     """
     annotation = _evaluated(annotation, vars(protocols))
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
@@ -221,7 +221,7 @@ def _methods(cls: type) -> dict[str, Any]:
 
 
 def _uncallable(value: Any, name: str, declared: Any) -> str:
-    """What is wrong with the arguments of a method, as far as its signature shows them."""
+    """Describe what is wrong with a method's parameters, as far as its signature shows them."""
     method = getattr(value, name)
     if name == "__call__":
         method = getattr(value, "forward", value)  # a module's own `__call__` takes anything
@@ -242,4 +242,4 @@ def _uncallable(value: Any, name: str, declared: Any) -> str:
 
 
 CONTEXT = Kind("a context manager", lambda value: "" if hasattr(type(value), "__exit__") else found(value))
-"""What a function of `around` gives."""
+"""Result of a function of `around`."""

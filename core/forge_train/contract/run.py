@@ -41,7 +41,7 @@ class Run:
         return path
 
     def check_lock(self) -> None:
-        """Whether the folder is still this job's.
+        """Check that this job still owns the folder.
 
         Raises:
             ForgeError: if another process took it over.
@@ -85,7 +85,7 @@ class Run:
             self.checkpoints.mkdir(exist_ok=True)
 
     def outcome(self) -> dict[str, Any]:
-        """How the run ended last time; empty where it never did, or what it wrote is damaged."""
+        """Return how the run ended last time; empty if it has not ended yet or the file is damaged."""
         file = self.dir / "outcome.json"
         try:
             return load(file) or {}
@@ -123,10 +123,10 @@ class Run:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """What a user is told if a run's folder can't be written.
+    """Turn an OSError while writing a run's folder into a message for the user.
 
     Raises:
-        ConfigError: if it can't.
+        ConfigError: if the folder can't be written.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What plugins keep for the global batch while a step runs."""
+"""State that plugins keep for the global batch during a step."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ T = TypeVar("T")
 
 
 class StepState:
-    """What plugins keep for the global batch while a step runs: `job.step_state[KEY]`.
+    """State that plugins keep for the global batch during a step: `job.step_state[KEY]`.
 
-    A value that a `PrepareStep` writes is cut with the batches: each micro-batch has its part in `batch.state`, along
-    its sequences, and under context parallelism along its positions. A value that was written for each micro-batch is
-    joined when it is read here. It is cleared when `on_step` was told of the step, and after each global batch of an
-    evaluation.
+    A value that a `PrepareStep` writes is split with the batches: each micro-batch has its part in `batch.state`, split
+    along sequences, and under context parallelism along positions. Values written per micro-batch are joined when read
+    here. The state is cleared after `on_step`, and after each global batch of an evaluation.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class StepState:
         self._rows: list[int] = []
         self._passing: MicroState | None = None
         self.numbers_samples = False
-        """Whether `SAMPLES` was requested."""
+        """True if `SAMPLES` was requested."""
 
     def __deepcopy__(self, _: object) -> StepState:
         """A copied module shares the state of the step with the original."""
@@ -101,7 +100,7 @@ class StepState:
             state[key] = part
 
     def __contains__(self, key: StateKey[Any]) -> bool:
-        """Whether somebody wrote it on this rank, for one micro-batch at least."""
+        """Return True if the key was written on this rank for at least one micro-batch."""
         self._check(key)
         return any(key in state for state in self._states)
 

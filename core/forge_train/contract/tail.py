@@ -1,4 +1,4 @@
-"""What may follow a model's last layer in training: more layers that share its embedding and its head.
+"""Tail of a model in training: extra layers after the last one, which share its embedding and its head.
 
 Importing this module imports no torch.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Trunk:
-    """What a model tells the plugin that builds its tail, and the parts that it makes for it."""
+    """Description of a model, and factories for parts, for the plugin that builds its tail."""
 
     dim: int
     """Features of the hidden states."""

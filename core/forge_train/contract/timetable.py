@@ -1,4 +1,4 @@
-"""What every rank of a pipeline does, in which order."""
+"""Work of each pipeline rank, in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..ground.present import few
 
 
 class Work(enum.Enum):
-    """What is done with a micro-batch in a part of the model; the letters are torch.distributed.pipelining's."""
+    """Kind of work on a micro-batch in a part of the model; the letters are torch.distributed.pipelining's."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -53,7 +53,7 @@ class Overlap:
 
 
 Slot: TypeAlias = Action | Overlap | None
-"""What a rank does at one place of its row; None where the schedule leaves it idle."""
+"""Work of a rank in one slot of its row; None if the schedule leaves the rank idle."""
 
 
 def actions_of(slot: Slot) -> tuple[Action, ...]:
@@ -91,16 +91,16 @@ class Timetable:
 
     @property
     def parts(self) -> int:
-        """How many parts the model is cut into."""
+        """Number of parts the model is cut into."""
         return len(self.placement)
 
     @cached_property
     def micro_batches(self) -> int:
-        """How many of them a step has."""
+        """Number of micro-batches in a step."""
         return 1 + max(one.micro_batch for rank in range(len(self.ranks)) for one in self.actions(rank))
 
     def actions(self, rank: int) -> list[Action]:
-        """What a rank does, in order; the forward pass of an overlapped pair first."""
+        """Return a rank's actions, in order; the forward pass of an overlapped pair first."""
         return [one for slot in self.ranks[rank] for one in actions_of(slot)]
 
     def parts_of(self, rank: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What trackers have in common: a queue, and a thread that nobody waits for."""
+"""Base class of trackers: a queue, and a thread that training never waits for."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Tracker(Plugin):
     # -- for subclasses ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Whether the run can be tracked, as far as that can be said at once: a missing login, say.
+        """Check that the run can be tracked, as far as is known at start-up: a missing login, for example.
 
         Raises:
-            ConfigError: which refuses the run.
+            ConfigError: to refuse the run.
         """
 
     def open(self, run: Run, config: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Tracker(Plugin):
 
     @staticmethod
     def keep(file: Path, make: Callable[[], str]) -> str:
-        """What the run is called elsewhere: made once, and kept in a file of its folder for when it is resumed."""
+        """Return the run's name in the tracker: made once, then kept in a file of the run's folder for resuming."""
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(make(), encoding="utf-8")
@@ -223,7 +223,7 @@ def _alone() -> AbstractContextManager[Any]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """What trackers draw: `step` is the axis, and what is no number is for metrics.jsonl alone."""
+    """Return the numbers that trackers plot. `step` is the axis; values that are not numbers stay in metrics.jsonl."""
     return {
         name: value
         for name, value in values.items()

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class Phase(enum.IntEnum):
-    """When a transform is applied, for the reasons in docs/parallelism-order.md. A plugin chooses its phase, never a
-    place between phases."""
+    """Phase in which a transform is applied; docs/parallelism-order.md gives the reasons. A plugin chooses a phase,
+    never a position between phases."""
 
     PIPELINE = 10
     TENSOR = 20
@@ -40,18 +40,18 @@ class MicroBatch:
     """A micro-batch that is about to pass through a part of the model."""
 
     last: bool
-    """Whether none of the step follows through this part in this direction; of backward passes, whether none follows
-    that brings gradients of weights."""
+    """True if no later micro-batch of the step passes through this part in this direction; for a backward pass, if no
+    later one computes gradients of weights."""
     part: int = 0
     """Index of the part on this rank."""
     direction: Direction = "both"
     state: MicroState | None = None
-    """What plugins keep for the micro-batch, where the executor says which it is."""
+    """State that plugins keep for the micro-batch, if the executor identifies it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a transform did, and what the engine must call for it.
+    """Result of a transform, and the calls that the engine must make for it.
 
     Only a PIPELINE transform may give several parts in `model`.
     """
@@ -84,7 +84,7 @@ class Transform:
 
     phase: Phase
     slot: str
-    """What it provides, exclusively: two enabled transforms for one slot are an error."""
+    """Exclusive name of the transform: two enabled transforms for one slot are an error."""
     apply: Callable[[nn.Module], Applied]
     after: tuple[str, ...] = ()
     """Slots of the same phase that go first."""
@@ -137,7 +137,7 @@ HOOK_TABLES = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-"""Where `torch.nn.Module` keeps its hooks, by hook id."""
+"""Attributes in which `torch.nn.Module` stores its hooks, by hook id."""
 
 
 class Specialisation:

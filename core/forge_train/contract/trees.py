@@ -173,7 +173,7 @@ def _specs(path: str, spec: Spec, children: Mapping[Any, Any], tree: Any) -> dic
 
 
 def _wanted(tree: Any) -> str:
-    """What the spec of a container has to be."""
+    """Describe the spec that a container needs."""
     if isinstance(tree, Mapping):
         return "the spec of a dict is a dict by key"
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):

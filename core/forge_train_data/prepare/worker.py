@@ -154,7 +154,7 @@ class Maker:
 
     @classmethod
     def of(cls, wanted: Preparation, tokenizer: str) -> Maker:
-        """What a preparation needs, given its tokenizer's path.
+        """Build the requirements of a preparation, given its tokenizer's path.
 
         Raises:
             ConfigError: there is no such tokenizer, template or map, or they don't fit each other.

@@ -33,9 +33,9 @@ END_NAMES = (
     "<|eot_id|>",
     "<|im_end|>",
 )
-"""What tokenizers call the end of a document; the first one found is taken where no file names it."""
+"""Names of the token that ends a document; the first one found is taken if no file names it."""
 SERIAL = "TOKENIZERS_PARALLELISM"
-"""Whether the library starts threads; `false` in a process that has one core."""
+"""Environment variable that lets the library start threads; `false` in a process with one core."""
 
 
 class PretrainedTokenizer:

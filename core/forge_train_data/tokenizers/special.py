@@ -63,12 +63,12 @@ def added_tokens(folder: Path) -> list[tuple[int | None, AddedToken, Path]]:
 
 
 def splits(folder: Path) -> bool:
-    """Whether special tokens in a text are encoded like other text (`split_special_tokens`)."""
+    """Return True if special tokens in a text are encoded like other text (`split_special_tokens`)."""
     return table(folder / TOKENIZER_CONFIG).get("split_special_tokens") is True
 
 
 def adds_begin(folder: Path) -> bool:
-    """Whether `tokenizer_config.json` leaves a begin before a text; for tokenizers without a `tokenizer.json`."""
+    """Return True if `tokenizer_config.json` adds a begin to a text; for tokenizers without a `tokenizer.json`."""
     return table(folder / TOKENIZER_CONFIG).get("add_bos_token") is not False
 
 

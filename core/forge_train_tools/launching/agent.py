@@ -113,7 +113,7 @@ class _Agent(LocalElasticAgent):
         """The signal that asked them to stop."""
         self._attempt = 0
         self._outcomes: list[WorkerResult] = []
-        """How the attempt at hand ended, once that was judged."""
+        """Outcome of the current attempt, once it is judged."""
         self._before: dict[int, Any] = {}
 
     # -- what torch calls -------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class _Agent(LocalElasticAgent):
         return ended
 
     def _stacks(self, ranks: list[int], waiting: str) -> dict[int, WorkerResult]:
-        """Where ranks hang that the others waited for in vain."""
+        """Find where ranks hang for which the others waited in vain."""
         logs = {rank: self.task.log(rank) for rank in ranks}
         sizes = {rank: log.stat().st_size if log.exists() else 0 for rank, log in logs.items()}
         for rank in ranks:
@@ -293,7 +293,7 @@ class _Agent(LocalElasticAgent):
                 process.wait(10)
 
     def ended(self) -> Ended:
-        """How they ended the last time."""
+        """Outcome of the last attempt."""
         outcomes = self._outcomes or by_cause(self._placed(self._ended_so_far().values()))
         if self._asked and any(one.kind == "killed" for one in outcomes) and not self.signal:
             self.signal = self._asked  # it came before they could save

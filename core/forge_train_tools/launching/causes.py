@@ -1,4 +1,4 @@
-"""Which of several ranks began a failure, and in what words. Known without torch."""
+"""Search for the rank that began a failure, and its description. Imports no torch."""
 
 from __future__ import annotations
 

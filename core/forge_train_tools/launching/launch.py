@@ -35,22 +35,22 @@ did not end at all."""
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """How one rank ended."""
+    """Result of one rank."""
 
     rank: int
     code: int
     """Of the command, as it would be in one process."""
     kind: Kind = "own"
     message: str = ""
-    """What a user is told of its failure."""
+    """Its failure, as the user reads it."""
     result: dict[str, Any] = field(default_factory=dict)
-    """What its task returned."""
+    """Return value of its task."""
     failure: dict[str, Any] = field(default_factory=dict)
     """Its `Failure`, if it could say."""
     coordinates: dict[str, int] = field(default_factory=dict)
-    """Where it lies in the mesh, if that is known: see `Layout.coordinates`."""
+    """Its place in the mesh, if that is known: see `Layout.coordinates`."""
     disk_full: bool = False
-    """Whether it failed because a disk was full, so that another attempt would fail too."""
+    """True if it failed because a disk was full, so that another attempt would fail too."""
 
     @property
     def who(self) -> str:
@@ -62,7 +62,7 @@ class WorkerResult:
         return self.code in (0, INTERRUPTED)
 
     def as_failure(self) -> Failure:
-        """What is known of how it failed."""
+        """Return its failure as far as it is known."""
         if self.failure:
             return Failure(**self.failure)
         return Failure(
@@ -72,7 +72,7 @@ class WorkerResult:
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """What the processes do: each calls a function with the same arguments."""
+    """Work of the processes: each calls a function with the same arguments."""
 
     function: str
     """`module:name`; returns JSON in which `code` is the exit code."""
@@ -80,9 +80,9 @@ class WorkerCommand:
     folder: Path
     """For `job.json` and the outcomes; emptied first."""
     logs: Path
-    """Where `rank-N.log` is."""
+    """Folder of `rank-N.log`."""
     quiet: bool = False
-    """Whether rank 0 too writes into its log instead of on the screen."""
+    """Make rank 0 too write into its log instead of on the screen."""
     layout: Layout = field(default_factory=Layout)
     """Of the processes, for messages; by default none is known."""
     smaller: Mapping[int, Layout] = field(default_factory=dict)
@@ -120,16 +120,16 @@ class Restart:
     why: str
     """In a sentence or two."""
     first: WorkerResult
-    """How the rank failed that failed first."""
+    """Result of the rank that failed first."""
     attempt: int
     """From 1 on."""
     world: int
-    """How many processes there will be."""
+    """Number of processes of the next attempt."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How all of them ended, the last time they were started."""
+    """Outcome of all processes in their last attempt."""
 
     outcomes: Sequence[WorkerResult]
     """Those that ended badly come first, and of them the one that began it."""
@@ -142,7 +142,7 @@ class Ended:
 
     @property
     def result(self) -> dict[str, Any]:
-        """What the task returned on rank 0."""
+        """Return value of the task on rank 0."""
         return next((one.result for one in self.outcomes if one.rank == 0), {})
 
     @property
@@ -164,7 +164,7 @@ class Ended:
             raise (ConfigError if self.code == ConfigError.code else ForgeError)(complaint)
 
     def complaint(self) -> str:
-        """What went wrong on the rank that began it, and the others in a line; empty if nothing did."""
+        """Failure of the rank that began it, and the others in a line; empty if nothing failed."""
         bad = [one for one in self.outcomes if not one.well]
         if not bad:
             return ""
@@ -195,7 +195,7 @@ def _line(outcome: WorkerResult) -> str:
 
 
 def _sense(outcome: WorkerResult) -> str:
-    """What was said, whatever the numbers: a full disk has a little more or less left when the next rank meets it."""
+    """Return a message without its numbers: a full disk has a little more or less room for the next rank."""
     return re.sub(r"\d[\d.,]*", "0", _line(outcome))
 
 
@@ -225,7 +225,7 @@ def _reserve(folder: Path, rank: int) -> Path:
 
 
 def left(folder: Path, attempt: int, rank: int) -> WorkerResult | None:
-    """How a rank said it ended; None if it did not come to that."""
+    """Read the result that a rank left; None if it left none."""
     try:
         return WorkerResult(**loads(outcome_file(folder, attempt, rank).read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -233,7 +233,7 @@ def left(folder: Path, attempt: int, rank: int) -> WorkerResult | None:
 
 
 def check_alone(option: str) -> None:
-    """Whether this process may start others.
+    """Check that this process may start others.
 
     Raises:
         ConfigError: if a launcher started it as one of several.

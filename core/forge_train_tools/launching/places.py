@@ -1,4 +1,4 @@
-"""Which of the places on this machine the processes of an attempt take. Known without torch."""
+"""Places on this machine that the processes of an attempt take. Imports no torch."""
 
 from __future__ import annotations
 

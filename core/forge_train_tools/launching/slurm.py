@@ -29,7 +29,7 @@ _OPTION = re.compile(r"[a-z][a-z0-9-]+")
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What a batch script asks for and runs."""
+    """Requests and commands of a batch script."""
 
     name: str
     nodes: int
@@ -38,11 +38,11 @@ class SlurmJob:
     time: str
     """As `sbatch --time` takes it."""
     folder: Path
-    """Where the command is run."""
+    """Working directory of the command."""
     command: Sequence[str]
-    """What each task runs."""
+    """Command of each task."""
     gpus: bool = True
-    """Whether each task gets one; other options for GPUs replace this."""
+    """Give each task a GPU; other options for GPUs replace this."""
     options: Mapping[str, str] = field(default_factory=dict)
     """More of `sbatch`, by their long names: added, or in place of what is there. A switch is the empty string."""
 

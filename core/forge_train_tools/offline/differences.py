@@ -1,4 +1,4 @@
-"""How two checkpoints differ: tensors by name and by how much, and the rest of the state."""
+"""Differences between two checkpoints: tensors by name and size of difference, and the rest of the state."""
 
 from __future__ import annotations
 

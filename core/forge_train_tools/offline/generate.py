@@ -27,7 +27,7 @@ _REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen.
+    """Rule for choosing tokens.
 
     Args:
         tokens: the most tokens to generate.
@@ -218,7 +218,7 @@ class _Stream:
         self._tokenizer = tokenizer
         self._ids = list(before)
         self._cuts = [0, len(self._ids)]
-        """Where each piece began; the last entry is where the next one begins."""
+        """Start of each piece; the last entry is the start of the next."""
 
     def push(self, token: int) -> str:
         self._ids.append(token)

@@ -81,7 +81,7 @@ def export_checkpoint(
 
 @dataclass(frozen=True)
 class _Export:
-    """What an export will write, from a whole checkpoint."""
+    """Export to be written, from a whole checkpoint."""
 
     config: Mapping[str, Any]
     files: TensorFiles

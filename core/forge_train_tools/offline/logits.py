@@ -57,7 +57,7 @@ def logits_of(task: Task, part: nn.Module, hidden: Tensor, seen: int) -> Tensor:
 
 
 def continues(job: Job) -> bool:
-    """Whether attention can continue from a cache, with fewer queries than keys."""
+    """Return True if attention can continue from a cache, with fewer queries than keys."""
     name = job.hooks.provider("attention_kernel")
     return name is None or job.hooks.enabled[name].cls.kernel_capabilities.offsets
 

@@ -92,7 +92,7 @@ def open_model(path: Path, *, device: Device | None = None, text: bool = True, p
 
 @dataclass(frozen=True)
 class Wanted:
-    """What was requested in addition to the configuration of a checkpoint to evaluate."""
+    """Requests in addition to the configuration of a checkpoint to evaluate."""
 
     plugins: tuple[str, ...] = ()
     set: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class Source:
 
 
 def find(path: Path, *, world: int = 1, wanted: Wanted | None = None, plugins: tuple[str, ...] = ()) -> Source:
-    """What a path refers to: a run's newest whole checkpoint, a checkpoint, or a folder in Hugging Face layout.
+    """Open what a path names: a run's newest whole checkpoint, a checkpoint, or a folder in Hugging Face layout.
 
     Args:
         path: a run, a checkpoint or a folder.

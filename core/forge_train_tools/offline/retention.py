@@ -1,4 +1,4 @@
-"""Which checkpoints of a run to keep, and removing the others: a run does this after each save; here it is manual."""
+"""Retention of a run's checkpoints: a run removes the others after each save; here it is manual."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from forge_train.storage.manifest import EDITABLE
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints to keep."""
+    """Rule for the checkpoints to keep."""
 
     keep: int = 2
     keep_every: int = 0

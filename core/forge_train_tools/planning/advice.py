@@ -1,4 +1,4 @@
-"""What is off with a plan."""
+"""Advice on a plan."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.de
 _OWN = frozenset(vars(nn.Module()))
 
 Form = Mapping[tuple[str, ...], Hashable]
-"""What there is to say of a unit: where → what."""
+"""Facts about a unit: place → fact."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Units:
             self.built = [dict(_attributes(name, part.get_submodule(name))) for name in names]
 
     def forms(self, composition: Composition) -> list[Form]:
-        """What there is to say of each unit."""
+        """Return the facts about each unit."""
         (part,) = composition.model.parts
         names = tuple(getattr(part, "units", ()))
         matched = _matched(names, composition)
@@ -86,7 +86,7 @@ class Units:
 
 
 def rehearse_alike(job: Job, composition: Composition, units: Units, *, least: int = WORTH) -> Recorded | None:
-    """What `rehearse` would record, from short rehearsals; None where that can't be known exactly.
+    """Return the record that `rehearse` would make, from short rehearsals; None if that can't be known exactly.
 
     Args:
         job: as for `rehearse`.
@@ -120,7 +120,7 @@ def rehearse_alike(job: Job, composition: Composition, units: Units, *, least: i
 
 
 def _per_unit(job: Job, composition: Composition) -> bool:
-    """Whether every plugin that builds units or sees all of them says that it acts unit by unit."""
+    """Return True if every plugin that builds units or sees all of them declares that it acts unit by unit."""
     seeing = {name for hook in ASKED for name in job.hooks.acting(hook)}
     seeing |= {entry["plugin"] for entry in composition.report}
     return all(job.hooks.enabled[name].cls.per_unit for name in seeing)
@@ -177,7 +177,7 @@ def _remove(part: nn.Module, positions: Sequence[int]) -> None:
 
 
 def form_of(part: nn.Module, units: Units) -> Hashable:
-    """What there is to say of one part of a pipeline; equal for parts that compute alike, whichever units they have.
+    """Return the facts about one part of a pipeline; equal for parts that compute alike, whichever units they have.
 
     Args:
         part: composed.
@@ -198,7 +198,7 @@ def form_of(part: nn.Module, units: Units) -> Hashable:
 
 
 def _positions(forms: Sequence[Form]) -> set[tuple[str, ...]]:
-    """Where units say which one they are."""
+    """Return the places where units hold their own index."""
     found: dict[tuple[str, ...], int] = {}
     wrong: set[tuple[str, ...]] = set()
     for at, form in enumerate(forms):
@@ -214,7 +214,7 @@ def _without(form: Form, places: set[tuple[str, ...]]) -> Form:
 
 
 def _attributes(name: str, unit: nn.Module) -> Iterator[tuple[tuple[str, ...], Hashable]]:
-    """What its modules were told when they were built."""
+    """Yield the attributes that its modules got when they were built."""
     for path, module in unit.named_modules():
         for key, value in vars(module).items():
             if key not in _OWN:
@@ -222,7 +222,7 @@ def _attributes(name: str, unit: nn.Module) -> Iterator[tuple[tuple[str, ...], H
 
 
 def _composed(name: str, unit: nn.Module) -> Form:
-    """What the transforms made of it, as far as modules show it."""
+    """Return the facts that transforms changed, as far as modules show them."""
     form: dict[tuple[str, ...], Hashable] = {}
     for path, module in unit.named_modules():
         form[path, "class"] = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__)
@@ -271,7 +271,7 @@ def _plain(value: Any, name: str, depth: int) -> Hashable:
 
 
 def _inside(value: Any, name: str, depth: int) -> Hashable:
-    """What a value consists of."""
+    """Return the contents of a value."""
 
     def inner(*items: Any) -> Hashable:
         return tuple(_plain(item, name, depth - 1) for item in items)

@@ -144,7 +144,7 @@ class Names:
         return self.of(self._context.mesh("dense", axis).get_group().group_name)
 
     def crosses_nodes(self, group: str) -> bool:
-        """Whether its ranks lie on several nodes."""
+        """Return True if its ranks lie on several nodes."""
         topology = Topology.of(self._context.place)
         return len({topology.node(rank) for rank in self.ranks(group)}) > 1
 

@@ -21,7 +21,7 @@ KINDS = {
     Work.WEIGHT_GRADIENT.value: "weight gradient",
     OVERLAPPED: "forward and backward overlapped",
 }
-"""What is drawn → what it means."""
+"""Drawn action → its meaning."""
 LONG, GAP = 32, 3
 """Micro-batches from which on a row that has no room for them shows the beginning and the end; columns between."""
 WIDEST = 4
@@ -45,7 +45,7 @@ class Cell(NamedTuple):
     kind: str
     """A key of `KINDS`, or `IDLE`."""
     later: bool
-    """Whether it is of another part than the rank's first."""
+    """True if it belongs to another part than the rank's first."""
 
 
 def kind_of(slot: Action | Overlap) -> str:
@@ -75,7 +75,7 @@ def rows(timeline: Timeline, width: int, *, ascii_only: bool = False) -> Iterato
 
 
 def is_cut(timeline: Timeline, width: int) -> bool:
-    """Whether rows of this width leave out the middle of the step."""
+    """Return True if rows of this width leave out the middle of the step."""
     return len(_windows(timeline, width)) > 1
 
 
@@ -91,7 +91,7 @@ def _windows(timeline: Timeline, width: int) -> list[tuple[float, float, int]]:
 
 
 def _within(row: tuple[Span, ...], begin: float, length: float) -> tuple[Span, ...]:
-    """What lies in a stretch, in its own time."""
+    """Return the spans in a stretch, relative to its start."""
     return tuple(
         replace(span, start=max(span.start - begin, 0.0), end=min(span.end - begin, length))
         for span in row
@@ -166,7 +166,7 @@ def svg(timeline: Timeline, title: str) -> str:
 
 
 def _lines(timeline: Timeline) -> int:
-    """How many lines have room for the number of the usual short action: half of all actions take as long or longer."""
+    """Return how many lines fit the number of the usual short action: half of all actions take as long or longer."""
     spans = [span for row in timeline.ranks for span in row if span.end > span.start]
     number = len(str(timeline.timetable.micro_batches - 1)) + 1  # of the last one, and a space or a dot
     needs = [(number * len(actions_of(span.slot)) - 1) / (span.end - span.start) for span in spans]
@@ -174,7 +174,7 @@ def _lines(timeline: Timeline) -> int:
 
 
 def _boxes(row: tuple[Span, ...], begin: float, length: float, y: int, first: int) -> Iterator[str]:
-    """What lies in one line, which begins at a time and has a length; an action across its end goes on in the next."""
+    """Draw one line with this start and length; an action across its end continues in the next."""
     scale = INNER / length
     for span in row:
         start, end = max(span.start - begin, 0.0), min(span.end - begin, length)

@@ -1,4 +1,4 @@
-"""How many micro-batches of a step are rehearsed."""
+"""Number of micro-batches to rehearse."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ AFFORDABLE = 32
 
 
 def affordable(model: Model, micro_batches: int) -> bool:
-    """Whether all micro-batches of a pipeline's step are rehearsed, in their own order."""
+    """Return True if all micro-batches of a pipeline's step are rehearsed, in their own order."""
     return micro_batches * sum(len(tuple(getattr(part, "units", ()))) for part in model.parts) <= AFFORDABLE
 
 
 def passes_of(stepper: Stepper, found: Recorded) -> int:
-    """How many micro-batches a rehearsal takes; notes whether a pipeline's executor runs them, and in which order."""
+    """Return the number of micro-batches to rehearse; record a pipeline's executor and the order that it follows."""
     executor: Any = stepper.executor
     wanted = stepper.accumulation
     few = min(wanted, PASSES)

@@ -1,4 +1,4 @@
-"""What a log of events becomes where a loop that wrote parts of it runs more often.
+"""Growth of a log of events when a loop that wrote parts of it runs more often.
 
 Three logs of the same program, whose loops ran m, m + 1 and m + 2 times, show which events each further pass adds and
 which numbers it makes larger. From the first two a rule is read, and the third one proves it.
@@ -17,7 +17,7 @@ WINDOW = 16
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What happened, and its numbers, which may grow with the passes."""
+    """Event, and its numbers, which may grow with the passes."""
 
     kind: Any
     """Hashable."""
@@ -30,7 +30,7 @@ class Step:
 
     event: Event | None
     grows: tuple[float, ...] = ()
-    """What each pass adds to its numbers."""
+    """Increments of its numbers in each pass."""
     before: tuple[Event, ...] = ()
     """Events that each pass adds before it."""
 
@@ -39,7 +39,7 @@ Rule = Sequence[Step]
 
 
 def rule(logs: Sequence[Sequence[Event]]) -> Rule | None:
-    """How a log grows, read from three of them; None where no rule says it exactly."""
+    """Derive the growth of a log from three of them; None if no rule fits exactly."""
     found = list(_differences(logs))
     same = all(list(grown(found, passes)) == list(log) for passes, log in enumerate(logs))
     return found if same else None
@@ -74,7 +74,7 @@ def _differences(logs: Sequence[Sequence[Event]]) -> Iterator[Step]:
 
 
 def _added(logs: Sequence[Sequence[Event]], at: Sequence[int]) -> int:
-    """How many events each pass adds here: so many that the logs go on most alike after them."""
+    """Return how many events each pass adds here: the number after which the logs agree longest."""
     first, second, third = logs
     here, there, beyond = at
     room = len(second) - there - (len(first) - here)
@@ -98,7 +98,7 @@ def _added(logs: Sequence[Sequence[Event]], at: Sequence[int]) -> int:
 
 
 def _growth(logs: Sequence[Sequence[Event]], at: Sequence[int]) -> tuple[float, ...] | None:
-    """What each pass adds to the numbers of one event; empty where it stays as it is, None where it is another one."""
+    """Return the growth of one event's numbers in each pass; empty if they stay, None for another event."""
     if any(place >= len(log) for log, place in zip(logs, at, strict=True)):
         return None
     a, b, c = (log[place] for log, place in zip(logs, at, strict=True))

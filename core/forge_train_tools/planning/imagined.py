@@ -28,9 +28,9 @@ class ImaginedContext(DistributedContext):
     so that the first are never smaller."""
 
     given: list[Any] = field(default_factory=list)
-    """What this rank gave to be gathered over stages, in order."""
+    """Contributions of this rank to gathers over stages, in order."""
     others: Sequence[Sequence[Any]] = ()
-    """What the first ranks of all stages gave, this one's too; empty while they are not known."""
+    """Contributions of the first ranks of all stages, this one's included; empty while they are unknown."""
 
     def barrier(self) -> None:
         pass

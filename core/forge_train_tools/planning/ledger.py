@@ -1,4 +1,4 @@
-"""Which tensors are alive at what time of a step, in bytes."""
+"""Tensors alive at each time of a step, in bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks are arranged: the axes of each domain, and who is whose neighbour along them."""
+"""Arrangement of ranks: the axes of each domain, and neighbours along them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Parameters:
     total: int
     trainable: int
     held: int
-    """What one rank holds."""
+    """Parameters that one rank holds."""
     by_module: Mapping[str, int]
     """By top-level module."""
     groups: tuple[Group, ...]

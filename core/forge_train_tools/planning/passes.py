@@ -1,4 +1,4 @@
-"""What the passes of a pipeline's rank take and keep, and what its memory comes to in another order of them."""
+"""Memory of each pass of a pipeline's rank, and its total in another order of passes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORKS: Mapping[str, Work] = {
     "input": Work.INPUT_GRADIENT,
     "weight": Work.WEIGHT_GRADIENT,
 }
-"""What an executor announces → what it is in a timetable."""
+"""Announcement of an executor → its work in a timetable."""
 Kind = tuple[int, Work]
 """Number of a part, and what is done with it."""
 
@@ -25,7 +25,7 @@ class Pass(NamedTuple):
     """A pass of a micro-batch through a part, as it was announced."""
 
     at: int
-    """How many changes of memory came before it."""
+    """Number of memory changes before it."""
     part: int
     """Index on its rank."""
     work: Work
@@ -42,7 +42,7 @@ class Footprint:
     The first may gather weights or allocate gradients, and the last free or reduce them."""
 
     def keeps(self, part: int) -> int:
-        """What a forward pass keeps for the backward pass."""
+        """Return the bytes that a forward pass keeps for the backward pass."""
         return max(self.leaves.get((part, Work.FORWARD), (0, 0, 0))[1], 0)
 
     def peak(self, timetable: Timetable, rank: int) -> int:
@@ -68,7 +68,7 @@ class Footprint:
         )
 
     def _takes(self, kind: Kind) -> int:
-        """Where only its halves were seen, a whole backward pass takes what the larger one does."""
+        """Return the bytes of a pass; a backward pass of which only halves were seen takes those of the larger half."""
         return self.takes.get(kind, max((self.takes.get(half, 0) for half in _halves(kind)), default=0))
 
     def _leaves(self, kind: Kind) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a rank of one stage holds, keeps and sends."""
+    """Memory and traffic of a rank of one stage."""
 
     parts: tuple[int, ...]
     parameters: int
@@ -41,7 +41,7 @@ class Alternative:
 
     name: str
     current: bool = False
-    """Whether it is the run's own."""
+    """True for the run's own schedule."""
     parts: int | None = None
     """Of each rank. Where there are other parts than the run's, they are taken to be of equal cost."""
     duration: float | None = None
@@ -70,14 +70,14 @@ class Pipeline:
 def pipeline(
     looks: Sequence[Look], memories: Sequence[Memory], *, tokens: int, shared: int, device: Device | None, peak: float
 ) -> Pipeline | None:
-    """What stages come to together; None where no executor tells what its ranks do.
+    """Combine the stages; None if no executor declares the work of its ranks.
 
     Args:
         looks: at each stage.
         memories: of each.
         tokens: of a micro-batch, on one rank.
-        shared: how many ranks share each of its products (tensor parallelism).
-        device: whose data sheet tells times; without, they are relative.
+        shared: number of ranks that share each of its products (tensor parallelism).
+        device: source of times, by its data sheet; without it, they are relative.
         peak: its FLOP/s.
     """
     passing = [look.pipeline for look in looks]

@@ -1,7 +1,7 @@
-"""How fast a step could be at most, on devices known by their data sheets.
+"""Upper bound on the speed of a step, on devices known by their data sheets.
 
 Kernels take the time of their operations at the device's peak or of their bytes at its memory's bandwidth, whichever
-is longer (Williams et al. 2009, doi:10.1145/1498765.1498785). What is no matrix product is fused into them, and
+is longer (Williams et al. 2009, doi:10.1145/1498765.1498785). Everything but matrix products is fused into them, and
 collectives, which take the time of their bytes on the slowest link they need, are hidden behind them. A real step is
 slower.
 """
@@ -53,17 +53,17 @@ DEVICES = {
     # AMD Instinct MI300X data sheet (2023): seven Infinity Fabric links of 128 GB/s; 400 Gb/s for each GPU.
     "mi300x": Device("MI300X 192 GB", 1307.4e12, 163.4e12, 5.3e12, 192e9, 448e9, 50e9),
 }
-"""What `forge plan --device` knows."""
+"""Devices known to `forge plan --device`."""
 
 
 class Kernel(NamedTuple):
-    """What one kernel does."""
+    """Work of one kernel."""
 
     flops: float
     bytes: int
     """Read and written."""
     fusible: bool
-    """Whether a compiler may have another kernel do it in passing: no matrix product, nor the optimizer."""
+    """True if a compiler may fuse it into another kernel: neither a matrix product nor the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Roofline:
     step: float
     """With everything that is fusible fused, every collective hidden, and a pipeline's bubble."""
     bound: Bound
-    """What takes longest."""
+    """Bottleneck of the step."""
     tokens_per_second: float
     """Of all ranks, in such steps."""
     unfused_tokens_per_second: float
@@ -89,9 +89,9 @@ class Roofline:
     mfu: float | None
     """At the first of the two rates; None where the model does not declare its FLOPs."""
     fits: bool | None
-    """Whether the step's peak is within the device's memory; None where it is not known."""
+    """True if the step's peak is within the device's memory; None if that is unknown."""
     memory_bytes: float
-    """What the device has."""
+    """Memory of the device."""
 
 
 def roofline(

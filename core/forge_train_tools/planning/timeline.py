@@ -1,4 +1,4 @@
-"""When each rank of a pipeline does what: a timetable, simulated with what each part costs."""
+"""Timeline of each rank of a pipeline: a timetable, simulated with the cost of each part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forge_train.ground.errors import ConfigError
 
 @dataclass(frozen=True)
 class PartCost:
-    """What one micro-batch costs in one part. Times are in seconds, or all in the same other unit."""
+    """Cost of one micro-batch in one part. Times are in seconds, or all in the same other unit."""
 
     forward: float
     input_gradient: float
@@ -123,7 +123,7 @@ def simulate(
     before: dict[Span, Span | None] = {}
 
     def arrival(need: Action, at: Action) -> float:
-        """When what an action needs of another is there."""
+        """Return the time at which an action's input from another arrives."""
         if bytes_per_second and placement[need.part] != placement[at.part]:
             return ended[need].end + costs[min(need.part, at.part)].sends / bytes_per_second
         return ended[need].end

@@ -1,4 +1,4 @@
-"""Which ranks share a node."""
+"""Ranks that share a node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forge_train.ground.world import World
 
 @dataclass(frozen=True)
 class Topology:
-    """Which ranks share a node, and so a fast network. Ranks are numbered node by node.
+    """Nodes of ranks: those on one node share a fast network. Ranks are numbered node by node.
 
     One node by default. A subclass with another `node` describes what is uneven, or has more levels.
     """

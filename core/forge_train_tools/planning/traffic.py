@@ -1,4 +1,4 @@
-"""What a rank sends in a step, summed by kind and axis."""
+"""Traffic of a rank in a step, summed by kind and axis."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Traffic:
     ranks: int
     count: int
     bytes: float
-    """What the rank sends, by the best algorithm for the kind."""
+    """Bytes that the rank sends, by the best algorithm for the kind."""
     crosses_nodes: bool
 
 
 def traffic(rehearsed: Rehearsed, names: Names) -> list[Traffic]:
-    """What was sent, most bytes first."""
+    """Return the traffic, most bytes first."""
     sums: dict[tuple[str, str, int, bool], list[float]] = {}
     for one, times in rehearsed.sent.items():
         key = (one.kind, names.of(one.group), one.ranks, names.crosses_nodes(one.group))

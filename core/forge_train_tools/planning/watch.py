@@ -98,5 +98,5 @@ _DEVICE = torch.ops.prim.device.default
 
 @cache
 def consists_of_others(kind: type) -> bool:
-    """Whether tensors of a class, such as DTensor, consist of others."""
+    """Return True if tensors of a class, such as DTensor, consist of others."""
     return hasattr(kind, "__tensor_flatten__")

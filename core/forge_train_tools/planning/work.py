@@ -1,4 +1,4 @@
-"""What the kernels of a step compute, and what they read and write."""
+"""Work of a step's kernels: operations, and bytes read and written."""
 
 from __future__ import annotations
 

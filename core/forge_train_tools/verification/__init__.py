@@ -37,7 +37,7 @@ class Start(Protocol):
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process gives: what layouts of the same model and data are judged by."""
+    """Reference of one process, by which layouts of the same model and data are judged."""
 
     request: Request
     steps: int
@@ -151,7 +151,7 @@ def _alone(request: Request, *more: str) -> Setup:
 
 
 def _rounds(setup: Setup) -> float:
-    """How coarsely a plugin rounds below the run's precision; 0 if none does."""
+    """Return the coarsest rounding of any plugin below the run's precision; 0 if none rounds."""
     return max((enabled.cls.rounds for enabled in setup.hooks.enabled.values()), default=0.0)
 
 

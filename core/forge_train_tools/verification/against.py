@@ -16,7 +16,7 @@ from .routing import TIE
 from .verdict import Check, Verdict
 
 NARROW_GRADIENT, NARROW_LOSS = 5e-2, 1e-2
-"""What is expected of 8 bits of mantissa against 24: of all gradients together, and of the loss."""
+"""Tolerances of 8 bits of mantissa against 24: for all gradients together, and for the loss."""
 ROUNDED_GRADIENT = 2e-1
 """The same of all gradients where products are of 3 bits of mantissa."""
 

@@ -1,4 +1,4 @@
-"""What the pattern of differences between one process and a layout suggests."""
+"""Diagnoses from the pattern of differences between one process and a layout."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def diagnose(
 
 
 def of_chance(layout: Recording) -> str:
-    """What to tell of a model that draws random numbers; empty for one that draws none."""
+    """Explain a model that draws random numbers; empty for one that draws none."""
     if not any(rank.draws for rank in layout.ranks):
         return ""
     return (
@@ -95,7 +95,7 @@ def of_chance(layout: Recording) -> str:
 
 
 def of_slices(verdict: Verdict, layout: Recording) -> Iterator[str]:
-    """Where to look if sequences are cut, and the forward pass is wrong."""
+    """Suggest causes of a wrong forward pass with cut sequences."""
     tolerance = next((check.tolerance for check in verdict.checks if check.name == "loss"), float("inf"))
     start, ours = verdict.losses[0]
     if layout.layout.cp == 1 or abs(start - ours) <= tolerance * abs(start):
@@ -130,7 +130,7 @@ def of_vetoes(layout: Recording, followed: Followed) -> Iterator[str]:
 
 
 def of_no_update(layout: Recording) -> str:
-    """What to tell where no step was taken; empty where one was."""
+    """Explain a run without any update; empty if there was one."""
     vetoes = layout.first.vetoes
     if not vetoes or len(vetoes) < len(layout.first.losses):
         return ""
@@ -153,7 +153,7 @@ def _start(where: str, one: Recording, layout: Recording) -> str:
 
 
 def of_choices(parted: RoutingDifference) -> str:
-    """What to make of choices that fell otherwise."""
+    """Explain routing choices that differ."""
     found = f"At step {parted.step}, {parted.moved} choices of {parted.where} fell otherwise"
     equal = f"between scores that are equal up to rounding ({parted.slack:.0e} relative)"
     if not parted.tie:

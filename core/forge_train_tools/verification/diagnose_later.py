@@ -1,4 +1,4 @@
-"""What wrong updates and evaluations suggest, where the gradients they come of are known."""
+"""Diagnoses of wrong updates and evaluations whose gradients are known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOTHING = 0.02
 
 
 def of_updates(verdict: Verdict, layout: Recording, followed: Followed) -> Iterator[str]:
-    """What the optimizer did differently with the same gradients."""
+    """Explain updates in which the optimizer differs on the same gradients."""
     wrong = [one for one in followed.updates if one in verdict.updates]
     if not wrong:
         return
@@ -39,7 +39,7 @@ def of_updates(verdict: Verdict, layout: Recording, followed: Followed) -> Itera
 
 
 def _ranks(wrong: Sequence[Moved], layout: Recording) -> str:
-    """Where it is wrong on some ranks only."""
+    """Name the ranks that are wrong, if others are right."""
     ranks = {rank for one in wrong for rank in one.ranks}
     if not ranks or any(not one.ranks for one in wrong):
         return ""
@@ -110,12 +110,12 @@ def _factor(wrong: Sequence[Offender]) -> float:
 
 
 def _power(factor: float, base: float) -> bool:
-    """Whether a factor is a base, or its square, as running means of gradients and of their squares have it."""
+    """Return True if a factor is a base or its square, as in running means of gradients and of their squares."""
     return any(abs(factor - base**power) < 5 * NEAR * factor for power in (1, 2))
 
 
 def of_side_effects(layout: Recording) -> Iterator[str]:
-    """Who changes the model or the optimizer in evaluating or in saving."""
+    """Name the code that changes the model or the optimizer while evaluating or saving."""
     kinds: dict[SideEffect, str] = {"evaluation": "Evaluating", "checkpoint": "Saving"}
     for kind, what in kinds.items():
         for who, names in side_effects(layout.ranks, kind).items():

@@ -19,16 +19,16 @@ from .recording import Recording
 from .watched import Watched
 
 FIT = 1e-3
-"""What may remain of a gradient that is explained, relative."""
+"""Relative remainder below which a gradient counts as explained."""
 SURE = 0.01
-"""How far from 1 a share has to be."""
+"""Distance from 1 at which a share counts as wrong."""
 MEMORY = 2**31
 """Bytes of gradients to hold for it at once."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """How often each part of a step counts in a layout's first gradients."""
+    """Weight of each part of a step in a layout's first gradients."""
 
     shares: tuple[float, ...]
     """Of each micro-batch, in the order of the global stream."""

@@ -51,7 +51,7 @@ class FollowedStep:
 
 @dataclass
 class Followed:
-    """What one process found on a layout's path."""
+    """Findings of one process that followed a layout."""
 
     record: Record = field(default_factory=lambda: Record(0, 0))
     steps: list[FollowedStep] = field(default_factory=list)
@@ -70,9 +70,9 @@ class Followed:
     decay: float = 0.0
     """The share of itself that a weight loses to weight decay in all steps, as parameter groups say."""
     clipped_by_rank: bool = False
-    """Whether it comes there if each rank's pieces are clipped by a norm of their own."""
+    """True if the optimizer arrives there when each rank clips its pieces by a norm of their own."""
     unclipped: bool = False
-    """Whether the optimizer comes to the layout's weights without clipping."""
+    """True if the optimizer arrives at the layout's weights without clipping."""
 
 
 def follow(
@@ -151,9 +151,9 @@ class _Following(Watched):
 
     source: Path
     exact: Path | None = None
-    """Where an exact follower left its gradients."""
+    """Gradients left by an exact follower."""
     left: Path | None = None
-    """Where this one leaves its own."""
+    """Place for this follower's own gradients."""
     training_loss: float | None = None
     decay = 0.0
 

@@ -100,7 +100,7 @@ def path_checks(layout: Recording, followed: Followed, exact: Record | None) -> 
 
 
 def _gap(one: Recording, layout: Recording, step: FollowedStep, exact: Record | None) -> tuple[float, float]:
-    """How far a step's gradients are apart, and how far they may be."""
+    """Return the difference between a step's gradients, and its tolerance."""
     if exact is None:
         return (step.differ[0].error if step.differ else 0.0), GRADIENT
     if in_parts(one, layout):
@@ -109,8 +109,8 @@ def _gap(one: Recording, layout: Recording, step: FollowedStep, exact: Record | 
 
 
 def in_parts(one: Recording, layout: Recording) -> bool:
-    """Whether a layout rounds sums in parts that one process rounds at once: those over features or a sequence, and,
-    where gradients are narrow between micro-batches, those over the batch."""
+    """Return True if a layout rounds sums in parts that one process rounds at once: those over features or a sequence
+    and, if gradients are narrow between micro-batches, those over the batch."""
     sizes = layout.layout
     summed = any(gradient.dtype.itemsize < 4 for gradient in one.gradients.values())
     return one.narrow and (summed or not (sizes.tp == sizes.cp == 1))

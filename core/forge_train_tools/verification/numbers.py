@@ -1,4 +1,4 @@
-"""How far apart numbers and gradients are."""
+"""Distances between numbers and between gradients."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Kept = Literal["gradients", "last_gradients", "weights"]
 
 
 def of_gradients(offenders: Sequence[Offender], layout: Recording, *, later: bool = False) -> Iterator[str]:
-    """What is wrong with the first step's gradients, or with those of a later one."""
+    """Explain wrong gradients of the first step, or of a later one."""
     everything = layout.parameters
     of = " of a later step" if later else ""
     end = " Those of the first step are right." if later else ""
@@ -71,7 +71,7 @@ def of_gradients(offenders: Sequence[Offender], layout: Recording, *, later: boo
 
 
 def unexplained(offenders: Sequence[Offender], layout: Recording) -> bool:
-    """Whether gradients are wrong, and neither multiples of what they should be nor left unreduced."""
+    """Return True if gradients are wrong, and neither multiples of the right ones nor left unreduced."""
     other = [one.name for one in sorted_out(offenders, layout)[2]]
     return bool(other) and not axes_apart(other, layout, "gradients")
 
@@ -94,7 +94,7 @@ def sorted_out(
 
 
 def _rounded(offenders: Sequence[Offender]) -> bool:
-    """Whether gradients differ as by rounding: a little, and none is longer or shorter for it."""
+    """Return True if gradients differ as by rounding: slightly, and in direction rather than length."""
     return offenders[0].error < ROUNDING and all(
         abs(one.ratio - 1) < max(0.3 * one.error, 1e-4) or one.error < 0.1 * offenders[0].error for one in offenders
     )

@@ -1,4 +1,4 @@
-"""What the ranks of two runs saw: where it is not the same."""
+"""Differences between the records of two runs' ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def other_starts(one: Recording, layout: Recording) -> dict[str, list[int]]:
 
 
 def up_to(until: int | None) -> str:
-    """What a relative difference is of."""
+    """Describe a relative difference."""
     return "relative" if until is None else f"relative, up to step {until}"
 
 
@@ -100,12 +100,12 @@ def pieces_apart(pieces: Sequence[Mapping[str, Fingerprint]]) -> dict[str, set[s
 
 
 def scalars_apart(ranks: Sequence[Record]) -> int:
-    """Whether losses and norms are the same doubles everywhere."""
+    """Count 1 if losses or norms are not the same doubles on all ranks, else 0."""
     return int(any(_spoken(rank) != _spoken(ranks[0]) for rank in ranks))
 
 
 def side_effects(ranks: Sequence[Record], kind: SideEffect) -> dict[str, list[str]]:
-    """Who changed what in evaluating or in saving, on any rank."""
+    """Return the names changed while evaluating or saving, on any rank, by whoever changed them."""
     found: dict[str, set[str]] = {}
     for rank in ranks:
         for who, names in rank.disturbed.get(kind, {}).items():
@@ -129,13 +129,13 @@ def union(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def choices_apart(one: Recording, other: Recording, at_least: float) -> RoutingDifference | None:
-    """Where choices part; what is taken for a tie is that of the coarser side, or as much as given."""
+    """Return the first position where routing differs, with the looser tie tolerance, or a given larger one."""
     ours, theirs = ([rank.choices for rank in run.ranks] for run in (one, other))
     return routing_difference(ours, theirs, coarsest(one, other, at_least))
 
 
 def coarsest(one: Recording, other: Recording, at_least: float) -> float:
-    """What is taken for a tie."""
+    """Return the looser tie tolerance."""
     return max(one.tie, other.tie, at_least)
 
 

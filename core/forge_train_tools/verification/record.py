@@ -25,7 +25,7 @@ W = TypeVar("W", bound=Watched)
 
 
 def worker(request: dict[str, Any], steps: int, folder: str) -> dict[str, Any]:
-    """What each process of a layout does."""
+    """Run one process of a layout."""
     setup = resolve(Request.loaded(request), world=World.here().size)
     leave(setup, steps, Path(folder))
     return {"code": 0}

@@ -1,4 +1,4 @@
-"""What is written down of a run's first steps, and read again by whoever compares."""
+"""Recordings of a run's first steps, written to files and read for comparison."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .routing import TIE, RoutingCounts, Step, tie_of
 
 SideEffect = Literal["evaluation", "checkpoint"]
 Fingerprint = tuple[str, str]
-"""Which piece of a tensor a rank holds, and a hash of its bytes: equal pieces must have equal hashes."""
+"""Piece of a tensor held by a rank, and a hash of its bytes: equal pieces must have equal hashes."""
 
 
 @dataclass
 class Record:
-    """What one rank saw."""
+    """Record of one rank."""
 
     rank: int
     data_rank: int
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
-    """What plugins observed in the first step, without timings; of a histogram, the count of each bin."""
+    """Observations of plugins in the first step, without timings; for a histogram, the count of each bin."""
     batches: list[list[str]] = field(default_factory=list)
     """For each step, a hash of each sequence."""
     start: dict[str, str] = field(default_factory=dict)
@@ -52,15 +52,15 @@ class Record:
     evaluated: list[str] = field(default_factory=list)
     """A hash of each held-out sequence."""
     decided: Step = field(default_factory=dict)
-    """What the model has decided in the evaluation."""
+    """Choices of the model in the evaluation."""
     vetoes: dict[str, str] = field(default_factory=dict)
     """Step → why its update was left out."""
     draws: bool = False
-    """Whether a step's forward and backward pass drew from torch's global random numbers, as dropout does."""
+    """True if a step's forward and backward pass drew from torch's global random numbers, as dropout does."""
     documents: bool = False
-    """Whether rows held several documents, kept apart."""
+    """True if rows held several documents, kept apart."""
     resumed: list[str] = field(default_factory=list)
-    """What is different when the last step is taken again from a checkpoint of the step before."""
+    """Differences when the last step is repeated from a checkpoint of the step before."""
     disturbed: dict[SideEffect, dict[str, list[str]]] = field(default_factory=dict)
     """In evaluating and in saving: who changed what of the model and the optimizer. Either must leave them alone."""
 
@@ -76,7 +76,7 @@ class Recording:
     """Name → role, empty where the model declares none."""
     layout: Layout = field(default_factory=Layout)
     tie: float = TIE
-    """What is taken for a tie in its precision."""
+    """Tie tolerance in its precision."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
     """Persistent buffers after the last step: what a model keeps beside its parameters, such as a router's bias."""
     accumulation: int = 1
@@ -90,12 +90,12 @@ class Recording:
 
     @property
     def narrow(self) -> bool:
-        """Whether its precision is narrower than fp32."""
+        """True if its precision is narrower than fp32."""
         return self.tie > TIE
 
     @classmethod
     def read(cls, folder: Path, setup: Setup, world: int) -> Recording:
-        """What the processes of a layout have left in a folder."""
+        """Read the files that the processes of a layout left in a folder."""
         ranks = []
         for rank in range(world):
             values = loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Which choices a model made, how many of them were ties, and where those of two runs part."""
+"""Choices of a model, the ties among them, and the first differences between two runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RoutingCounts:
     rows: dict[str, list[float]] = field(default_factory=dict)
     """Hash of a sequence → how often its tokens took each alternative, and last how many tokens of it there were."""
     near: dict[float, float] = field(default_factory=dict)
-    """What is taken for a tie → choices that could have fallen otherwise."""
+    """Tie tolerance → choices that could have differed."""
     among: Among = "alternatives"
 
     def add(self, other: RoutingCounts) -> None:
@@ -58,16 +58,16 @@ class RoutingDifference:
     where: str
     """Module, and what it chooses."""
     moved: int
-    """How many fell otherwise."""
+    """Choices that differ."""
     near: int
-    """How many both sides call ties, at least."""
+    """Choices that both sides call ties, at least."""
     allowed: float
-    """What is taken for a tie, at the first step."""
+    """Tie tolerance at the first step."""
     among: Among = "alternatives"
 
     @property
     def slack(self) -> float:
-        """What a tie is, relative."""
+        """Relative tie tolerance."""
         return self.step * self.allowed
 
     @property
@@ -126,7 +126,7 @@ class Counter:
         return tally.rows
 
     def end(self) -> Step:
-        """What was counted in the step that ends here."""
+        """Return the counts of the step that ends here."""
         found, self._found, self._calls = self._found, {}, {}
         self._steps += 1
         return found
@@ -135,8 +135,8 @@ class Counter:
 def near(
     scores: Tensor, taken: Tensor, among: Among, step: int = 1, ties: Sequence[float] = TIES
 ) -> dict[float, float]:
-    """How many choices could have fallen otherwise, by what is taken for a tie: of one that takes several, as many as
-    could change places with others."""
+    """Count choices that could have differed, by tie tolerance; a choice of several counts as many as could change
+    places with others."""
     if among == "tokens":
         scores, taken = scores.t(), taken.t()
     size = scores.abs().masked_fill(scores.isinf(), 0).amax(-1, keepdim=True)
@@ -153,12 +153,12 @@ def near(
 def routing_difference(
     one: Sequence[Sequence[Step]], other: Sequence[Sequence[Step]], allowed: float
 ) -> RoutingDifference | None:
-    """Where the choices of two runs part first: by step, then in the order of the forward pass.
+    """Return the first difference between two runs' choices: by step, then in the order of the forward pass.
 
     Args:
         one: of each rank, its steps.
         other: the same of the other run.
-        allowed: what is taken for a tie, by the coarser of both.
+        allowed: tie tolerance, by the coarser of both.
     """
     for step, (ours, theirs) in enumerate(zip(_merged(one), _merged(other), strict=False), start=1):
         for where in (name for name in ours if name in theirs):

@@ -34,7 +34,7 @@ class StateApart:
     error: float
     """Relative; infinite where one side lacks it."""
     says: str = ""
-    """What it is instead."""
+    """Its actual value or state."""
 
     def __str__(self) -> str:
         return f"{self.key} of {self.plugin}"
@@ -80,7 +80,7 @@ def _tensors(plugin: str, key: str, mine: Mapping[str, Tensor], theirs: Mapping[
 
 
 def _ends(key: str) -> Iterator[int]:
-    """Where the name of a parameter may begin in a key."""
+    """Yield the positions where a parameter's name may begin in a key."""
     yield from (at + 1 for at, letter in enumerate(key) if letter == ".")
 
 
@@ -114,7 +114,7 @@ def resume_check(layout: Recording, followed: Followed) -> tuple[Check, ...]:
 
 
 def resumed_apart(layout: Recording) -> list[str]:
-    """What is different after a resume, on any rank."""
+    """Return the names that differ after a resume, on any rank."""
     return sorted({name for rank in layout.ranks for name in rank.resumed})
 
 
@@ -132,7 +132,7 @@ def of_states(verdict: Verdict, followed: Followed) -> Iterator[str]:
 
 
 def of_resume(verdict: Verdict, layout: Recording, followed: Followed) -> Iterator[str]:
-    """What a resume loses."""
+    """Explain what a resume loses."""
     if "resume" not in verdict.failed:
         return
     used, saved = followed.position

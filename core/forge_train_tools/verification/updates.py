@@ -1,4 +1,4 @@
-"""What an optimizer made of given gradients, on one process and on a layout."""
+"""Updates made by an optimizer from given gradients, on one process and on a layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE, MODEL = "optimizer.state.", "model."
 
 @dataclass(frozen=True)
 class Moved(Offender):
-    """How far a weight moved, or what the optimizer's state of it became, and what is wrong about it."""
+    """Change of a weight, or of the optimizer's state for it, and its error."""
 
     part: str = WEIGHT
     """The weight itself, or the key of the optimizer's state."""
@@ -40,12 +40,12 @@ class Moved(Offender):
 
     @property
     def pure(self) -> bool:
-        """Whether it is a multiple of what it should be."""
+        """True if it is a multiple of the right value."""
         return math.isfinite(self.ratio) and remainder(self) < 1e-3
 
 
 def remainder(one: Offender) -> float:
-    """What is left of something beside its multiple of the reference, relative to that: from
+    """Return the remainder beside a multiple of the reference, relative to that multiple: from
     ‖g − r‖² = (k − 1)²‖r‖² + ‖g − k r‖²."""
     return float(max(one.error**2 - (one.ratio - 1) ** 2, 0.0) ** 0.5) / max(abs(one.ratio), 1e-12)
 
@@ -135,7 +135,7 @@ def _along(gap: Tensor, start: Tensor) -> float:
 
 
 def settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What the optimizer's parameter groups, and its state beside tensors, say otherwise: key → one value of each side.
+    """Return the settings of parameter groups, and non-tensor state, that differ: key → one value of each side.
 
     Args:
         one: the optimizer's state as JSON, with parameters named and tensors left out.
@@ -159,7 +159,7 @@ def _values(state: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Any]]:
 
 
 def _plain(value: Any) -> bool:
-    """Whether it is no tensor, which is compared by itself."""
+    """Return True if it holds no tensor; tensors are compared by themselves."""
     if isinstance(value, Mapping):
         return all(not key.startswith("$") or _plain(inner) for key, inner in value.items()) and "$tensor" not in value
     return True

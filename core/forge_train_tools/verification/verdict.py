@@ -1,4 +1,4 @@
-"""What a comparison found."""
+"""Verdict of a comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Check:
     tolerance: float
     says: str
     where: str = ""
-    """Where the largest difference is, if there is one."""
+    """Place of the largest difference, if there is one."""
 
     @property
     def ok(self) -> bool:
@@ -43,11 +43,11 @@ class Offender:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison found."""
+    """Verdict of a comparison."""
 
     title: str
     sides: tuple[str, str]
-    """What the reference and the other side are called."""
+    """Names of the reference and the other side."""
     checks: tuple[Check, ...]
     losses: tuple[tuple[float, float], ...]
     """Of each step, reference first."""
@@ -58,7 +58,7 @@ class Verdict:
     updates: tuple[Offender, ...] = ()
     """Changes of weights, and states of the optimizer, that its gradients do not explain, the worst first."""
     advice: tuple[str, ...] = ()
-    """What the pattern suggests."""
+    """Suggestions from the pattern of differences."""
     routing_difference: RoutingDifference | None = None
     """The first choices that fell otherwise, where that is more than the other checks allow for."""
 
@@ -73,7 +73,7 @@ class Verdict:
 
     @property
     def undecided(self) -> bool:
-        """Whether nothing is wrong in what could be compared, and a tie kept the rest from it."""
+        """True if everything comparable is right, and a tie kept the rest from being compared."""
         return not self.failed and self.routing_difference is not None
 
     def as_json(self) -> dict[str, Any]:

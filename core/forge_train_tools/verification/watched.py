@@ -46,7 +46,7 @@ class Watched(Watcher):
     """A run's first steps, at the peak of its learning rate."""
 
     folder: Path | None = None
-    """Where the gradients of each step are left, whole; by one rank of each stage of a pipeline."""
+    """Folder for the full gradients of each step, written by one rank of each pipeline stage."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.rows, self.progress = job, list[str](), Progress()
@@ -231,7 +231,7 @@ class Watched(Watcher):
 
     @property
     def keeps(self) -> bool:
-        """Whether this rank leaves what all of its stage hold."""
+        """True if this rank writes what all ranks of its stage hold."""
         dist = self.job.dist
         return dist.rank % (dist.world // dist.layout.pp) == 0
 

@@ -40,7 +40,7 @@ class SpikeGuard(Plugin):
         step.add("skipped", self.skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides about the next step."""
+        """Return the state that decides about the next step."""
         return {"mean": self.mean, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ class Sinks(nn.Module):
     """A logit for each head (as in GPT-OSS; compare arXiv:2309.17453)."""
 
     heads_piece = (0, 1)
-    """Which of the heads this rank has: index and number of pieces."""
+    """This rank's heads: index and number of pieces."""
 
     def __init__(self, heads: int, std: float) -> None:
         super().__init__()

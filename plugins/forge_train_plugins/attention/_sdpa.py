@@ -47,7 +47,7 @@ def missing(backend: str, device: torch.device, precision: str, *, masked: bool)
 
 @dataclass(frozen=True)
 class _Seen:
-    """What decides which keys a query sees, besides the documents."""
+    """Conditions, besides the documents, on the keys that a query sees."""
 
     queries: int
     keys: int
@@ -132,7 +132,7 @@ class Kernel:
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's flash kernel on CUDA supports these."""
+    """Return True if torch's flash kernel on CUDA supports these tensors."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, True, query.shape[2] != key.shape[2]))
 

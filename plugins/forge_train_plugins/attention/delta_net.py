@@ -35,8 +35,7 @@ class DeltaNet(Plugin):
     @section
     class Config:
         layers: tuple[bool, ...] = (True, True, True, False)
-        """Which layers have linear attention: the list is repeated from the first layer to the last; empty means
-        all."""
+        """Layers with linear attention: the list repeats from the first layer to the last; empty means all."""
         heads: Annotated[int, Ge(0)] = 0
         """Number of value heads, each with its own state; 0 means `decoder.heads`."""
         k_heads: Annotated[int, Ge(0)] = 0

@@ -86,7 +86,7 @@ class Flash(Plugin):
 
 
 def check_dtype(job: Job, name: str) -> None:
-    """Whether a fused kernel can compute in the run's dtype.
+    """Check that a fused kernel can compute in the run's dtype.
 
     Raises:
         ConfigError: if it can't.

@@ -1,4 +1,4 @@
-"""What a mixture observes of each source, in training and on held-out text."""
+"""Per-source metrics of a mixture, in training and on held-out text."""
 
 from __future__ import annotations
 

@@ -68,5 +68,5 @@ class FillInTheMiddle:
 
 
 def _numbers(*found: object) -> bool:
-    """Whether what was written for options is numbers."""
+    """Return True if all options are numbers."""
     return all(isinstance(one, (int, float)) for one in found)

@@ -20,7 +20,7 @@ _MAGIC = {
     b"SQLite format 3": "SQLite",
     b"%PDF-": "PDF",
 }
-"""How files of these formats begin."""
+"""First bytes of files in these formats."""
 
 
 class Plain:
@@ -42,7 +42,7 @@ def _text(file: File) -> str:
 
 
 def _not_text(data: bytes) -> str:
-    """What makes `data` no text, or an empty string."""
+    """Explain why `data` is not text; empty if it is."""
     if kind := next((kind for start, kind in _MAGIC.items() if data.startswith(start)), ""):
         return f"it is in {kind} format"
     if (at := data.find(b"\0")) >= 0:
@@ -57,7 +57,7 @@ def _not_text(data: bytes) -> str:
 
 
 def _records(data: bytes) -> str:
-    """Whether a file of no known name holds JSON: then its text is in some field, and the rest is not to be learned."""
+    """Explain that a file without a known name holds JSON, whose text is in one field; empty if it doesn't."""
     if data.lstrip()[:1] not in (b"[", b"{"):
         return ""
     for part, suffix in ((data, "json"), (data.splitlines()[0], "jsonl")):

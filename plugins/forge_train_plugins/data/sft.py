@@ -43,15 +43,15 @@ class SFT(DataPlugin):
         template_options: Mapping[str, Any] = field(default_factory=dict)
         """Options of the template: `{ enable_thinking = false }`; the saved template has them as its defaults."""
         learn: Literal["assistant", "last", "all"] = "assistant"
-        """What is learned: every turn of the assistant, its last one, or all tokens."""
+        """Tokens to learn: every turn of the assistant, its last one, or all tokens."""
         rename: Mapping[str, str] = field(default_factory=dict)
         """The name to read, and the records' own: `{ prompt = "question", completion = "row.answer" }`; `role` and
         `content` rename the fields of messages."""
         roles: Mapping[str, str] = field(default_factory=dict)
         """The records' names of roles: `{ bot = "assistant" }`."""
         long: Literal["refuse", "drop", "left", "right"] = "refuse"
-        """What becomes of a conversation that is longer than a row: it ends the run, is left out, or loses tokens on
-        its left or right."""
+        """Treatment of a conversation longer than a row: it ends the run, is left out, or loses tokens on its left
+        or right."""
         packing: Literal["best_fit", "pad", "buckets"] = "best_fit"
         """Several conversations in a row; one; or `buckets`: those of like length in micro-batches of at most
         `train.sequence` tokens, padding included."""

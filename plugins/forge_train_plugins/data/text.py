@@ -36,7 +36,7 @@ class Text(DataPlugin):
         path: str | tuple[str, ...] = ""
         """Files, folders, glob patterns or addresses, of any format; empty for Python's standard library."""
         field: str = "text"
-        """Where a record of .jsonl, .parquet and the like has its text."""
+        """Field that holds the text in records of .jsonl, .parquet and the like."""
         held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
         """Share of the documents that is kept for evaluation; of every document where there are few."""
         isolate: bool = True

@@ -40,11 +40,11 @@ class TextLabels(DataPlugin):
         label: str = ""
         """Field of the label, or of the list of labels; empty means `label`, or `labels`."""
         align: Literal["", "first", "last", "all"] = ""
-        """Which of a word's tokens get its label; empty means the last, at which a causal model has read the whole
+        """Tokens of a word that get its label; empty means the last, at which a causal model has read the whole
         word."""
         long: Literal["refuse", "drop", "left", "right"] = "refuse"
-        """What happens to a text that is longer than a row: it ends the run, is left out, or loses tokens on its left
-        or right."""
+        """Treatment of a text longer than a row: it ends the run, is left out, or loses tokens on its left or
+        right."""
         packing: Literal["best_fit", "pad"] = "best_fit"
         """Several texts in a row, or one."""
         held_out: Annotated[float, Ge(0), Lt(1)] = 0.02

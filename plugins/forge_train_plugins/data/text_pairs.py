@@ -51,7 +51,7 @@ class TextPairs(Plugin):
         roles: Mapping[str, str] = field(default_factory=dict)
         """See `sft.roles`."""
         long: Literal["refuse", "drop", "left", "right"] = "refuse"
-        """What happens to a pair with a text that is longer than a row: the pair ends the run or is left out, or its
+        """Treatment of a pair with a text longer than a row: the pair ends the run or is left out, or its
         texts that are too long lose tokens on their left or right."""
         held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
         """Share of the pairs kept for evaluation."""

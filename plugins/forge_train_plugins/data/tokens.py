@@ -127,7 +127,7 @@ class Tokens(DataPlugin):
 
     @property
     def _apart(self) -> bool:
-        """Whether rows hold several documents, which the kernel keeps apart."""
+        """Return True if rows hold several documents, which the kernel keeps apart."""
         return self.config.isolate and self.config.packing != "buckets"
 
     def _open(self, job: Job) -> Mapping[Side, Documents]:

@@ -41,7 +41,7 @@ class MoE(Plugin):
         `down((u + 1) · g · sigmoid(alpha · g))`, with g = gate(x) clamped to at most `limit` and u = up(x) clamped to
         ±`limit`."""
         router: Literal["softmax", "sigmoid", "expert_choice"] = "softmax"
-        """How scores are computed from logits; under `expert_choice` each expert takes its best tokens of the
+        """Computation of scores from logits; under `expert_choice` each expert takes its best tokens of the
         micro-batch (arXiv:2202.09368), so a token's output depends on later tokens and the model can't generate."""
         normalise: bool = True
         """Divide the weights of a token's experts by their sum."""

@@ -1,4 +1,4 @@
-"""What the `ac` plugin does to a unit."""
+"""Activation checkpointing applied to one unit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _checkpointed(inner: Callable[..., Any], options: dict[str, Any]) -> Callabl
 
 
 def breaks(module: nn.Module) -> bool:
-    """Whether something in it has asked torch.compile to leave it alone (`torch.compiler.disable`).
+    """Return True if part of it has asked torch.compile to leave it alone (`torch.compiler.disable`).
 
     Inside of a recomputed region torch (2.13) does not compile around that, but drops the whole region.
     """
@@ -151,11 +151,11 @@ class _Only(TorchDispatchMode):
 
 
 class Policy:
-    """Which operations' results are kept.
+    """Chooses the operations whose results are kept.
 
     Args:
         kinds: operation → the entry of `ac.save` that names it.
-        alternate: whether only every second matrix product is kept.
+        alternate: keep only every second matrix product.
     """
 
     def __init__(self, kinds: Mapping[Any, str], *, alternate: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the `compile` plugin does to a unit, and what it has to say afterwards."""
+"""Compilation of one unit, and its report afterwards."""
 
 from __future__ import annotations
 

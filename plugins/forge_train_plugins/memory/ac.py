@@ -37,8 +37,9 @@ class ActivationCheckpointing(Plugin):
         every: Annotated[int, Gt(0)] = 1
         """Recompute one unit in so many, the first of them (full, selective)."""
         save: tuple[str, ...] = ("attention", "matmul")
-        """What selective keeps: `attention`; `matmul`, or `alternate_matmul` for every second one; `collectives` (the
-        results of tensor-parallel sums, which are then not communicated again); names such as `aten.mm.default`."""
+        """Results that selective keeps: `attention`; `matmul`, or `alternate_matmul` for every second one;
+        `collectives` (the results of tensor-parallel sums, which are then not communicated again); names such as
+        `aten.mm.default`."""
         budget: Annotated[float, Ge(0), Le(1)] = 0.5
         """Share of the activations that memory_budget may keep: 0 is the least possible, 1 all."""
 

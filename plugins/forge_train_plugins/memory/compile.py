@@ -30,11 +30,11 @@ class Compile(Plugin):
         backend: str = "inductor"
         """`inductor` generates kernels; `aot_eager` and `eager` only trace, to look for errors."""
         mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-        """How hard inductor tries."""
+        """Effort of inductor."""
         fullgraph: bool = False
         """Refuse a unit that can't be compiled as one graph."""
         dynamic: Literal["auto", "on", "off"] = "auto"
-        """Whether shapes are symbols: auto once they change, on from the start, off never."""
+        """Symbolic shapes: auto once they change, on from the start, off never."""
 
     config: Config
 

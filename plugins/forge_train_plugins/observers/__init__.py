@@ -1,1 +1,1 @@
-"""What watches a run."""
+"""Plugins that observe a run."""

@@ -34,7 +34,7 @@ class PerRank(Metric):
         self._ranks = ranks
 
     def update(self, rank: int, total: float, count: float) -> None:
-        """What one rank has counted."""
+        """Add a total and its count for one rank."""
         self.sums[rank].add_(total)
         self.sums[self._ranks + rank].add_(count)
 
@@ -48,7 +48,7 @@ class PerRank(Metric):
 
 
 class DeviceTimer:
-    """How long a CUDA device works on spans: between two events in its stream, which nobody waits for until `take`.
+    """Measures device time of spans between two events in the CUDA stream; nothing waits for them until `take`.
 
     Args:
         event: makes an event.
@@ -77,7 +77,7 @@ class DeviceTimer:
 
 
 class Clock:
-    """What the plugin counts between two logged steps."""
+    """Counts for the plugin between two logged steps."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._began, self._inside = job, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""What is observed at logged steps: norms of groups of parameters, outputs of modules, attention's logits."""
+"""Statistics of logged steps: norms of parameter groups, module outputs, attention logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEPTH = 2
 
 
 class Activation(Metric):
-    """How large the elements of tensors are."""
+    """Magnitudes of tensor elements."""
 
     per_rank = True  # elements that several ranks have count more often, and all of them alike
 
@@ -119,7 +119,7 @@ class Observer:
 
     @property
     def _logged(self) -> bool:
-        """Whether the step that is under way is logged."""
+        """Return True if the current step is logged."""
         return self._job.logs(self.step + 1)
 
     def around(self, span: SpanName) -> AbstractContextManager[None]:
@@ -249,7 +249,7 @@ def _observe_output(metric: Activation, output: Any) -> None:
 
 
 def _recomputes() -> bool:
-    """Whether a backward pass is under way, in which activation checkpointing calls modules a second time."""
+    """Return True during a backward pass, in which activation checkpointing calls modules a second time."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -45,7 +45,7 @@ class EventFile:
         self._write(step=step, summary=Summary(value=[Summary.Value(tag=name, metadata=about, tensor=content)]))
 
     def hparams(self, config: Mapping[str, Any]) -> None:
-        """What the page HPARAMS shows: a list is one text."""
+        """Write the values for the HPARAMS page; a list becomes one text."""
         start = SessionStartInfo(start_time_secs=time.time())
         for key, value in config.items():
             if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What is seen of a run while it trains."""
+"""Display of a run while it trains."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class MLflow(Tracker):
         """Of the server or the database; empty for MLFLOW_TRACKING_URI, or else for `mlflow.db` beside the runs."""
         experiment: Annotated[str, Volatile()] = "forge"
         artifacts: Annotated[bool, Volatile()] = False
-        """Whether files that plugins record on the main rank are sent, too."""
+        """Also send files that plugins record on the main rank."""
 
     config: Config
 

@@ -29,18 +29,18 @@ class Profile(Plugin):
         start: Annotated[int, Gt(0), Volatile()] = 10
         """The first profiled step, counted from the start or the resume of the run."""
         steps: Annotated[int, Ge(0), Volatile()] = 3
-        """How many; 0 for none, as under Nsight Systems."""
+        """Number of profiled steps; 0 for none, as under Nsight Systems."""
         rows: Annotated[int, Gt(0), Volatile()] = 25
         """Operations in the table."""
         shapes: Annotated[bool, Volatile()] = False
-        """Whether the trace has the shapes of operands."""
+        """Record operand shapes in the trace."""
         memory: Annotated[bool, Volatile()] = False
-        """Whether it has allocations, and the table their sizes."""
+        """Record allocations in the trace, and their sizes in the table."""
         snapshot: Annotated[bool, Volatile()] = False
-        """Whether `memory-rank-0.pickle` is written, too: every allocation of the profiled steps with its stack, for
+        """Also write `memory-rank-0.pickle`: every allocation of the profiled steps with its stack, for
         pytorch.org/memory_viz. On CUDA only."""
         nvtx: Annotated[bool, Volatile()] = False
-        """Whether the spans of all steps are NVTX ranges, for Nsight Systems. On CUDA only."""
+        """Mark the spans of all steps as NVTX ranges, for Nsight Systems. On CUDA only."""
 
     config: Config
 

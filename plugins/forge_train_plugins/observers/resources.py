@@ -1,4 +1,4 @@
-"""Where the time and the memory of a step go."""
+"""Time and memory of a step, by part."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Sample(Plugin):
     @section
     class Config:
         prompt: str = ""
-        """What to go on from; empty for the beginning of a document."""
+        """Text to continue from; empty for the beginning of a document."""
         tokens: Annotated[int, Gt(0)] = 300
         """The most to generate."""
         temperature: Annotated[float, Ge(0)] = 0.7

@@ -42,9 +42,9 @@ class Statistics(Plugin):
         activations: tuple[str, ...] = ()
         """Patterns of modules whose outputs are observed, together for each kind (`layers.*.attention`)."""
         layers: bool = False
-        """Whether kinds are told apart by layer (`layers.0.attention`)."""
+        """Separate modules of a kind by layer (`layers.0.attention`)."""
         attention_logits: bool = False
-        """Whether the largest attention logit of each layer is logged."""
+        """Log the largest attention logit of each layer."""
 
     config: Config
 

@@ -30,7 +30,7 @@ class Trackio(Tracker):
     class Config:
         project: Annotated[str, Volatile()] = "forge"
         artifacts: Annotated[bool, Volatile()] = False
-        """Whether files that plugins record on the main rank are sent, too."""
+        """Also send files that plugins record on the main rank."""
 
     config: Config
 

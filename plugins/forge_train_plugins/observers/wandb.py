@@ -29,7 +29,7 @@ class WandB(Tracker):
         project: Annotated[str, Volatile()] = "forge"
         mode: Annotated[Literal["online", "offline"], Volatile()] = "online"
         artifacts: Annotated[bool, Volatile()] = False
-        """Whether files that plugins record on the main rank are sent, too."""
+        """Also send files that plugins record on the main rank."""
 
     config: Config
 

@@ -66,7 +66,7 @@ def _unfit(cls: type[torch.optim.Optimizer]) -> str:
 
 
 def check_sharding(cls: type[torch.optim.Optimizer], name: str, model: Model, exact: Sequence[str]) -> None:
-    """Whether the class gives on shards what it gives on whole parameters.
+    """Check that the class gives the same result on shards as on whole parameters.
 
     Raises:
         ConfigError: if that is not known.

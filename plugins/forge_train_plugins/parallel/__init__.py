@@ -1,1 +1,1 @@
-"""How a model is spread over processes."""
+"""Plugins that distribute a model over processes."""

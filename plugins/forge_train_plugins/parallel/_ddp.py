@@ -1,4 +1,4 @@
-"""What the `ddp` plugin does to a part."""
+"""Replication of one part of the model by DDP."""
 
 from __future__ import annotations
 

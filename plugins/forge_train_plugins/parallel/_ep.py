@@ -1,4 +1,4 @@
-"""What the `ep` plugin does to a part."""
+"""Expert parallelism applied to one part of the model."""
 
 from __future__ import annotations
 

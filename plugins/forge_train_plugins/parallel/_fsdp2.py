@@ -1,4 +1,4 @@
-"""What the `fsdp2` and `zero1` plugins do to a part."""
+"""FSDP2 and ZeRO-1 applied to one part of the model."""
 
 from __future__ import annotations
 

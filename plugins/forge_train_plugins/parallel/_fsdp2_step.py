@@ -1,4 +1,4 @@
-"""What FSDP2 is told in a step: when to gather and to drop weights, and when to reduce gradients."""
+"""FSDP2 within a step: when to gather and drop weights, and when to reduce gradients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Chunks:
 
 
 class ShardedStep:
-    """What the engine calls for one sharded part."""
+    """Step hooks of one sharded part, called by the engine."""
 
     def __init__(
         self, root: FSDPModule, heads: list[Chunks], *, drop_last_only: bool, reduce_each: bool, split: bool

@@ -45,12 +45,12 @@ class ContextParallel(Plugin):
     @section
     class Config:
         method: Literal["auto", "gather", "ring", "ulysses", "ulysses_ring"] = "auto"
-        """How attention sees whole sequences. `gather`: every rank gets all keys and values (arXiv:2407.21783, §3.3.2);
-        sends few bytes if there are few key heads. `ulysses`: ranks exchange slices of all heads for whole sequences of
-        some heads (arXiv:2309.14509); sends few bytes on many ranks; `cp` must divide the number of heads. `ring`: keys
-        and values go around a ring in blocks (arXiv:2310.01889); needs the least memory, and a kernel with `blocks`.
-        `ulysses_ring`: `ulysses` inside groups of ranks, `ring` between the groups. `auto`: chooses by the numbers of
-        heads and the sequence length."""
+        """Exchange that gives attention whole sequences. `gather`: every rank gets all keys and values
+        (arXiv:2407.21783, §3.3.2); sends few bytes if there are few key heads. `ulysses`: ranks exchange slices of all
+        heads for whole sequences of some heads (arXiv:2309.14509); sends few bytes on many ranks; `cp` must divide the
+        number of heads. `ring`: keys and values go around a ring in blocks (arXiv:2310.01889); needs the least memory,
+        and a kernel with `blocks`. `ulysses_ring`: `ulysses` inside groups of ranks, `ring` between the groups. `auto`:
+        chooses by the numbers of heads and the sequence length."""
         ulysses: Annotated[int, Ge(0)] = 0
         """With `ulysses_ring`, the number of ranks that exchange heads; 0 takes the largest possible number."""
 

@@ -30,8 +30,9 @@ class FSDP2(Plugin):
     @section
     class Config:
         reshard: Literal["always", "never", "step"] = "always"
-        """When to drop gathered weights: after each forward and backward pass of a group (ZeRO-3), after the backward
-        pass (ZeRO-2), or after the step's last one, so that weights are gathered once a step (as in ZeRO-1)."""
+        """Point at which gathered weights are dropped: after each forward and backward pass of a group (ZeRO-3), after
+        the backward pass (ZeRO-2), or after the step's last one, so that weights are gathered once a step (as in
+        ZeRO-1)."""
         reduce: Literal["last", "each"] = "last"
         """Micro-batches after which gradients are averaged: the step's last (whole gradients are kept until then), or
         each (more communication, but only this rank's share is kept)."""

@@ -52,7 +52,7 @@ class PipelineParallel(Plugin):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.cut: Cut | None = None
-        """How the model was cut, if it was."""
+        """This rank's parts, once the model is cut."""
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform | None:

@@ -1,4 +1,4 @@
-"""What the `bf16_parameters` plugin does to a part."""
+"""bf16 parameters applied to one part of the model."""
 
 from __future__ import annotations
 

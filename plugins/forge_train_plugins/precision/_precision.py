@@ -1,4 +1,4 @@
-"""What the `precision` plugin does to a part."""
+"""Precision rules applied to one part of the model."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Rules:
                 )
 
     def _exempts(self, rule: DtypeRule, names: Sequence[str]) -> bool:
-        """Whether a rule for the run's own dtype takes a module out of other rules."""
+        """Return True if a rule for the run's own dtype exempts a module from other rules."""
         others = Rules([one for one in self.rules if one is not rule], self.job)
         inside = [name for name in names if f"{name}.".startswith(f"{rule.match}.")]
         try:

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 EVERYTHING = ("*",)
 HIGH = ("head", "*router*")
-"""What stays in the precision of the run unless the user says otherwise."""
+"""Modules that stay in the run's precision unless the user asks otherwise."""
 
 
 class LowPrecisionPlugin(Plugin):
-    """What the four plugins of this file have in common; weights, optimizer and checkpoints stay as they are."""
+    """Base of the four plugins of this file; weights, optimizer and checkpoints stay as they are."""
 
     api = (1, 0)
     provides = ("fp8",)
@@ -54,7 +54,7 @@ class LowPrecisionPlugin(Plugin):
 
     @abstractmethod
     def _convert(self, job: Job) -> Conversion:
-        """What the plugin does to the model."""
+        """Convert the model."""
 
     def _rules(self) -> list[Rule]:
         """Of `include` and `exclude`."""

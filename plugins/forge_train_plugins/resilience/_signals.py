@@ -1,4 +1,4 @@
-"""When the job of this process ends, as Slurm says."""
+"""End of this process's job, according to Slurm."""
 
 from __future__ import annotations
 

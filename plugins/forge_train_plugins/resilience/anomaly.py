@@ -48,10 +48,10 @@ class Anomaly(Plugin):
     @section
     class Config:
         not_finite: Policy = "stop"
-        """What to do if the loss or the gradient norm is NaN or infinite. With `warn`, the run ends at the next logged
+        """Response to a NaN or infinite loss or gradient norm. With `warn`, the run ends at the next logged
         step, as it does without this plugin."""
         spike: Policy = "warn"
-        """What to do if the loss or the gradient norm is far above that of the last steps."""
+        """Response to a loss or gradient norm far above that of the last steps."""
         threshold: Annotated[float, Gt(0)] = 6.0
         """A spike is above median + threshold × median absolute deviation / 0.6745; 6 is six standard deviations."""
         window: Annotated[int, Ge(8)] = 128

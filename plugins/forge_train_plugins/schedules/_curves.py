@@ -1,4 +1,4 @@
-"""What schedules have in common: a linear warm-up, then a curve to the end of the run."""
+"""Base of schedules: a linear warm-up, then a curve to the end of the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WarmUpSection:
     warmup: Annotated[float, Ge(0)] = 0.0
     """Length over which the learning rate rises to its peak, in `unit`; below 1, as a share of the run."""
     unit: Unit = "steps"
-    """What lengths are counted in: steps, or tokens rounded to whole steps."""
+    """Unit of lengths: steps, or tokens rounded to whole steps."""
 
 
 @section
@@ -105,7 +105,7 @@ def in_steps(length: float, unit: Unit, config: RunConfig, *, at_end: bool = Fal
 
 
 def progress(step: int, first: int, last: int) -> float:
-    """How much of the way from step `first` to step `last` is done, from 0 to 1."""
+    """Return the progress from step `first` to step `last`, from 0 to 1."""
     return min(max((step - first) / max(last - first, 1), 0.0), 1.0)
 
 

@@ -124,7 +124,7 @@ class WSD(WarmUpPlugin):
         decay: Annotated[float, Gt(0)] = 0.2
         """Length of the decay, in `unit`; below 1, as a share of the run."""
         shape: Shape = "sqrt"
-        """How it comes down: linear, cosine, or sqrt, which is 1 − √t."""
+        """Shape of the decay: linear, cosine, or sqrt, which is 1 − √t."""
         floor: Annotated[float, Ge(0), Le(1)] = 0.0
         """The learning rate at the end, as a share of the peak."""
 
@@ -160,13 +160,13 @@ class Piecewise(Plugin):
         start: Annotated[float, Ge(0)] = 0.01
         """Share of the peak learning rate at the first step."""
         until: tuple[Annotated[float, Gt(0)], ...] = (0.1, 1)
-        """Where each phase ends, in `unit`; up to 1, as a share of the run."""
+        """End of each phase, in `unit`; up to 1, as a share of the run."""
         to: tuple[Annotated[float, Ge(0)], ...] = (1, 0.1)
         """The share of the peak there."""
         curve: tuple[Shape, ...] = ()
-        """How each goes there: linear, cosine, or sqrt, which is fast at first. Empty is linear for all."""
+        """Curve of each phase: linear, cosine, or sqrt, which is fast at first. Empty is linear for all."""
         unit: Unit = "steps"
-        """What `until` counts: steps, or tokens rounded to whole steps."""
+        """Unit of `until`: steps, or tokens rounded to whole steps."""
 
     config: Config
 

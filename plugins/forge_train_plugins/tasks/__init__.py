@@ -1,1 +1,1 @@
-"""What a model learns from a batch, and the loss."""
+"""Tasks: batches, targets and losses."""

@@ -56,7 +56,7 @@ def fastest(choice: Choice, job: Job, folder: str) -> tuple[str, str]:
 
 
 class Shape:
-    """What is measured: the run's sequence, rows, dtype and head size, and everything that the run needs."""
+    """Measured shape: the run's sequence, rows, dtype, head size and required kernel capabilities."""
 
     def __init__(self, job: Job, needs: KernelCapabilities) -> None:
         train = job.config.train

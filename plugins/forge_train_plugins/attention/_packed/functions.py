@@ -15,7 +15,7 @@ from .versions import MODULES, choose, installed
 
 
 class Bounds(NamedTuple):
-    """Where documents begin among queries and among keys, `[documents + 1]` int32 each; and the longest document."""
+    """Starts of documents among queries and keys, `[documents + 1]` int32 each; and the longest document."""
 
     queries: Tensor
     keys: Tensor

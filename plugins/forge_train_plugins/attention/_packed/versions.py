@@ -1,4 +1,4 @@
-"""Which versions of flash-attn are installed, found without importing any of them."""
+"""Installed versions of flash-attn, found without importing any of them."""
 
 from __future__ import annotations
 

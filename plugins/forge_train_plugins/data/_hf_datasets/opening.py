@@ -19,7 +19,7 @@ from forge_train_data.held_out import Side, side_of
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which data set.
+    """Data set to load.
 
     Args:
         path: a name on the hub, a builder such as `json`, a folder of files, or one that `save_to_disk` wrote.
@@ -40,10 +40,10 @@ class Wanted:
 
 @contextmanager
 def telling(label: str) -> Iterator[None]:
-    """What goes wrong in the library, in one sentence.
+    """Turn the library's failures into one sentence.
 
     Raises:
-        ConfigError: in place of what was raised.
+        ConfigError: in place of the original error.
     """
     try:
         yield
@@ -86,7 +86,7 @@ def open_stream(wanted: Wanted, rank: int, ranks: int) -> Any:
 
 
 def saved(path: str) -> bool:
-    """Whether it is a folder that `save_to_disk` wrote."""
+    """Return True for a folder that `save_to_disk` wrote."""
     return any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 

@@ -1,4 +1,4 @@
-"""What counting achieves: a byte trigram, as a yardstick for the model's bits per byte."""
+"""Baseline from counting: a byte trigram, as a yardstick for the model's bits per byte."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def remember(path: Path, text: str) -> None:
 
 
 def recall(path: Path) -> str | None:
-    """What `remember` wrote, if it did."""
+    """Read back what `remember` wrote, if anything."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError):

@@ -65,7 +65,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What determines a corpus beside the files' content."""
+    """Determines a corpus together with the files' content."""
 
     paths: str | tuple[str, ...]
     field: str

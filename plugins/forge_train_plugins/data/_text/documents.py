@@ -19,13 +19,13 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What one pass over the files found."""
+    """Result of one pass over the files."""
 
     files: list[File]
     digest: str
     """Of the contents, unpacked, in order; where the files lie does not enter."""
     documents: int
-    """Where a format does not count its records, lines."""
+    """Number of documents; lines, if a format does not count its records."""
 
 
 def survey(files: Sequence[File]) -> Survey:

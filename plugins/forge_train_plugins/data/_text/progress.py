@@ -1,4 +1,4 @@
-"""How far tokenising is, counted in documents."""
+"""Progress of tokenising, counted in documents."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from .corpus import Split
 _WORDS, _LONGEST = 3, 40
 """Words of a prompt and of the shortest line to take one from; the most characters."""
 _DOCUMENTS, _TOKENS = 20, 512
-"""How many documents are looked at, and how much of each."""
+"""Number of documents to look at, and tokens of each."""
 
 
 def opening(part: Split, tokenizer: Tokenizer) -> str:

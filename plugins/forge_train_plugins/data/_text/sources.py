@@ -1,4 +1,4 @@
-"""Which files a corpus consists of, and how each is read."""
+"""Files of a corpus, and their formats."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def describe(paths: str | Sequence[str]) -> str:
 
 
 def is_plain(file: File) -> bool:
-    """Whether the file is one document: a named one is, where no format is known for its name."""
+    """Return True if the file is one document: a named file without a known format is."""
     known = kinds()
     return known.get(file.suffix, known.get("txt")) == known.get("txt")
 

@@ -42,7 +42,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Sent:
-    """What `Exchange.combine` needs to undo `dispatch`."""
+    """State with which `Exchange.combine` undoes `dispatch`."""
 
     order: Order
     forth: Tensor

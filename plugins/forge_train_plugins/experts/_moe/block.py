@@ -230,7 +230,7 @@ class Routed(nn.Module):
         return math.ceil(capacity * tokens * self.slices.count * self.router.choice.top_k / self.count)
 
     def _within_capacity(self, routing: Routing, batch: int) -> Tensor:
-        """Which assignments are kept: decided over the whole micro-batch, even if this rank has only a slice of it."""
+        """Choose the assignments to keep: over the whole micro-batch, even if this rank has only a slice of it."""
         experts, weights = self.slices.gather(routing.experts), self.slices.gather(routing.weights.detach())
         stays = kept(experts, weights, self._limit(len(routing.experts), self.capacity), self.count)
 
@@ -271,9 +271,9 @@ class Routed(nn.Module):
 
 
 MEASURES = ("tokens", "balance", "entropy", "dropped", "broken")
-"""What a layer counts besides the load of each expert, as sums over tokens."""
+"""Sums over tokens that a layer counts besides the load of each expert."""
 
 
 def _recomputing() -> bool:
-    """Whether this forward is a recomputation in a backward pass, so that statistics are not counted twice."""
+    """Return True if this forward is a recomputation in a backward pass, so that statistics are not counted twice."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -115,7 +115,7 @@ def automatic(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
 
 
 def groupable(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product supports these: strides of 16 bytes, and on CUDA bf16."""
+    """Return True if torch's grouped product supports these: strides of 16 bytes, and on CUDA bf16."""
     kinds = (torch.bfloat16,) if rows.device.type == "cuda" else (torch.float32, torch.bfloat16, torch.float16)
     aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
     return rows.dtype in kinds and rows.dtype == weight.dtype and aligned and len(rows) > 0

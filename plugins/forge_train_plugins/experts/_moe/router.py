@@ -14,7 +14,7 @@ from forge_train import Init, record_choices
 
 @dataclass
 class Routing:
-    """What a router decided for `tokens` tokens."""
+    """Decision of a router for `tokens` tokens."""
 
     experts: Tensor
     """`[tokens, top_k]` int64; −1 means no expert."""
@@ -28,14 +28,14 @@ class Routing:
 
 @dataclass(frozen=True)
 class Choice:
-    """How experts are chosen and weighted."""
+    """Rules for choosing and weighting experts."""
 
     top_k: int
     """Number of experts that a token takes."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """Softmax over the experts (Switch, Mixtral), or sigmoid of each (DeepSeek-V3)."""
     normalise: bool = True
-    """Whether the weights of a token's experts are divided by their sum."""
+    """Divide the weights of a token's experts by their sum."""
     scaling: float = 1.0
     """Factor on the weights."""
     groups: int = 1
@@ -127,7 +127,7 @@ def _mask(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def kept(experts: Tensor, weights: Tensor, limit: int, count: int) -> Tensor:
-    """Which of `experts [tokens, top_k]` are among their expert's `limit` assignments of the greatest weight, bool."""
+    """Mark those of `experts [tokens, top_k]` that are among their expert's `limit` greatest weights, bool."""
     flat = experts.flatten()
     by_weight = weights.flatten().argsort(descending=True, stable=True)
     order = by_weight[flat[by_weight].argsort(stable=True)]

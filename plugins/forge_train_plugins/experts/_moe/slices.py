@@ -45,7 +45,7 @@ class Slices:
 
     @property
     def summed(self) -> bool:
-        """Whether this rank's output is a part of a sum."""
+        """True if this rank's output is one term of a sum."""
         return self.copies > 1
 
     def add(self, x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ AHEAD = "num_nextn_predict_layers"
 
 
 def read(table: Mapping[str, Any], plain: Decoder.Config) -> HFModel | None:
-    """How to build the model of a `config.json` and map its names; None for another architecture.
+    """Describe the model of a `config.json` and the mapping of its names; None for another architecture.
 
     Args:
         table: the `config.json`.
@@ -105,7 +105,7 @@ def _differences(
     activations: set[str],
     sections: Mapping[str, Any],
 ) -> Iterator[str]:
-    """What a reader of the `config.json` would build differently."""
+    """List the differences in what a reader of the `config.json` would build."""
     try:
         there = family.read(found)
     except ConfigError as error:

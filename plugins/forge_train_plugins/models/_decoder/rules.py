@@ -44,12 +44,12 @@ def rotated_features(config: Decoder.Config) -> int:
 
 
 def windows(config: Decoder.Config) -> tuple[int, ...]:
-    """How many positions each layer's queries see; 0 means all."""
+    """Return the number of positions that queries of each layer see; 0 means all."""
     return tuple(config.window if on else 0 for on in _repeated(config.window_layers, config.layers))
 
 
 def rotated(config: Decoder.Config) -> tuple[bool, ...]:
-    """Whether each layer has positions."""
+    """Return, for each layer, True if it has positions."""
     return _repeated(config.rope.layers, config.layers)
 
 

@@ -37,7 +37,7 @@ _CHANGES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
 
 @dataclass
 class Asked:
-    """What the attention modules of a model need from a kernel, found by running the model on the meta device."""
+    """Requirements of a model's attention modules on a kernel, found by running the model on the meta device."""
 
     needs: KernelCapabilities = field(default_factory=KernelCapabilities)
     heads: dict[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ AttentionInterface.register(NAME, attend)
 
 
 def probe(model: nn.Module, call: Any) -> Asked | None:
-    """What the attention modules need; None for a class that computes attention itself.
+    """Find the requirements of the attention modules; None for a class that computes attention itself.
 
     Args:
         model: on the meta device; its `config` chooses the implementation.
@@ -142,7 +142,7 @@ def _masks_noted(model: nn.Module, made: list[str]) -> Iterator[None]:
 
 
 def _say_all(found: Sequence[Mapping[str, Any]], masks: Sequence[str], layers: Sequence[str] | None) -> bool:
-    """Whether the keywords of attention describe the masks completely; a kernel is given no masks."""
+    """Return True if the keywords of attention describe the masks completely; a kernel is given no masks."""
     if any(name not in (_CAUSAL, _WINDOWED) for name in masks):
         return False
     windows = sum("window" in one for one in found)

@@ -91,11 +91,11 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
 
 
 def _ways_out(job: Job, needs: KernelCapabilities | None) -> str:
-    """What a user can do if documents can't be kept apart.
+    """Suggest ways out if documents can't be kept apart.
 
     Args:
         job: of the run.
-        needs: what the class's attention needs from a kernel that would keep them apart; None if no kernel can.
+        needs: kernel capabilities with which the class's attention would keep them apart; None if no kernel can.
     """
     found = ""
     if needs is not None:
@@ -146,7 +146,7 @@ def _forget(model: nn.Module) -> None:
 
 
 def _random(name: str) -> bool:
-    """Whether a value with this name enables random numbers: dropout, or noise in routing."""
+    """Return True if a value with this name enables random numbers: dropout, or noise in routing."""
     return "drop" in name or "jitter" in name
 
 

@@ -31,7 +31,7 @@ HEADS: Mapping[str, tuple[str, Any]] = {
     "rewards": ("sequence classification", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
     "embeddings": ("a model without a head", MODEL_MAPPING),
 }
-"""What a head gives → a description of its classes, and the classes."""
+"""Output of a head → a description of its classes, and the classes."""
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 

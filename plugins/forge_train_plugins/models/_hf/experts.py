@@ -52,7 +52,7 @@ def take(inner: Any, job: Job) -> None:
 
 
 def _lacking(inner: nn.Module, declared: Mapping[str, str], found: list[tuple[str, nn.Module]]) -> str:
-    """What the class does not declare, or declares in a way that Forge has no counterpart of; empty for nothing."""
+    """Name what the class does not declare, or declares without a counterpart in Forge; empty for nothing."""
     if not declared:
         return "declares no base_model_ep_plan"
     if not found:

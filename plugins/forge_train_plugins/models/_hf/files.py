@@ -18,7 +18,7 @@ from .stored import Held, from_files, held_by_files
 from .weights import leftovers
 
 LABELLED = {"text_class_logits": "classify", "token_class_logits": "token_classify", "rewards": "reward"}
-"""What a head with labels gives → its plugin."""
+"""Output of a head with labels → its plugin."""
 
 
 def exported(
@@ -82,7 +82,7 @@ def imported(stored: Mapping[str, Any]) -> HFModel | None:
 
 
 def _given(config: PreTrainedConfig) -> str:
-    """What the head of the class gives that a folder was written by; a causal model's where the folder says none."""
+    """Return the output of the head with which a folder was written; a causal model's if the folder names none."""
     named = config.architectures or ()
     for given, (_, kinds) in HEADS.items():
         if type(config) in kinds and model_class(config, given).__name__ in named:
@@ -108,7 +108,7 @@ def _head_section(config: PreTrainedConfig, given: str) -> dict[str, Mapping[str
 
 
 def _held(config: PreTrainedConfig, given: str) -> tuple[list[Held], dict[str, str]]:
-    """What files hold, and the class's names → names here.
+    """Return the tensors in files, and the class's names → names here.
 
     Raises:
         ConfigError: for a class whose head is more than one linear layer, or whose trunk is another one.

@@ -30,16 +30,16 @@ def hf_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run of the class on the meta device revealed."""
+    """Facts revealed by running the class on the meta device."""
 
     kernel: bool
-    """Whether the run's kernel computes attention."""
+    """True if the run's kernel computes attention."""
     isolates: bool
-    """Whether document ids reach attention in every unit."""
+    """True if document ids reach attention in every unit."""
     attention_widths: Mapping[str, int]
     """Attention module → query heads × features."""
     staging: Staging | str
-    """Where a pipeline can cut the class, or why it can't."""
+    """Cuts of the class for a pipeline, or the reason why it has none."""
 
 
 class CausalLM(nn.Module):

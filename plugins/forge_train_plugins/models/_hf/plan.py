@@ -69,7 +69,7 @@ def translated(
 def _read(
     part: nn.Module, base: str, units: tuple[str, ...], declared: Mapping[str, str]
 ) -> tuple[dict[str, TensorStyle], dict[str, list[str]]]:
-    """What is declared in styles that Forge has too, and block → what is declared for it in others."""
+    """Read the declared styles that Forge has, and block → declarations in other styles."""
     plan: dict[str, TensorStyle] = {}
     unknown: dict[str, list[str]] = {}
     for path, one in (*part.named_modules(), *part.named_parameters()):
@@ -107,8 +107,8 @@ def _without(plan: Mapping[str, TensorStyle], block: str) -> dict[str, TensorSty
 
 
 def _works_on_tokens(block: nn.Module) -> bool:
-    """Whether a block computes each token alone, as feed-forward blocks do. Each rank can then have some of the tokens
-    and the block's weights whole, where the class plans something that Forge has no style for."""
+    """Return True if a block computes each token alone, as feed-forward blocks do. Each rank can then take some of the
+    tokens and keep the block's weights whole, where Forge has no style for the class's plan."""
     mixes = any(_has_kernel(one) or isinstance(one, nn.Conv1d) for one in block.modules())
     return not mixes and any(True for _ in block.children())
 

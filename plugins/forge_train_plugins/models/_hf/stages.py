@@ -1,4 +1,4 @@
-"""Where a class of `transformers` can be cut: its plan's stages, and its forward with only some of its layers."""
+"""Pipeline cuts of a class of `transformers`: its plan's stages, and its forward with only some of its layers."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Watched(Absent):
 
 
 class Watch:
-    """What was observed about the layers in one run."""
+    """Observations about the layers in one run."""
 
     def __init__(self, inner: nn.Module) -> None:
         self.inner = inner

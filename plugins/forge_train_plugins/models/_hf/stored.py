@@ -64,7 +64,7 @@ class Held:
 
 
 def held_by_files(model: Any) -> list[Held]:
-    """What files of a class hold, parameters and persistent buffers.
+    """Return the parameters and persistent buffers in files of a class.
 
     A tensor that the library stores in a form unknown here keeps the class's name, which `from_pretrained` reads too.
 
@@ -95,7 +95,7 @@ def held_by_files(model: Any) -> list[Held]:
 
 
 def _converted(model: Any, tensors: Mapping[str, Tensor], converter: Any) -> Iterator[Held]:
-    """What files hold in the place of tensors that belong together; each under its own name if that is unknown."""
+    """Return the stored form of tensors that belong together; each under its own name if that is unknown."""
     try:
         parts = revert_weight_conversion(model, dict(tensors))
         held = Held(

@@ -1,4 +1,4 @@
-"""How the parameters and buffers of a class of `transformers` start: as the class itself has it, on every layout."""
+"""Initial parameters and buffers of a class of `transformers`: as the class makes them, on every layout."""
 
 from __future__ import annotations
 

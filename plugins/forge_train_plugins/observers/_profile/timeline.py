@@ -1,4 +1,4 @@
-"""Where the time of profiled steps went: computing, communicating, and communicating while nothing computes."""
+"""Split the time of profiled steps into computing, communicating, and communicating while nothing computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Spans = list[tuple[float, float]]
 """Disjoint, ascending."""
 STEP = "forge step"
 WAITS = ("c10d::", "_c10d_functional::")
-"""Where the names of host operations begin that queue collectives, or wait for them."""
+"""Prefixes of host operations that queue collectives or wait for them."""
 
 
 class Activity(NamedTuple):
@@ -21,9 +21,9 @@ class Activity(NamedTuple):
     start: float
     end: float
     device: bool = False
-    """Whether it ran on an accelerator."""
+    """True if it ran on an accelerator."""
     annotation: bool = False
-    """Whether it only marks a range of others."""
+    """True if it only marks a range of other activities."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Split:
 
 
 def split(activities: Sequence[Activity]) -> Split | None:
-    """How the time from the first to the last profiled step splits; None where there is no step.
+    """Split the time from the first to the last profiled step; None if there is no step.
 
     On an accelerator its kernels count: NCCL's communicate, all others compute. On a CPU, gloo's collectives
-    communicate; operations compute on all other threads, save while they wait for a collective.
+    communicate; operations on all other threads compute, except while they wait for a collective.
     """
     steps = [one for one in activities if one.name == STEP and not one.device]
     if not steps:
@@ -72,7 +72,7 @@ def split(activities: Sequence[Activity]) -> Split | None:
 
 
 def _computing(activities: Iterable[Activity], apart: set[int]) -> Spans:
-    """When any thread of the host computes, but for some."""
+    """Return the spans in which any host thread computes, leaving out the threads in `apart`."""
     threads: dict[int, list[Activity]] = {}
     for one in activities:
         if (
@@ -104,7 +104,7 @@ def _merged(spans: Spans) -> Spans:
 
 
 def _minus(spans: Spans, others: Spans) -> Spans:
-    """What of some spans no other one covers."""
+    """Return the parts of `spans` that `others` do not cover."""
     left, at = [], 0
     for start, end in spans:
         while at < len(others) and others[at][1] <= start:

@@ -1,4 +1,4 @@
-"""What the `cp` plugin does to a part."""
+"""Context parallelism applied to one part of the model."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def with_recurrences(part: nn.Module) -> dict[str, Any]:
 
 
 def check_recurrence(name: str, module: Any, size: int, tp: int) -> None:
-    """Whether ranks can exchange heads for sequences.
+    """Check that ranks can exchange heads for sequences.
 
     Raises:
-        ConfigError: if the heads can't be divided among them.
+        ConfigError: if the number of heads does not divide among them.
     """
     heads, keys = module.heads // tp, module.kv_heads // tp
     if heads % size or keys % size:
@@ -185,7 +185,7 @@ def sent_by(one: Heads, by_heads: int, along: int, ring: bool, job: Job) -> floa
 
 
 def _way_out(one: Heads, size: int) -> str:
-    """What would work."""
+    """Name the methods that would work."""
     some = most_ranks([one], size)
     more = f", 'ulysses_ring' with cp.ulysses = {some}" if some > 1 else ""
     return f"These can: 'gather', 'ring'{more}."

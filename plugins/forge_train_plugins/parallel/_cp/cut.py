@@ -1,4 +1,4 @@
-"""How sequences are cut: which positions each rank has, so that all have as many tokens and as much work."""
+"""Division of sequences over ranks, so that all have equal numbers of tokens and equal work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Cut:
     spans: tuple[tuple[Span, ...], ...]
 
     def of(self, ranks: Iterable[int]) -> tuple[Span, ...]:
-        """What some ranks have together."""
+        """Return the joined spans of some ranks."""
         return joined(span for rank in ranks for span in self.spans[rank])
 
 
@@ -89,7 +89,7 @@ def dealt(costs: Sequence[int], ranks: int, length: int) -> Cut:
 
 
 def seen_by(starts: Tensor) -> Tensor:
-    """How many keys the queries of all rows see at each position, `[length]`."""
+    """Count the keys that the queries of all rows see at each position, `[length]`."""
     length = starts.shape[1]
     return (torch.arange(1, length + 1) - starts).sum(0)
 

@@ -38,12 +38,12 @@ class Sequences:
 
     @cached_property
     def of_heads(self) -> tuple[Move, ...]:
-        """How slices become the sequence that ranks with other heads share."""
+        """Moves that assemble slices into the sequence shared by ranks with other heads."""
         return moves([self.cut.spans[rank] for rank in self.ranks.with_other_heads])
 
     @cached_property
     def of_others(self) -> tuple[Move, ...]:
-        """How these become the whole one."""
+        """Moves that assemble those sequences into the whole one."""
         return moves(self._slices)
 
     @cached_property
@@ -52,7 +52,7 @@ class Sequences:
 
     @property
     def own(self) -> tuple[Span, ...]:
-        """What this rank has queries of, once heads are exchanged."""
+        """Spans of this rank's queries after heads are exchanged."""
         return self._slices[self.ranks.along.rank]
 
     @cached_property
@@ -81,8 +81,8 @@ class Ranks:
         return range(first, first + self.heads.size)
 
     def sequences(self, document_ids: Tensor | None, each: int, device: torch.device) -> Sequences:
-        """What is known of the batch that has these ids in its slices of `each` tokens; exchanges them once a batch,
-        and reads them from the device."""
+        """Return what is known of the batch with these ids, given in slices of `each` tokens; ids are exchanged and
+        read from the device once per batch."""
         return self._known(document_ids, (each, device), lambda: self._found(document_ids, each))
 
     def _found(self, slices: Tensor | None, each: int) -> Sequences:

@@ -46,7 +46,7 @@ class Move(NamedTuple):
 
 
 def moves(slices: Sequence[Sequence[Span]]) -> tuple[Move, ...]:
-    """How slices become one sequence, in order of positions."""
+    """Return the moves that assemble slices into one sequence, in order of positions."""
     pieces = []
     for rank, spans in enumerate(slices):
         at = 0

@@ -27,10 +27,10 @@ class Block(NamedTuple):
     start: int
     """Position of the first key in its row."""
     own: Mapping[str, Any]
-    """What the kernel is asked for, beside what it is asked for in every block."""
+    """Kernel arguments of this block only."""
 
     def asked(self, everywhere: Mapping[str, Any]) -> dict[str, Any]:
-        """What the kernel is asked for."""
+        """Return all arguments of the kernel call."""
         dropout = everywhere.get("dropout")
         placed = {} if dropout is None else {"dropout": dropout._replace(start=self.start)}
         return {**self.own, **everywhere, **placed}
@@ -38,11 +38,11 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """What a rank has to compute of a batch.
+    """Blocks of attention that a rank computes for a batch.
 
     Args:
         slices: the spans of every rank, in order around the ring.
-        rank: this one's place.
+        rank: this rank's place.
         starts: where the document of each token begins, `[batch, length]`, or None.
         lowest: the same on the CPU, the lowest of all rows at each position; zeros without documents.
     """
@@ -199,7 +199,7 @@ class Passing:
         self._works: list[dist.Work] = []
 
     def swap(self, tensor: Tensor) -> Tensor:
-        """Where the other rank's tensor of this shape will be; nothing moves before `start`."""
+        """Return the buffer for the peer's tensor of this shape; nothing moves before `start`."""
         tensor = tensor.contiguous()
         coming = torch.empty_like(tensor)
         for do, what, peer in ((dist.isend, tensor, self._to), (dist.irecv, coming, self._from)):

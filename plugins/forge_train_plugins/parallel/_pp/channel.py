@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline send each other."""
+"""Tensors that the ranks of a pipeline send each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Receipt:
     work: Any
     group: Any
     peer: str
-    """Who sends or takes it, in words."""
+    """Sender or receiver, in words."""
 
     def wait(self) -> Tensor:
         """The tensor, once it is there.

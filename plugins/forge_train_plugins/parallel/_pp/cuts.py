@@ -1,4 +1,4 @@
-"""Where a model is cut: between its stages, into parts of equal cost."""
+"""Cuts of a model into stages of equal cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLACK = 1.01
 
 @dataclass(frozen=True)
 class Cost:
-    """What an entry of the model's `stages` costs."""
+    """Cost of one entry of the model's `stages`."""
 
     flops: float
     """Per token, forward and backward; 0 where the model declares none."""

@@ -28,7 +28,7 @@ Stages = Sequence[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Cut:
-    """What a rank holds of a model that was cut."""
+    """Parts of a cut model that this rank holds."""
 
     applied: Applied
     parts: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What one rank does in a step: the passes of its row, and what it sends and takes in between."""
+"""Program of one rank for a step: the passes of its row, with the sends and receives in between."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge_train.contract.timetable import actions_of
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """What an action gave, to the rank of the next part, or, of a backward pass, of the part before."""
+    """Send the output of an action to the rank of the next part or, for a backward pass, of the previous part."""
 
     action: Action
     peer: int
@@ -20,7 +20,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """What an action of this rank will need."""
+    """Receive the input of an action of this rank."""
 
     action: Action
     """That gives it, on another rank."""

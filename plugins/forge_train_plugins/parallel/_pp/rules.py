@@ -1,4 +1,4 @@
-"""What schedules ask of ranks, parts and micro-batches. Imports no torch."""
+"""Requirements of schedules on ranks, parts and micro-batches. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a schedule of torch's needs."""
+    """Requirements of one of torch's schedules."""
 
     torch: str
     """The name of its class; empty where the rows are made here."""
     parts: tuple[int, int]
     """Of a rank: what it takes by default, and the most; 0 is any number."""
     needs: str
-    """How many micro-batches: `any`, `ranks` (as many as ranks at least), `rounds` (a multiple of the rounds of as many
-    as ranks), `parts` (as many as parts at least)."""
+    """Required number of micro-batches: `any`, `ranks` (at least as many as ranks), `rounds` (a multiple of the rounds
+    of as many as ranks), `parts` (at least as many as parts)."""
     split: bool = False
-    """Whether it takes input and weight gradients apart."""
+    """True if it separates input gradients from weight gradients."""
 
     def allows(self, parts: int) -> bool:
-        """Whether a rank may have so many parts."""
+        """Return True if a rank may have this many parts."""
         return not self.parts[1] or parts == self.parts[1]
 
     def least(self, ranks: int, parts: int) -> int:
@@ -101,13 +101,13 @@ def compiled(schedule: str) -> str:
 
 
 def advice(config: PipelineParallel.Config, ranks: int, share: int, micro_batches: int) -> str:
-    """What brings as many micro-batches as the schedule needs; empty if it has enough.
+    """Suggest how to get as many micro-batches as the schedule needs; empty if it has enough.
 
     Args:
-        config: says which schedule.
+        config: names the schedule.
         ranks: of the pipeline.
         share: sequences of a step on a data-parallel rank.
-        micro_batches: that they are now.
+        micro_batches: their present number.
     """
     rule = RULES.get(config.schedule)
     least = rule.least(ranks, parts_of(config)) if rule else 0
@@ -127,7 +127,7 @@ def parts_of(config: PipelineParallel.Config) -> int:
 
 
 def check(config: PipelineParallel.Config, run: RunConfig) -> Iterator[Problem]:
-    """What several values together get wrong."""
+    """Report values that do not fit together."""
     ranks, parts = run.parallel.pp, parts_of(config)
     if (config.schedule == "csv") != bool(config.table):
         yield Problem("pp.table", 'is read by schedule = "csv", and only by that; set both or neither.')

@@ -26,10 +26,10 @@ class CountError(ConfigError):
 
 
 def timetable(config: PipelineParallel.Config, ranks: int, micro_batches: int) -> Timetable:
-    """What the configured schedule has every rank do.
+    """Return the timetable of all ranks under the configured schedule.
 
     Raises:
-        ConfigError: if there is none for these numbers.
+        ConfigError: if it has none for these numbers.
     """
     if config.schedule == "csv":
         key, whose, made = "pp.table", config.table, _read(Path(config.table))

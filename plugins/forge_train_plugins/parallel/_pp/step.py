@@ -28,9 +28,9 @@ class _Passed:
     """A forward pass whose backward pass is still to come."""
 
     x: Tensor
-    """What the part was given: a leaf of its graph."""
+    """Input of the part: a leaf of its graph."""
     out: Tensor
-    """What it gave; of the last part, the scaled loss."""
+    """Output of the part; the scaled loss for the last part."""
     gradient: Tensor | None = None
     """Of `out`, kept where the weights' gradients come later."""
     groups: Any = None

@@ -75,7 +75,7 @@ def _enter(region: Region, _: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _pieces(ranks: int, own: Any) -> Mapping[str, Any]:
-    """What a part hands on is a piece of each sequence."""
+    """Declare that the part outputs a piece of each sequence."""
 
     def hidden_shape(self: Any, batch: int, sequence: int) -> tuple[int, ...]:
         first, whole, *rest = own.hidden_shape(self, batch, sequence)

@@ -1,4 +1,4 @@
-"""What tensor parallelism has to send, from its plan alone."""
+"""Bytes that tensor parallelism has to send, computed from its plan alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How each style is realised: weights split, forwards on this rank's part, collectives in hooks round them.
+"""Realises each style: weights are split, forwards run on this rank's part, collectives run in hooks around them.
 
 A collective is a forward hook, so that it stays when a later transform replaces the module with `forge_train.swap`.
 The product itself is a class's `forward` on the local weights: DTensor would cost a millisecond of CPU per linear.
@@ -70,7 +70,7 @@ class Region:
         return cast(Tensor, TakeShare.apply(x, self.group))  # type: ignore[no-untyped-call]
 
     def join(self, x: Tensor) -> Tensor:
-        """What such a block gives, in the form in which activations go on."""
+        """Return the output of such a block in the layout of the activations that follow."""
         if self.sequence_parallel:
             return x
         return cast(Tensor, GatherWhole.apply(x, 1, self.length, self.group))  # type: ignore[no-untyped-call]
@@ -163,7 +163,7 @@ class SpreadRMSNorm(nn.RMSNorm):
 
 
 class Styles:
-    """What realises each style on one part. A hook is one object for all modules, so that units stay alike."""
+    """Realises each style on one part. A hook is one object for all modules, so that units stay alike."""
 
     def __init__(self, region: Region) -> None:
         self._region = region

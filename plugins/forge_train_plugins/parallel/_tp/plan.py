@@ -69,7 +69,7 @@ def read(part: nn.Module, ranks: int, owner: Callable[[nn.Module], str] = lambda
 
 
 def _different(mistakes: list[str]) -> list[str]:
-    """What is wrong with every layer alike is said of the first one."""
+    """Keep one of the mistakes that all layers share: the first layer's."""
     first = {re.sub(r"\.\d+\.", ".*.", mistake): mistake for mistake in reversed(mistakes)}
     return [mistake for mistake in mistakes if mistake in first.values()]
 
@@ -154,7 +154,7 @@ def _uneven(name: str, kind: str, size: int, ranks: int) -> str:
 
 
 def _head_dim(name: str, size: int, part: nn.Module) -> int:
-    """What must stay together: the features of a head, where the module, or the one around it, says how many."""
+    """Return the number of features of a head, which must stay together, if the module or its parent declares it."""
     around = part.get_submodule(name.rpartition(".")[0])
     features = getattr(part.get_submodule(name), "head_dim", getattr(around, "head_dim", 1))
     return features if isinstance(features, int) and features > 0 and size % features == 0 else 1

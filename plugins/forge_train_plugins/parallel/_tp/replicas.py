@@ -24,11 +24,11 @@ class Whole:
 
     name: str
     partial: bool
-    """Whether a rank's gradient is a part of a sum: it has seen some of the tokens, or some of the heads."""
+    """True if each rank has part of the gradient, to be summed: it has seen some of the tokens or heads."""
     planned: bool
-    """Whether the plan, or the module itself, says so; else the first gradients are looked at."""
+    """True if the plan or the module itself declares it; otherwise the first gradients decide."""
     added: bool = False
-    """Whether a transform after tensor parallelism added it."""
+    """True if a transform after tensor parallelism added it."""
 
 
 DECLARED = "partial_gradients"
@@ -138,7 +138,7 @@ class Replicas:
                 self._found.append((whole, parameter))
 
     def _is_split(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is a DTensor over the axis, whose gradient is its author's to place."""
+        """Return True for a DTensor over the axis; its author places its gradient."""
         axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
         return bool(set(self._mesh.mesh_dim_names or ()) & set(axes or ()))
 

@@ -1,4 +1,4 @@
-"""What the low-precision plugins do to a part, and what they watch afterwards."""
+"""Conversion of a part to low precision, and its checks while training."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Conversion:
             self._check(step)
 
     def _remember(self, broken: Tensor) -> None:
-        """What was broken in the first step in which anything was: from the next one on, everything is."""
+        """Remember the modules of the first step in which any broke; from the next step on all are broken."""
         self._first = broken if self._first is None else torch.where(self._first.any(), self._first, broken)
 
     def _check(self, step: StepResult) -> None:

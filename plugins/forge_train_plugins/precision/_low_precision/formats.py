@@ -1,7 +1,7 @@
-"""How operands of a product are scaled: which values share a scale, and of what form it is.
+"""Scaling of a product's operands: the values that share a scale, and the form of the scale.
 
-An operand is a matrix (or a stack of them) whose last axis is contracted. A scale is what values are divided by before
-they are rounded, and multiplied with after; it has a shape that broadcasts to the operand.
+An operand is a matrix (or a stack of them) whose last axis is contracted. Values are divided by their scale before
+rounding and multiplied by it afterwards; the shape of a scale broadcasts to the operand.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Split(NamedTuple):
 
     group: str
     inner: bool
-    """Whether it is split along the axis that is contracted."""
+    """True if it is split along the contracted axis."""
 
 
 class Format(Protocol):
-    """What an operand is rounded to."""
+    """Low-precision format of an operand."""
 
     @property
     def kind(self) -> Minifloat: ...
@@ -38,7 +38,7 @@ class Format(Protocol):
     def stochastic(self) -> bool: ...
     @property
     def narrow(self) -> bool:
-        """Whether bfloat16 holds the rounded values exactly."""
+        """True if bfloat16 holds the rounded values exactly."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class Format(Protocol):
 
 
 def rounded(x: Tensor, scale: Tensor, form: Format) -> Tensor:
-    """What a kernel multiplies, float32."""
+    """Return the values that a kernel multiplies, in float32."""
     return nearest(x / scale, form.kind, stochastic=form.stochastic) * scale
 
 
@@ -150,9 +150,10 @@ def _by_block(x: Tensor, size: int, axis: int) -> Tensor:
 
 
 def _runs(sizes: Tensor, length: int, block: int = 0) -> tuple[Tensor, int]:
-    """Which block each place along an axis belongs to, and the most there can be; blocks end with their run.
+    """Return the block of each position along an axis, and the greatest possible number of blocks; blocks end with
+    their run.
 
-    What lies beyond the last run is a run of its own.
+    Positions beyond the last run form a run of their own.
     """
     sizes = torch.cat([sizes, (length - sizes.sum()).view(1)])
     run = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes, output_size=length)

@@ -39,7 +39,7 @@ def packed(rows: Tensor) -> Tensor:
 
 
 def unpack(rows: Tensor, out: Tensor) -> None:
-    """What `packed` gave, into `[…, columns]`; exact in bfloat16. A row whose scale was not finite is not finite."""
+    """Unpack `packed` values into `[…, columns]`; exact in bfloat16. A row with a non-finite scale is not finite."""
     wide = torch.float32 if out.dtype is torch.float16 else out.dtype  # half precision has too few exponents
     scale = (rows[..., -1:].int() << BITS).view(torch.float32)
     out.copy_(rows[..., :-1].view(torch.float8_e4m3fn).to(wide).mul_(scale.to(wide)))
@@ -47,7 +47,7 @@ def unpack(rows: Tensor, out: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank sends of one parameter, padded as FSDP2 does."""
+    """One parameter's contribution to a gather, padded as in FSDP2."""
 
     shape: torch.Size
     packed: bool

@@ -1,4 +1,4 @@
-"""What multiplies: torch's float8 kernels where the device has them, and plain products elsewhere."""
+"""Products in low precision: torch's float8 kernels where the device has them, plain products elsewhere."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .formats import Format
 from .minifloat import Minifloat
 
 ALIGNMENT = 16
-"""What torch's float8 kernels want each dimension to be a multiple of."""
+"""Divisor that torch's float8 kernels require of each dimension."""
 
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the former since 2.12
 
 
 @cache
 def rows_on_cpu() -> bool:
-    """Whether the CPU's float8 kernel takes a scale for each row (torch 2.13 does, 2.11 does not)."""
+    """Return True if the CPU's float8 kernel takes a scale per row (torch 2.13 does, 2.11 does not)."""
     ones = torch.ones(ALIGNMENT, ALIGNMENT).to(torch.float8_e4m3fn)
     scales = torch.ones(ALIGNMENT, 1)
     try:
@@ -52,7 +52,7 @@ def lacking(device: torch.device, dtype: torch.dtype, *, rows: bool = False) -> 
 
 
 def can_group(device: torch.device) -> bool:
-    """Whether there is a float8 kernel for experts too."""
+    """Return True if there is a float8 kernel for experts too."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -133,5 +133,5 @@ def grouped_outer(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _groupable(rows: Tensor) -> bool:
-    """Whether torch's grouped product takes rows of a multiple of 16 values: on CUDA it knows bfloat16 only."""
+    """Return True if torch's grouped product takes rows of a multiple of 16 values: on CUDA only in bfloat16."""
     return rows.device.type == "cpu" or rows.dtype is torch.bfloat16

@@ -18,7 +18,7 @@ from .products import ALONE, GroupedProduct, LinearProduct, Parallel, Recipe
 
 
 class Product:
-    """What a module multiplies with; it remembers whether a scale was not finite, once it is told where."""
+    """Product of a module in low precision; given a place for it, records whether any scale was not finite."""
 
     def __init__(self, recipe: Recipe, parallel: Parallel = ALONE) -> None:
         self.recipe, self.parallel = recipe, parallel
@@ -140,7 +140,7 @@ def _splits(weight: Any) -> Iterable[tuple[str, Shard]]:
 
 
 def parallel_of(weight: Any) -> Parallel:
-    """How a linear layer's weight is split."""
+    """Return how tensor parallelism splits a linear layer's weight."""
     for name, place in _splits(weight):
         mesh = weight.device_mesh
         return Parallel(mesh.get_group(name).group_name, place.dim)
@@ -156,14 +156,14 @@ class Rule:
     key: str
     """Of the configuration."""
     given: bool = True
-    """Whether the user wrote it, so that it has to match something."""
+    """True if the user wrote it, so that it must match something."""
 
     def matches(self, name: str) -> bool:
         return fnmatchcase(name, self.pattern)
 
 
 def taken(rules: Sequence[Rule], name: str) -> bool:
-    """What the last rule that matches a name says; nothing is taken unasked."""
+    """Return the choice of the last rule that matches a name; a name that no rule matches is not taken."""
     return next((rule.take for rule in reversed(rules) if rule.matches(name)), False)
 
 

@@ -19,13 +19,13 @@ Splits = tuple[Split | None, Split | None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the operands of the three products of a linear layer are rounded; None leaves a product as it is.
+    """Formats of the operands of a linear layer's three products; None leaves a product in full precision.
 
     Args:
         forward: input and weight, contracted over the layer's inputs.
         grad_input: gradient and weight, contracted over its outputs.
         grad_weight: gradient and input, contracted over tokens.
-        kernel: whether a kernel of the device multiplies; else operands are rounded and multiplied as they are, with
+        kernel: multiply with a kernel of the device; otherwise operands are rounded and multiplied as they are, with
             sums in fp32.
     """
 
@@ -42,7 +42,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How tensor parallelism has split a weight `[out, in]`, and with it what the weight meets."""
+    """Split of a weight `[out, in]` by tensor parallelism, and of the operands that it meets."""
 
     group: str = ""
     axis: int = 0

@@ -1,4 +1,4 @@
-"""Whether low precision pays on this device: the layers' shapes are timed at start-up."""
+"""Trial at start-up of whether low precision pays on this device, with the shapes of the model's layers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _shape(one: Candidate) -> Shape:
 
 
 def _speed(job: Job, shape: Shape, recipe: Recipe) -> float:
-    """How many times as fast as without."""
+    """Return the speed relative to full precision."""
     train, device, dtype = job.config.train, job.device, job.precision.compute
     tokens = train.micro_batch * train.sequence
     if device.type == "cpu":

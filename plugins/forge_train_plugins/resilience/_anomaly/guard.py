@@ -71,7 +71,7 @@ class Guard:
     def __init__(self, options: Options, author: object) -> None:
         self._options, self._author = options, author
         self._at_once = "skip" in (options.not_finite, options.spike)
-        """Whether a step is judged before its update, for which the host waits for the device."""
+        """True if a step is judged before its update, for which the host waits for the device."""
         keeps = options.spike == "warn"
         self.judge = Judge(options.threshold, options.window, options.warmup, keeps_spikes=keeps)
         self._trials: deque[Trial] = deque()
@@ -159,7 +159,7 @@ class Guard:
     # -- judgement -------------------------------------------------------------------------------
 
     def _together(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """What ranks judge: a norm of replicated gradients may be NaN on one of them alone."""
+        """Combine loss and norm over ranks: a norm of replicated gradients may be NaN on one rank alone."""
         both = torch.stack([loss.detach().float(), norm.detach().float()])
         value = torch.cat([(~torch.isfinite(both)).float(), torch.nan_to_num(both, 0.0, 0.0, 0.0)])
         return self._job.dist.all_reduce(value, "max")

@@ -1,4 +1,4 @@
-"""What is abnormal about a step, from two numbers that are equal on all ranks."""
+"""Detection of abnormal steps from two numbers that are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Judge:
         """Abnormal steps in a row, up to the last one."""
 
     def step(self, loss: float | None, norm: float | None) -> Verdict | None:
-        """What is abnormal about the next step, if anything is; None stands for what is not finite."""
+        """Judge the next step; None as loss or norm stands for a non-finite value."""
         found = {"loss": loss, "gradient norm": norm}
         if broken := [name for name, value in found.items() if value is None]:
             are = "is" if len(broken) == 1 else "are"

@@ -1,4 +1,4 @@
-"""What is known of an abnormal step: the gradient that stands out, and the batch, kept in the run's artifacts."""
+"""Record of an abnormal step: the outlying gradient, and the batch, kept in the run's artifacts."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ log = logging.getLogger("forge_train")
 clock: Callable[[], float] = time.monotonic
 """Seconds by which a step is late."""
 end: Callable[[CommunicationError, int], object] = end_process
-"""How a job is ended."""
+"""Ends a job."""
 LONGEST_BEAT = 10.0
 """Seconds between heartbeats, at most."""
 LAST_WORDS = 30.0
@@ -109,7 +109,8 @@ class Heart:
 
     @property
     def _part(self) -> str:
-        """What the run does. What other plugins put around a span is part of it, and may lie outside of the marks."""
+        """Return the current part of the run. Code of other plugins around a span counts as the span, though it may lie
+        outside the marks."""
         span = next(iter(self._job.hooks.inside[-1:]), None)
         return self._phase if span is None or (span == "step" and self._phase != "between steps") else span
 
@@ -196,5 +197,5 @@ class Heart:
 
 
 def _same(before: Heartbeat | None, now: Heartbeat) -> bool:
-    """Whether a rank that is not known to be late has given no heartbeat in between."""
+    """Return True if a rank that is not known to be late has sent no heartbeat in between."""
     return before is not None and not now.stalled and before.beat == now.beat

@@ -1,4 +1,4 @@
-"""Which rank the others wait for, from the heartbeats of all."""
+"""Search for the rank that others wait for, in the heartbeats of all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge_train.ground.strict_json import dumps, loads
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank says of itself."""
+    """State of a rank, as it reports itself."""
 
     rank: int
     beat: int
@@ -26,7 +26,7 @@ class Heartbeat:
     seconds: float
     """Since the last mark."""
     stalled: bool = False
-    """Whether that is longer than it may be."""
+    """True if that exceeds the limit."""
     at: str = ""
     awaits: str = ""
     """See `stacks.Place`; of a stalled rank."""

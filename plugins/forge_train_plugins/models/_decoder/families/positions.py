@@ -28,14 +28,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class Rotation:
-    """How a family's positions are written.
+    """Positions in a family's `config.json`.
 
     Args:
         theta: `rope_theta` if the file gives none.
         window_theta: the same for layers with a window, if these have a rotation of their own, without a scaling.
         window_key: the key for `window_theta`, next to `rope_theta`.
-        skipping: whether `no_rope_layers` names layers without positions.
-        partial: whether `partial_rotary_factor` may leave some features of each head unrotated.
+        skipping: `no_rope_layers` names layers without positions.
+        partial: `partial_rotary_factor` may leave some features of each head unrotated.
         types: `rope_type` → `decoder.rope.scaling`.
         original: `original_max_position_embeddings` if the file leaves it out; `max_position_embeddings` by default.
         scaled: the scaling's table if the file has none.
@@ -80,7 +80,7 @@ class Rotation:
         return found if same or not windows else {**found, "window_theta": own}
 
     def with_positions(self, config: Reader, layers: int) -> tuple[bool, ...]:
-        """Whether each layer has positions; in `no_rope_layers`, 1 means that it does."""
+        """Read which layers have positions; in `no_rope_layers`, 1 means that a layer has."""
         interval = config.integer("no_rope_layer_interval", 4)
         if interval < 1:
             config.refuse("no_rope_layer_interval", "expected a number greater than 0")
@@ -143,13 +143,13 @@ LLAMAS = Rotation()
 
 @dataclass(frozen=True)
 class Windows:
-    """How a family's sliding windows are written.
+    """Sliding windows in a family's `config.json`.
 
     Args:
         which: the layers with a window, if `layer_types` is missing.
         missing: the window if the file gives none.
-        switch: whether windows apply only if `use_sliding_window` is true.
-        listed: whether `layer_types` decides which layers have a window.
+        switch: windows apply only if `use_sliding_window` is true.
+        listed: `layer_types` decides which layers have a window.
     """
 
     which: Callable[[Reader, int], tuple[bool, ...]]
@@ -186,12 +186,12 @@ class Windows:
 
 
 def layer_types(config: Reader, default: tuple[bool, ...], *, fixed: bool) -> tuple[bool, ...]:
-    """Which layers have a window, according to `layer_types`.
+    """Read from `layer_types` which layers have a window.
 
     Args:
         config: the model's.
         default: the value if the key is missing.
-        fixed: whether the default is the only allowed value.
+        fixed: the default is the only allowed value.
     """
     expected = [SLIDING if one else FULL for one in default]
     found = config.get("layer_types", expected)
