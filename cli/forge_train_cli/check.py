@@ -13,6 +13,7 @@ from forge_train.ground.errors import ConfigError
 from forge_train.ground.strict_json import dumps
 from forge_train.registry.discovery import discover
 
+from . import screen
 from .new import PLACEHOLDER
 from .options import json_option
 
@@ -80,13 +81,16 @@ def _written(report: Report) -> Report:
 
 def _show(report: Report, *, in_full: bool) -> None:
     """Show one plugin: every check, or only those that did not simply pass."""
+    from rich.text import Text
+
     found = report.ref
     owner = f"{found.distribution} {found.version}".strip()
     sign = click.style("✓", fg="green", bold=True) if report.passed else click.style("✗", fg="red", bold=True)
     count = f"{len(report.of('ok'))} of {len(report.checks)} checks"
     click.echo(f"{sign} {click.style(found.name, bold=True)}  {click.style(f'{owner}, {count}', dim=True)}")
-    for one in report.checks:
-        if one.status != "ok" or in_full:
-            mark, colour = SIGNS[one.status]
-            detail = f"  {click.style(one.detail, dim=one.status == 'ok')}" if one.detail else ""
-            click.echo(f"    {click.style(mark, fg=colour)} {one.name}{detail}")
+    shown = [one for one in report.checks if one.status != "ok" or in_full]
+    rows = [
+        (Text.assemble(SIGNS[one.status], " ", one.name), Text(one.detail, "dim" if one.status == "ok" else ""))
+        for one in shown
+    ]
+    screen.table(("", ""), rows, indent=4)

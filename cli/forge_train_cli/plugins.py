@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 
 import click
 
@@ -11,6 +12,7 @@ from forge_train.ground.errors import ConfigError
 from forge_train.ground.strict_json import dumps
 from forge_train.registry.discovery import DISTRIBUTION, discover
 
+from . import screen
 from .lazy import LazyGroup
 from .options import json_option
 from .roles import ROLES, defaults, role
@@ -49,16 +51,19 @@ def list_plugins(as_json: bool) -> None:
     for name, ones in grouped.items():
         if ones:
             click.echo(click.style(name, dim=True))
+        rows = []
         for one in sorted(ones, key=lambda one: (one.distribution != DISTRIBUTION, one.name)):
             mark = "*" if one.name in brought else " "
             owner = "" if one.distribution == DISTRIBUTION else f"  ({one.distribution} {one.version})"
-            text = f"{click.style(one.name.ljust(wide), bold=True)}  {one.summary}{click.style(owner, dim=True)}"
-            click.echo(f"{mark} {text}")
+            rows.append((f"{mark} {one.name}", one.summary + owner))
+        screen.listing(rows, wide + 2)
     notes = (
         "* a default: it is enabled where its slot is needed and no other plugin fills it.",
         "forge plugins info NAME says more; forge train --plugins NAME enables one; forge plugins install adds others.",
     )
-    click.echo(click.style("\n" + "\n".join(notes), dim=True))
+    click.echo()
+    for note in notes:
+        click.echo(click.style("\n".join(textwrap.wrap(note, screen.width())), dim=True))
 
 
 @click.command(short_help="Describe a plugin, its hooks and its options.")

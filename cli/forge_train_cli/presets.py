@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-import shutil
-import sys
+import textwrap
 import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from forge_train.ground.presets import presets as installed
 from forge_train.ground.strict_json import dumps
 from forge_train_tools.present import short
 
+from . import screen
 from .options import json_option
 
 BASE = "base"
@@ -104,11 +105,8 @@ def presets(as_json: bool) -> None:
     if as_json:
         click.echo(dumps([asdict(one) for one in found], indent=1))
         return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 400
     wide = max(len(one.command) for one in found)
-    for last, one in zip([None, *found], found, strict=False):
-        if last is not None and one.parameters and not last.parameters:
-            click.echo(f"\n{MODELS}")
-        text = f"{one.summary} ({one.wants})"
-        click.echo(f"{click.style(one.command.ljust(wide), bold=True)}  ", nl=False)
-        click.echo(click.wrap_text(text, max(width - wide - 2, 30), subsequent_indent=" " * (wide + 2)).lstrip())
+    for published, ones in itertools.groupby(found, lambda one: one.parameters > 0):
+        if published:
+            click.echo("\n" + "\n".join(textwrap.wrap(MODELS, screen.width(), break_on_hyphens=False)))
+        screen.listing([(one.command, f"{one.summary} ({one.wants})") for one in ones], wide)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +20,8 @@ PIPED = 400
 """Columns if stdout is not a terminal: nothing should be cut in a file."""
 WIDEST = 48
 """The longest cell that a column is as wide as, if stdout is not a terminal."""
+NARROWEST = 24
+"""Columns that a text beside a name needs; with less, it stands below."""
 GENERATOR = '<meta name="generator" content="forge-train">'
 """Marks every page in its head; pages with this mark may be overwritten."""
 
@@ -26,13 +30,37 @@ def console() -> Console:
     """stdout."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED)
+    return Console(highlight=False, width=width(), height=25)  # a dumb terminal is 80 wide otherwise
+
+
+def width() -> int:
+    """The terminal's columns."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED
 
 
 def heading(text: str) -> None:
     from rich.text import Text
 
     console().print(Text.assemble("\n", (text, "bold")))
+
+
+def listing(rows: Sequence[tuple[str, str]], wide: int) -> None:
+    """Print names, and beside each of them a text, folded. It does without rich, which takes long to import.
+
+    Args:
+        rows: a name and its text.
+        wide: columns for a name.
+    """
+    beside = width() - wide - 2
+    start = wide + 2 if beside >= NARROWEST else 4
+    for name, text in rows:
+        lines = textwrap.wrap(text, width() - start) or [""]
+        if beside >= NARROWEST:
+            click.echo(f"{click.style(name.ljust(wide), bold=True)}  {lines.pop(0)}")
+        else:
+            click.echo(click.style(name, bold=True))
+        for line in lines:
+            click.echo(" " * start + line)
 
 
 def table(
@@ -53,19 +81,19 @@ def table(
     rows = [list(row) for row in rows]
     # rich (14) measures a column without characters as 0 wide, but draws it 1 wide and squeezes the others for it.
     filled = [index for index, name in enumerate(headers) if name or any(str(row[index]) for row in rows)]
+    screen = console()
+    widest = max((len(str(row[0])) for row in rows), default=0)
     made = Table(box=None, show_header=any(headers), header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     for index in filled:
-        # Names and keys, which come first, stay whole, because they are there to be copied.
-        made.add_column(
-            headers[index], justify="right" if index in right else "left", overflow="fold", no_wrap=index == 0
-        )
+        # Names and keys, which come first, stay whole to be copied, if that leaves room beside them.
+        whole = index == 0 and widest <= screen.width - indent - NARROWEST
+        made.add_column(headers[index], justify="right" if index in right else "left", overflow="fold", no_wrap=whole)
 
     def cell(value: object) -> RenderableType:
         return value if isinstance(value, Text) else Text(str(value))
 
     for row in rows:
         made.add_row(*(cell(row[index]) for index in filled))
-    screen = console()
     if not sys.stdout.isatty():
         _unfolded([headers, *rows] if any(headers) else rows, filled, right, indent)
         return

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import pty
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from forge_command import Forge
@@ -64,6 +69,33 @@ def test_a_long_value_does_not_widen_a_table(forge: Forge) -> None:
     (own,) = [line for line in lines if line.startswith("sample.prompt ")]
     assert long.strip() in own
     assert max(len(line) for line in lines if line is not own) < 3 * WIDEST
+
+
+def typed(*arguments: str, columns: int) -> list[str]:
+    """The lines that a command shows in a terminal."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1", "TERM": "dumb"}
+    command = [sys.executable, "-m", "forge_train_cli", *arguments]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment):
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                shown += os.read(ours, 65536)
+            except OSError:  # the end, on Linux
+                break
+    os.close(ours)
+    return click.unstyle(shown.decode()).replace("\r\n", "\n").splitlines()
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+@pytest.mark.parametrize("command", ["presets", "plugins list", "config show"])
+def test_lists_fit_the_terminal(command: str, columns: int) -> None:
+    lines = typed(*command.split(), columns=columns)
+    assert len(lines) > 20
+    assert max(map(len, lines)) <= columns
+    squeezed = [line for line in lines if len(line.split()) == 1 and len(line.strip()) == 1]
+    assert len(squeezed) <= len(lines) / 4
 
 
 def test_the_rate_of_packed_files_is_that_of_their_text(forge: Forge, folder: Path) -> None:

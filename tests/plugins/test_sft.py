@@ -308,7 +308,7 @@ def test_options_of_the_template_are_learned_and_saved(here: Path) -> None:
     text, _ = open_template("", here / "hf").render([{"role": "user", "content": "x"}], generation_prompt=True)
     assert text.endswith("<|im_start|>assistant\n(calm) ")
     with pytest.raises(
-        ConfigError, match=r"sft\.template: .* reads no option 'mode'; it reads mood\. Did you mean 'mood'"
+        ConfigError, match=r"sft\.template_options: .* reads no option 'mode'; it reads mood\. Did you mean 'mood'"
     ):
         sft(here, template_options={"mode": 1}).build_data(job(here), "train")
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError
 from forge_train.storage import model_files
 
+from ..chats import open_template, turn_end
 from ..manifest import Prepared, open_prepared
 from . import prepare, settled
 from .progress import Told
 from .tasks import Preparation
 
 if TYPE_CHECKING:
-    from forge_train import Job
+    from forge_train import Job, Tokenizer
 
 
 def wanted_of(job: Job, paths: str | tuple[str, ...], cache: str, name: str, **more: Any) -> Preparation:
@@ -50,10 +52,35 @@ def obtained(wanted: Preparation, job: Job, name: str) -> Prepared:
     """The prepared folder, which is made if it is not there; another process that makes it is waited for.
 
     Raises:
-        ConfigError: as of `prepare`; or the run's tokenizer is not the one of its files.
+        ConfigError: as of `prepare`; the chat template is not there, or can't end a turn; or the run's tokenizer is
+            not the one of its files.
     """
+    if wanted.chat:
+        _check_template(wanted, job.hooks.tokenizer(), name)
     prepare(wanted, Told(name), key=f"{name}.path", wait=True)
     prepared = open_prepared(wanted.out, key=f"{name}.path")
     if prepared.manifest.tokenizer["digest"] != job.hooks.tokenizer().digest:
         raise ConfigError(f"{name}: {stale(wanted)}")
     return prepared
+
+
+def _check_template(wanted: Preparation, tokenizer: Tokenizer, name: str) -> None:
+    """Refuse a template that is not there, or can't end a turn, before anything is read."""
+    path = Path(wanted.tokenizer)
+    folder = path.parent if path.name == model_files.TOKENIZER else path
+    if path.is_file() and folder == path:
+        return  # a file of another name becomes a folder first
+    opened = partial(open_template, wanted.template, folder if path.exists() else None)
+    try:
+        opened()
+    except ConfigError as error:
+        other = "" if path.exists() else f" To fine-tune a model, name its folder: forge train FOLDER -p {name} …"
+        raise ConfigError(f"{name}.template: {error}{other}") from error
+    try:
+        template = opened(options=wanted.template_options)
+    except ConfigError as error:
+        raise ConfigError(f"{name}.template_options: {error}") from error
+    try:
+        turn_end(template, tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"{name}.template: {error}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
@@ -14,7 +13,7 @@ from forge_train_data.plugin import DataPlugin, Prefetch, ahead, bucket_values, 
 if TYPE_CHECKING:
     import torch
 
-    from forge_train import Finished, Job, Model, Tokenizer
+    from forge_train import Finished, Job, Model
     from forge_train.config import Config as RunConfig
     from forge_train_data.documents import Documents
     from forge_train_data.held_out import Side
@@ -169,29 +168,11 @@ class SFT(DataPlugin):
             file.write_text("Who are you?", encoding="utf-8")
             job.record(file, self)
 
-    def _check_template(self, path: Path, tokenizer: Tokenizer) -> None:
-        """Refuse a template that is not there, or can't end a turn, before anything is read."""
-        from forge_train.storage.model_files import TOKENIZER
-        from forge_train_data.chats import open_template, turn_end
-
-        folder = path.parent if path.name == TOKENIZER else path
-        if path.is_file() and folder == path:
-            return  # a file of another name becomes a folder first
-        try:
-            options = self.config.template_options
-            template = open_template(self.config.template, folder if path.exists() else None, options=options)
-            turn_end(template, tokenizer)
-        except ConfigError as error:
-            other = "" if path.exists() else " To fine-tune a model, name its folder: forge train FOLDER -p sft …"
-            raise ConfigError(f"sft.template: {error}{other}") from error
-
     def _open(self, job: Job) -> Mapping[Side, Documents]:
         if self._sides is None:
             from forge_train_data.prepare.cached import obtained
 
-            wanted = self._wanted(job)
-            self._check_template(Path(wanted.tokenizer), job.hooks.tokenizer())
-            self._sides = obtained(wanted, job, "sft").sides
+            self._sides = obtained(self._wanted(job), job, "sft").sides
         return self._sides
 
     def _wanted(self, job: Job) -> Preparation:
