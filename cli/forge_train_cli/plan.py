@@ -191,11 +191,13 @@ def _show_memory(made: Plan) -> None:
         ("parameters", memory.parameters, "exact"),
         ("buffers", memory.buffers, "exact"),
         ("gradients", memory.gradients, "exact"),
+        ("unsharded gradients", memory.unsharded, "peak: whole until the step's last micro-batch is reduced"),
         ("optimizer", memory.optimizer, "exact, after its first step"),
         ("activations", memory.activations, "estimate: peak of everything else"),
         ("  logits", memory.logits, "of these"),
         ("peak", memory.peak, "estimate: without the workspaces of kernels and the allocator's reserve"),
     ]
+    rows = [row for row in rows if row[0] != "unsharded gradients" or memory.unsharded]
     sizes = column([size for _, size, _ in rows])
     screen.table(("", "", ""), [(row[0], size, row[2]) for row, size in zip(rows, sizes, strict=True)], right=(1,))
     for note in memory.notes:

@@ -152,6 +152,24 @@ def test_activations_grow_with_the_micro_batch(forge: Forge) -> None:
     assert two == pytest.approx(2 * one, rel=0.1)
 
 
+@pytest.mark.parametrize("layout", ["fsdp2", "zero1", "fsdp2,tp"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_unsharded_gradients_are_no_activations(forge: Forge, layout: str, precision: str) -> None:
+    """What waits for the last micro-batch is all of this rank in fp32; activations are those of one micro-batch."""
+    tp = 2 if "tp" in layout else 1
+    options = ("-p", layout, "--world", str(2 * tp), "-s", f"parallel.tp={tp}", "-s", "train.micro_batch=1")
+    options += ("-s", f"train.precision={precision}", "-s")
+    one, four = (planned(forge, *options, f"train.global_batch={2 * times}") for times in (1, 4))
+    assert one["memory"]["unsharded"] == 0
+    # Of tp's two shares, FSDP2 holds halves; rows that it adds to the vocabulary to halve it have no gradient.
+    expected = 2 * four["memory"]["parameters"] if tp == 2 else 4 * four["parameters"]["total"]
+    assert four["memory"]["unsharded"] == expected
+    assert four["memory"]["activations"] == pytest.approx(one["memory"]["activations"], rel=0.01)
+    assert four["memory"]["peak"] > four["memory"]["parameters"] + expected
+    shown = [forge("plan", "tiny.toml", *options, f"train.global_batch={size}").out for size in (2, 8)]
+    assert ["unsharded gradients" in text for text in shown] == [False, True]
+
+
 def test_what_can_t_be_known_is_said(forge: Forge, plugins: None) -> None:
     memory = planned(forge, "-p", "plan_plugins:Reader")["memory"]
     assert memory["optimizer"] is None

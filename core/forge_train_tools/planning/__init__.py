@@ -41,6 +41,8 @@ class Memory:
     buffers: int
     gradients: int
     optimizer: int | None
+    unsharded: int | None
+    """The most at once of gradients that FSDP2 keeps whole over micro-batches, in the dtype that it reduces them in."""
     activations: int | None
     """The most at once of all that is none of the above: what autograd keeps, gathered weights, results in passing."""
     logits: int | None
@@ -198,6 +200,7 @@ def _memory(look: Look) -> Memory:
         buffers=rehearsed.buffers,
         gradients=rehearsed.gradients,
         optimizer=rehearsed.optimizer,
+        unsharded=rehearsed.unsharded,
         activations=rehearsed.activations,
         logits=rehearsed.logits,
         peak=rehearsed.peak,

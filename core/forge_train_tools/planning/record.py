@@ -16,6 +16,8 @@ from .passes import Pass
 from .roofline import Kernel
 
 END = Event("end", ())
+COUNTED = {"own": (), "unsharded": ("unsharded",), "logits": ("activations", "logits"), "": ("activations",)}
+"""Kind of a storage → the sums that it is part of, beside that of everything."""
 
 
 @dataclass
@@ -32,7 +34,8 @@ class Recorded:
     sets: tuple[ParameterSet, ...] = ()
     """The parameters of its groups."""
     changes: list[Event] = field(default_factory=list)
-    """Bytes that a storage gained or lost, in order of time; `END` where the backward pass has ended."""
+    """Bytes that a storage gained or lost, in order of time; `END` where the backward pass has ended. A storage's kind
+    is `own` (parameters, buffers, gradients, the optimizer's state), `unsharded` (gradients), `logits`, or empty."""
     calls: list[Event] = field(default_factory=list)
     """Kernels and collectives, with how often in a step."""
     executor: Any = None
@@ -58,6 +61,8 @@ class Rehearsed:
     gradients: int
     optimizer: int | None
     buffers: int
+    unsharded: int | None = None
+    """The most bytes at once of gradients that FSDP2 keeps whole between micro-batches."""
     activations: int | None = None
     """The most bytes at once of all that is no parameter, buffer, gradient or state of the optimizer."""
     logits: int | None = None
@@ -88,21 +93,20 @@ def counted(recorded: Recorded) -> Rehearsed:
         else:
             name, group, ranks = rest
             found.sent[Collective(name, group, ranks, int(event.numbers[0]))] += times
-    alive = {"everything": 0, "activations": 0, "logits": 0}
-    most = {**alive, "everything": 0}
+    alive = {"everything": 0, "unsharded": 0, "activations": 0, "logits": 0}
+    most = dict(alive)
     ended = False
     for event in recorded.changes:
         if event == END:
             ended = True
             continue
-        own, logits = event.kind
-        for name, counts in (("everything", True), ("activations", not own), ("logits", logits)):
-            if counts and not (ended and name != "everything"):
-                alive[name] += int(event.numbers[0])
-                most[name] = max(most[name], alive[name])
+        for name in ("everything",) if ended else ("everything", *COUNTED[event.kind]):
+            alive[name] += int(event.numbers[0])
+            most[name] = max(most[name], alive[name])
         if ended:
             found.update_peak = max(found.update_peak, alive["everything"])
         else:
             found.backward_peak = most["everything"]
-    found.peak, found.activations, found.logits = (most[name] for name in ("everything", "activations", "logits"))
+    found.peak, found.unsharded = most["everything"], most["unsharded"]
+    found.activations, found.logits = most["activations"], most["logits"]
     return found

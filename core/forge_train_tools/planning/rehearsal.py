@@ -36,6 +36,7 @@ from .ledger import Ledger
 from .optimizer import parameter_sets
 from .passes import WORKS, Pass
 from .record import END, Recorded
+from .unsharded import unsharded_gradients
 from .watch import AnyDtype, Together
 from .work import Work
 
@@ -172,7 +173,7 @@ class _Rehearsal(Watcher):
         logits = _Logits(ledger, model)
         resident = [*model.parameters(), *_buffers(model), *state_of(stepper.optimizer)]
         watches = Together(AnyDtype(), ledger, Collectives(self._send), Work(self._compute))
-        with fake, _unseen_metadata(), watches:
+        with fake, _unseen_metadata(), watches, unsharded_gradients(ledger) as unsharded:
             own = ledger.numbers(resident)
             batches = [batch.map(fake.from_tensor) for batch in batches]
             stepper.job.step_state.use(batches)
@@ -184,7 +185,7 @@ class _Rehearsal(Watcher):
             if self.found.optimizer is not None:
                 self._updating = True
                 stepper.apply(update)
-        self._record(ledger.changes, end, own, logits.numbers())
+        self._record(ledger.changes, end, {"own": own, "unsharded": unsharded, "logits": logits.numbers()})
         if {number for (_, way), number in self._begun.items() if way in ("both", "forward")} != {self.passes}:
             self.found.notes.append(
                 f"the executor does not announce micro-batches: the step is counted with {self.passes} of "
@@ -196,8 +197,9 @@ class _Rehearsal(Watcher):
         """How often what happens now happens in a step: the second of the micro-batches stands for those left out."""
         return self.stepper.accumulation - self.passes + 1 if self._index == 1 else 1
 
-    def _record(self, changes: list[tuple[int, int]], end: int, own: set[int], logits: set[int]) -> None:
-        events = [Event((number in own, number in logits), (size,)) for number, size in changes]
+    def _record(self, changes: list[tuple[int, int]], end: int, kinds: dict[str, set[int]]) -> None:
+        kind_of = {number: kind for kind, numbers in reversed(kinds.items()) for number in numbers}
+        events = [Event(kind_of.get(number, ""), (size,)) for number, size in changes]
         self.found.changes = [*events[:end], END, *events[end:]]
 
     def _send(self, one: Collective) -> None:

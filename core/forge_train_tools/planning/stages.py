@@ -25,7 +25,7 @@ from .imagined import imagined
 from .optimizer import ParameterSet, parameter_sets
 from .parameters import Giant, Parameters, count, giants
 from .passes import Footprint, footprint
-from .record import END, Recorded, Rehearsed, counted
+from .record import COUNTED, END, Recorded, Rehearsed, counted
 from .rehearsal import imagine_optimizer, rehearse
 from .traffic import Traffic, expected_bytes, traffic
 
@@ -205,7 +205,10 @@ def _flops(part: Any, sequence: int) -> float | None:
 def _changes(recorded: Recorded, *, activations: bool) -> list[int]:
     """The changes of memory until the backward passes have ended, in bytes; 0 for those that do not count."""
     end = recorded.changes.index(END)
-    return [int(one.numbers[0]) if not (activations and one.kind[0]) else 0 for one in recorded.changes[:end]]
+    return [
+        int(one.numbers[0]) if not activations or "activations" in COUNTED[one.kind] else 0
+        for one in recorded.changes[:end]
+    ]
 
 
 def _in_order(rehearsed: Rehearsed, growth: tuple[int, int]) -> Rehearsed:
