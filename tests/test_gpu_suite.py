@@ -25,13 +25,7 @@ ABOUT = {"memory_gib": 80}
 HERE = [case for case in cases.cases(ABOUT) if not case.gpus]
 
 
-BROKEN = pytest.mark.xfail(reason="`ac` with `compile`: this kernel's stand-in on a CPU leaves no graph")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=[BROKEN] * (case.name == "compile-varlen-ac")) for case in HERE],
-)
+@pytest.mark.parametrize("case", HERE, ids=[case.name for case in HERE])
 def test_every_case_without_a_device_gives_good_numbers(case: Case) -> None:
     module, _, name = case.function.partition(":")
     try:

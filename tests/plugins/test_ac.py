@@ -19,7 +19,7 @@ from forge_train import ConfigError, PluginError, attach_loss
 from forge_train.contract.auxiliary import loss_scaling
 from forge_train.testing import RunForge
 from forge_train_plugins.attention._flex import FlexKernel
-from forge_train_plugins.attention._packed.kernel import PackedKernel
+from forge_train_plugins.attention._packed.kernel import PackedKernel, TiledKernel
 from forge_train_plugins.attention._sdpa import Kernel as SDPAKernel
 from forge_train_plugins.memory._ac import Policy, breaks, recompute, recompute_broken
 from forge_train_plugins.memory.ac import ActivationCheckpointing
@@ -199,9 +199,10 @@ def test_attention_in_tiles_is_right_where_products_are_kept(run_forge: RunForge
         (PackedKernel(lambda query, key, value, bounds, scale, window: query), True),
         (FlexKernel(lambda query, *more, **asked: query), True),
         (SimpleNamespace(kernels={"varlen": PackedKernel(lambda query, *more: query)}), True),
+        (TiledKernel(), True),
         (SDPAKernel(), False),
     ],
-    ids=["packed", "flex", "one of several", "sdpa"],
+    ids=["packed", "flex", "one of several", "tiled", "sdpa"],
 )
 def test_a_kernel_that_leaves_a_function_uncompiled_breaks_its_unit(kernel: Any, broken: bool) -> None:
     unit = nn.Module()

@@ -92,10 +92,21 @@ def _left_alone(call: Any) -> bool:
 
 
 def _kernel_breaks(kernel: Any) -> bool:
-    """The same for a kernel: its class, a function that it holds, or one of the kernels that it chooses among."""
-    held = [*getattr(kernel, "__dict__", {}).values()]
-    chosen = [one for some in held if isinstance(some, Mapping) for one in some.values() if callable(one)]
-    return any(map(_left_alone, (type(kernel).__call__, *held))) or any(map(_kernel_breaks, chosen))
+    """The same for a kernel: its class, a function that it holds, or a kernel that it passes to or chooses among."""
+    seen, ahead = set[int](), [kernel]
+    while ahead:
+        one = ahead.pop()
+        held = () if id(one) in seen else [*getattr(one, "__dict__", {}).values()]
+        if any(map(_left_alone, (type(one).__call__, *held))):
+            return True
+        seen.add(id(one))
+        ahead += [
+            inner
+            for some in held
+            for inner in (some.values() if isinstance(some, Mapping) else [some])
+            if callable(inner) and not isinstance(inner, (type, nn.Module))
+        ]
+    return False
 
 
 def recompute_broken(units: Sequence[nn.Module], policy: Policy | None) -> None:
