@@ -25,6 +25,7 @@ from forge_train_plugins.attention._packed import functions, kernel, versions
 from forge_train_plugins.attention._packed.functions import Bounds, of_flash, of_torch
 from forge_train_plugins.attention._packed.kernel import PackedKernel
 from forge_train_plugins.attention.packed import Flash, Varlen
+from fused_kernels import flash_2, flash_3, flash_4, varlen_attn, varlen_attn_2_11
 from peak_memory import peak_memory
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 4)]
@@ -118,7 +119,7 @@ def test_layers_share_a_block_mask_and_the_bounds(monkeypatch: pytest.MonkeyPatc
     for module, name in ((_flex, "make_block_mask"), (kernel, "make_bounds")):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, of=original, name=name: made.append(name) or of(*given))
-    for one in (FlexKernel(torch_flex.flex_attention), PackedKernel(of_flash(stand_in, "2"))):
+    for one in (FlexKernel(torch_flex.flex_attention), PackedKernel(of_flash(flash_2, "2"))):
         query = torch.randn(2, SEQUENCE, 2, 8)
         for _ in range(4):
             one(query, query, query, document_ids=DOCUMENTS)
@@ -128,91 +129,15 @@ def test_layers_share_a_block_mask_and_the_bounds(monkeypatch: pytest.MonkeyPatc
 # -- packed documents -------------------------------------------------------------------------------------------------
 
 
-def stand_in(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
-) -> Tensor:
-    """What flash-attn documents: the causal mask and the window count from the bottom right of each document."""
-    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-    assert causal
-    assert cu_seqlens_q.diff().max() == max_seqlen_q
-    assert cu_seqlens_k.diff().max() == max_seqlen_k
-    left, out = window_size[0], torch.full_like(q, torch.nan)
-    q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    assert (q_ends[-1], k_ends[-1]) == (len(q), len(k))
-    for index in range(len(q_ends) - 1):
-        mine, theirs = slice(*q_ends[index : index + 2]), slice(*k_ends[index : index + 2])
-        window = None if left in (-1, None) else left + 1  # type: ignore[operator]
-        if mine.stop > mine.start:
-            attended = Eager()(q[mine][None], k[theirs][None], v[theirs][None], window=window, scale=softmax_scale)
-            out = torch.cat([out[: mine.start], attended[0], out[mine.stop :]])
-    return out
-
-
-def stand_in_3(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **asked: Any) -> Any:
-    """Version 3 as it was at first: the log-sum-exp comes along."""
-    return stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, **asked), None
-
-
-def stand_in_4(q: Tensor, k: Tensor, v: Tensor, qv: None = None, *, window_size: Any, **asked: Any) -> Any:
-    """Version 4: another place for the bounds, and None for no window."""
-    assert -1 not in window_size
-    return stand_in(q, k, v, window_size=window_size, **asked), None
-
-
-def stand_in_torch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`varlen_attn` of torch 2.13: (-1, 0) is causal."""
-    assert window_size[1] == 0
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    return stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, True, window_size)
-
-
-def stand_in_torch_2_11(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:
-    """Before `enable_gqa`: as many key heads as query heads."""
-    assert query.shape[1] == key.shape[1] == value.shape[1]
-    return stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, True, window_size)
-
-
 @pytest.mark.parametrize("asked", ASKED, ids=told)
 @pytest.mark.parametrize(
     "function",
     [
-        of_flash(stand_in, "2"),
-        of_flash(stand_in_3, "3"),
-        of_flash(stand_in_4, "4"),
-        of_torch(stand_in_torch),
-        of_torch(stand_in_torch_2_11),
+        of_flash(flash_2, "2"),
+        of_flash(flash_3, "3"),
+        of_flash(flash_4, "4"),
+        of_torch(varlen_attn),
+        of_torch(varlen_attn_2_11),
     ],
     ids=["flash2", "flash3", "flash4", "torch", "torch 2.11"],
 )
@@ -231,7 +156,7 @@ def test_torchs_own_function_takes_what_it_is_given() -> None:
         function(query, query, query, bounds, 0.5, None)
 
 
-@pytest.mark.parametrize("attend", [TiledAttention(), PackedKernel(of_flash(stand_in, "2"))], ids=["tiled", "packed"])
+@pytest.mark.parametrize("attend", [TiledAttention(), PackedKernel(of_flash(flash_2, "2"))], ids=["tiled", "packed"])
 def test_a_document_that_comes_back_is_an_error(attend: Any) -> None:
     query = torch.randn(1, 6, 2, 8)
     with pytest.raises(ValueError, match="come back after another document's; its tokens must be neighbours"):
@@ -298,7 +223,7 @@ def test_flash_on_a_cpu_is_refused_with_the_kernels_that_run_there(
     run_forge: RunForge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "installed", lambda: ("2",))
-    monkeypatch.setattr(functions, "flash_function", lambda *given: of_flash(stand_in, "2"))
+    monkeypatch.setattr(functions, "flash_function", lambda *given: of_flash(flash_2, "2"))
     with pytest.raises(ConfigError, match=r"cuda"):
         run_forge([Flash], {"train.precision": "bf16"})
 
@@ -317,15 +242,12 @@ def test_flash_is_deterministic_where_the_run_is(monkeypatch: pytest.MonkeyPatch
 
     def able(q: Tensor, k: Tensor, v: Tensor, *, deterministic: bool = False, **more: Any) -> Tensor:
         asked.append(deterministic)
-        return stand_in(q, k, v, **more)
-
-    def unable(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
-        return stand_in(q, k, v, **more)
+        return flash_2(q, k, v, deterministic=deterministic, **more)
 
     agree(PackedKernel(of_flash(able, "2")), {})
     assert set(asked) == {True}
     with pytest.raises(ConfigError, match=r"run\.deterministic: this flash-attn 4 has no deterministic backward pass"):
-        of_flash(unable, "4")
+        of_flash(flash_4, "4")
 
 
 def test_no_fused_kernel_for_a_device_names_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
