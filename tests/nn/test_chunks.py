@@ -163,6 +163,37 @@ def test_a_narrow_copy_of_another_head_keeps_its_gradient() -> None:
     assert head.weight.grad is not None
 
 
+def test_a_weight_that_is_more_than_a_cast_is_computed_in_each_chunk() -> None:
+    """As with adapters: what is added to the narrow copy has a gradient of its own."""
+    hidden, head, labels = made()
+    narrow_hidden, added = hidden.detach().bfloat16(), torch.zeros(WORDS, DIM, requires_grad=True)
+
+    class Adapted(Linear):
+        weight = property(lambda self: self._parameters["weight"].bfloat16() + added.bfloat16())  # type: ignore[assignment]
+
+    head.__class__ = Adapted
+    sum_in_chunks(partial(entropy, head), head, CHUNK, narrow_hidden, labels).backward()
+    own = head._parameters["weight"]
+    assert own.dtype is torch.float32
+    torch.testing.assert_close(added.grad, own.grad)
+
+
+def test_a_head_has_its_parameters_back() -> None:
+    hidden, head, labels = made()
+    part = nn.Module()
+    part.head = head
+    before = dict(head._parameters)
+    narrow(part, torch.bfloat16, torch.float32)
+
+    def fails(hidden: Tensor, labels: Tensor) -> Tensor:
+        assert head.weight is head._parameters["weight"]  # the copy
+        raise ValueError("of the loss")
+
+    with pytest.raises(ValueError, match="of the loss"):
+        sum_in_chunks(fails, head, CHUNK, hidden, labels)
+    assert dict(head._parameters) == before
+
+
 def calls(head: nn.Module, hidden: Tensor, labels: Tensor) -> int:
     """How often a head is called, forward and backward."""
     counted: list[int] = []

@@ -17,7 +17,7 @@ from .at_rest import AtRest, at_rest
 from .attention_dropout import AttentionDropout, DroppedWeights
 from .basic import Embedding, LayerNorm, Linear, OffsetRMSNorm, RMSNorm
 from .cache import KVCache
-from .chunks import narrow_copy, sum_in_chunks
+from .chunks import sum_in_chunks
 from .declare import TensorStyle, depth_scaled, flops_per_token
 from .dropout import Dropout
 from .groups import decay_groups, decays, parameter_groups
@@ -72,7 +72,6 @@ __all__ = [
     "gather_rows",
     "hidden_matrices",
     "is_imagined",
-    "narrow_copy",
     "narrowed",
     "neighbours",
     "pair_weights",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,6 @@ CHUNKS = 16
 """More chunks than this save little memory and make the head's matrix products small."""
 
 _Loss = TypeVar("_Loss", Tensor, tuple[Tensor, Tensor])
-_Key = tuple[int, torch.dtype]
-_copies: dict[_Key, tuple[Tensor, Tensor]] | None = None
-"""Parameters and their narrow copies, while a loss in chunks shares them."""
 
 
 def sum_in_chunks(loss: Callable[..., _Loss], head: nn.Module, tokens: int, *along: Tensor) -> _Loss:
@@ -43,7 +40,7 @@ def sum_in_chunks(loss: Callable[..., _Loss], head: nn.Module, tokens: int, *alo
         weights = [one for one in head.parameters() if one.requires_grad]
         if _can_run_ahead(along, weights):
             with suppress(_ForeignError):  # such a loss is recomputed: autograd then finds all that it depends on
-                return _Sum.apply(loss, length, len(along), *along, *weights)  # type: ignore[no-any-return,no-untyped-call]
+                return _Sum.apply(loss, head, length, len(along), *along, *weights)  # type: ignore[no-any-return,no-untyped-call]
     pieces = zip(*(torch.split(one, length, dim=1) for one in along), strict=True)
     if length >= sequence or not torch.is_grad_enabled():
         found: Any = [loss(*piece) for piece in pieces]
@@ -61,25 +58,36 @@ def chosen(tokens: int, head: nn.Module) -> int:
     return max(LOGITS // getattr(head, "out_features", 2**17), tokens // CHUNKS, 1)
 
 
-def narrow_copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """A parameter in the dtype that a module computes in; the chunks of a loss share one copy."""
-    if _copies is None or parameter.dtype is dtype:
-        return parameter.to(dtype)
-    key = (id(parameter), dtype)
-    if key not in _copies:
-        copy = parameter.detach().to(dtype).requires_grad_(parameter.requires_grad)
-        _copies[key] = (parameter, copy)
-    return _copies[key][1]
-
-
 @contextmanager
-def _shared_copies() -> Iterator[dict[_Key, tuple[Tensor, Tensor]]]:
-    global _copies  # noqa: PLW0603  # the head's modules read it, wherever they are
-    before, _copies = _copies, {}
+def _cast_once(head: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Yields parameters of a head with the narrow copies that its modules hold in their place for so long.
+
+    Modules that compute in a narrow dtype cast a parameter whenever they read it (plugin `precision`).
+    """
+    copies: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+    swapped: list[tuple[nn.Module, str, Any]] = []
     try:
-        yield _copies
+        for module in head.modules():
+            for name, parameter in module._parameters.items():
+                read = getattr(module, name)
+                if parameter is None or not _is_cast(read, parameter):
+                    continue
+                copy = read.detach().requires_grad_(parameter.requires_grad)
+                pair = copies.setdefault((id(parameter), copy.dtype), (parameter, copy))
+                swapped.append((module, name, parameter))
+                module._parameters[name] = cast("Any", pair[1])
+        yield [*copies.values()]
     finally:
-        _copies = before
+        for module, name, parameter in swapped:
+            module._parameters[name] = parameter
+
+
+def _is_cast(read: Tensor, parameter: Tensor) -> bool:
+    """Whether a tensor is a parameter in another dtype, and nothing else."""
+    node = read.grad_fn
+    if read.dtype is parameter.dtype or node is None:
+        return read.dtype is not parameter.dtype
+    return node.name() == "ToCopyBackward0" and getattr(node.next_functions[0][0], "variable", None) is parameter
 
 
 def _can_run_ahead(along: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
@@ -102,13 +110,15 @@ class _Sum(torch.autograd.Function):
     """The sum of a loss over chunks, and its gradients, computed with it."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Callable[..., Any], length: int, count: int, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, loss: Callable[..., Any], head: nn.Module, length: int, count: int, *tensors: Tensor) -> Any:
         along, weights = tensors[:count], tensors[count:]
-        wanted = [index for index in range(count) if ctx.needs_input_grad[3 + index]]
+        wanted = [index for index in range(count) if ctx.needs_input_grad[4 + index]]
         of_along = {index: torch.empty_like(along[index]) for index in wanted}
         of_weights: dict[int, Tensor] = {}
         sums: list[Tensor] = []
-        with torch.enable_grad(), _shared_copies() as copies:
+        with torch.enable_grad(), _cast_once(head) as copies:
+            narrow = [pair for pair in copies if any(pair[0] is one for one in weights)]
+            owners = [*weights, *(owner for owner, _ in narrow)]
             for start in range(0, along[0].shape[1], length):
                 piece = [one[:, start : start + length].detach() for one in along]
                 for index in wanted:
@@ -116,8 +126,6 @@ class _Sum(torch.autograd.Function):
                 # As views: some hooks of torch (multi-gradient hooks, 2.13) refuse leaves in `autograd.grad`.
                 given = loss(*(one.view_as(one) for one in piece))
                 value, *seen = given if isinstance(given, tuple) else (given,)
-                narrow = [pair for pair in copies.values() if any(pair[0] is one for one in weights)]
-                owners = [*weights, *(owner for owner, _ in narrow)]
                 inputs = [*(piece[index] for index in wanted), *weights, *(copy for _, copy in narrow)]
                 if not sums:
                     _expect_leaves(value, inputs)
@@ -139,9 +147,9 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         found: list[Tensor | None] = [None] * ctx.inputs
         for index, gradient in zip(ctx.order, ctx.saved_tensors, strict=True):
-            if ctx.needs_input_grad[3 + index]:
+            if ctx.needs_input_grad[4 + index]:
                 found[index] = gradient * gradients[0]
-        return None, None, None, *found
+        return None, None, None, None, *found
 
 
 def _add(sums: dict[int, Tensor], owner: Tensor, gradient: Tensor | None) -> None:

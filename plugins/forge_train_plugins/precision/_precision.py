@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map
 from forge_train import Applied, ConfigError, Specialisation, dtype_borders
 from forge_train.ground.errors import nearest
 from forge_train.ground.present import few
-from forge_train.nn import narrow_copy
 
 if TYPE_CHECKING:
     from forge_train import Job
@@ -158,6 +157,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _copy(name: str, dtype: torch.dtype) -> property:
     def weight(self: nn.Module) -> Tensor | None:
         parameter = self._parameters[name]
-        return None if parameter is None else narrow_copy(parameter, dtype)
+        return None if parameter is None else parameter.to(dtype)
 
     return property(weight)
