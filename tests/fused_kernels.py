@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -104,3 +105,38 @@ def _values(bounds: Tensor) -> list[int]:
     """Of a pretended device too, without what would count as a wait."""
     found: list[int] = (torch.ops.pretended_cuda.host(bounds) if bounds.is_cuda else bounds).tolist()
     return found
+
+
+def scaled_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    scale_a: Tensor,
+    scale_recipe_a: Any,
+    scale_b: Tensor,
+    scale_recipe_b: Any,
+    *,
+    output_dtype: torch.dtype,
+) -> Tensor:
+    """Blocks of 1 × 128 and 128 × 128, laid out as cuBLAS wants them (ScaledBlas.cpp of torch 2.13)."""
+    kinds, (rows, inner), columns = F.ScalingType, mat_a.shape, mat_b.shape[1]
+    assert mat_a.dtype == mat_b.dtype == torch.float8_e4m3fn
+    assert output_dtype is torch.bfloat16
+    assert mat_a.stride() == (inner, 1)
+    assert mat_b.stride() == (1, inner)
+    assert not any(size % 16 for size in (rows, inner, columns))
+    assert (scale_recipe_a, scale_recipe_b) != (kinds.BlockWise128x128, kinds.BlockWise128x128)
+    wide = []
+    for values, scales, kind in ((mat_a, scale_a, scale_recipe_a), (mat_b.t(), scale_b, scale_recipe_b)):
+        along = -(-inner // 128)
+        assert scales.dtype is torch.float32
+        if kind is kinds.BlockWise1x128:
+            assert scales.shape == (len(values), along)
+            assert scales.stride() == (1, len(values))
+            each = scales
+        else:
+            assert kind is kinds.BlockWise128x128
+            assert scales.shape == (-(-along // 4) * 4, -(-len(values) // 128))
+            assert scales.stride() == (1, len(scales))
+            each = scales.t()[:, :along].repeat_interleave(128, 0)[: len(values)]
+        wide.append(values.float() * each.repeat_interleave(128, 1)[:, :inner])
+    return (wide[0] @ wide[1].t()).to(output_dtype)

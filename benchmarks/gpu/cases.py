@@ -52,7 +52,7 @@ def _products() -> list[Case]:
     for recipe in ("tensorwise", "rowwise", "rowwise_gw_hp"):
         found.append(Case(f"products-fp8-{recipe}", "products:linear", {"recipe": recipe}))
         found.append(Case(f"products-fp8-experts-{recipe}", "products:experts", {"recipe": recipe}, gpus=1))
-    return found
+    return [*found, Case("products-fp8-deepseek", "products:linear", {"recipe": "deepseek"}, gpus=1)]
 
 
 def _runs() -> list[Case]:

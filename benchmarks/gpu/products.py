@@ -29,7 +29,15 @@ NEAR = 2e-2
 def linear(size: Size, recipe: str) -> list[Row]:
     """A float8 product and its gradients: kernel against emulation."""
     device = torch.device(size.device)
-    if why := kernels.lacking(device, torch.bfloat16, rows=recipe != "tensorwise"):
+    if recipe == "deepseek":
+        why, ways = (
+            kernels.lacking_blocks(device, torch.bfloat16),
+            [recipes.deepseek(kernel=one) for one in (True, False)],
+        )
+    else:
+        why = kernels.lacking(device, torch.bfloat16, rows=recipe != "tensorwise")
+        ways = [recipes.scaled(recipe, kernel=one) for one in (True, False)]  # type: ignore[arg-type]
+    if why:
         raise LacksError(why)
     outputs, inputs = size.choose((1536, 4096), (48, 64))
     rows = []
@@ -37,7 +45,7 @@ def linear(size: Size, recipe: str) -> list[Row]:
         x, weight, gradient = draw(device, (tokens, inputs), (outputs, inputs), (tokens, outputs))
         found, wanted = (
             _gradients(lambda a, b, how=how: LinearProduct.apply(a, b, how, ALONE)[0], x, weight, gradient)
-            for how in (recipes.scaled(recipe, kernel=True), recipes.scaled(recipe, kernel=False))  # type: ignore[arg-type]
+            for how in ways
         )
         rows.append(compare(f"{recipe}, {tokens} × {inputs} → {outputs}", found, wanted))
     return rows

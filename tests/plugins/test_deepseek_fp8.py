@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import fused_kernels
 import low_precision as low
 from forge_train import ConfigError
 from forge_train.testing import RunForge
@@ -75,6 +77,52 @@ def test_stochastic_rounding_is_of_gradients() -> None:
     assert torch.equal(once[0], twice[0])
     assert not torch.equal(once[1], twice[1])
     assert not torch.equal(once[2], twice[2])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "outputs"), [(256, 512, 256), (7, 144, 272), (1, 128, 16), (300, 640, 128)]
+)
+def test_the_kernel_is_given_what_emulation_rounds(
+    tokens: int, inputs: int, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where sizes are no multiples of 128; gradients too."""
+    asked: list[Any] = []
+
+    def scaled_mm(*given: Any, **more: Any) -> torch.Tensor:
+        asked.append([one.name for one in given if isinstance(one, F.ScalingType)])
+        on_meta = [one.to("meta") if isinstance(one, torch.Tensor) else one for one in given]
+        found = fused_kernels.scaled_mm(*given, **more)
+        assert real(*on_meta, **more).shape == found.shape  # torch's own checks (2.13)
+        return found
+
+    real = F.scaled_mm
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    torch.manual_seed(0)
+    x, weight, gradient = (
+        torch.randn(*shape, dtype=torch.bfloat16) * torch.logspace(-3, 3, shape[1], dtype=torch.bfloat16)
+        for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+    )
+    by_kernel, emulated = (
+        low.passes(low.linear(recipes.deepseek(kernel=kernel)), x, weight, gradient) for kernel in (True, False)
+    )
+    tile, block = "BlockWise1x128", "BlockWise128x128"
+    assert asked == [[tile, block], [tile, block], [tile, tile]]
+    for one, other in zip(by_kernel, emulated, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=0)
+        assert one.shape == other.shape
+
+
+def test_the_kernel_rounds_gradients_stochastically(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "scaled_mm", fused_kernels.scaled_mm)
+    x, weight, gradient = (one.bfloat16() for one in low.operands())
+    recipe = recipes.deepseek(stochastic=True, kernel=True)
+    once, twice = (low.passes(low.linear(recipe), x, weight, gradient) for _ in range(2))
+    assert [torch.equal(*pair) for pair in zip(once, twice, strict=True)] == [True, False, False]
+
+
+def test_a_kernel_that_is_not_there_is_refused(run_forge: RunForge) -> None:
+    with pytest.raises(ConfigError, match=r"emulate = 'off' needs a kernel for blocks, but only Hopper has one"):
+        run_forge(["deepseek_fp8"], {"deepseek_fp8.emulate": "off"})
 
 
 def note_of(run: Any) -> str:

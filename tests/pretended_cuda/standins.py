@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention import varlen
 
@@ -23,6 +24,7 @@ def _module(name: str, **content: Any) -> None:
     sys.modules[name] = made
 
 
+F.scaled_mm = fused_kernels.scaled_mm
 varlen.varlen_attn = fused_kernels.varlen_attn
 _module("flash_attn", flash_attn_varlen_func=fused_kernels.flash_2)
 _module("flash_attn_2_cuda")

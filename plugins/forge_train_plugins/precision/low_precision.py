@@ -146,7 +146,7 @@ class FP8(LowPrecisionPlugin):
 
 
 class DeepSeekFP8(LowPrecisionPlugin):
-    """DeepSeek-V3's float8: e4m3 in tiles of 1 × 128 and blocks of 128 × 128, emulated (arXiv:2412.19437, §3.3).
+    """DeepSeek-V3's float8: e4m3 in tiles of 1 × 128 and blocks of 128 × 128 (arXiv:2412.19437, §3.3).
 
     Activations and gradients have a scale for each 128 values along the axis that is contracted, weights one for each
     128 × 128; sums are in fp32. The head, norms, routers and the embedding stay in the precision of the run. Experts'
@@ -167,6 +167,9 @@ class DeepSeekFP8(LowPrecisionPlugin):
         tokens are no multiple of 128."""
         rounding: Literal["nearest", "stochastic"] = "nearest"
         """Of gradients; everything else is rounded to the nearest. What is stochastic is other on another layout."""
+        emulate: Literal["auto", "on", "off"] = "auto"
+        """Round operands and multiply them in fp32, or have torch's kernel for such blocks multiply; auto takes it for
+        linear layers on Hopper, if `train.precision` is bf16. Experts have none."""
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
@@ -176,6 +179,8 @@ class DeepSeekFP8(LowPrecisionPlugin):
 
     def _convert(self, job: Job) -> Conversion:
         from ._low_precision import recipes
+        from ._low_precision.convert import Conversion
+        from ._low_precision.kernels import lacking_blocks
         from ._low_precision.layers import Rule, rules_of
 
         rules = [
@@ -185,9 +190,16 @@ class DeepSeekFP8(LowPrecisionPlugin):
         for one in self.config.overrides:
             pattern, _, value = one.rpartition("=")
             rules.append(Rule(pattern.strip(), value.strip() == "fp8", "deepseek_fp8.overrides"))
-        stochastic = self.config.rounding == "stochastic"
-        says = f"1 × 128 and 128 × 128, emulated{', stochastic gradients' if stochastic else ''}"
-        return self._emulated(job, rules, recipes.deepseek(self.config.scales, stochastic=stochastic), says)
+        missing = lacking_blocks(job.device, job.precision.compute)
+        if self.config.emulate == "off" and missing:
+            raise ConfigError(f"deepseek_fp8.emulate = 'off' needs a kernel for blocks, but {missing}; use 'auto'.")
+        kernel, stochastic = not missing and self.config.emulate != "on", self.config.rounding == "stochastic"
+        how = "linear layers by kernel" if kernel else "emulated"
+        says = f"1 × 128 and 128 × 128, {how}{', stochastic gradients' if stochastic else ''}"
+        linear, experts = (
+            recipes.deepseek(self.config.scales, stochastic=stochastic, kernel=one) for one in (kernel, False)
+        )
+        return Conversion(self.name, job, rules, linear, experts, says)
 
 
 class MXFP8(LowPrecisionPlugin):

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .formats import Format
-from .minifloat import Minifloat
+from .formats import Blocks, Format
+from .minifloat import Minifloat, nearest
 
 ALIGNMENT = 16
 """Divisor that torch's float8 kernels require of each dimension."""
@@ -56,9 +56,46 @@ def can_group(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _cast(x: Tensor, scale: Tensor, kind: Minifloat) -> Tensor:
+def _cast(x: Tensor, scale: Tensor, kind: Minifloat, *, stochastic: bool = False) -> Tensor:
     assert kind.dtype is not None
-    return (x / scale).clamp(-kind.largest, kind.largest).to(kind.dtype)
+    values = nearest(x / scale, kind, stochastic=True) if stochastic else x / scale
+    return values.clamp(-kind.largest, kind.largest).to(kind.dtype)
+
+
+def lacking_blocks(device: torch.device, dtype: torch.dtype) -> str:
+    """Why torch's product of blocks that have a scale each (1 × 128 and 128 × 128) can't be used; empty if it can."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return "only Hopper has one (SM 9.0)"
+    cuda = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
+    if cuda < (12, 9) or not hasattr(F, "scaled_mm"):
+        return f"it needs CUDA 12.9, and torch {torch.__version__} was built with {torch.version.cuda or 'none'}"
+    return "" if dtype is torch.bfloat16 else "it gives bfloat16 (train.precision = 'bf16')"
+
+
+def scaled_blocks(a: Tensor, b: Tensor, pair: tuple[Blocks, Blocks], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`a [m, k]`, `b [n, k]` → `a bᵀ [m, n]`, with a scale for each 1 × 128 or 128 × 128 values; and their sum.
+
+    cuBLAS wants the scales of 1 × 128 one column after the other, and those of 128 × 128 in rows of a multiple of 4.
+    """
+    rows, columns = len(a), len(b)
+    if not a.numel() or not b.numel():
+        return a.new_zeros(rows, columns, dtype=dtype), a.new_zeros(())
+    values, scales, kinds, sound = [], [], [], a.new_zeros(())
+    for x, form in zip((a, b), pair, strict=True):
+        height = form.block if form.square else ALIGNMENT
+        x = F.pad(x, (0, -x.shape[1] % form.block, 0, -x.shape[0] % height))
+        scale = form.scale(x)
+        each = scale[:: form.block if form.square else 1, :: form.block]
+        if form.square:
+            each = F.pad(each, (0, -each.shape[1] % 4)).contiguous().t()
+        else:
+            each = each.t().contiguous().t()
+        values.append(_dense(_cast(x, scale, form.kind, stochastic=form.stochastic)))
+        scales.append(each)
+        kinds.append(F.ScalingType.BlockWise128x128 if form.square else F.ScalingType.BlockWise1x128)
+        sound = sound + each.sum()
+    out = F.scaled_mm(values[0], values[1].t(), scales[0], kinds[0], scales[1], kinds[1], output_dtype=dtype)
+    return out[:rows, :columns], sound
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from forge_train import wanted_gradients
 
 from . import kernels
-from .formats import Format, Split, rounded
+from .formats import Blocks, Format, Split, rounded
 
 Pair = tuple[Format, Format]
 Splits = tuple[Split | None, Split | None]
@@ -81,6 +81,8 @@ def multiply(
 ) -> tuple[Tensor, Tensor]:
     """`a [m, k]`, `b [n, k]` → `a bᵀ [m, n]`, and a sum of scales: not finite where one of them is not."""
     a, b = a.float(), b.float()
+    if kernel and isinstance(pair[0], Blocks) and isinstance(pair[1], Blocks):
+        return kernels.scaled_blocks(a, b, (pair[0], pair[1]), dtype)
     scales = pair[0].scale(a, splits[0]), pair[1].scale(b, splits[1])
     sound = scales[0].sum() + scales[1].sum()
     if kernel:

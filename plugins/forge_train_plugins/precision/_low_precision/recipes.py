@@ -27,11 +27,13 @@ def scaled_experts(name: Literal["tensorwise", "rowwise", "rowwise_gw_hp"], *, k
     return Recipe((ROWS, ROWS), (ROWS, ROWS), None if name == "rowwise_gw_hp" else (ROWS, ROWS), kernel=kernel)
 
 
-def deepseek(scales: Literal["float32", "e8m0"] = "float32", *, stochastic: bool = False) -> Recipe:
+def deepseek(
+    scales: Literal["float32", "e8m0"] = "float32", *, stochastic: bool = False, kernel: bool = False
+) -> Recipe:
     """Activations and gradients 1 × 128, weights 128 × 128, e4m3 throughout (arXiv:2412.19437, §3.3)."""
     activation, weight = Blocks(E4M3, 128, scales=scales), Blocks(E4M3, 128, square=True, scales=scales)
     gradient = Blocks(E4M3, 128, scales=scales, stochastic=stochastic)
-    return Recipe((activation, weight), (gradient, weight), (gradient, activation))
+    return Recipe((activation, weight), (gradient, weight), (gradient, activation), kernel=kernel)
 
 
 def mx() -> Recipe:
