@@ -99,6 +99,8 @@ def _prompt(finished: Finished, job: Job) -> str | None:
 def _longer(setup: Setup) -> str:
     """Twice the run's length, in the unit in which it was given."""
     train = setup.config.train
+    if train.epochs:
+        return f"train.epochs={2 * train.epochs:g}"
     return f"train.tokens={2 * train.tokens}" if train.tokens else f"train.steps={2 * train.steps}"
 
 

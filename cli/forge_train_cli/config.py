@@ -81,7 +81,7 @@ def init(request: Request, output: str | None) -> None:
     path = Path(output) if output else None
     if path and path.exists():
         raise ConfigError(f"{path}: exists already; choose another name, or remove it.")
-    setup = resolve(request, data=False)
+    setup = resolve(request, data=False, measured=False)
     text = f"# forge train {path or 'THIS_FILE'}\n\n" + to_toml(setup.config, setup.hooks, comments=True)
     if path is None:
         click.echo(text, nl=False)
@@ -114,7 +114,8 @@ def _values(resolved: Config) -> Iterator[tuple[str, Any, str]]:
         yield f"defaults.{slot}", plugin, str(origins[0] if origins else DEFAULT)
     for name, section in resolved.everything().items():
         for path, value in _leaves(section, plain(section), (name,)):
-            yield ".".join(path), value, str(resolved.origin(path))
+            counted = path == ("train", "steps") and resolved.train.epochs
+            yield ".".join(path), value, "counted, by train.epochs" if counted else str(resolved.origin(path))
 
 
 def _leaves(section: Any, values: Mapping[str, Any], prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

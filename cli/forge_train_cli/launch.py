@@ -75,7 +75,7 @@ def slurm(
         request = dataclasses.replace(request, plugins=tuple(dict.fromkeys((*request.plugins, DEADLINE))))
     own = () if name is None else (named(name),)
     wanted = hugging_face(dataclasses.replace(request, set=(*request.set, *own)), run_dir)
-    config = resolve(wanted, world=nodes * nproc).config
+    config = resolve(wanted, world=nodes * nproc, measured=False).config
     name = config.run.name or Path(request.model_from).name or config.source
     job = cluster.SlurmJob(
         name=name,

@@ -106,7 +106,7 @@ def smaller_layouts(request: Request, nproc: int, least: int) -> dict[int, Layou
     found, why = {}, ""
     for world in range(nproc - 1, least - 1, -1):
         try:
-            found[world] = Layout.of(resolve(request, world=world).config.parallel, world)
+            found[world] = Layout.of(resolve(request, world=world, measured=False).config.parallel, world)
         except ConfigError as error:
             why = why or str(error)
     if not found:

@@ -11,7 +11,7 @@ import click
 
 from forge_train.config.layers import Request
 from forge_train.ground.errors import ConfigError
-from forge_train.ground.present import few, gib
+from forge_train.ground.present import few, gib, run_length
 from forge_train.ground.strict_json import dumps
 from forge_train_tools.planning import DEVICES, FLOPS_CONVENTION
 from forge_train_tools.planning.meshes import grid, groups
@@ -83,6 +83,7 @@ def _show(made: Plan, setup: Setup, request: Request, world: int) -> None:
     screen.line(
         f"{train.global_batch:,} sequences of {train.sequence:,} tokens a step "
         f"({short(train.tokens_per_step)} tokens), {train.micro_batch} at a time{passes}"
+        + (f"; {run_length(train.epochs, train.total_steps)}" if train.epochs else "")
     )
     if train.batch_warmup:
         first = ", ".join(f"{one.global_batch:,} for {one.steps:,} steps" for one in train.batch_warmup)

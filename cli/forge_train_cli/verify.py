@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from forge_train.config import LENGTHS
 from forge_train.config.layers import Request, lay
 from forge_train.ground.errors import ConfigError, ForgeError
 from forge_train.ground.strict_json import dumps
@@ -53,7 +54,7 @@ def verify(request: Request, nproc: int | None, steps: int, against: str | None,
     if against is None and (nproc or 2) == 1:
         raise ConfigError("--nproc 1 would compare one process with itself; expected at least 2.")
     try:
-        if not {("train", "steps"), ("train", "tokens")} & lay(request).tree.values.keys():
+        if not {("train", key) for key in LENGTHS} & lay(request).tree.values.keys():
             request = dataclasses.replace(request, set=(*request.set, f"train.steps={steps}"))
         if against is not None:
             verdict = verify_against(request, against, steps=steps)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from forge_train.ground.present import run_length
+
 from . import progress
 from .documents import Documents
 from .stages import sequences
@@ -48,11 +50,14 @@ def tell_learned(
     left_out += [f"{dropped:,} are dropped"] if dropped else []
     lost = f"{' and '.join(left_out)} ({name}.long); " if left_out else "none is cut or dropped; "
     rows = len(pieces.row_ends)
-    epochs = sequences(job) / rows
+    epochs = train.epochs or sequences(job) / rows
+    times = f"{epochs:.2f} epochs of {rows:,} rows"
+    if train.epochs:
+        times = f"{rows:,} rows an epoch; {run_length(epochs, job.steps)}"
     progress.tell(
         f"{name}: {len(pieces.document) // group:,} {unit} of {tokens:,} tokens{texts}, {learned:,} of them learned "
         f"({learned / max(tokens, 1):.1%}); the longest has {int(lengths.max(initial=0)):,} tokens; {lost}"
-        f"{sides['validation'].count // group:,} held out; {epochs:.2f} epochs of {rows:,} rows in this run"
+        f"{sides['validation'].count // group:,} held out; {times} in this run"
     )
     if epochs > MANY:
         once = -(-train.total_steps // epochs)

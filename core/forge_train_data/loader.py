@@ -18,6 +18,7 @@ from .documents import Int64
 from .plugin import Prefetch
 from .reading import Reader, Reading
 from .rows import Arrays
+from .stages import sequences
 from .stream import Stream
 from .workers import Task, Workers
 
@@ -60,7 +61,9 @@ class StreamLoader:
     ) -> None:
         self._stream, self._on_skip = stream, on_skip
         self._prefetch = prefetch or Prefetch()
-        self._reader = Reader(stream, self._prefetch.on_error)
+        self.epoch: int | None = getattr(stream, "epoch", None)
+        """Sequences of an epoch of training, over all ranks."""
+        self._reader = Reader(stream, self._prefetch.on_error, _padding(stream, job))
         self._micro_batch = int(job.config.train.micro_batch)
         self._rank, self._ranks = job.dist.data_rank, job.dist.data_ranks
         self._finish = partial(_finish, pin=torch.device(job.device).type == "cuda", target=target)
@@ -158,6 +161,16 @@ class StreamLoader:
             places = self._stream.places(number.ravel())
             yield from zip(places.reshape(*number.shape, *places.shape[1:]), number, strict=True)
             position += len(first) * size * self._ranks
+
+
+def _padding(stream: Stream, job: Job) -> tuple[int, int | None] | None:
+    """The samples that count for nothing: from, and up to."""
+    train = job.config.train
+    if (epoch := getattr(stream, "epoch", None)) and getattr(train, "epochs", 0):
+        together = getattr(stream, "together", 1)
+        return -(-train.sequences_of(epoch) // together) * together, sequences(job)
+    samples = getattr(stream, "samples", None)
+    return None if samples is None else (samples, None)
 
 
 def _finish(reading: Reading, *, pin: bool, target: str) -> _Read:

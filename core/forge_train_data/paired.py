@@ -41,12 +41,17 @@ class Paired:
         fixed: for held-out pairs: every epoch has the order of epoch 0, and only epoch 0 counts.
     """
 
+    together = 2
+    """Samples of which none is padding unless all are."""
+
     def __init__(self, rows: Rows, seed: int | None, *, key: str, fixed: bool = False) -> None:
         self._rows = rows
         self._order = Ordered(_Pairs(rows), seed, key=key, fixed=fixed)
         self._key = key
         self.digest = rows.digest
-        self.samples = 2 * (rows.count // 2) if fixed else None
+        count = 2 * (rows.count // 2)
+        self.samples = count if fixed else None
+        self.epoch = None if fixed else count
 
     def places(self, index: Int64) -> Int64:
         """`[k]` → `[k]`, the row."""

@@ -58,11 +58,13 @@ class Reader:
         on_error: `stop` raises what the first broken sample raised. `skip` takes the next sample of its source that can
             be read instead: a function of the place and the content alone, so that all ranks, and a run that goes on,
             find the same.
+        padding: numbers of samples, from and up to, of which no label is learned; without an end, all that follow.
     """
 
-    def __init__(self, stream: Stream, on_error: Literal["stop", "skip"]) -> None:
-        self._stream, self._skip = stream, on_error == "skip"
-        self._samples: int | None = getattr(stream, "samples", None)
+    def __init__(
+        self, stream: Stream, on_error: Literal["stop", "skip"], padding: tuple[int, int | None] | None = None
+    ) -> None:
+        self._stream, self._skip, self._padding = stream, on_error == "skip", padding
 
     def __call__(self, places: Int64, first: Int64) -> Reading:
         """The samples of some places.
@@ -75,8 +77,11 @@ class Reader:
             SampleError: naming the sample, where it lies, and the stage that failed.
         """
         found = self._read(places, first)
-        if self._samples is not None and first[-1] >= self._samples:
-            _mask(found.arrays, first >= self._samples)
+        if self._padding is not None:
+            begin, end = self._padding
+            padding = (first >= begin) & (True if end is None else first < end)
+            if padding.any():
+                _mask(found.arrays, padding)
         return found
 
     def _read(self, places: Int64, first: Int64) -> Reading:

@@ -48,7 +48,7 @@ def packed(packing: str, job: Job, *, isolate: bool, rows: int | None = None) ->
     """
     how = _PACKING[packing].format(f"{job.config.train.sequence:,}")
     apart = "attention stays in a document" if isolate or packing == "buckets" else "attention crosses documents"
-    return f"{how}; {apart}" + (f"; {passes(rows, sequences(job))}" if rows else "")
+    return f"{how}; {apart}" + (f"; {passes(rows, job.config.train.epochs * rows or sequences(job))}" if rows else "")
 
 
 def order(job: Job, *, shuffle: bool) -> str:

@@ -21,7 +21,8 @@ class Stream(Protocol):
     """Samples by index, without end.
 
     A stream of held-out data may have an attribute `samples`, the number of samples that count: those after them are
-    read with all labels masked, and with `Arrays.sources` of -1.
+    read with all labels masked, and with `Arrays.sources` of -1. One of training data may have `epoch`, the number of
+    samples of an epoch, for `train.epochs`.
     """
 
     digest: str
@@ -71,6 +72,7 @@ class Ordered:
         self.rows, self._seed, self._key, self._fixed = rows, seed, key, fixed
         self.digest = rows.digest
         self.samples = rows.count if fixed else None
+        self.epoch = None if fixed else rows.count
 
     def places(self, index: Int64) -> Int64:
         count = self.rows.count

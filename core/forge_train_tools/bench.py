@@ -220,7 +220,14 @@ def measure(request: Request, *, turns: int = 8, probe: str = "") -> Measured:
     from forge_train.engine import train
     from forge_train.registry.setup import resolve
 
-    own = ("train.tokens=0", f"train.steps={LONG}", "train.evaluate_every=0", "checkpoint.every=0", "log.every=10")
+    own = (
+        "train.tokens=0",
+        "train.epochs=0",
+        f"train.steps={LONG}",
+        "train.evaluate_every=0",
+        "checkpoint.every=0",
+        "log.every=10",
+    )
     plugins = (*request.plugins, probe or f"{__name__}:Probe")
     setup = resolve(dataclasses.replace(request, plugins=plugins, set=(*request.set, *own, *FRESH)))
     for name, enabled in setup.hooks.enabled.items():

@@ -371,7 +371,7 @@ def test_a_table_that_stays_empty_leaves_what_lies_beneath() -> None:
         ("[run]\ndevice = 'gpu'", "run.device: expected 'auto' or 'cpu' or 'cuda' or 'mps', found 'gpu'."),
         ("[train]\nprecision = 'bf61'", "Did you mean 'bf16'?"),
         ("[train]\nglobal_batch = 6\nmicro_batch = 4", "my.toml:4: train.global_batch: 6 is not a multiple of micro"),
-        ("[train]\ntokens = 5", "say how long to train, either in steps or in tokens; found both."),
+        ("[train]\ntokens = 5", "say how long to train, in either steps, tokens or epochs; found steps and tokens."),
         ("[parallel]\ntp = 2", "= 1 × 1 × 1 × 1 × 2 = 2, but there is 1 process."),
         ("[parallel]\ndp_shard = 0", "parallel.dp_shard: must be at least 1, or -1 for what is left over; it is 0."),
         ("[run]\nname = 'a/b'", "my.toml:4: run.name: expected the name of a folder, found the path 'a/b'"),
@@ -383,7 +383,7 @@ def test_the_sections_of_core(tmp_path: Path, text: str, says: str) -> None:
 
 def test_without_steps_or_tokens_there_is_no_run() -> None:
     with pytest.raises(
-        ConfigError, match="train.steps: say how long to train, either in steps or in tokens; found nei"
+        ConfigError, match="train.steps: say how long to train, in either steps, tokens or epochs; found none"
     ):
         resolve(Request())
 

@@ -17,7 +17,9 @@ from .validate import plain
 
 __all__ = ["Config", "Origin", "Request"]
 
-MAY_DIFFER = frozenset({"run.device", "train.micro_batch", "train.init_from", "train.steps", "train.tokens"})
+LENGTHS = ("steps", "tokens", "epochs")
+"""Keys of [train] that give the length of a run."""
+MAY_DIFFER = frozenset({"run.device", "train.micro_batch", "train.init_from", *(f"train.{key}" for key in LENGTHS)})
 """Keys that may differ between a checkpoint and the run that resumes it: the device and the layout change nothing
 beyond rounding, and a run may be made longer."""
 

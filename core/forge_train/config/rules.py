@@ -6,11 +6,12 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from ..ground.errors import Problem, nearest
 from ..ground.layout import Layout, LayoutError
 from ..ground.names import canonical
-from . import Config
+from . import LENGTHS, Config
 
 LONGEST_NAME = 200
 """Bytes of a run's name. File systems allow 255, and `--resume never` adds a number."""
@@ -32,9 +33,10 @@ def check(config: Config, world: int) -> Iterator[Problem]:
     train = config.train
     if problem := _name_problem(config.run.name):
         yield Problem("run.name", problem)
-    if bool(train.steps) == bool(train.tokens):
-        found = "both" if train.steps else "neither"
-        yield Problem("train.steps", f"say how long to train, either in steps or in tokens; found {found}.")
+    written = config.as_written.get("train", {})
+    if len(given := [key for key in LENGTHS if written.get(key, getattr(train, key))]) != 1:
+        found = " and ".join(given) or "none of them"
+        yield Problem("train.steps", f"say how long to train, in either steps, tokens or epochs; found {found}.")
     sections, keys = {*config.everything()}, [*config.values()]
     for name in config.checkpoint.allow_changes:
         section, dot, _ = canonical(name).partition(".")
@@ -92,9 +94,13 @@ def _name_problem(name: str) -> str:
 
 def fill_in(config: Config, world: int) -> Config:
     """A checked configuration with the values that follow from others."""
-    train = config.train
-    if train.micro_batch:
+    if config.train.micro_batch:
         return config
-    share = math.gcd(*train.batches) // Layout.of(config.parallel, world).dp
-    filled = dataclasses.replace(train, micro_batch=share)
-    return dataclasses.replace(config, train=filled, as_written={"train": {"micro_batch": 0}})
+    return filled(config, micro_batch=math.gcd(*config.train.batches) // Layout.of(config.parallel, world).dp)
+
+
+def filled(config: Config, **values: Any) -> Config:
+    """A configuration with values of [train] that it leaves open."""
+    written = {**config.as_written.get("train", {}), **dict.fromkeys(values, 0)}
+    train = dataclasses.replace(config.train, **values)
+    return dataclasses.replace(config, train=train, as_written={**config.as_written, "train": written})

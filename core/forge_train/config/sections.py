@@ -44,9 +44,12 @@ class TrainSection:
     """How long to train, on which batches, and in which precision."""
 
     steps: Annotated[int, Ge(0)] = 0
-    """Length of the run in optimizer steps; set either steps or tokens."""
+    """Length of the run in optimizer steps; set one of steps, tokens and epochs."""
     tokens: Annotated[int, Ge(0)] = 0
     """Length of the run in tokens over all ranks, rounded up to whole steps."""
+    epochs: Annotated[float, Ge(0)] = 0.0
+    """Length of the run in passes over the data, such as 2 or 0.5. Each record is read once per epoch; what the last
+    batch lacks is padding that counts for nothing."""
     global_batch: Annotated[int, Gt(0)] = 8
     """Sequences per step, over all ranks."""
     batch_warmup: tuple[WarmUpBatches, ...] = ()
@@ -85,6 +88,10 @@ class TrainSection:
     def total_steps(self) -> int:
         """Optimizer steps of the run, in whichever unit its length was given."""
         return self.steps or math.ceil(self.steps_of(self.tokens))
+
+    def sequences_of(self, epoch: int) -> int:
+        """Sequences of the run's epochs, of which one has so many."""
+        return max(round(self.epochs * epoch), 1)
 
     @property
     def batches(self) -> tuple[int, ...]:

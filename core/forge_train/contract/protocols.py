@@ -37,6 +37,9 @@ class Loader(Protocol):
     would mean that every rank reads everything, a loader may divide its source among the ranks: it then refuses to go
     on with another number of them, and layouts that differ in it can't be compared.
 
+    One whose training data has an end says in an attribute `epoch` how many sequences an epoch has, over all ranks;
+    `train.epochs` needs it. Otherwise the length of a run can be given in steps or tokens only.
+
     One that starts threads or processes ends them in a method `close()`, called when the run ends, however it does.
     """
 

@@ -24,3 +24,9 @@ def few(items: Iterable[object], shown: int = 3, between: str = ", ") -> str:
     """`a, b, c, … 4 more`: the first of a list, in text."""
     texts = [str(item) for item in items]
     return between.join(texts[:shown] + [f"… {len(texts) - shown} more"] * (len(texts) > shown))
+
+
+def run_length(epochs: float, steps: int) -> str:
+    """`412 steps`, or `2 epochs = 412 steps` where the length was given in epochs."""
+    given = f"{epochs:g} epoch{'' if epochs == 1 else 's'} = " if epochs else ""
+    return f"{given}{steps:,} step{'' if steps == 1 else 's'}"

@@ -17,7 +17,7 @@ from ..contract.plugin import PROJECT, Plugin
 from ..ground.errors import ConfigError, ForgeError, Problem, describe, locate, nearest
 from ..ground.failure import during
 from ..ground.names import canonical
-from . import kernels
+from . import epochs, kernels
 from .discovery import discover
 from .resolution import Resolution, foreign_map
 
@@ -34,9 +34,15 @@ class Setup:
 
 @during("configure")
 def resolve(
-    request: Request, *, world: int = 1, training: bool = True, data: bool = True, opened: bool = False
+    request: Request,
+    *,
+    world: int = 1,
+    training: bool = True,
+    data: bool = True,
+    opened: bool = False,
+    measured: bool = True,
 ) -> Setup:
-    """Read, check and freeze everything that can be known without torch.
+    """Read, check and freeze everything that can be known without torch, and the steps of a run's epochs.
 
     Args:
         request: what was asked for.
@@ -47,11 +53,13 @@ def resolve(
             its data.
         opened: whether the model is only opened, as to generate text: what its data needs of the attention kernel does
             not count then.
+        measured: whether the data is opened to count the steps of `train.epochs`; without, their number stays 0.
 
     Raises:
         ConfigError: with every mistake that could be found, one a line.
     """
     layered = _lay(request)
+    epochs.displace(layered.tree)
     resolution = Resolution(layered.tree, request, training, world, layered.tree.mistakes)
     enabled = resolution.enable()
     resolution.mistakes += foreign_map(layered.tree, request.foreign)
@@ -75,12 +83,18 @@ def resolve(
         source=layered.source,
         origins={key: value.origin for key, value in layered.tree.values.items()},
     )
-    problems = [*rules.check(config, world), *hooks.check_config(config)] if training else []
+    checked = rules.filled(config, steps=epochs.UNKNOWN) if config.train.epochs else config
+    problems = [*rules.check(config, world), *hooks.check_config(checked)] if training else []
     _raise(_located(config, problem) for problem in problems if data or not problem.data)
     _raise(kernels.misfits(hooks, hooks.kernel_needs(config)) if training else [])
     for name, slot in resolution.idle.items():
         log.warning("Plugin %r has nothing to do: nothing requires %r, which it fills.", name, slot)
-    return Setup(rules.fill_in(config, world) if training else config, hooks)
+    config = rules.fill_in(config, world) if training else config
+    if config.train.epochs and training and measured and not opened:
+        config = epochs.counted(config, hooks)
+        problems = [*rules.check(config, world), *hooks.check_config(config)]
+        _raise(_located(config, problem) for problem in problems if data or not problem.data)
+    return Setup(config, hooks)
 
 
 def _bring(tree: Tree, enabled: list[EnabledPlugin], sections: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from forge_train.config.layers import Request
+from forge_train.config.layers import Request, lay
 from forge_train.ground.errors import ConfigError
 from forge_train.storage.manifest import EDITABLE
 
@@ -53,4 +53,6 @@ def imported(request: Request, run_dir: Path, told: Callable[[str], None]) -> Re
             told(f"{source} is imported as {target}.")
             for note in done.notes:
                 told(f"Note: {note}")
-    return dataclasses.replace(request, config=str(target / EDITABLE))
+    asked = lay(dataclasses.replace(request, config="")).tree.values
+    more = ("train.steps=0",) if ("train", "epochs") in asked else ()  # the imported file has the preset's
+    return dataclasses.replace(request, config=str(target / EDITABLE), set=(*more, *request.set))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from forge_train.ground.errors import ForgeError, PluginError, locate
 from forge_train.ground.layout import Layout
+from forge_train.ground.present import run_length
 from forge_train.registry.setup import Setup
 
 from .opening import lone_job
@@ -62,5 +63,5 @@ def _batch(setup: Setup, world: int) -> str:
     warm = "; smaller at first (train.batch_warmup)" if train.batch_warmup else ""
     return (
         f"{train.sequence:,} tokens × {train.micro_batch:,} sequences × {ranks:,} data ranks × {passes:,} passes = "
-        f"{train.tokens_per_step:,} tokens a step{warm}; {train.total_steps:,} steps"
+        f"{train.tokens_per_step:,} tokens a step{warm}; {run_length(train.epochs, train.total_steps)}"
     )

@@ -72,6 +72,11 @@ class HFDatasets(DataPlugin):
         mine = self.config
         if not mine.path:
             yield Problem("hf_datasets.path", "required: a data set's name, its folder, or a builder such as json.")
+        if mine.streaming and config.train.epochs:
+            yield Problem(
+                "train.epochs",
+                "the size of a stream is unknown; set train.steps or train.tokens, or turn hf_datasets.streaming off.",
+            )
         if mine.validation and mine.held_out != _HELD_OUT:
             yield Problem("hf_datasets.held_out", "has no effect: hf_datasets.validation names the split.")
         if not (mine.streaming and mine.shuffle) and mine.shuffle_buffer != _BUFFER:

@@ -113,6 +113,11 @@ class Mixture(DataPlugin):
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         yield from check_prefetch(self.config.prefetch, "mixture")
+        if config.train.epochs:
+            yield Problem(
+                "train.epochs",
+                "a mixture has no epochs, because its sources are drawn by weight; set train.steps or train.tokens.",
+            )
         sources, names = self.config.sources, self._names()
         if not sources:
             yield Problem(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forge_train.contract.hookspecs import KINDS
+from forge_train.ground.present import run_length
 from forge_train.ground.records import METRICS
 from forge_train_tools.present import phase_name, quantity, short
 
@@ -118,7 +119,7 @@ def _size(job: Job, model: Model) -> str:
     growing = f"{train.batches[0] * train.sequence:,} to " if train.batch_warmup else ""
     return (
         f"{_device(job)}{ranks}{precision} · {short(count)} parameters{here} · "
-        f"{job.steps:,} steps of {growing}{train.tokens_per_step:,} tokens"
+        f"{run_length(train.epochs, job.steps)} of {growing}{train.tokens_per_step:,} tokens"
     )
 
 

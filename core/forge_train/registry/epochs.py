@@ -1,0 +1,52 @@
+"""The number of steps of a run whose length is given in epochs (`train.epochs`)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from ..config import LENGTHS, Config
+from ..config.layers import Tree
+from ..config.rules import filled
+from ..contract.hooks import Hooks
+from ..ground.errors import ConfigError
+from ..ground.layout import Layout
+
+UNKNOWN = 10**9
+"""Steps that stand in for those of a run whose data was not opened yet."""
+
+
+def displace(tree: Tree) -> None:
+    """Take out the length that a preset gives, where the run's is given in epochs."""
+    epochs = tree.values.get(("train", "epochs"))
+    if epochs is not None and epochs.value not in (0, "0", "0.0"):
+        for key in LENGTHS:
+            if (
+                other := tree.values.get(("train", key))
+            ) is not None and other.origin.kind == "preset" != epochs.origin.kind:
+                del tree.values["train", key]
+
+
+def counted(config: Config, hooks: Hooks) -> Config:
+    """The configuration with the number of steps, for which the training data is opened: a `Loader` may have an
+    attribute `epoch`.
+
+    Raises:
+        ConfigError: the data can't be opened, or its plugin does not say how much it is.
+    """
+    import torch
+
+    from ..contract.job import Job
+    from ..contract.run import Run
+    from ..processes.distributed import DistributedContext
+
+    Job.of(config, hooks, Run(Path()), DistributedContext(Layout(), torch.device("cpu")))
+    loader = hooks.build_data("train")
+    getattr(loader, "close", lambda: None)()
+    if not (epoch := getattr(loader, "epoch", None)):
+        raise ConfigError(
+            f"train.epochs: plugin {hooks.provider('build_data')!r} does not say how many sequences an epoch of its "
+            "data has; set train.steps or train.tokens instead."
+        )
+    train = config.train
+    return filled(config, steps=math.ceil(train.steps_of(train.sequences_of(epoch) * train.sequence)))
