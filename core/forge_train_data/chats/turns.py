@@ -27,18 +27,17 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from forge_train import ConfigError
 
 from .records import Message, common
 from .template import Span, Template
+from .variations import Variations
 
 _RESULTS = ("tool_responses", "tool_results")
 """Keys of an assistant's message that hold what tools answered, which is not learned."""
-_KEPT = ("role", "type", "id", "tool_call_id", "name")
-"""Keys whose strings templates compare or check; sentinels leave them."""
 _THOUGHT_MARKS = re.compile(r"(?:\s|<[^<>]*think[^<>]*>|\[/?think\])*", re.IGNORECASE)
 """What may stand around thoughts: `<think>`, `[/THINK]`, `<|START_THINKING|>` and spaces."""
 
@@ -54,12 +53,8 @@ class Turns:
     """
 
     def __init__(self, template: Template, messages: Sequence[Message], tools: Sequence[Any], text: str) -> None:
-        self._template, self._messages, self._tools, self._text = template, list(messages), tools, text
-        self._replaced: dict[int, tuple[Message, str | None]] = {}
-        self._word = "Sentinel"
-        everything = text + repr((self._messages, tools))  # prompts may hold what the text does not
-        while self._word in everything:
-            self._word += "s"
+        self._template, self._messages, self._text = template, list(messages), text
+        self._varied = Variations(template, messages, tools, text)
         self._added = re.compile("|".join(map(re.escape, sorted(template.tokens, key=len, reverse=True))) or "(?!)")
         self._openers = self._opening_tokens()
 
@@ -86,10 +81,10 @@ class Turns:
         Raises:
             ConfigError: they can't be told for sure.
         """
-        _, whole = self._replace(turn)
+        _, whole = self._varied.replace(turn)
         if whole == self._text:
             return None
-        if around := self._around(whole, turn):
+        if around := self._varied.around(whole, turn):
             before, after = around
             start, end = self._start(turn, before), self._end(turn, after)
             if start is not None and end is not None and start <= end:
@@ -113,7 +108,7 @@ class Turns:
         message = {key: value for key, value in self._messages[turn].items() if key not in _RESULTS}
         if len(message) == len(self._messages[turn]):
             return []
-        other = self._render([*self._messages[:turn], message, *self._messages[turn + 1 :]])
+        other = self._varied.render([*self._messages[:turn], message, *self._messages[turn + 1 :]])
         if other is None or len(other) >= len(self._text):
             raise ConfigError(
                 f"{self._template.name}: what tools answered inside the assistant's message {turn}, counted from 0, "
@@ -144,17 +139,17 @@ class Turns:
         return sorted(cut for cut in cuts if cut)
 
     def _inside(self, at: int, span: Span) -> bool:
-        around = self._around(self._replace(at)[1], at)
+        around = self._varied.around(self._varied.replace(at)[1], at)
         return around is not None and self._text.startswith(around[0]) and span[0] <= len(around[0]) < span[1]
 
     def _inserted(self, turn: int, removed: Sequence[int]) -> Span | None:
         """Where the text has what it lacks without some messages; None if that is more than one place."""
         message = dict(self._messages[turn])
         if message.get("content"):
-            message["content"] = self._sentinel(turn, 1)
+            message["content"] = self._varied.sentinel(turn, 1)
         others = [*self._messages[:turn], message, *self._messages[turn + 1 :]]
-        long = self._render(others) or ""
-        short = self._render([one for at, one in enumerate(others) if at not in removed]) or ""
+        long = self._varied.render(others) or ""
+        short = self._varied.render([one for at, one in enumerate(others) if at not in removed]) or ""
         length, last = len(long) - len(short), common(long, short)
         inside = {at for match in self._added.finditer(long) for at in range(match.start() + 1, match.end())}
         for start in range(last, -1, -1):
@@ -169,16 +164,16 @@ class Turns:
         if not self._text.endswith(after):
             return None
         last = turn == len(self._messages) - 1
-        closed = [*self._messages[:turn], self._replace(turn)[0]]
+        closed = [*self._messages[:turn], self._varied.replace(turn)[0]]
         following = [{"role": "user", "content": "And then?"}] if last else []
-        around = self._around(self._render([*closed, *following]), turn)
+        around = self._varied.around(self._varied.render([*closed, *following]), turn)
         if not around and not last:
             return None
         same = common(after, around[1]) if around else len(after)
         length = self._ending(after, same)
         first = self._added.match(after)
         if not length and first and first.group() not in self._openers:
-            prompt = None if last else self._around(self._render(closed, prompt=True), turn)
+            prompt = None if last else self._varied.around(self._varied.render(closed, prompt=True), turn)
             same = len(after) if last else common(after, prompt[1]) if prompt else 0
             length = first.end() if first.end() <= same else 0
         return len(self._text) - len(after) + length
@@ -194,19 +189,23 @@ class Turns:
 
     def _opening_tokens(self) -> frozenset[str]:
         """Added tokens of headers, before the first words and in a generation prompt, but for those that end words."""
-        user = {"role": "user", "content": self._sentinel(0, 1)}
-        answer = {"role": "assistant", "content": self._sentinel(1, 1)}
-        tools, self._tools = self._tools, ()  # descriptions of tools show tokens that are none of a header
-        asked, answered = self._around(self._render([user]), 0), self._around(self._render([user, answer]), 1)
-        written = [self._header(), asked[0] if asked else ""]
-        self._tools = tools
+        user = {"role": "user", "content": self._varied.sentinel(0, 1)}
+        answer = {"role": "assistant", "content": self._varied.sentinel(1, 1)}
+        varied = self._varied
+        tools, varied.tools = varied.tools, ()  # descriptions of tools show tokens that are none of a header
+        asked, answered = (
+            self._varied.around(self._varied.render([user]), 0),
+            self._varied.around(self._varied.render([user, answer]), 1),
+        )
+        written = [self._varied.header(), asked[0] if asked else ""]
+        varied.tools = tools
         ends = [self._added.match(around[1].lstrip()) for around in (asked, answered) if around]
         found = {token for text in written for token in self._added.findall(text)}
         return frozenset(found - {end.group() for end in ends if end})
 
     def _start(self, turn: int, before: str) -> int | None:
         """Where the turn starts, given what the template writes before the turn's own words."""
-        prompt = self._render(self._messages[:turn], prompt=True)
+        prompt = self._varied.render(self._messages[:turn], prompt=True)
         if prompt is not None and self._text.startswith(prompt):
             return len(prompt)
         if turn and (start := self._start_after(turn)) is not None:
@@ -215,14 +214,14 @@ class Turns:
 
     def _start_after(self, turn: int) -> int | None:
         """The same by what follows the words of the message before it."""
-        replaced, whole = self._replace(turn - 1)
-        earlier, here = [*self._messages[: turn - 1], replaced], self._around(whole, turn - 1)
-        prompt = self._around(self._render(earlier, prompt=True), turn - 1)
+        replaced, whole = self._varied.replace(turn - 1)
+        earlier, here = [*self._messages[: turn - 1], replaced], self._varied.around(whole, turn - 1)
+        prompt = self._varied.around(self._varied.render(earlier, prompt=True), turn - 1)
         if not here or not prompt or not self._text.endswith(here[1]):
             return None
-        headers, plain = [prompt[1]], {"role": "assistant", "content": self._sentinel(turn, 1)}
-        both = self._render([*earlier, plain, *self._messages[turn + 1 :]])
-        left, right = self._around(both, turn - 1), self._around(both, turn)
+        headers, plain = [prompt[1]], {"role": "assistant", "content": self._varied.sentinel(turn, 1)}
+        both = self._varied.render([*earlier, plain, *self._messages[turn + 1 :]])
+        left, right = self._varied.around(both, turn - 1), self._varied.around(both, turn)
         if both and left and right:
             header = both[len(both) - len(left[1]) : len(right[0])]
             headers += [header] if header and prompt[1].startswith(header) else []
@@ -234,66 +233,10 @@ class Turns:
 
     def _after_header(self, before: str) -> int | None:
         """Where the generation prompt ends in a text, if only marks of thoughts follow in either."""
-        header = self._header()
+        header = self._varied.header()
         for end in range(len(header), 0, -1):
             at = before.rfind(header[:end])
             rests = header[end:], before[at + end :]
             if at >= 0 and all(_THOUGHT_MARKS.fullmatch(rest) for rest in rests):
                 return at + end
         return None
-
-    def _header(self) -> str:
-        """What a generation prompt adds to a user's message; empty if it adds nothing."""
-        user = [{"role": "user", "content": "And then?"}]
-        closed, prompt = self._render(user), self._render(user, prompt=True)
-        return prompt[len(closed) :] if closed and prompt and prompt.startswith(closed) else ""
-
-    def _render(self, messages: Sequence[Message], prompt: bool = False) -> str | None:
-        """None where the template refuses this variation."""
-        try:
-            return self._template.render(messages, self._tools, generation_prompt=prompt)[0]
-        except ConfigError:
-            return None
-
-    def _replace(self, turn: int) -> tuple[Message, str | None]:
-        """A message with a sentinel for each of its strings, and the rendering of the conversation with it.
-
-        Names of tools stay, unless the template writes no other string of the message.
-        """
-        if turn in self._replaced:
-            return self._replaced[turn]
-        message, whole = self._messages[turn], None
-        for kept in (_KEPT, _KEPT[:-1]):
-            numbers = itertools.count(1)
-
-            def sentinel(text: str, numbers: Iterator[int] = numbers) -> str:
-                called = not text and self._messages[turn].get("tool_calls")  # templates ask whether words go with it
-                return text if called else self._sentinel(turn, next(numbers))
-
-            message = _map_strings(self._messages[turn], sentinel, kept)
-            whole = self._render([*self._messages[:turn], message, *self._messages[turn + 1 :]])
-            if whole is not None and self._mark(turn) in whole:
-                break
-        self._replaced[turn] = message, whole
-        return message, whole
-
-    def _mark(self, turn: int) -> str:
-        return f"{self._word}{turn}x"
-
-    def _sentinel(self, turn: int, number: int) -> str:
-        return f"{self._mark(turn)}{number}x"
-
-    def _around(self, text: str | None, turn: int) -> tuple[str, str] | None:
-        """What stands before and after all sentinels of a message; None if one of them is there twice, or none is."""
-        found = list(re.finditer(rf"{self._mark(turn)}\d+x", text or ""))
-        if text is None or not found or len({match.group() for match in found}) < len(found):
-            return None
-        return text[: found[0].start()], text[found[-1].end() :]
-
-
-def _map_strings(value: Any, change: Callable[[str], str], kept: Sequence[str]) -> Any:
-    if isinstance(value, Mapping):
-        return {key: item if key in kept else _map_strings(item, change, kept) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_map_strings(item, change, kept) for item in value]
-    return change(value) if isinstance(value, str) else value
