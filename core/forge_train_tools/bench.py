@@ -39,7 +39,7 @@ LONG = 10_000_000
 """Steps that the configuration is told, so that no warm-up is too long for it; the probe stops the run."""
 FRESH = (
     *("train.init_from=", "train.init_missing=[]", "train.init_unexpected=[]", "train.init_map="),
-    *("checkpoint.only=[]", "checkpoint.folder=", "checkpoint.mirror="),
+    *("train.tokens=0", "train.epochs=0", "checkpoint.only=[]", "checkpoint.folder=", "checkpoint.mirror="),
 )
 
 
@@ -220,14 +220,7 @@ def measure(request: Request, *, turns: int = 8, probe: str = "") -> Measured:
     from forge_train.engine import train
     from forge_train.registry.setup import resolve
 
-    own = (
-        "train.tokens=0",
-        "train.epochs=0",
-        f"train.steps={LONG}",
-        "train.evaluate_every=0",
-        "checkpoint.every=0",
-        "log.every=10",
-    )
+    own = (f"train.steps={LONG}", "train.evaluate_every=0", "checkpoint.every=0", "log.every=10")
     plugins = (*request.plugins, probe or f"{__name__}:Probe")
     setup = resolve(dataclasses.replace(request, plugins=plugins, set=(*request.set, *own, *FRESH)))
     for name, enabled in setup.hooks.enabled.items():

@@ -256,9 +256,7 @@ def _understand(folder: Folder, target: Path, request: Request) -> tuple[HFModel
     """How the model is built and named, and the configuration that trains it."""
     request, layout = bring(folder, request)
     train = {**request.sections["train"], "init_from": str(target.absolute())}
-    return layout, resolve(
-        dataclasses.replace(request, sections={**request.sections, "train": train}), data=False, measured=False
-    )
+    return layout, resolve(dataclasses.replace(request, sections={**request.sections, "train": train}), data=False)
 
 
 def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list[Path]:
