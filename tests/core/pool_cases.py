@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 import weakref
 
@@ -50,6 +52,23 @@ def wait_for(rank: int) -> None:
         time.sleep(6000)
     else:
         work.wait()
+
+
+def compute_crowded(seconds: float, others: int) -> float:
+    """Compute for so many seconds of one core that other processes want too; how long that took."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    crowd = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(others)]
+    began, end = time.monotonic(), time.process_time() + seconds
+    try:
+        while time.process_time() < end:
+            pass
+        return time.monotonic() - began
+    finally:
+        for one in crowd:
+            one.kill()
+            one.wait()
+        os.sched_setaffinity(0, before)
 
 
 def die_on(rank: int) -> None:

@@ -66,13 +66,20 @@ def test_a_hang_is_ended_and_shows_where(ranks: Pool, monkeypatch: pytest.Monkey
         return real(worker)
 
     monkeypatch.setattr(pool._Worker, "reply", reply)
-    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    monkeypatch.setattr(hanging, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with pytest.raises(PoolError, match=r"rank 1 hung for 600 s") as error:
         ranks.run(pool_cases.hang_on, 2, rank=1)
     assert "in hang_on" in str(error.value)
     assert "rank 0" not in str(error.value)
     after = ranks.run(pool_cases.gather, 2)
     assert not {reply["process"] for reply in after} & {reply["process"] for reply in before}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not say how long a process waits for a core")
+def test_waiting_for_a_core_does_not_count_as_hanging(ranks: Pool) -> None:
+    """A rank that shares a core with seven others takes eight times as long, and hangs no more than alone."""
+    (took,) = ranks.run(pool_cases.compute_crowded, 1, timeout=2.0, seconds=0.5, others=7)
+    assert took > 2.0, "it was not crowded"
 
 
 BACKTRACES = """\

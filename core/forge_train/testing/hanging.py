@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 LAST_FRAME = "_run_module_as_main"
 """Ends the stack of the main thread, which faulthandler writes last."""
@@ -27,6 +29,30 @@ WIDTH = 100
 DEBUGGER = "gdb"
 PATIENCE = 30.0
 """Seconds that the debugger may take."""
+
+
+class Clock:
+    """Seconds that go by for processes, without those in which one waits for a core: where many share few, work takes
+    long, and nothing hangs. Outside Linux, all seconds.
+    """
+
+    def __init__(self, processes: Sequence[int]) -> None:
+        self._waits = {process: _waited(process) for process in processes}
+        self._lost = 0.0
+
+    def now(self) -> float:
+        waits = {process: _waited(process) for process in self._waits}
+        self._lost += max(0.0, *(waits[process] - before for process, before in self._waits.items()))
+        self._waits = waits
+        return time.monotonic() - self._lost
+
+
+def _waited(process: int) -> float:
+    """Seconds for which the main thread of a process was ready to run, and had no core."""
+    try:
+        return int(Path(f"/proc/{process}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except OSError:  # it has ended, or the system doesn't say
+        return 0.0
 
 
 def answer_signal() -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Case = str | Callable[..., Any]
 GRACE = 120.0
 """Seconds that the other ranks have left to end once one of them has failed."""
+GLANCE = 1.0
+"""Seconds between two looks at how long ranks have waited for a core."""
 ANSWER = 10.0
 """Seconds that ranks that do not end have to name their collectives, which not every one of them can."""
 MOST = 40_000
@@ -67,7 +69,8 @@ class Pool:
             case: `module:function`, or a function that can be imported as such. It finds its process group made, and
                 RANK, WORLD_SIZE and LOCAL_RANK set as torchrun would.
             world: number of ranks.
-            timeout: seconds until it counts as hanging, which ends the processes and says where each stood.
+            timeout: seconds until it counts as hanging, which ends the processes and says where each stood. Those in
+                which ranks wait for a core do not count.
             keep: whether the next case that keeps, too, may go on with this one's process group and meshes.
             **arguments: of the function; JSON.
 
@@ -86,7 +89,6 @@ class Pool:
             "group": self._kept[1],
             "keep": keep,
             "world": world,
-            "timeout": timeout,
             "path": sys.path,
             "port": port,
         }
@@ -151,18 +153,19 @@ class Pool:
 
     def _collect(self, replies: dict[int, dict[str, Any]], workers: Sequence[_Worker], timeout: float) -> None:
         """Put replies by rank there, in the order they come; of those that come in time."""
-        deadline = time.monotonic() + timeout
+        clock = hanging.Clock([worker.process.pid for worker in workers])
+        deadline = clock.now() + timeout
         with selectors.DefaultSelector() as selector:
             for worker in workers:
                 selector.register(worker.replies, selectors.EVENT_READ, worker)
-            while len(replies) < len(workers) and (left := deadline - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
+            while len(replies) < len(workers) and (left := deadline - clock.now()) > 0:
+                for key, _ in selector.select(min(left, GLANCE)):
                     worker = key.data
                     reply = worker.reply()
                     replies[worker.rank] = reply
                     selector.unregister(worker.replies)
                     if "error" in reply:
-                        deadline = min(deadline, time.monotonic() + GRACE)
+                        deadline = min(deadline, clock.now() + GRACE)
 
 
 @dataclass

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 PR_SET_PDEATHSIG = 1
+PATIENCE = timedelta(days=1)
+"""For a collective: the pool ends ranks that hang, and knows whether they only wait for a core."""
 FORKS = sys.platform == "linux"
 """Elsewhere the system's own libraries do not bear it."""
 
@@ -117,7 +119,7 @@ def _run(request: dict[str, Any], store: Store, rank: int) -> Any:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(request["port"]))  # nobody joins there: see below
     torch.manual_seed(0)
-    joined.join(request["group"], store, rank, world, timedelta(seconds=2 * request["timeout"]))
+    joined.join(request["group"], store, rank, world, PATIENCE)
     keep = False
     try:
         module, _, name = request["case"].partition(":")
