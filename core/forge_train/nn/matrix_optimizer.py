@@ -106,6 +106,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._held = [held for group in self.param_groups[: self._count] for held in self._hold(group)]
+        for index, held in enumerate(self._held):
+            for name in self.rule.keeps if held.gradient is not None else ():
+                self._keep(index, name)  # on ranks without a part of it too: all of them save it
         for batch in self._batches:
             self._update_own([matrix for matrix in batch if self._held[matrix.parameter].gradient is not None])
         for traffic in self._traffic:
@@ -233,11 +236,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _state(self, piece: Piece) -> Tensor:
         """This rank's part of the rule's state."""
-        index, kept = piece.matrix.parameter, self.rule.keeps[piece.name]
-        parameter, region = self._parameters[index], self._regions[index][self._rank]
-        known = self.state[parameter]
-        known[piece.name], part, box = state_beside(parameter, known.get(piece.name), kept, region, self._parts[index])
+        part, box = self._keep(piece.matrix.parameter, piece.name)
         return piece.box.of(part, box)
+
+    def _keep(self, index: int, name: str) -> tuple[Tensor, Box]:
+        """This rank's part of the rule's state for a whole parameter, and its place."""
+        parameter, region = self._parameters[index], self._regions[index][self._rank]
+        known, kept = self.state[parameter], self.rule.keeps[name]
+        known[name], part, box = state_beside(parameter, known.get(name), kept, region, self._parts[index])
+        return part, box
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
