@@ -45,6 +45,15 @@ def packages(path: Path, names: tuple[str, ...] = PACKAGES, count: int = 400) ->
     return write(path, ({"text": text, "label": name} for name in names for text in passages(name, count)))
 
 
+def write_tasks(folder: Path, texts: Iterable[tuple[str, str]]) -> None:
+    """Labels, pairs and preferences of the same short texts, which come with the names of their packages."""
+    texts = list(texts)
+    write(folder / "classify.jsonl", ({"text": text, "label": name} for name, text in texts))
+    write(folder / "embed.jsonl", ({"anchor": text[:20], "positive": text[20:] or "."} for _, text in texts))
+    pairs = ({"prompt": "p", "chosen": text[:24], "rejected": text[:24][::-1] + "!"} for _, text in texts)
+    write(folder / "reward.jsonl", pairs)
+
+
 KINDS = ("comment", "keyword", "name", "number", "operator", "string")
 
 

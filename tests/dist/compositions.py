@@ -22,39 +22,13 @@ STEPS = 5
 BATCH = 36
 """Sequences a step: every number of data ranks divides it three times over."""
 
-MODEL = """\
-plugins = ["decoder", "text"]
-without = ["console", "tensorboard"]
-
-[run]
-device = "cpu"
-seed = 3
-
-[train]
-steps = 5
-global_batch = {batch}
-sequence = 16
-evaluate_every = 5
-
-[log]
-every = 1
-
-[checkpoint]
-every = 0
-
-[decoder]
-dim = 32
-layers = 2
-heads = 4
-hidden = 48
-max_sequence = 16
-
-[text]
-path = {text}
-cache = {cache}
-held_out = 0.1
-baseline = false
-"""
+BASE: Mapping[str, Mapping[str, Any]] = {
+    "run": {"device": "cpu"},
+    "log": {"every": 1},
+    "checkpoint": {"every": 0},
+    "decoder": {"dim": 32, "heads": 4, "hidden": 48},
+}
+"""Of every configuration that compositions are laid over: a small decoder, and no more than its steps."""
 WORDS = "every layout of one model over any number of processes gives the losses and the gradients of a single one"
 
 
@@ -211,9 +185,21 @@ def write(folder: Path) -> Path:
     text = folder / "text"
     text.mkdir()
     (text / "documents.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    file = folder / "composition.toml"
-    file.write_text(
-        MODEL.format(batch=BATCH, text=json.dumps(str(text)), cache=json.dumps(str(folder / "cache"))),
-        encoding="utf-8",
+    return write_config(
+        folder / "composition.toml",
+        ("decoder", "text"),
+        run={"seed": 3},
+        train={"steps": 5, "global_batch": BATCH, "sequence": 16, "evaluate_every": 5},
+        decoder={"layers": 2, "max_sequence": 16},
+        text={"path": str(text), "cache": str(folder / "cache"), "held_out": 0.1, "baseline": False},
     )
+
+
+def write_config(file: Path, plugins: Sequence[str], **sections: Mapping[str, Any]) -> Path:
+    """Write `BASE` with more settings, by section; returns the file."""
+    lines = [f"plugins = {json.dumps(plugins)}", 'without = ["console", "tensorboard"]']
+    for name in BASE | sections:
+        values = {**BASE.get(name, {}), **sections.get(name, {})}
+        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file

@@ -21,30 +21,6 @@ from forge_train_tools.verification.numbers import errors, finite, relative, typ
 from forge_train_tools.verification.ranks import metrics_apart
 from pipelines import SCHEDULES
 
-HEADER = """\
-plugins = ["decoder"]
-without = ["console", "tensorboard"]
-
-[run]
-device = "cpu"
-
-[train]
-steps = 6
-sequence = 48
-evaluate_every = 3
-
-[log]
-every = 1
-
-[checkpoint]
-every = 0
-
-[decoder]
-dim = 32
-heads = 4
-hidden = 48
-max_sequence = 64
-"""
 TASKS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
     "next_token": ((), {}),
     "classify": (("classify", "text_labels"), {"classify.classes": heads_data.PACKAGES}),
@@ -106,13 +82,9 @@ def write(folder: Path) -> Path:
     """The file that all compositions are laid over, and texts for each task."""
     texts = [(name, text[:40].strip()) for name in heads_data.PACKAGES for text in heads_data.passages(name, 60)]
     heads_data.write(folder / "next_token.jsonl", ({"text": text} for _, text in texts))
-    heads_data.write(folder / "classify.jsonl", ({"text": text, "label": name} for name, text in texts))
-    heads_data.write(folder / "embed.jsonl", ({"anchor": t[:20], "positive": t[20:] or "."} for _, t in texts))
-    pairs = ({"prompt": "p", "chosen": text[:24], "rejected": text[:24][::-1] + "!"} for _, text in texts)
-    heads_data.write(folder / "reward.jsonl", pairs)
-    file = folder / "random.toml"
-    file.write_text(HEADER, encoding="utf-8")
-    return file
+    heads_data.write_tasks(folder, texts)
+    train = {"steps": 6, "sequence": 48, "evaluate_every": 3}
+    return compositions.write_config(folder / "random.toml", ("decoder",), train=train, decoder={"max_sequence": 64})
 
 
 def draw(seed: int, number: int, most: int = 8) -> Drawn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import compositions
 import heads_data
 import hf_models
 from forge_train import ForgeError
@@ -19,28 +19,6 @@ from forge_train.testing import Verifier
 pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 6)]
 
 Settings = Mapping[str, Any]
-FILE = """
-without = ["console", "tensorboard"]
-[run]
-seed = 3
-device = "cpu"
-[train]
-steps = 3
-global_batch = 12
-sequence = 48
-evaluate_every = 2
-evaluate_batches = 2
-[decoder]
-dim = 32
-layers = 2
-heads = 4
-hidden = 48
-max_sequence = 64
-[adamw]
-lr = 1e-2
-[checkpoint]
-every = 0
-"""
 HEADS: dict[str, tuple[tuple[str, ...], Settings]] = {
     "classify": (("classify", "text_labels"), {"classify.classes": heads_data.PACKAGES}),
     "classify, smoothed, padded": (
@@ -71,12 +49,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("heads")
     texts = [heads_data.passages(name, 40) for name in heads_data.PACKAGES]
     short = [(name, text[:40].strip()) for name, some in zip(heads_data.PACKAGES, texts, strict=True) for text in some]
-    heads_data.write(folder / "classify.jsonl", ({"text": text, "label": name} for name, text in short))
+    heads_data.write_tasks(folder, short)
     heads_data.kinds(folder / "token_classify.jsonl", 200)
-    heads_data.write(folder / "embed.jsonl", ({"anchor": t[:20], "positive": t[20:] or "."} for _, t in short))
-    pairs = ({"prompt": "p", "chosen": text[:24], "rejected": text[:24][::-1] + "!"} for _, text in short)
-    heads_data.write(folder / "reward.jsonl", pairs)
-    (folder / "heads.toml").write_text(FILE)
+    compositions.write_config(
+        folder / "heads.toml",
+        ("decoder",),
+        run={"seed": 3},
+        train={"steps": 3, "global_batch": 12, "sequence": 48, "evaluate_every": 2, "evaluate_batches": 2},
+        decoder={"layers": 2, "max_sequence": 64},
+        adamw={"lr": 1e-2},
+    )
     return folder
 
 
@@ -90,8 +72,7 @@ def request(data: Path, case: str, plugins: tuple[str, ...] = (), **settings: An
         f"{name}.long": "right",
     }
     chosen = {**files, **values, **settings}
-    texts = tuple(f"{key}={one if isinstance(one, str) else json.dumps(one)}" for key, one in chosen.items())
-    return Request(str(data / "heads.toml"), (*own, *plugins), set=texts)
+    return compositions._request(data / "heads.toml", (*own, *plugins), chosen)
 
 
 ONCE = {"classify, smoothed, padded": "fsdp2", "embed, first": "cp2"}
