@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,10 @@ from forge_train.config import Request
 from forge_train.testing import Verifier
 from forge_train_tools.verification import Check, Verdict
 from random_compositions import Drawn, Jitter, draw
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import verify_random
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 1)]
 
@@ -70,3 +77,37 @@ def test_a_reward_in_bf16_moves_no_further_on_a_layout_than_by_jitter(verify: Ve
     first, found = verdict.losses[0]
     assert not verdict.failed, verdict
     assert abs(first - found) < random_compositions.MARGIN * moved * first
+
+
+def test_a_run_goes_on_with_its_outcomes_and_tries_again_what_was_at_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[tuple[int, int]] = []
+
+    def judge(one: Drawn, *_: Any) -> tuple[str, str]:
+        tried.append((one.seed, one.number))
+        return ("refused", "p: 3 are too many") if one.number == 0 else ("agrees", "")
+
+    outcomes, results = tmp_path / "outcomes.jsonl", tmp_path / "page.md"
+    kinds = {0: "within jitter", 1: "at fault", 2: "agrees"}
+    lines = [{"seed": 7, "number": n, "kind": kind, "says": f"{n}: it", "seconds": 60} for n, kind in kinds.items()]
+    outcomes.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    monkeypatch.setattr(verify_random, "judge", judge)
+    monkeypatch.setattr(verify_random, "RESULTS", results)
+    command = ["verify_random.py", "--seed", "7", "8", "--count", "3", "--outcomes", str(outcomes)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert verify_random.main() == 0
+    assert tried == [(7, 1), *((8, number) for number in range(4))]
+    page = results.read_text(encoding="utf-8")
+    for row in (
+        "drawn | 7",
+        "refused by name | 1",
+        "compared | 6",
+        "agree | 5",
+        "within jitter | 1",
+        "**at fault** | 0",
+    ):
+        assert f"| {row} |" in page
+    assert 'SEED="7 8"' in page
+    assert "## Within jitter\n\n- 0: it" in page
+    assert "| 1 | p: … are too many |" in page
