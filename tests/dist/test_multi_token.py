@@ -29,6 +29,11 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "pp2, tied": (2, ("pp",), PP | TIED),
     "pp2, split backward": (2, ("pp",), {**PP, "pp.schedule": "zbv", "decoder.layers": 3}),
     "pp2, fsdp2": (4, ("pp", "fsdp2"), {**PP, "train.global_batch": 8}),
+    "pp2, fsdp2, tied, two under way": (
+        4,
+        ("pp", "fsdp2"),
+        {**PP, **TIED, "train.global_batch": 8, "pp.schedule": "gpipe"},
+    ),
     "pp2, tp2, mla": (4, ("pp", "tp", "mla"), PP | TP | LATENT),
     "pp2, ep2 over tp2": (4, ("pp", "tp", "moe", "ep"), PP | TP | EXPERTS),
     "ep2": (2, ("moe", "ep", "fsdp2"), EXPERTS),

@@ -38,19 +38,28 @@ class Chunks:
 
 
 class ShardedStep:
-    """Step hooks of one sharded part, called by the engine."""
+    """Step hooks of one sharded part, called by the engine.
+
+    The loss calls what shares its weight with the part, such as a tied head, after the part's forward: nothing gathers
+    such a weight again before its backward. With several micro-batches under way, as in a pipeline, the part's own
+    group therefore stays gathered until all of them are back.
+    """
 
     def __init__(
         self, root: FSDPModule, heads: list[Chunks], *, drop_last_only: bool, reduce_each: bool, split: bool
     ) -> None:
         self.root, self.heads, self.split = root, heads, split
         self.drop_last_only, self.reduce_each = drop_last_only, reduce_each
+        self.under_way = 0
 
     def begin(self, micro: MicroBatch) -> None:
         drop = (micro.last or not self.drop_last_only) and not self.split
+        self.under_way += {"forward": 1, "backward": -1}.get(micro.direction, 0)
         if micro.direction != "forward":
             self.root.set_requires_gradient_sync((micro.last and not self.split) or self.reduce_each)
             self.root.set_reshard_after_backward(drop)
+            if self.under_way:
+                self.root.set_reshard_after_backward(False, recurse=False)
         # `set_is_last_backward(False)` would keep the order of this forward pass, by which the next backward prefetches
         # (2.13): it would end by gathering the head of the micro-batch before, for nobody.
         for head in self.heads:
@@ -59,6 +68,7 @@ class ShardedStep:
                 head.open = 0
 
     def finish(self) -> None:
+        self.under_way = 0
         if self.split:
             self.root.set_requires_gradient_sync(True)
             self.root.set_reshard_after_backward(True)
