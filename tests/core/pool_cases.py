@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from forge_train.ground.layout import Layout
 from forge_train.processes.distributed import DistributedContext
+from forge_train.testing import joined
 
 
 def total(value: float) -> float:
@@ -69,6 +70,15 @@ def compute_crowded(seconds: float, others: int) -> float:
             one.kill()
             one.wait()
         os.sched_setaffinity(0, before)
+
+
+def leave_on(rank: int) -> dict[str, object]:
+    """One rank leaves the group and says why, the others hang."""
+    dist.barrier()
+    if dist.get_rank() != rank:
+        time.sleep(6000)
+    joined.leave()
+    return {"rank": rank, "code": 1, "kind": "own", "message": "ValueError: broken"}
 
 
 def die_on(rank: int) -> None:

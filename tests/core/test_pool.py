@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import pool_cases
-from forge_train.testing import Pool, PoolError, hanging, pool
+from forge_train import ForgeError
+from forge_train.testing import Pool, PoolError, Verifier, hanging, pool
 
 pytestmark = pytest.mark.dist
 
@@ -73,6 +74,18 @@ def test_a_hang_is_ended_and_shows_where(ranks: Pool, monkeypatch: pytest.Monkey
     assert "rank 0" not in str(error.value)
     after = ranks.run(pool_cases.gather, 2)
     assert not {reply["process"] for reply in after} & {reply["process"] for reply in before}
+
+
+def test_a_rank_that_fails_by_itself_is_not_waited_for_by_the_hour(
+    ranks: Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`forge verify` on a pool: what one rank says is told, though others hang for its messages."""
+    monkeypatch.setattr(pool, "GRACE", 1.0)
+    monkeypatch.setattr(hanging, "stacks", lambda process: "")
+    run = ranks.run
+    monkeypatch.setattr(ranks, "run", lambda case, world, **more: run(pool_cases.leave_on, world, keep=True, rank=1))
+    with pytest.raises(ForgeError, match="ValueError: broken"):
+        Verifier(ranks)._start(2, {"folder": str(tmp_path)})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not say how long a process waits for a core")

@@ -26,6 +26,8 @@ INTERPRETER = re.compile(r"_?Py[A-Z_]|cfunction_|method_vectorcall|do_call_core|
 """Frames that say nothing: the stacks in Python do."""
 WIDTH = 100
 """Characters of a function's name and types that are shown."""
+GLANCE = 1.0
+"""Seconds between two looks at a clock of processes."""
 DEBUGGER = "gdb"
 PATIENCE = 30.0
 """Seconds that the debugger may take."""

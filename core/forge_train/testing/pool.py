@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 Case = str | Callable[..., Any]
+Replies = dict[int, dict[str, Any]]
 GRACE = 120.0
-"""Seconds that the other ranks have left to end once one of them has failed."""
-GLANCE = 1.0
-"""Seconds between two looks at how long ranks have waited for a core."""
+"""Seconds that the other ranks have to end once one has failed."""
 ANSWER = 10.0
 """Seconds that ranks that do not end have to name their collectives, which not every one of them can."""
 MOST = 40_000
@@ -39,7 +38,11 @@ MOST = 40_000
 
 
 class PoolError(Exception):
-    """A case failed: which ranks, and their tracebacks."""
+    """A case failed: which ranks, and their tracebacks; `values` is what the others returned."""
+
+    def __init__(self, message: str, values: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.values = values
 
 
 class Pool:
@@ -69,8 +72,7 @@ class Pool:
             case: `module:function`, or a function that can be imported as such. It finds its process group made, and
                 RANK, WORLD_SIZE and LOCAL_RANK set as torchrun would.
             world: number of ranks.
-            timeout: seconds until it counts as hanging, which ends the processes and says where each stood. Those in
-                which ranks wait for a core do not count.
+            timeout: seconds, less those of waiting for a core, until it counts as hanging: it is ended and shows where.
             keep: whether the next case that keeps, too, may go on with this one's process group and meshes.
             **arguments: of the function; JSON.
 
@@ -95,10 +97,10 @@ class Pool:
         workers = self._workers[:world]
         for worker in workers:
             worker.begin(request)
-        replies: dict[int, dict[str, Any]] = {}
+        replies: Replies = {}
         what = f"{name} on {world} ranks"
         try:
-            self._collect(replies, workers, timeout)
+            self._collect(replies, workers, timeout, keep)
         except BaseException as error:  # a test's own time limit, or Ctrl-C
             if not isinstance(error, KeyboardInterrupt):
                 error.add_note("\n".join([what, *_troubles(workers, replies, "has not ended")]))
@@ -113,7 +115,7 @@ class Pool:
         troubles = _troubles(workers, replies, "did not end" if failed else f"hung for {timeout:g} s")
         if silent:
             self._end_ranks()
-        raise PoolError("\n".join([what, *troubles]))
+        raise PoolError("\n".join([what, *troubles]), [one["value"] for one in replies.values() if "value" in one])
 
     def close(self) -> None:
         """End the processes; the next case starts others."""
@@ -151,20 +153,20 @@ class Pool:
             self._workers.append(_Worker.start(self._starter, rank, self._store.port, self._folder))
         return int(self._store.port)
 
-    def _collect(self, replies: dict[int, dict[str, Any]], workers: Sequence[_Worker], timeout: float) -> None:
-        """Put replies by rank there, in the order they come; of those that come in time."""
+    def _collect(self, replies: Replies, workers: Sequence[_Worker], timeout: float, keep: bool) -> None:
+        """Put replies by rank there, of those that come in time. A rank has failed that leaves a group to be kept."""
         clock = hanging.Clock([worker.process.pid for worker in workers])
         deadline = clock.now() + timeout
         with selectors.DefaultSelector() as selector:
             for worker in workers:
                 selector.register(worker.replies, selectors.EVENT_READ, worker)
             while len(replies) < len(workers) and (left := deadline - clock.now()) > 0:
-                for key, _ in selector.select(min(left, GLANCE)):
+                for key, _ in selector.select(min(left, hanging.GLANCE)):
                     worker = key.data
                     reply = worker.reply()
                     replies[worker.rank] = reply
                     selector.unregister(worker.replies)
-                    if "error" in reply:
+                    if "error" in reply or (keep and not reply["kept"]):
                         deadline = min(deadline, clock.now() + GRACE)
 
 

@@ -12,7 +12,7 @@ from forge_train_tools.verification import Reference, Verdict, verify
 
 from ..config import Request
 from ..ground.errors import ForgeError
-from .pool import Pool
+from .pool import Pool, PoolError
 
 
 class Verifier:
@@ -50,7 +50,12 @@ class Verifier:
         return self._known[key]
 
     def _start(self, nproc: int, arguments: dict[str, Any]) -> None:
-        replies = self._pool.run(take, nproc, timeout=self._timeout, keep=True, **arguments)
+        try:
+            replies = self._pool.run(take, nproc, timeout=self._timeout, keep=True, **arguments)
+        except PoolError as error:  # one that failed says why; others may wait for its messages without end
+            replies = list(error.values)
+            if not any(one["code"] for one in replies):
+                raise
         outcomes = [WorkerResult(**one) for one in replies]
         ended = Ended(by_cause(outcomes))
         try:
