@@ -68,7 +68,7 @@ at random. Beside each disagreement stands how far one process moves when its we
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one composition."""
+    """The verdict on one composition."""
 
     seed: int
     number: int

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
-from forge_train_tools.verification.explain import Explanation, _fit
+from forge_train.ground.layout import Layout
+from forge_train_tools.verification import Offender
+from forge_train_tools.verification.explain import Explanation, _fit, of_unreduced
+from forge_train_tools.verification.follow import Followed, FollowedStep
+from forge_train_tools.verification.later import later_checks, path_checks
+from forge_train_tools.verification.overflow import Overflow
 from forge_train_tools.verification.peak import PATIENCE, to_peak
-from forge_train_tools.verification.recording import Record
+from forge_train_tools.verification.recording import Record, Recording
+from forge_train_tools.verification.routing import TIES, RoutingCounts
 from forge_train_tools.verification.updates import UPDATE, WEIGHT, moves, settings
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 17)]
@@ -123,3 +129,77 @@ def test_what_is_wrong_is_said_of_each_micro_batch() -> None:
     assert "are those of its 4 micro-batches, but micro-batch 2 of 2 of data rank 1 is missing: every" in said
     assert "micro-batch 1 of 2 counts 2 times" in str(Explanation((2.0, 1.0), 0.0, 1))
     assert "weigh 3 times what they should" in str(Explanation((1.0, 1.0), 2.0, 1))
+
+
+def test_shards_that_nobody_reduced_are_told_from_others() -> None:
+    chance = torch.Generator().manual_seed(0)
+    parts = [{"w": torch.randn(4, 3, generator=chance), "v": torch.randn(5, generator=chance)} for _ in range(4)]
+    ranks = [Record(rank, rank, pieces={"w": [(2 * rank, 2 * rank + 2), (0, 3)], "v": [(0, 5)]}) for rank in range(2)]
+    first, second = (parts[rank]["w"] + parts[rank + 2]["w"] for rank in range(2))
+    right = {"w": first + second, "v": sum(part["v"] for part in parts)}
+
+    def said(**found: Tensor) -> str:
+        return of_unreduced(parts, Recording(ranks, {**right, **found}, {"w": "", "v": ""}, Layout(dp_shard=2)))
+
+    own = torch.cat([first[:2], second[2:]])
+    assert "The gradients of w are not reduced over the data-parallel ranks" in said(w=2 * own)
+    assert said(w=torch.cat([second[:2], first[2:]])) == ""
+    assert said(w=torch.cat([first[:2], right["w"][2:]])) == ""
+    assert said() == ""
+
+
+# -- low precision ----------------------------------------------------------------------------------------------------
+
+
+def test_choices_in_an_evaluation_are_compared_in_low_precision_too() -> None:
+    def record(taken: list[float]) -> Record:
+        counts = RoutingCounts({"row": taken}, dict.fromkeys(TIES, 1.0))
+        return Record(0, 0, evaluation=[1.0, 1.0], decided={"experts of router": counts})
+
+    ours, theirs = record([2.0, 1.0, 3.0]), record([1.0, 2.0, 3.0])
+    steps = [FollowedStep([], (1.0, 1.0)), FollowedStep([Offender("w", 1e-3, 1.0)], (1.0, 1.0), own=2e-2)]
+    one, layout = (Recording([rank], {}, {}, tie=TIES[-1]) for rank in (ours, theirs))
+    checks, _ = later_checks(one, layout, Followed(ours, steps), ours, TIES[-1])
+    assert [(check.name, check.ok) for check in checks] == [("later gradients", True)], "an evaluation was no tie"
+
+
+OVERFLOWS = {  # axes, steps that one process and the layout leave out, and on the layout's path: what is said
+    ("tp", (2,), ()): "on one process alone, and the layout takes the step: tp and cp sum in parts",
+    ("cp", (2,), ()): "on one process alone, and the layout takes the step: tp and cp sum in parts",
+    ("ep", (), (2,)): "on the layout alone, and one process takes the step: ep sums at once an expert's tokens",
+    ("tp", (), (2,)): "on the layout alone, and one process takes the step: the layout scales the loss otherwise",
+    ("ep", (2,), ()): "on one process alone, and the layout takes the step: the layout scales the loss otherwise",
+    ("dp_shard", (2,), ()): "on one process alone, and the layout takes the step: the layout scales the loss",
+    ("dp_shard", (1, 2), (1, 2)): "",
+}
+
+
+@pytest.mark.parametrize("case", OVERFLOWS, ids=str)
+def test_an_overflow_on_one_side_is_named_and_forgiven_as_promised(case: Any) -> None:
+    axis, ours, theirs = case
+    one, layout = (Recording([record], {}, {}, Layout(**{axis: 2})) for record in map(overflowing, (ours, theirs)))
+    steps = [FollowedStep([], (1.0, 1.0), (step not in ours, step not in theirs)) for step in (1, 2, 3)]
+    found = Overflow.find(one, layout, Followed(steps=steps))
+    assert OVERFLOWS[case] in str(found or "")
+    assert (found is None) == (ours == theirs)
+    assert found is None or found.promised == ("scales the loss" not in OVERFLOWS[case])
+
+
+def test_an_overflow_that_is_not_promised_on_the_layouts_path_is_not_forgiven() -> None:
+    one, layout = (Recording([overflowing(steps)], {}, {}, Layout(tp=2)) for steps in ((2,), ()))
+    steps = [FollowedStep([], (1.0, 1.0), finite) for finite in ((True, True), (False, True), (True, False))]
+    found = Overflow.find(one, layout, Followed(steps=steps))
+    assert found
+    assert not found.promised
+
+
+def test_steps_that_overflow_on_both_sides_have_equal_norms_on_the_layouts_path() -> None:
+    record = overflowing((2,))
+    followed = Followed(record, [FollowedStep([], (norm, norm)) for norm in record.norms])
+    assert path_checks(Recording([record], {}, {}), followed, None)["grad_norm"].ok
+
+
+def overflowing(steps: tuple[int, ...]) -> Record:
+    """Three steps, of which some overflow."""
+    norms = [math.inf if step in steps else 1.0 for step in (1, 2, 3)]
+    return Record(0, 0, losses=[1.0] * 3, norms=norms, vetoes={str(step): "overflow" for step in steps})

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Applied, Transform, hookimpl, record_choices
+from forge_train.composition.initialise import local_window
 from forge_train_plugins.experts._moe.block import Routed
 from forge_train_plugins.experts._moe.router import Router, kept
 from forge_train_plugins.experts._moe.watch import Watch
 from forge_train_plugins.experts.moe import MoE
 from forge_train_plugins.parallel.ep import ExpertParallel
+from forge_train_plugins.parallel.fsdp2 import FSDP2
 
 
 class Unscaled(ExpertParallel):
@@ -56,6 +58,37 @@ class Selfish(MoE):
             Watch, "_counted", lambda self: torch.stack([one.statistics for one in self.layers.values()])
         ):
             super().on_step(step)
+
+
+class Unsummed(FSDP2):
+    """Leaves in a router's shard what the tokens of that shard's rank alone give."""
+
+    @hookimpl
+    def parallelize(self, job: Any) -> Transform | None:
+        transform = super().parallelize(job)
+        return transform and replace(transform, apply=partial(_unsummed, transform.apply))
+
+
+def _unsummed(apply: Callable[[nn.Module], Applied], part: nn.Module) -> Applied:
+    applied = apply(part)
+    routers = {name: one for name, one in part.named_modules() if isinstance(one, Router)}
+    own: dict[str, list[Tensor]] = {name: [] for name in routers}
+
+    def listen(name: str, x: Tensor, found: Any) -> None:
+        if found.logits.requires_grad:
+            found.logits.register_hook(lambda gradient: own[name].append(gradient.mT @ x.detach().float()))
+
+    def put_back() -> None:
+        if applied.after_backward:
+            applied.after_backward()
+        for name, router in routers.items():
+            shard, place = local_window(router.weight.grad)
+            shard.copy_(sum(own[name])[tuple(slice(*span) for span in place)])  # type: ignore[index]
+            own[name].clear()
+
+    for name, router in routers.items():
+        router.register_forward_hook(lambda module, args, found, name=name: listen(name, args[0], found))
+    return replace(applied, after_backward=put_back)
 
 
 class Deaf(MoE):

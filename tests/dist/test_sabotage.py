@@ -1,4 +1,4 @@
-"""Twenty-six faults, each planted on the layout alone: `forge verify` finds it, says where, and what it is."""
+"""Twenty-seven faults, each planted on the layout alone: `forge verify` finds it, says where, and what it is."""
 
 from __future__ import annotations
 
@@ -102,6 +102,14 @@ FAULTS: dict[str, Fault] = {
         {**EXPERTS, **EP2},
         instead="moe",
     ),
+    "a router that sums over its own tokens alone": Fault(
+        "expert_sabotage:Unsummed",
+        {"gradients", "grad_norm", "routing", "later gradients"},
+        r"router\.weight \(2\) are not reduced over the data-parallel ranks: each rank's shard is what its own micro",
+        ("moe", "fsdp2"),
+        EXPERTS,
+        instead="fsdp2",
+    ),
     "a linear in bf16": Fault(
         "sabotage:Rounded",
         {"gradients", "later gradients"},
@@ -134,7 +142,7 @@ FAULTS: dict[str, Fault] = {
     "biases by the load of each rank": Fault(
         "expert_sabotage:Selfish",
         {"routing", "loss", "grad_norm", "buffers", "replicas", "checkpoint"},
-        r"A persistent buffer ends otherwise .*router\.bias.* over the tokens of all ranks",
+        r"A persistent buffer ends otherwise .*router\.bias.* along dp_shard: each rank moves it by its own tokens",
         EP,
         {**EXPERTS, **EP2, "moe.bias_speed": 0.01},
         instead="moe",
@@ -233,8 +241,8 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def test_there_are_twenty_six() -> None:
-    assert len(FAULTS) == 26
+def test_there_are_twenty_seven() -> None:
+    assert len(FAULTS) == 27
 
 
 @pytest.mark.parametrize("name", FAULTS)

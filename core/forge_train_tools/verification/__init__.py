@@ -20,7 +20,6 @@ from ..launching.launch import WorkerCommand, launch
 from .verdict import Check, Offender, Verdict
 
 if TYPE_CHECKING:
-    from .explain import Explanation
     from .recording import Recording
 
 WORKER = "forge_train_tools.verification.record:worker"
@@ -115,11 +114,11 @@ def _judge(layout: Recording, reference: Reference, folder: Path) -> Verdict:
         _alone(request), folder, layout, exact=left, unclipped=lambda: _alone(request, "train.clip_norm=0")
     )
 
-    def explained() -> Explanation | None:
+    def explained() -> str:
         try:
             return explain(_alone(request, f"train.micro_batch={layout.micro_batch}"), layout, folder / "explained")
         except ConfigError:  # a task may refuse, on one process, what one rank of several computes at a time
-            return None
+            return ""
 
     return compare(reference.recording, layout, followed, exact, explained)
 

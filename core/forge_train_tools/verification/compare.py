@@ -11,7 +11,6 @@ from torch import Tensor
 from forge_train.ground.present import few
 
 from .diagnose import BEFORE, diagnose, of_no_update
-from .explain import Explanation
 from .follow import Followed
 from .later import (
     GRADIENT,
@@ -28,6 +27,7 @@ from .later import (
     update_checks,
 )
 from .numbers import errors, finite, relative, typical
+from .overflow import Overflow
 from .patterns import unexplained
 from .ranks import (
     choices_apart,
@@ -62,7 +62,7 @@ class Exact:
 
 RANKS_APART = frozenset({"initial weights", "peers", "replicas", "checkpoint"})
 """Checks of what a checkpoint holds once for all ranks: where ranks differ in it, a resume is different for that."""
-Explain = Callable[[], "Explanation | None"]
+Explain = Callable[[], str]
 
 
 def compare(
@@ -70,7 +70,7 @@ def compare(
     layout: Recording,
     followed: Followed,
     exact: Exact | None = None,
-    explain: Explain = lambda: None,
+    explain: Explain = lambda: "",
 ) -> Verdict:
     """Judge a layout by one process.
 
@@ -82,30 +82,42 @@ def compare(
         explain: what to ask about first gradients that are wrong.
     """
     allowed = max(TIES) if exact and not one.narrow else TIE  # a plugin rounds: as a narrow precision would
-    verdict = _judged(one, layout, followed, exact)
+    overflow = Overflow.find(one, layout, followed)
+    promised = overflow if overflow and overflow.promised else None
+    verdict = _judged(one, layout, followed, exact, until=promised.step - 1 if promised else None)
     if not BEFORE & verdict.failed:
         parted = choices_apart(one, layout, allowed)
+        if parted and promised and parted.step > promised.step:
+            parted = None
         if parted and parted.tie and not verdict.agree:
             verdict = replace(_judged(one, layout, followed, exact, until=parted.step - 1), routing_difference=parted)
         elif parted and not parted.tie and not (exact and verdict.agree):
             verdict = replace(verdict, routing_difference=parted)
         routing = _routing(one, parted) if verdict.routing_difference or parted is None or parted.tie else ()
         verdict = replace(verdict, checks=(*verdict.checks[: len(BEFORE)], *routing, *verdict.checks[len(BEFORE) :]))
-        verdict = _followed(verdict, one, layout, followed, exact, coarsest(one, layout, allowed))
+        verdict = _followed(verdict, one, layout, followed, exact, coarsest(one, layout, allowed), free=not promised)
     if not RANKS_APART & verdict.failed:
         verdict = replace(verdict, checks=(*verdict.checks, *resume_check(layout, followed)))
     if verdict.agree:
-        return replace(verdict, advice=tuple(filter(None, [of_no_update(layout)])))
+        return replace(verdict, advice=tuple(filter(None, [of_no_update(layout), str(overflow or "")])))
     at_first = verdict.routing_difference is not None and verdict.routing_difference.step == 1
     asks = not (exact or at_first) and unexplained(verdict.offenders, layout)
-    return replace(verdict, advice=tuple(diagnose(verdict, one, layout, followed, explain() if asks else None)))
+    return replace(verdict, advice=tuple(diagnose(verdict, one, layout, followed, explain() if asks else "")))
 
 
 def _followed(
-    verdict: Verdict, one: Recording, layout: Recording, followed: Followed, exact: Exact | None, allowed: float
+    verdict: Verdict,
+    one: Recording,
+    layout: Recording,
+    followed: Followed,
+    exact: Exact | None,
+    allowed: float,
+    *,
+    free: bool,
 ) -> Verdict:
     """With the checks of what one process found on the layout's path, as far as there is such a path: one start, one
-    gradient for all replicas, and weights that are what the optimizer makes of these."""
+    gradient for all replicas, and weights that are what the optimizer makes of these. Losses and norms too, where free
+    runs part by rounding."""
     if any(pieces_apart([getattr(rank, kept) for rank in layout.ranks]) for kept in ("gradients", "last_gradients")):
         return verdict
     updates = () if {"checkpoint", "evaluation"} & verdict.failed else update_checks(followed)
@@ -116,9 +128,10 @@ def _followed(
     wide = exact.followed if exact else None
     later, offenders = later_checks(one, layout, followed, wide, allowed)
     verdict = replace(verdict, checks=(*verdict.checks, *later), later=offenders)
-    if verdict.routing_difference is None and verdict.failed and verdict.failed <= {"loss", "grad_norm"}:
+    if verdict.routing_difference is None and verdict.failed <= {"loss", "grad_norm"} and (verdict.failed or not free):
         found = path_checks(layout, followed, wide)
-        verdict = replace(verdict, checks=tuple(found.get(check.name, check) for check in verdict.checks))
+        checks = [found.pop(check.name, check) for check in verdict.checks]
+        verdict = replace(verdict, checks=(*checks, *found.values()))
     return verdict
 
 
@@ -132,9 +145,9 @@ def _judged(
     """By numbers; those that come of steps after `until`, if that is given, are not looked at."""
     first, wide = layout.first, exact.recording if exact else None
     loss, loss_at = relative(one.first.losses[:until], first.losses[:until])
-    norm, norm_at = relative(*without_overflows(one.first.norms[:until], first.norms[:until], one, layout))
+    norm, norm_at = relative(*without_overflows(one.first.norms[:until], first.norms[:until], one.first, first))
     own_loss = LUCK * relative(wide.first.losses, one.first.losses)[0] if wide else 0.0
-    own_norm = LUCK * relative(*without_overflows(wide.first.norms, one.first.norms, one))[0] if wide else 0.0
+    own_norm = LUCK * relative(*without_overflows(wide.first.norms, one.first.norms, one.first))[0] if wide else 0.0
     differ = errors(one.gradients, layout.gradients)
     gradients = _narrow_gradients(one, layout, wide) if wide else _gradients(differ)
     peers, peers_at = peers_apart(layout)
@@ -198,7 +211,7 @@ def _metrics(one: Recording, layout: Recording, exact: Recording | None) -> tupl
 
 def _narrow_gradients(one: Recording, layout: Recording, exact: Recording) -> Check:
     """Root of the mean squared relative gap over all parameters, beside that of the precision itself."""
-    if {1} & overflows(one, layout):
+    if {1} & overflows(one.first) & overflows(layout.first):
         return Check("gradients", 0.0, 0.0, "gradients that overflow at step 1 on one side only: they do on both")
     own = typical(errors(exact.gradients, one.gradients))
     if in_parts(one, layout):

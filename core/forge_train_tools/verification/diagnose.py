@@ -9,8 +9,8 @@ from forge_train.ground.layout import named
 from forge_train.ground.present import few
 
 from .diagnose_later import of_evaluation, of_side_effects, of_updates
-from .explain import Explanation
 from .follow import Followed
+from .overflow import Overflow
 from .patterns import axes_apart, group, of_gradients, size_hint
 from .ranks import other_starts, side_effects
 from .recording import Recording
@@ -26,9 +26,7 @@ FOUND = frozenset({"updates", "optimizer", "later gradients", "buffers", "replic
 """Checks that say why the losses of later steps differ."""
 
 
-def diagnose(
-    verdict: Verdict, one: Recording, layout: Recording, followed: Followed, explained: Explanation | None
-) -> Iterator[str]:
+def diagnose(verdict: Verdict, one: Recording, layout: Recording, followed: Followed, explained: str) -> Iterator[str]:
     """Sentences, what must be mended first coming first."""
     failed = {check.name: check for check in verdict.checks if not check.ok}
     if check := failed.get("initial weights"):
@@ -50,17 +48,22 @@ def diagnose(
         yield of_chance(layout)
         return
     yield from of_vetoes(layout, followed)
+    if overflow := Overflow.find(one, layout, followed):
+        yield str(overflow)
     parted = verdict.routing_difference
     moved = {"buffers", "updates", "optimizer"} & failed.keys()  # from which later choices follow
     if parted and (parted.tie or parted.step == 1 or not (verdict.offenders or moved)):
         yield of_choices(parted)
     if "routing" not in failed or (parted and parted.step > 1):
         yield from of_slices(verdict, layout)
-        yield from [str(explained)] if explained else of_gradients(verdict.offenders, layout)
+        yield from [explained] if explained else of_gradients(verdict.offenders, layout)
         yield from _loss(verdict, failed, one, layout, followed)
         if check := failed.get("buffers"):
+            axes = axes_apart([check.where], layout, "weights")
+            where = f", and differs between ranks along {' and '.join(axes)}" if axes else ""
+            cause = "each rank moves it by its own tokens. What moves it" if axes else "what moves it"
             yield (
-                f"A persistent buffer ends otherwise ({check.where}): what moves it must be counted once, over the "
+                f"A persistent buffer ends otherwise ({check.where}){where}: {cause} must be counted once, over the "
                 "tokens of all ranks."
             )
     if (check := failed.get("checkpoint")) and not side_effects(layout.ranks, "checkpoint"):

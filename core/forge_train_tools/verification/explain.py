@@ -1,4 +1,4 @@
-"""Wrong gradients as a sum of right ones: which micro-batch is missing, or what counts more than once."""
+"""Wrong gradients as a sum of right ones: which micro-batch is missing or counts twice, or what is left unreduced."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from forge_train.contract.protocols import Executor
 from forge_train.ground.present import few
 from forge_train.registry.setup import Setup
 
+from .numbers import norm
+from .patterns import group
 from .record import watching
 from .recording import Recording
 from .watched import Watched
@@ -60,26 +62,61 @@ def _times(share: float) -> str:
     return "is missing" if abs(share) < SURE else f"counts {share:.3g} times"
 
 
-def explain(setup: Setup, layout: Recording, folder: Path) -> Explanation | None:
+def explain(setup: Setup, layout: Recording, folder: Path) -> str:
     """Compute the first step's gradients on one process, micro-batch by micro-batch, and fit the layout's to them.
 
     Args:
         setup: the configuration of one process, with the layout's micro-batches.
         layout: what the layout came to.
         folder: for the run.
+
+    Returns:
+        what fits, as a sentence; empty if nothing does.
     """
     count = layout.accumulation * layout.layout.dp
     size = sum(gradient.numel() * gradient.element_size() for gradient in layout.gradients.values())
     if (count + 2) * size > MEMORY:
-        return None
+        return ""
     with watching(_Apart, setup, folder) as one:
         parts = [*one.micro_batches(), one.attached()]
     shares = _fit(parts, layout.gradients)
-    if shares is None or all(
-        abs(share - right) < SURE for share, right in zip(shares, [1.0] * count + [0.0], strict=True)
-    ):
-        return None
-    return Explanation(tuple(shares[:count]), shares[count], layout.layout.dp)
+    right = [1.0] * count + [0.0]
+    if shares is None or all(abs(one - other) < SURE for one, other in zip(shares, right, strict=True)):
+        return of_unreduced(parts[:count], layout)
+    return str(Explanation(tuple(shares[:count]), shares[count], layout.layout.dp))
+
+
+def of_unreduced(micro_batches: Sequence[Mapping[str, Tensor]], layout: Recording) -> str:
+    """Say so if each rank's shard of the wrong gradients is a multiple of what its own micro-batches give."""
+    by_rank = [_sum(micro_batches[rank :: layout.layout.dp]) for rank in range(layout.layout.dp)]
+    right = _sum(by_rank)
+    wrong = [name for name, found in layout.gradients.items() if name in right and not _near(found, right[name])]
+    if layout.layout.dp == 1 or not wrong:
+        return ""
+    for rank in layout.ranks:
+        for name in wrong:
+            place = tuple(slice(first, end) for first, end in rank.pieces[name]) if name in rank.pieces else ()
+            own, found = by_rank[rank.data_rank].get(name), layout.gradients[name]
+            if own is None or (place and not _multiple(found[place].double(), own[place].double())):
+                return ""
+    return (
+        f"The gradients of {group(wrong, layout.parameters)} are not reduced over the data-parallel ranks: each rank's "
+        "shard is what its own micro-batches give."
+    )
+
+
+def _sum(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    names = {name for part in parts for name in part}
+    return {name: torch.stack([part[name].double() for part in parts if name in part]).sum(0) for name in names}
+
+
+def _near(found: Tensor, right: Tensor) -> bool:
+    return norm([found.double() - right]) < FIT * norm([right])
+
+
+def _multiple(found: Tensor, own: Tensor) -> bool:
+    square = float((own * own).sum())
+    return norm([found - own * (float((found * own).sum()) / square if square else 0.0)]) <= FIT * norm([found])
 
 
 def _fit(parts: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]) -> list[float] | None:

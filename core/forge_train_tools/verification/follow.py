@@ -43,6 +43,8 @@ class FollowedStep:
     """All of them, the worst first."""
     norm: tuple[float, float]
     """Of the layout's gradients: as one process computes it, and as the layout did."""
+    finite: tuple[bool, bool] = (True, True)
+    """True if gradients are finite: those of one process, and the layout's."""
     own: float = 0.0
     """Typical error of one process against one in fp32."""
     apart: float = 0.0
@@ -165,12 +167,13 @@ class _Following(Watched):
         update, step = super().on_backward(update), update.step
         own = {name: p.grad.cpu() for name, p in self.model.named_parameters() if p.grad is not None}
         given, norm = read_gradients(self.source, step)
+        finite = bool(update.grad_norm.isfinite()), bool(norm.isfinite())
+        overflow = not (all(finite) if self.job.config.train.precision == "fp16" else finite[1])
         if self.left is not None:
             torch.save(own, self.left / f"{step}.pt")
-        finite = bool(norm.isfinite())
-        exact = torch.load(self.exact / f"{step}.pt", weights_only=True, mmap=True) if self.exact and finite else None
-        found = FollowedStep(errors(own, given) if finite else [], (0.0, 0.0))
-        if exact is not None:
+        found = FollowedStep([] if overflow else errors(own, given), (0.0, 0.0), finite)
+        if self.exact and not overflow:
+            exact = torch.load(self.exact / f"{step}.pt", weights_only=True, mmap=True)
             found.own, found.apart = typical(errors(exact, own)), typical(errors(exact, given))
         put(self.model.named_parameters(), given)
         found.norm = float(total_norm(present(update.parameters), self.job.dist)), float(norm)

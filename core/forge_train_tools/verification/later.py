@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .follow import Followed, FollowedStep
 from .numbers import finite, relative, typical
-from .ranks import side_effects
+from .ranks import side_effects, without_overflows
 from .recording import Record, Recording
 from .routing import routing_difference
 from .updates import UPDATE, WEIGHT, Moved
@@ -67,14 +67,14 @@ def later_checks(
     checks: tuple[Check, ...] = ()
     offenders: tuple[Offender, ...] = ()
     if steps := list(enumerate(followed.steps, start=1))[1:last]:
-        number, (gap, allowed), step = max(
+        number, (gap, most), step = max(
             ((number, _gap(one, layout, step, exact), step) for number, step in steps),
             key=lambda found: finite(found[1][0]) / (found[1][1] or 1e-300),
         )
         what = "all parameters" if exact else "a parameter"
         says = f"relative (Frobenius), of {what} at step {number}, from the layout's weights"
-        checks = (Check("later gradients", gap, allowed, says, step.differ[0].name if step.differ else ""),)
-        limit = max(allowed, GRADIENT)
+        checks = (Check("later gradients", gap, most, says, step.differ[0].name if step.differ else ""),)
+        limit = max(most, GRADIENT)
         offenders = () if checks[0].ok else tuple(found for found in step.differ if not found.error <= limit)
     if ours.evaluation and not tied and not side_effects(theirs, "evaluation"):
         decided = routing_difference([[ours.decided]], [[rank.decided] for rank in theirs], allowed)
@@ -91,7 +91,8 @@ def path_checks(layout: Recording, followed: Followed, exact: Record | None) -> 
     loss, loss_at = relative(ours.losses, theirs.losses)
     taken = [step.norm[0] for step in followed.steps], [step.norm[1] for step in followed.steps]
     told = ours.norms, theirs.norms  # which a plugin may have changed since, in on_gradients
-    norm, norm_at = max((relative(*pair) for pair in (taken, told)), key=lambda found: finite(found[0]))
+    pairs = (without_overflows(*pair, theirs) for pair in (taken, told))
+    norm, norm_at = max((relative(*pair) for pair in pairs), key=lambda found: finite(found[0]))
     own = LUCK * relative(exact.losses, ours.losses)[0] if exact else 0.0
     return {
         "loss": Check("loss", loss, max(LOSS, own), says, loss_at),
@@ -109,11 +110,11 @@ def _gap(one: Recording, layout: Recording, step: FollowedStep, exact: Record | 
 
 
 def in_parts(one: Recording, layout: Recording) -> bool:
-    """Return True if a layout rounds sums in parts that one process rounds at once: those over features or a sequence
-    and, if gradients are narrow between micro-batches, those over the batch."""
+    """Return True if a layout rounds sums in other parts than one process: those over features or a sequence, over an
+    expert's tokens and, if gradients are narrow between micro-batches, over the batch."""
     sizes = layout.layout
     summed = any(gradient.dtype.itemsize < 4 for gradient in one.gradients.values())
-    return one.narrow and (summed or not (sizes.tp == sizes.cp == 1))
+    return one.narrow and (summed or sizes.tp * sizes.cp * sizes.ep > 1)
 
 
 def _evaluation(ours: Record, ranks: Sequence[Record], exact: Record | None) -> Check:

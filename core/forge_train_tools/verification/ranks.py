@@ -34,20 +34,14 @@ def up_to(until: int | None) -> str:
     return "relative" if until is None else f"relative, up to step {until}"
 
 
-def overflows(*runs: Recording) -> set[int]:
-    """Steps that all runs left out because gradients were not finite, as they may be under a growing loss scale."""
-    return set.intersection(
-        *(
-            {step for step, norm in enumerate(run.first.norms, 1) if not math.isfinite(norm)}
-            & {int(step) for step in run.first.vetoes}
-            for run in runs
-        )
-    )
+def overflows(run: Record) -> set[int]:
+    """Steps that a run left out because gradients were not finite, as they may be under a growing loss scale."""
+    return {step for step, norm in enumerate(run.norms, 1) if not math.isfinite(norm)} & set(map(int, run.vetoes))
 
 
-def without_overflows(one: Sequence[float], other: Sequence[float], *runs: Recording) -> tuple[list[float], ...]:
+def without_overflows(one: Sequence[float], other: Sequence[float], *runs: Record) -> tuple[list[float], ...]:
     """Norms of the steps that some run took; those that all left out count as equal."""
-    equal = overflows(*runs)
+    equal = set.intersection(*map(overflows, runs))
     return tuple([0.0 if step in equal else norm for step, norm in enumerate(norms, 1)] for norms in (one, other))
 
 
