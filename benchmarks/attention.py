@@ -26,10 +26,10 @@ from torch.profiler import profile
 
 from forge_train import Job, Plugin, hookimpl
 from forge_train.contract.protocols import Span, SpanName
-from forge_train.testing import run_forge
 from forge_train_plugins.attention.flex import Flex
 from forge_train_plugins.attention.packed import Varlen
 from forge_train_plugins.attention.sdpa import SDPA
+from forge_train_tools.testing import run_forge
 
 STEP = 2048
 """Tokens."""

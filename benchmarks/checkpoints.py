@@ -124,7 +124,7 @@ def save(folder: Path, how: str) -> dict[str, float]:
 def train(folder: Path, how: str) -> dict[str, Any]:
     """Seconds between the ends of steps, saves and all, and what the events say of the saves."""
     from forge_train import Plugin, hookimpl
-    from forge_train.testing import run_forge
+    from forge_train_tools.testing import run_forge
 
     ends: list[tuple[float, float]] = []
 

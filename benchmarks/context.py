@@ -23,7 +23,7 @@ RESULTS = HERE / "results" / "context.md"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])  # the ranks find this file
 
 from forge_train import Plugin, StepResult, hookimpl  # noqa: E402
-from forge_train.testing import Pool, run_forge  # noqa: E402
+from forge_train_tools.testing import Pool, run_forge  # noqa: E402
 
 ROUNDS, STEPS, WARM_UP = 3, 3, 1
 SEQUENCE, BATCH = 4096, 2

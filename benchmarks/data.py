@@ -107,7 +107,7 @@ def by_library(source: Path, tokenizer: Path) -> None:
 
 def making(folder: Path) -> Iterator[Row]:
     """`forge data prepare` beside the tokenizers library, in turn; its memory at two sizes; packing of what it made."""
-    from forge_train_data.manifest import open_prepared
+    from forge_train_kit.data.manifest import open_prepared
 
     little, large = folder / "little.jsonl", folder / "large.jsonl"
     sizes = {file: write_text(file, size // SCALE) for file, size in ((little, 30_000_000), (large, 120_000_000))}
@@ -138,7 +138,7 @@ def making(folder: Path) -> Iterator[Row]:
 
 def packing(lengths: Any) -> Iterator[Row]:
     """Best fit of real documents."""
-    from forge_train_data.packing import best_fit, cut
+    from forge_train_kit.data.packing import best_fit, cut
 
     many = np.tile(lengths, max(1, 300_000 // SCALE // len(lengths)))
     seconds, used = float("inf"), 0.0

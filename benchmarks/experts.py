@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from forge_train import Job, Layer, Plugin, hookimpl
 from forge_train.contract.protocols import Span, SpanName
-from forge_train.testing import run_forge
 from forge_train_plugins.experts._alltoall.transport import Local
 from forge_train_plugins.experts._moe.block import build
 from forge_train_plugins.experts._moe.experts import Experts
 from forge_train_plugins.experts.moe import MoE
 from forge_train_plugins.feed_forward.swiglu import SwiGLU
+from forge_train_tools.testing import run_forge
 
 DIM, EXPERTS, TOKENS = 256, 16, 2048
 

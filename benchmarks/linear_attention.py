@@ -21,7 +21,7 @@ from torch.profiler import profile
 
 from forge_train import Layer
 from forge_train.composition.initialise import materialise
-from forge_train.nn import RoPE
+from forge_train_kit.model import RoPE
 from forge_train_plugins.attention.delta_net import DeltaNet
 from forge_train_plugins.attention.gqa import GQA
 from forge_train_plugins.attention.sdpa import SDPA

@@ -36,7 +36,7 @@ def job(tokenizer: Any) -> Any:
 
 def loader(folder: Path, **options: Any) -> Iterator[Any]:
     """Micro-batches of `tokens`."""
-    from forge_train_data.tokenizers import open_tokenizer
+    from forge_train_kit.data.tokenizers import open_tokenizer
     from forge_train_plugins.data.tokens import Tokens
 
     made_with = "bytes" if not (folder / "tokenizer").is_dir() else str(folder / "tokenizer")
@@ -45,9 +45,9 @@ def loader(folder: Path, **options: Any) -> Iterator[Any]:
 
 def sparse(folder: Path, tokens: int, documents: int, shards: int) -> None:
     """A prepared folder whose tokens are holes: they read as 0 and take no space; the documents' ends are real."""
-    from forge_train_data.manifest import Listed, Manifest
-    from forge_train_data.store import MAGIC, START, VERSION, Header
-    from forge_train_data.tokenizers.byte import ByteTokenizer
+    from forge_train_kit.data.manifest import Listed, Manifest
+    from forge_train_kit.data.store import MAGIC, START, VERSION, Header
+    from forge_train_kit.data.tokenizers.byte import ByteTokenizer
 
     tokenizer, random, listed = ByteTokenizer(), np.random.default_rng(0), []
     for number in range(shards):
@@ -74,7 +74,7 @@ def beside(folder: Path) -> dict[str, Callable[[], Iterator[Any]]]:
     import torch
     from torch.utils.data import DataLoader, Dataset
 
-    from forge_train_data.manifest import open_prepared
+    from forge_train_kit.data.manifest import open_prepared
 
     whole = np.concatenate([shard.tokens for shard in open_prepared(folder, key="").sides["train"].shards])
     np.save(folder / "rows.npy", whole)
@@ -147,7 +147,12 @@ def anonymous() -> int:
 
 def opening(folder: Path, packing: str) -> None:
     """In a process of its own: seconds to the first batch, and how memory grows over 200."""
-    for module in ("torch", "forge_train_data.loader", "forge_train_data.tokens", "forge_train_plugins.data.tokens"):
+    for module in (
+        "torch",
+        "forge_train_kit.data.loader",
+        "forge_train_kit.data.tokens",
+        "forge_train_plugins.data.tokens",
+    ):
         importlib.import_module(module)
     before = most = anonymous()
     ended = threading.Event()

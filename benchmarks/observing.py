@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
-from forge_train import Metric, Plugin, Tracker, hookimpl, metrics
+from forge_train import Metric, Plugin, hookimpl
 from forge_train.loop.aggregate import Metrics
-from forge_train.testing import run_forge
+from forge_train_kit import metrics
+from forge_train_kit.tracking import Tracker
 from forge_train_plugins.observers.csv import CSV
 from forge_train_plugins.observers.tensorboard import TensorBoard
+from forge_train_tools.testing import run_forge
 
 WARM_UP, STEPS, ROUNDS = 20, 100, 3
 SETTINGS = {"log.every": 10, "checkpoint.every": 0}

@@ -25,7 +25,7 @@ from torch import nn
 
 from forge_train.contract.state_dtypes import StateDtype
 from forge_train.ground.tensors import held_bytes, state_of
-from forge_train.nn import AtRest, MatrixOptimizer, NarrowState
+from forge_train_kit.optim import AtRest, MatrixOptimizer, NarrowState
 from forge_train_plugins.optimizers._muon.newton_schulz import orthogonalise
 from forge_train_plugins.optimizers._muon.rule import Orthogonal
 

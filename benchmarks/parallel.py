@@ -1,6 +1,6 @@
 """FSDP2 and tensor parallelism through forge, and written by hand, one after the other in the same processes.
 
-`measure` is what each rank of a `forge_train.testing.Pool` runs; see run.py.
+`measure` is what each rank of a `forge_train_tools.testing.Pool` runs; see run.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from forge_train import Plugin, StepResult, hookimpl
 from forge_train.composition.initialise import materialise
-from forge_train.testing import run_forge
+from forge_train_tools.testing import run_forge
 
 STEPS, WARM_UP = 11, 3
 BATCH, SEQUENCE = 4, 256

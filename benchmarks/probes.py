@@ -64,7 +64,7 @@ def skeleton() -> Any:
     import torch
 
     from forge_train.contract.layers import Layer
-    from forge_train.nn import Embedding, Linear, RMSNorm, RoPE
+    from forge_train_kit.model import Embedding, Linear, RMSNorm, RoPE
     from forge_train_plugins.attention._gqa import GroupedQueryAttention
     from forge_train_plugins.attention._sdpa import Kernel
     from forge_train_plugins.feed_forward._swiglu import DenseFeedForward
@@ -145,7 +145,7 @@ def loss(chunk: int) -> None:
     """Forward and backward of the loss alone: 2,048 tokens, 32,768 words, dim 256."""
     import torch
 
-    from forge_train.nn import Linear
+    from forge_train_kit.model import Linear
     from forge_train_plugins.tasks._cross_entropy import ChunkedCrossEntropy
 
     hidden = torch.randn(1, 2048, 256, requires_grad=True)

@@ -190,7 +190,7 @@ def quickstart() -> list[Row]:
 
 def parallel() -> list[Row]:
     """Both ways in turn, in the same processes; the sum of the ranks' CPU seconds, and the best round of each."""
-    from forge_train.testing import Pool
+    from forge_train_tools.testing import Pool
 
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, str(HERE))

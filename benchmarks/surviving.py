@@ -71,7 +71,7 @@ def restart() -> float:
 def watching(repeats: int = 3) -> float:
     """CPU seconds that the watchers take of a step, beside one that logs nothing; the least of several differences."""
     from forge_train import Plugin, hookimpl
-    from forge_train.testing import run_forge
+    from forge_train_tools.testing import run_forge
 
     class Clock(Plugin):
         """Notes the CPU time at the end of each step."""

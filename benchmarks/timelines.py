@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_train import Plugin, hookimpl, section, wanted_gradients
-from forge_train.nn import Embedding, Linear
-from forge_train.testing import Pool, run_forge
+from forge_train import Plugin, hookimpl, section
+from forge_train_kit.model import Embedding, Linear
+from forge_train_kit.pipeline import wanted_gradients
 from forge_train_plugins.parallel._pp.rules import RULES
 from forge_train_plugins.parallel._pp.schedules import named
 from forge_train_tools.planning.timeline import PartCost, simulate
+from forge_train_tools.testing import Pool, run_forge
 
 RANKS, MICRO_BATCHES, STEPS = 4, 8, 3
 FORWARD, INPUT, WEIGHT = 0.24, 0.24, 0.24

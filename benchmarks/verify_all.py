@@ -36,7 +36,7 @@ from contexts import Context  # noqa: E402
 from contexts import product as contexts  # noqa: E402
 from family_layouts import Imported  # noqa: E402
 from family_layouts import product as families  # noqa: E402
-from forge_train.testing import Pool, PoolError, Verifier  # noqa: E402
+from forge_train_tools.testing import Pool, PoolError, Verifier  # noqa: E402
 from forge_train_tools.verification import Verdict  # noqa: E402
 from hf_layouts import Foreign  # noqa: E402
 from hf_layouts import product as foreign  # noqa: E402

@@ -36,7 +36,7 @@ RESULTS = HERE / "results" / "verify-random.md"
 sys.path[:0] = [str(HERE.parent / "tests" / "dist"), str(HERE.parent / "tests")]
 
 from forge_train import ConfigError, ForgeError  # noqa: E402
-from forge_train.testing import Pool, PoolError, Verifier  # noqa: E402
+from forge_train_tools.testing import Pool, PoolError, Verifier  # noqa: E402
 from forge_train_tools.verification import Verdict  # noqa: E402
 from random_compositions import NOISY, Drawn, Jitter, draw, sentence, write  # noqa: E402
 

@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import forge_train.metrics
-from forge_train import Plugin, Tracker
+import forge_train_kit.metrics
+from forge_train import Plugin
 from forge_train.config.sections import CORE_SECTIONS
 from forge_train.contract import hookspecs
 from forge_train.contract.plugin import PROJECT
 from forge_train.contract.reference import PluginRef
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from forge_train.registry.write import describe_type, field_docs
+from forge_train_kit.tracking import Tracker
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = {2: "tests/dist/test_compositions.py", 7: "tests/core/test_conformance.py"}
@@ -68,8 +69,8 @@ def plugins() -> str:
 def metrics() -> str:
     """Every metric that comes with Forge, and what `update` takes."""
     rows = ["| metric | `update` | what it is |", "|---|---|---|"]
-    for name in forge_train.metrics.__all__:
-        cls = getattr(forge_train.metrics, name)
+    for name in forge_train_kit.metrics.__all__:
+        cls = getattr(forge_train_kit.metrics, name)
         takes = [one for one in inspect.signature(cls.update).parameters.values() if one.name != "self"]
         shown = ", ".join(one.name if one.default is one.empty else f"{one.name}={one.default}" for one in takes)
         rows.append(f"| [`{name}`](../api.md#{name.lower()}) | `{shown}` | {first_line(cls)} |")

@@ -14,15 +14,21 @@ from forge_train.registry.write import field_docs
 
 GROUPS = {
     "Plugins and their options": "Plugin hookimpl section Gt Ge Lt Le Volatile FilePath Problem",
-    "The run": "Job Tracker Metric Bins Finished LogRecord Evaluation CheckpointEvent StepResult Update",
+    "The run": "Job Metric Bins Finished LogRecord Evaluation CheckpointEvent StepResult Update",
     "The model and what changes it": "Model Phase Transform Applied swap Init Layer",
-    "Pipelines": "Timetable Action Overlap Work PipelineExecutor",
-    "Inside the model": "attach_loss record_choices",
+    "Inside the model": "attach_loss",
     "Errors": "ForgeError ConfigError PluginError CommunicationError DivergedError Failure",
 }
 """Heading → names; what no heading names comes under the last one."""
 REST = "Protocols of slots and chains"
-BESIDE = ("forge_train.metrics", "forge_train.nn", "forge_train.state_map")
+BESIDE = (
+    "forge_train_kit.model",
+    "forge_train_kit.optim",
+    "forge_train_kit.metrics",
+    "forge_train_kit.pipeline",
+    "forge_train_kit.tracking",
+    "forge_train.state_map",
+)
 
 
 def api() -> str:

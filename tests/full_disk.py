@@ -64,7 +64,7 @@ def refused(
     import torch.distributed as dist
 
     from forge_train.ground.disk import DiskError
-    from forge_train.testing import run_forge
+    from forge_train_tools.testing import run_forge
 
     config = {"train.global_batch": 12, "train.micro_batch": 1, "checkpoint.every": 1}
     config |= {"checkpoint.format": "safetensors"} if "safetensors" in ending else {}

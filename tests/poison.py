@@ -26,8 +26,8 @@ from forge_train import (
 )
 from forge_train.contract.protocols import Span, SpanName
 from forge_train.ground.tensors import local
-from forge_train.testing import run_forge
-from forge_train.testing.runs import TinyRun
+from forge_train_tools.testing import run_forge
+from forge_train_tools.testing.runs import TinyRun
 
 
 class Poison(Plugin):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.pipelining import schedules
 
-from forge_train import Timetable
+from forge_train_kit.pipeline import Timetable
 
 NAMES = (
     "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "forge_train": "core",
     "forge_train_tools": "core",
-    "forge_train_data": "core",
+    "forge_train_kit": "core",
     "forge_train_plugins": "plugins",
     "forge_train_cli": "cli",
     "forge_train_contrib": "contrib",

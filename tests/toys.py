@@ -18,11 +18,11 @@ from forge_train.contract.control import Control
 from forge_train.contract.job import Job
 from forge_train.contract.run import Run
 from forge_train.ground.layout import Layout
-from forge_train.nn import Embedding, Linear, RMSNorm
 from forge_train.processes.distributed import DistributedContext
 from forge_train.registry.setup import Setup
-from forge_train.testing import TinyRun, run_forge
-from forge_train.testing.runs import prepared
+from forge_train_kit.model import Embedding, Linear, RMSNorm
+from forge_train_tools.testing import TinyRun, run_forge
+from forge_train_tools.testing.runs import prepared
 
 VOCABULARY, DIM = 23, 8
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from forge_train import ConfigError, KernelCapabilities
-from forge_train.nn import DroppedWeights
 from forge_train.registry.discovery import discover, load
+from forge_train_kit.model import DroppedWeights
 from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_plugins.attention._packed.versions import missing as missing_flash
 from forge_train_plugins.attention._sdpa import missing as missing_backend

@@ -17,7 +17,7 @@ import torch._dynamo.utils
 from torch import nn
 
 from forge_train import Applied, Job, Phase, Plugin, StepResult, Transform, hookimpl
-from forge_train.testing import TinyRun, run_forge
+from forge_train_tools.testing import TinyRun, run_forge
 
 from .case import Row, Size
 

@@ -10,7 +10,7 @@ import click
 from forge_train.config.layers import Request
 from forge_train.ground.present import gib
 from forge_train.ground.strict_json import dumps
-from forge_train_tools.present import short
+from forge_train_kit.present import short
 
 from . import screen
 from .options import json_option, run_options

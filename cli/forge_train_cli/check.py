@@ -18,7 +18,7 @@ from .new import PLACEHOLDER
 from .options import json_option
 
 if TYPE_CHECKING:
-    from forge_train.testing import Report
+    from forge_train_tools.testing import Report
 
 SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("–", "bright_black")}
 
@@ -54,7 +54,7 @@ def check(names: tuple[str, ...], assignments: tuple[str, ...], as_json: bool) -
 
 def _reports(names: tuple[str, ...], assignments: tuple[str, ...]) -> Iterator[Report]:
     from forge_train.registry.discovery import find
-    from forge_train.testing import Check, Pool, Report, check
+    from forge_train_tools.testing import Check, Pool, Report, check
 
     for name in names:
         find(name)  # report a mistake in the last name before checking the first for minutes
@@ -71,7 +71,7 @@ def _reports(names: tuple[str, ...], assignments: tuple[str, ...]) -> Iterator[R
 
 def _written(report: Report) -> Report:
     """The report, with a failure if the plugin's docstring is still the scaffold's."""
-    from forge_train.testing import Check
+    from forge_train_tools.testing import Check
 
     if report.ref.summary.startswith(PLACEHOLDER):
         why = f"its docstring is still {report.ref.summary!r}: say what the plugin does"

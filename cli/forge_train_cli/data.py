@@ -16,8 +16,8 @@ from . import screen
 from .lazy import LazyGroup
 
 if TYPE_CHECKING:
-    from forge_train_data.manifest import Manifest
-    from forge_train_data.prepare import Report
+    from forge_train_kit.data.manifest import Manifest
+    from forge_train_kit.data.prepare import Report
 
 COMMANDS = {
     "prepare": (".data:prepare", "Make token shards from any source."),
@@ -58,8 +58,8 @@ def prepare(
 
     If a preparation was stopped, the same command continues it where it stopped.
     """
-    from forge_train_data.prepare import Preparation, Report
-    from forge_train_data.prepare import prepare as perform
+    from forge_train_kit.data.prepare import Preparation, Report
+    from forge_train_kit.data.prepare import prepare as perform
 
     if tokenizer and train_tokenizer is not None:
         raise ConfigError("--tokenizer and --train-tokenizer exclude each other; give only one.")
@@ -98,7 +98,7 @@ def _show(line: str) -> None:
 
 
 def _summary(out: Path, manifest: Manifest, report: Report) -> None:
-    from forge_train_tools.present import counted, duration
+    from forge_train_kit.present import counted, duration
 
     for file, reason in report.skipped.items():
         click.echo(f"{click.style('Left out:', fg='yellow')} {file}: {reason}", err=True)

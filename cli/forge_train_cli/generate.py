@@ -96,7 +96,7 @@ def generate(path: Path, prompt: str, chat: bool, plugins: tuple[str, ...], as_j
 
 def _as_chat(opened: Opened, message: str) -> str:
     from forge_train.storage import model_files
-    from forge_train_data.chats import open_template
+    from forge_train_kit.data.chats import open_template
 
     files = model_files.of(opened.job.config, opened.job.hooks, opened.path)
     if not (name := model_files.vocabulary_of(files)):

@@ -17,7 +17,7 @@ from .options import json_option
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from forge_train_data.inspection import Findings, Sample, Token
+    from forge_train_kit.data.inspection import Findings, Sample, Token
 
 WIDTH = 40
 """Characters of the longest bar."""
@@ -53,8 +53,8 @@ def inspect(sources: tuple[str, ...], count: int, html: str | None, as_json: boo
     forge data inspect chats.jsonl --chat --tokenizer model
     forge data inspect train.bin --dtype uint16
     """
-    from forge_train_data.inspection import Asked
-    from forge_train_data.inspection import inspect as look
+    from forge_train_kit.data.inspection import Asked
+    from forge_train_kit.data.inspection import inspect as look
 
     given = {name: value for name, value in asked.items() if value is not None}
     try:
@@ -103,7 +103,7 @@ def _show(findings: Findings) -> None:
 def about(findings: Findings) -> Iterator[tuple[str, str]]:
     """A description of the data, in rows of a name and a text."""
     from forge_train.ground.present import few
-    from forge_train_tools.present import short
+    from forge_train_kit.present import short
 
     facts = findings.facts
     what = {

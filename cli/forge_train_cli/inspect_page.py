@@ -12,7 +12,7 @@ from . import screen
 from .inspect import about, bars, quantiles, repeated, written
 
 if TYPE_CHECKING:
-    from forge_train_data.inspection import Findings, Sample
+    from forge_train_kit.data.inspection import Findings, Sample
 
 STYLE = """
 :root{color-scheme:light dark;--back:#fff;--text:#1c1f23;--dim:#667;--rule:#d8dce2}

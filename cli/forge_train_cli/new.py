@@ -111,7 +111,7 @@ def _import(names: Sequence[str], indent: str = "") -> list[str]:
 
 
 def _test(name: str, module: str) -> str:
-    ours = "from forge_train.testing import RunForge, assert_conforms\n"
+    ours = "from forge_train_tools.testing import RunForge, assert_conforms\n"
     gap = "" if module.startswith(CONTRIB) else "\n"  # linters sort the one as third-party and the other as first-party
     return TEST.format(imports=f"{ours}{gap}from {module} import {_class_name(name)}\n", cls=_class_name(name))
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from forge_train.ground.present import gib
+from forge_train_kit.present import column, short, time_span
 from forge_train_tools.planning.drawing import IDLE, KINDS, OVERLAPPED, is_cut, kind_of, rows
-from forge_train_tools.present import column, short, time_span
 
 from . import screen
 

@@ -13,9 +13,9 @@ from forge_train.config.layers import Request
 from forge_train.ground.errors import ConfigError
 from forge_train.ground.present import few, gib, run_length
 from forge_train.ground.strict_json import dumps
+from forge_train_kit.present import column, counted, phase_name, short, time_span
 from forge_train_tools.planning import DEVICES, FLOPS_CONVENTION
 from forge_train_tools.planning.meshes import grid, groups
-from forge_train_tools.present import column, counted, phase_name, short, time_span
 
 from . import pipeline, screen
 from .options import json_option, run_options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from forge_train_tools.present import quantity, short
+from forge_train_kit.present import quantity, short
 
 from .curves import Curve, drawing
 

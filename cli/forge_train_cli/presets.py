@@ -15,7 +15,7 @@ import click
 from forge_train.ground.axes import of_domain
 from forge_train.ground.presets import presets as installed
 from forge_train.ground.strict_json import dumps
-from forge_train_tools.present import short
+from forge_train_kit.present import short
 
 from . import screen
 from .options import json_option

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from forge_train import __version__
-from forge_train_tools.present import duration, phase_name, quantity
+from forge_train_kit.present import duration, phase_name, quantity
 
 from . import screen
 from .curves import Curve, chart, colour

@@ -13,7 +13,7 @@ import click
 from forge_train.ground.errors import ConfigError, nearest
 from forge_train.ground.present import gib
 from forge_train.ground.strict_json import dumps
-from forge_train_tools.present import quantity, sparkline
+from forge_train_kit.present import quantity, sparkline
 
 from . import screen
 from .history import History, differences, runs_in

@@ -208,7 +208,7 @@ SNIPPETS = {
     def feed_forward(self, layer: Layer, job: Job) -> FeedForward:
         from torch import nn
 
-        from forge_train.nn import Linear
+        from forge_train_kit.model import Linear
 
         return nn.Sequential(
             Linear(layer.dim, layer.ffn_dim, bias=layer.bias, std=layer.std),

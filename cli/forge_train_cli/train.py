@@ -16,12 +16,12 @@ from forge_train.config.layers import Request
 from forge_train.contract.events import Finished
 from forge_train.contract.run import Run
 from forge_train.ground.disk import DiskError
-from forge_train.ground.ending import told
 from forge_train.ground.errors import INTERRUPTED, ConfigError, DivergedError, ForgeError
 from forge_train.ground.failure import Failure
 from forge_train.ground.strict_json import dumps
 from forge_train.registry.discovery import plugin_name
 from forge_train.storage.run import is_checkpoint, is_run
+from forge_train_tools.launching.ending import told
 
 from .addresses import fetch
 from .closing import activation, next_commands, resume_command

@@ -12,7 +12,7 @@ from forge_train.config import LENGTHS
 from forge_train.config.layers import Request, lay
 from forge_train.ground.errors import ConfigError, ForgeError
 from forge_train.ground.strict_json import dumps
-from forge_train_tools.present import sparkline
+from forge_train_kit.present import sparkline
 
 from . import screen
 from .options import json_option, nproc_option, run_options

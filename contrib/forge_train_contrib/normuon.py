@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forge_train import Job, Model
-    from forge_train.nn import Kept
+    from forge_train_kit.optim import Kept
 
 Beta = Annotated[float, Ge(0), Lt(1)]
 
@@ -43,7 +43,7 @@ class NorMuon(Plugin):
     def optimizer(self, model: Model, job: Job) -> torch.optim.Optimizer:
         import torch
 
-        from forge_train.nn import MatrixOptimizer, decays, fused_rows, hidden_matrices, parameter_groups
+        from forge_train_kit.optim import MatrixOptimizer, decays, fused_rows, hidden_matrices, parameter_groups
 
         config, matrices = self.config, hidden_matrices(model)
         normuon = {"momentum": config.momentum, "nesterov": False}

@@ -21,20 +21,17 @@ if TYPE_CHECKING:
     from .contract.attention import KernelCapabilities as KernelCapabilities
     from .contract.attention import Recurrence as Recurrence
     from .contract.auxiliary import attach_loss as attach_loss
-    from .contract.backward import wanted_gradients as wanted_gradients
     from .contract.batch import MASKED as MASKED
     from .contract.batch import Batch as Batch
     from .contract.batch import BatchPhase as BatchPhase
     from .contract.batch import Preparation as Preparation
     from .contract.batch import PrepareBatch as PrepareBatch
     from .contract.batch import PrepareStep as PrepareStep
-    from .contract.choices import record_choices as record_choices
     from .contract.cuts import Axes as Axes
     from .contract.cuts import Replicate as Replicate
     from .contract.cuts import Spec as Spec
     from .contract.cuts import Split as Split
     from .contract.cuts import Stack as Stack
-    from .contract.dtypes import dtype_borders as dtype_borders
     from .contract.events import CheckpointEvent as CheckpointEvent
     from .contract.events import Evaluation as Evaluation
     from .contract.events import Finished as Finished
@@ -77,12 +74,6 @@ if TYPE_CHECKING:
     from .contract.tail import Drafting as Drafting
     from .contract.tail import Tail as Tail
     from .contract.tail import Trunk as Trunk
-    from .contract.timetable import Action as Action
-    from .contract.timetable import Overlap as Overlap
-    from .contract.timetable import PipelineExecutor as PipelineExecutor
-    from .contract.timetable import Timetable as Timetable
-    from .contract.timetable import Work as Work
-    from .contract.tracker import Tracker as Tracker
     from .contract.transform import Applied as Applied
     from .contract.transform import MicroBatch as MicroBatch
     from .contract.transform import Phase as Phase
@@ -106,11 +97,8 @@ _HOME = {
     "config.schema": "FilePath Ge Gt Le Lt Volatile section",
     "contract.attention": "Attention AttentionKernel KernelCapabilities Recurrence",
     "contract.auxiliary": "attach_loss",
-    "contract.backward": "wanted_gradients",
     "contract.batch": "Batch BatchPhase MASKED Preparation PrepareBatch PrepareStep",
-    "contract.choices": "record_choices",
     "contract.cuts": "Axes Replicate Spec Split Stack",
-    "contract.dtypes": "dtype_borders",
     "contract.events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
     "contract.extra": "ExtraModel",
     "contract.groups": "ParameterGroup",
@@ -125,8 +113,6 @@ _HOME = {
     "contract.state_dtypes": "StateDtypes",
     "contract.step_state": "StepState",
     "contract.tail": "Drafting Tail Trunk",
-    "contract.timetable": "Action Overlap PipelineExecutor Timetable Work",
-    "contract.tracker": "Tracker",
     "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
     "contract.trees": "shard_of_tree shard_tree unshard_tree",
     "ground.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",

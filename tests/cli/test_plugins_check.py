@@ -7,8 +7,8 @@ import json
 import pytest
 
 from forge_train import LogRecord, Plugin, hookimpl
-from forge_train.testing import Installed
 from forge_train_cli.app import run
+from forge_train_tools.testing import Installed
 
 
 class Watching(Plugin):

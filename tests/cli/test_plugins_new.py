@@ -12,10 +12,10 @@ import pytest
 
 import forge_train_cli.new
 from forge_train.contract.calls import implemented
-from forge_train.testing import assert_conforms
 from forge_train_cli.app import run
 from forge_train_cli.new import source
 from forge_train_cli.snippets import SNIPPETS
+from forge_train_tools.testing import assert_conforms
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,9 +19,9 @@ from forge_train.ground.layout import Layout
 from forge_train.storage.start import changed_layout
 from forge_train_cli.curves import Curve, drawing
 from forge_train_cli.screen import WIDEST
-from forge_train_data.prepare.progress import Report
-from forge_train_data.prepare.tasks import Preparation
-from forge_train_tools.present import phase_name, quantity
+from forge_train_kit.data.prepare.progress import Report
+from forge_train_kit.data.prepare.tasks import Preparation
+from forge_train_kit.present import phase_name, quantity
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from forge_train.testing import run_forge
+from forge_train_tools.testing import run_forge
 
 CONFIG = {"train.evaluate_every": 1, "train.evaluate_batches": 2, "adamw.lr": 1e-2}
 

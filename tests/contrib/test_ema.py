@@ -11,8 +11,8 @@ from torch import Tensor
 
 import ema_cases
 from forge_train import Model, Plugin, StepResult, Update, hookimpl
-from forge_train.testing import Pool, RunForge, TinyRun, assert_conforms
 from forge_train_contrib.ema import EMA
+from forge_train_tools.testing import Pool, RunForge, TinyRun, assert_conforms
 
 EVALUATED = {"train.evaluate_every": 1, "train.evaluate_batches": 2}
 

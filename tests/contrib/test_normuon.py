@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from forge_train.nn import MatrixOptimizer
-from forge_train.testing import assert_conforms
 from forge_train_contrib.normuon import NormalisedRows, orthogonal
+from forge_train_kit.optim import MatrixOptimizer
+from forge_train_tools.testing import assert_conforms
 
 pytestmark = pytest.mark.accept("parts", 1)
 

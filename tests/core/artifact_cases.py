@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forge_train.testing import run_forge
+from forge_train_tools.testing import run_forge
 
 
 def train(folder: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import HeadSpec, Init, Job, KernelCapabilities, Layer, Trunk, attach_loss, hookimpl
-from forge_train.nn import Embedding, Linear, RMSNorm
+from forge_train_kit.model import Embedding, Linear, RMSNorm
 from outside import VOCABULARY, Outside
 
 

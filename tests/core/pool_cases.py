@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from forge_train.ground.layout import Layout
 from forge_train.processes.distributed import DistributedContext
-from forge_train.testing import joined
+from forge_train_tools.testing import joined
 
 
 def total(value: float) -> float:

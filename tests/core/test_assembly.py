@@ -11,8 +11,8 @@ import torch
 from forge_train import MicroBatch, Plugin, Update, hookimpl
 from forge_train.engine import train
 from forge_train.loop.step import Stepper, Watcher
-from forge_train.testing import run_forge
-from forge_train.testing.runs import prepared
+from forge_train_tools.testing import run_forge
+from forge_train_tools.testing.runs import prepared
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("house", 1)]
 

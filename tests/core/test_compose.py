@@ -32,7 +32,7 @@ from forge_train.composition.coverage import check_added, needed
 from forge_train.ground.axes import CONFIGURED
 from forge_train.ground.layout import Layout
 from forge_train.registry.discovery import discover
-from forge_train.testing.environment import installed
+from forge_train_tools.testing.environment import installed
 
 pytestmark = pytest.mark.unit
 

@@ -17,7 +17,7 @@ from forge_train.config.validate import read_text, validate
 from forge_train.ground.presets import presets
 from forge_train.registry.setup import resolve
 from forge_train.registry.write import to_toml
-from forge_train.testing import Installed, installed
+from forge_train_tools.testing import Installed, installed
 
 pytestmark = pytest.mark.unit
 

@@ -12,9 +12,9 @@ import pytest
 
 from forge_train import ConfigError, Job, LogRecord, Plugin, StepResult, hookimpl
 from forge_train.registry.discovery import DISTRIBUTION, discover
-from forge_train.testing import Installed, Pool, Report, assert_conforms, check, run_forge
-from forge_train_data.prepare import Preparation, prepare
-from forge_train_data.prepare import Report as Progress
+from forge_train_kit.data.prepare import Preparation, prepare
+from forge_train_kit.data.prepare import Report as Progress
+from forge_train_tools.testing import Installed, Pool, Report, assert_conforms, check, run_forge
 
 
 def failed(report: Report) -> set[str]:

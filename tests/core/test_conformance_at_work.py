@@ -28,7 +28,7 @@ from forge_train import (
     hookimpl,
     section,
 )
-from forge_train.testing import Installed, Report, assert_conforms, check
+from forge_train_tools.testing import Installed, Report, assert_conforms, check
 
 
 def failed(report: Report) -> set[str]:

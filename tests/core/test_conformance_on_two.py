@@ -10,7 +10,7 @@ import torch
 import forge_cli
 import two_ranks
 from forge_train import ConfigError, Job, Phase, Plugin, Transform, hookimpl
-from forge_train.testing import Pool, Report, RunForge, assert_conforms, check, verifying
+from forge_train_tools.testing import Pool, Report, RunForge, assert_conforms, check, verifying
 from forge_train_tools.verification import Verdict
 from forge_train_tools.verification.routing import RoutingDifference
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from forge_train import ConfigError
-from forge_train_data import formats
-from forge_train_data.files import File, find
+from forge_train_kit.data import formats
+from forge_train_kit.data.files import File, find
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 3)]
 
@@ -140,7 +140,7 @@ def distribution(root: Path, name: str, points: str) -> None:
 
 def test_an_outside_format_is_found_by_its_suffix(installed: Path) -> None:
     (installed / "mine_a.py").write_text(
-        "from forge_train_data.formats import Part\n"
+        "from forge_train_kit.data.formats import Part\n"
         "class Words:\n"
         "    def parts(self, file):\n        return [Part(0, 1, file.size())]\n"
         "    def read(self, file, part):\n"
@@ -173,7 +173,7 @@ def test_what_a_lookup_refuses(installed: Path) -> None:
 
 def test_looking_for_files_imports_no_library() -> None:
     code = (
-        "import sys; from forge_train_data.files import find; find('/etc/hostname', key='k');"
+        "import sys; from forge_train_kit.data.files import find; find('/etc/hostname', key='k');"
         "print({'torch', 'numpy', 'pyarrow', 'fsspec', 'zstandard'} & set(sys.modules))"
     )
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -19,8 +19,8 @@ import pytest
 
 from forge_train import ConfigError
 from forge_train.ground import remote
-from forge_train_data.files import File, find
-from forge_train_data.formats import lookup
+from forge_train_kit.data.files import File, find
+from forge_train_kit.data.formats import lookup
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 3)]
 

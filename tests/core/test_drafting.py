@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from forge_train import ConfigError
-from forge_train.testing import TinyRun, run_forge
 from forge_train_cli.app import run as forge
 from forge_train_tools.offline.generate import Completion, Sampling
+from forge_train_tools.testing import TinyRun, run_forge
 
 MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "gqa": ((), {}),

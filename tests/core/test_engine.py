@@ -17,7 +17,7 @@ import toys
 from forge_cli import environment, start
 from forge_train import ConfigError, DivergedError, ForgeError, Plugin, PluginError, Update, hookimpl
 from forge_train.storage.checkpoint import check, found
-from forge_train.testing import TinyRun
+from forge_train_tools.testing import TinyRun
 
 ALL = (toys.Noise, toys.Average)
 EVERYTHING = {"train.evaluate_every": 2, "checkpoint.every": 2, "checkpoint.keep": 3}

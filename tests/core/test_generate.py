@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import tiny_models
 from forge_train import ConfigError, ForgeError
 from forge_train_cli.app import run as forge
-from forge_train_data.tokenizers.byte import ByteTokenizer
+from forge_train_kit.data.tokenizers.byte import ByteTokenizer
 from forge_train_tools.offline.generate import Completion, Sampling, _Stops, _Stream, choose
 
 GREEDY = Sampling(tokens=20, temperature=0)

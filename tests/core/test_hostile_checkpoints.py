@@ -23,7 +23,7 @@ from forge_train.storage import checkpoint, dcp, metadata
 from forge_train.storage.hf_folder import Folder
 from forge_train.storage.seal import ALONE, check
 from forge_train.storage.shards import check_shards
-from forge_train_data.manifest import read_manifest
+from forge_train_kit.data.manifest import read_manifest
 from forge_train_tools.offline.examine import examine
 from tiny_models import reseal
 

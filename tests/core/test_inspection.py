@@ -21,7 +21,7 @@ from forge_train.contract.reference import PluginRef
 from forge_train.ground.places import place
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from forge_train.registry.inspection import check_hooks
-from forge_train.testing import Installed, installed
+from forge_train_tools.testing import Installed, installed
 
 pytestmark = pytest.mark.unit
 HERE = Path(__file__).name

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forge_train import Bins, Metric, Plugin, PluginError, Update, hookimpl
-from forge_train.metrics import (
+from forge_train_kit.metrics import (
     AUROC,
     Accuracy,
     ConfusionMatrix,
@@ -24,8 +24,8 @@ from forge_train.metrics import (
     Ratio,
     Sum,
 )
-from forge_train.testing import check, check_metric
-from forge_train.testing.runs import RunForge
+from forge_train_tools.testing import check, check_metric
+from forge_train_tools.testing.runs import RunForge
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 5)]
 

@@ -13,7 +13,7 @@ import toys
 from forge_train import ConfigError, Plugin, hookimpl
 from forge_train.loop import occasions
 from forge_train.storage.checkpoint import found
-from forge_train.testing import TinyRun
+from forge_train_tools.testing import TinyRun
 from saving import ASYNC, stepping
 
 pytestmark = pytest.mark.unit

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from forge_train.testing.runs import prepared
 from forge_train_tools import planning
 from forge_train_tools.planning import Plan, alike
 from forge_train_tools.planning.growth import Event, grown, rule
+from forge_train_tools.testing.runs import prepared
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 16), pytest.mark.timeout(300)]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from forge_train.testing.runs import prepared
 from forge_train_tools.planning import Plan, fewer, plan, stages
+from forge_train_tools.testing.runs import prepared
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("axes", "plan")]
 

@@ -17,7 +17,7 @@ import pytest
 
 import pool_cases
 from forge_train import ForgeError
-from forge_train.testing import Pool, PoolError, Verifier, hanging, pool
+from forge_train_tools.testing import Pool, PoolError, Verifier, hanging, pool
 
 pytestmark = pytest.mark.dist
 
@@ -187,7 +187,7 @@ def test_a_world_that_is_too_large_is_refused(ranks: Pool) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 def test_the_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from forge_train.testing import Pool\n"
+        "import os, sys; from pathlib import Path; from forge_train_tools.testing import Pool\n"
         "pool = Pool(Path(sys.argv[1])); print(pool.run('os:getpid', 2)); sys.stdout.flush(); os._exit(0)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)

@@ -11,8 +11,8 @@ import pytest
 
 from forge_cli import forge
 from forge_train import ConfigError
-from forge_train.testing import Pool, RunForge, run_forge
 from forge_train_tools.offline.replay import replay
+from forge_train_tools.testing import Pool, RunForge, run_forge
 
 pytestmark = [pytest.mark.unit]
 STEPS = 6

@@ -19,7 +19,7 @@ from forge_train.ground.files import write_whole
 from forge_train.registry.setup import resolve
 from forge_train.storage.run import is_checkpoint, is_run
 from forge_train.storage.start import Start, begin
-from forge_train.testing import installed
+from forge_train_tools.testing import installed
 
 pytestmark = pytest.mark.unit
 

@@ -19,7 +19,7 @@ from forge_train.ground.names import canonical, snake
 from forge_train.ground.presets import presets
 from forge_train.registry.discovery import discover, dotted, load
 from forge_train.registry.setup import Setup, resolve
-from forge_train.testing import Installed
+from forge_train_tools.testing import Installed
 
 pytestmark = pytest.mark.unit
 

@@ -11,11 +11,11 @@ import outside
 import outside_layers
 from forge_train import Plugin
 from forge_train.contract.hookspecs import KINDS
-from forge_train.testing import Installed, RunForge
-from forge_train.testing.bench import Bench
-from forge_train.testing.conformance import attempt
-from forge_train.testing.runs import prepared
-from forge_train.testing.trials import TRIALS
+from forge_train_tools.testing import Installed, RunForge
+from forge_train_tools.testing.bench import Bench
+from forge_train_tools.testing.conformance import attempt
+from forge_train_tools.testing.runs import prepared
+from forge_train_tools.testing.trials import TRIALS
 
 pytestmark = pytest.mark.accept("core", 2)
 

@@ -14,8 +14,8 @@ import torch
 from forge_train import ConfigError, Job, LogRecord, Plugin, StepResult, hookimpl
 from forge_train.registry import discovery
 from forge_train.registry.discovery import discover
-from forge_train.testing import Installed, RunForge, installed, run_forge
 from forge_train_plugins.optimizers.lion import Lion
+from forge_train_tools.testing import Installed, RunForge, installed, run_forge
 
 
 class Noting(Plugin):
@@ -34,7 +34,7 @@ class Noting(Plugin):
 
 def test_the_pytest_plugin_loads_nothing_slow() -> None:
     slow = ("torch", "numpy", "pydantic", "rich", "tomlkit", "forge_train_plugins")
-    code = f"import sys, forge_train.testing.fixtures; print([m for m in {slow} if m in sys.modules])"
+    code = f"import sys, forge_train_tools.testing.fixtures; print([m for m in {slow} if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 

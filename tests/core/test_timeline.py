@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 import schedules
-from forge_train import ConfigError, Timetable, Work
+from forge_train import ConfigError
+from forge_train_kit.pipeline import Timetable, Work
 from forge_train_tools.planning.drawing import IDLE, is_cut, rows, svg
 from forge_train_tools.planning.passes import Footprint, Pass, footprint
 from forge_train_tools.planning.timeline import PartCost, Timeline, simulate

@@ -6,7 +6,8 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import schedules
-from forge_train import Action, ConfigError, Overlap, Timetable, Work
+from forge_train import ConfigError
+from forge_train_kit.pipeline import Action, Overlap, Timetable, Work
 
 pytestmark = pytest.mark.accept("axes", "plan")
 

@@ -17,11 +17,11 @@ from forge_train import MASKED, ConfigError, Plugin, hookimpl
 from forge_train.config.layers import Request
 from forge_train.config.sections import TrainSection, WarmUpBatches
 from forge_train.registry.setup import resolve
-from forge_train.testing import run_forge
-from forge_train_data.loader import StreamLoader
-from forge_train_data.paired import Paired
-from forge_train_data.rows import Arrays
+from forge_train_kit.data.loader import StreamLoader
+from forge_train_kit.data.paired import Paired
+from forge_train_kit.data.rows import Arrays
 from forge_train_plugins.observers._console.board import Board
+from forge_train_tools.testing import run_forge
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 5)]
 

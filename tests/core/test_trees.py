@@ -27,7 +27,7 @@ from forge_train import (
     shard_tree,
     unshard_tree,
 )
-from forge_train.testing.bench import same
+from forge_train_tools.testing.bench import same
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("axes", 1)]
 

@@ -14,10 +14,10 @@ from torch import nn
 import toys
 from forge_train import ConfigError, KernelCapabilities, Layer, Plugin, hookimpl, section
 from forge_train.contract.hookspecs import ASKED, KINDS
-from forge_train.nn import Linear
-from forge_train.testing import RunForge, installed
-from forge_train.testing.runs import prepared
+from forge_train_kit.model import Linear
 from forge_train_tools.planning import plan
+from forge_train_tools.testing import RunForge, installed
+from forge_train_tools.testing.runs import prepared
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 21)]
 

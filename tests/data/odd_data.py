@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from forge_train import Loader, Volatile, hookimpl, section
-from forge_train_data.plugin import DataPlugin, Prefetch
-from forge_train_data.stream import Ordered
+from forge_train_kit.data.plugin import DataPlugin, Prefetch
+from forge_train_kit.data.stream import Ordered
 from odd_rows import OddRows
 
 

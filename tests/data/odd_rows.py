@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from forge_train_data.documents import Int64
-from forge_train_data.reading import stage
-from forge_train_data.rows import Arrays
+from forge_train_kit.data.documents import Int64
+from forge_train_kit.data.reading import stage
+from forge_train_kit.data.rows import Arrays
 
 
 class OddRows:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_train.testing import Pool, run_forge
-from forge_train_data.prepare import Preparation, Report, prepare
+from forge_train_kit.data.prepare import Preparation, Report, prepare
+from forge_train_tools.testing import Pool, run_forge
 
 SEQUENCE = 192
 

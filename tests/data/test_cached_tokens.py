@@ -10,10 +10,10 @@ import pytest
 
 import chat_model
 from forge_train import ConfigError
-from forge_train_data.chats import open_template, write_beside
-from forge_train_data.prepare import Preparation, Report, prepare, settled
-from forge_train_data.prepare.cached import obtained
-from forge_train_data.tokenizers import open_tokenizer
+from forge_train_kit.data.chats import open_template, write_beside
+from forge_train_kit.data.prepare import Preparation, Report, prepare, settled
+from forge_train_kit.data.prepare.cached import obtained
+from forge_train_kit.data.tokenizers import open_tokenizer
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from forge_train_data.chats import Template, conversation, open_template, render
+from forge_train_kit.data.chats import Template, conversation, open_template, render
 
 pytest.importorskip("jinja2")
 pytestmark = pytest.mark.unit

@@ -17,7 +17,7 @@ from tokenizers import processors
 
 from chat_families import names, tokenizer
 from forge_train import ConfigError
-from forge_train_data.chats import (
+from forge_train_kit.data.chats import (
     BUILT_IN,
     Segments,
     Template,
@@ -26,8 +26,8 @@ from forge_train_data.chats import (
     render,
     tokenise,
 )
-from forge_train_data.tokenizers.byte import ByteTokenizer
-from forge_train_data.tokenizers.pretrained import PretrainedTokenizer
+from forge_train_kit.data.tokenizers.byte import ByteTokenizer
+from forge_train_kit.data.tokenizers.pretrained import PretrainedTokenizer
 
 pytest.importorskip("jinja2")
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]
@@ -153,7 +153,10 @@ def test_a_template_that_fails_or_means_harm(source: str, sentence: str) -> None
 
 
 def test_needs_jinja_only_where_a_template_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import sys, forge_train_data.chats; print(sorted({'torch', 'jinja2', 'transformers'} & sys.modules.keys()))"
+    code = (
+        "import sys, forge_train_kit.data.chats; "
+        "print(sorted({'torch', 'jinja2', 'transformers'} & sys.modules.keys()))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ConfigError, match=r"chat templates need jinja2: pip install 'forge-train\[data\]'"):

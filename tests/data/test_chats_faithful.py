@@ -10,8 +10,8 @@ import pytest
 
 import chat_model
 from forge_train import ConfigError
-from forge_train_data.chats import Template, check_written, conversation, open_template, render, tokenise_ended
-from forge_train_data.tokenizers import open_tokenizer
+from forge_train_kit.data.chats import Template, check_written, conversation, open_template, render, tokenise_ended
+from forge_train_kit.data.tokenizers import open_tokenizer
 
 pytest.importorskip("jinja2")
 pytestmark = pytest.mark.unit

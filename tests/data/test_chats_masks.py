@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from chat_families import FAMILIES, names, tokenizer, untagged
-from forge_train_data.chats import Conversation, Template, conversation, open_template, render, tokenise, turn_end
-from forge_train_data.tokenizers.pretrained import PretrainedTokenizer
+from forge_train_kit.data.chats import Conversation, Template, conversation, open_template, render, tokenise, turn_end
+from forge_train_kit.data.tokenizers.pretrained import PretrainedTokenizer
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("jinja2")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forge_train import ConfigError
-from forge_train_data.chats import (
+from forge_train_kit.data.chats import (
     EmbeddingTexts,
     Template,
     conversation,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from forge_train_data.chats import conversation
-from forge_train_data.files import find
-from forge_train_data.formats import lookup
+from forge_train_kit.data.chats import conversation
+from forge_train_kit.data.files import find
+from forge_train_kit.data.formats import lookup
 
 pa = pytest.importorskip("pyarrow")
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]

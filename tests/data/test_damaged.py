@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from forge_train import ConfigError, ForgeError
-from forge_train.testing import run_forge
-from forge_train_data.documents import Documents
-from forge_train_data.prepare import Preparation, Report, prepare
-from forge_train_data.shard import Shard
-from forge_train_data.store import START
-from forge_train_data.tokens import rows_of
+from forge_train_kit.data.documents import Documents
+from forge_train_kit.data.prepare import Preparation, Report, prepare
+from forge_train_kit.data.shard import Shard
+from forge_train_kit.data.store import START
+from forge_train_kit.data.tokens import rows_of
+from forge_train_tools.testing import run_forge
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 3)]
 

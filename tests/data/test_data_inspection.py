@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from forge_train import ConfigError
-from forge_train_data.inspection import Asked, DamagedError, Lengths, inspect, material
-from forge_train_data.inspection.samples import texts_of
-from forge_train_data.prepare import Preparation, Report, prepare, tasks
-from forge_train_data.tokenizers import open_tokenizer
-from forge_train_data.tokenizers.byte import ByteTokenizer
+from forge_train_kit.data.inspection import Asked, DamagedError, Lengths, inspect, material
+from forge_train_kit.data.inspection.samples import texts_of
+from forge_train_kit.data.prepare import Preparation, Report, prepare, tasks
+from forge_train_kit.data.tokenizers import open_tokenizer
+from forge_train_kit.data.tokenizers.byte import ByteTokenizer
 
 pytestmark = pytest.mark.unit
 TEXTS = [f"Text {at}: Größe 😀\n" * (at + 1) for at in range(40)]

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forge_train_data.documents import Documents
-from forge_train_data.inspection import minhash
-from forge_train_data.inspection.minhash import ALIKE, duplicates, near, shingles, signatures
-from forge_train_data.shard import Shard
+from forge_train_kit.data.documents import Documents
+from forge_train_kit.data.inspection import minhash
+from forge_train_kit.data.inspection.minhash import ALIKE, duplicates, near, shingles, signatures
+from forge_train_kit.data.shard import Shard
 
 pytestmark = pytest.mark.unit
 

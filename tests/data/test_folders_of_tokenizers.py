@@ -12,7 +12,7 @@ import pytest
 
 from forge_train import ConfigError
 from forge_train.storage import model_files
-from forge_train_data.tokenizers import encode_documents, open_tokenizer
+from forge_train_kit.data.tokenizers import encode_documents, open_tokenizer
 
 transformers = pytest.importorskip("transformers")
 sentencepiece = pytest.importorskip("sentencepiece")

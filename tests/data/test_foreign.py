@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_train.ground.errors import ConfigError
-from forge_train_data import foreign
-from forge_train_data.foreign import ends_of, largest, open_foreign
-from forge_train_data.shard import Shard
+from forge_train_kit.data import foreign
+from forge_train_kit.data.foreign import ends_of, largest, open_foreign
+from forge_train_kit.data.shard import Shard
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 3)]
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from forge_train import MASKED, Batch
-from forge_train.nn.pooling import POOLING, pair_weights
-from forge_train_data.loader import StreamLoader, warn_of_few
-from forge_train_data.mixed import Mixture, Part
-from forge_train_data.paired import Paired
-from forge_train_data.proportions import Recipe
-from forge_train_data.rows import Arrays
-from forge_train_data.stream import Ordered
-from forge_train_data.streamed import StreamedRows
-from forge_train_data.tokenizers.byte import ByteTokenizer
+from forge_train_kit.data.loader import StreamLoader, warn_of_few
+from forge_train_kit.data.mixed import Mixture, Part
+from forge_train_kit.data.paired import Paired
+from forge_train_kit.data.proportions import Recipe
+from forge_train_kit.data.rows import Arrays
+from forge_train_kit.data.stream import Ordered
+from forge_train_kit.data.streamed import StreamedRows
+from forge_train_kit.data.tokenizers.byte import ByteTokenizer
+from forge_train_kit.model.pooling import POOLING, pair_weights
 from forge_train_plugins.tasks._embed import Contrastive
 from forge_train_plugins.tasks._reward import Preferences
 

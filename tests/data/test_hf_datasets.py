@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from forge_train import ConfigError, Loader
-from forge_train.testing import Pool, PoolError, run_forge
-from forge_train_data.plugin import Prefetch
-from forge_train_data.tokenizers.byte import ByteTokenizer
+from forge_train_kit.data.plugin import Prefetch
+from forge_train_kit.data.tokenizers.byte import ByteTokenizer
 from forge_train_plugins.data._hf_datasets.opening import Wanted, open_stream
 from forge_train_plugins.data.hf_datasets import HFDatasets
 from forge_train_plugins.data.tokenizer import Tokenizer
+from forge_train_tools.testing import Pool, PoolError, run_forge
 
 pytestmark = pytest.mark.unit
 
@@ -193,9 +193,9 @@ def test_a_stream_finds_its_place_from_the_count_alone(sources: dict[str, Any]) 
 
 
 def test_rows_of_a_stream_are_those_of_the_whole_text(sources: dict[str, Any]) -> None:
-    from forge_train_data.documents import Documents
-    from forge_train_data.rows import SplitRows
-    from forge_train_data.shard import Shard
+    from forge_train_kit.data.documents import Documents
+    from forge_train_kit.data.rows import SplitRows
+    from forge_train_kit.data.shard import Shard
 
     ids = [np.array([*text.encode(), END], np.int64) for text in TEXTS]
     text = Documents([Shard(Path("x"), np.concatenate(ids), np.cumsum([len(one) for one in ids]))])

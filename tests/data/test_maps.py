@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_train import ConfigError
-from forge_train_data import maps
-from forge_train_data.manifest import open_prepared
-from forge_train_data.maps import Maps
-from forge_train_data.prepare import Preparation, Report, prepare, tasks
+from forge_train_kit.data import maps
+from forge_train_kit.data.manifest import open_prepared
+from forge_train_kit.data.maps import Maps
+from forge_train_kit.data.prepare import Preparation, Report, prepare, tasks
 from forge_train_plugins.data.maps import FillInTheMiddle, Length
 
 pytestmark = pytest.mark.unit

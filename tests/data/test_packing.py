@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from forge_train_data.packing import Packed, best_fit, buckets, cut
-from forge_train_data.permutation import permute
+from forge_train_kit.data.packing import Packed, best_fit, buckets, cut
+from forge_train_kit.data.permutation import permute
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]
 

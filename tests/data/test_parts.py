@@ -10,8 +10,8 @@ import pytest
 import tokenizers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from forge_train_data.tokenizers.parts import PART, parts
-from forge_train_data.tokenizers.pretrained import PretrainedTokenizer
+from forge_train_kit.data.tokenizers.parts import PART, parts
+from forge_train_kit.data.tokenizers.pretrained import PretrainedTokenizer
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]
 

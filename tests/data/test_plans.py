@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forge_train_data import plans, tokens
-from forge_train_data.documents import Documents
-from forge_train_data.rows import Rows
-from forge_train_data.shard import Shard
-from forge_train_data.tokens import rows_of
+from forge_train_kit.data import plans, tokens
+from forge_train_kit.data.documents import Documents
+from forge_train_kit.data.rows import Rows
+from forge_train_kit.data.shard import Shard
+from forge_train_kit.data.tokens import rows_of
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 1)]
 

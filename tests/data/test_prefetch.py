@@ -22,18 +22,18 @@ import numpy as np
 import pytest
 import torch
 
-import forge_train_data.loader
+import forge_train_kit.data.loader
 from forge_train import Batch, ConfigError, ForgeError
-from forge_train_data.child import Payload, _place, _read
-from forge_train_data.documents import Documents
-from forge_train_data.loader import StreamLoader
-from forge_train_data.mixed import Mixture, Part
-from forge_train_data.plugin import Prefetch
-from forge_train_data.proportions import Recipe
-from forge_train_data.rows import SplitRows
-from forge_train_data.shard import Shard
-from forge_train_data.stream import Ordered
-from forge_train_data.tokens import rows_of
+from forge_train_kit.data.child import Payload, _place, _read
+from forge_train_kit.data.documents import Documents
+from forge_train_kit.data.loader import StreamLoader
+from forge_train_kit.data.mixed import Mixture, Part
+from forge_train_kit.data.plugin import Prefetch
+from forge_train_kit.data.proportions import Recipe
+from forge_train_kit.data.rows import SplitRows
+from forge_train_kit.data.shard import Shard
+from forge_train_kit.data.stream import Ordered
+from forge_train_kit.data.tokens import rows_of
 from odd_rows import OddRows, Together
 
 pytestmark = pytest.mark.unit
@@ -119,7 +119,7 @@ def test_memory_is_bounded_however_slow_the_consumer_is(
     """Batches that live are counted: 100 times as slow as the readers, and never more of them than the bound."""
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = [0]
-    whole = forge_train_data.loader.as_batch
+    whole = forge_train_kit.data.loader.as_batch
 
     def counted(arrays: Any, **options: Any) -> Batch:
         batch = whole(arrays, **options)
@@ -127,7 +127,7 @@ def test_memory_is_bounded_however_slow_the_consumer_is(
         most[0] = max(most[0], len(alive))
         return batch
 
-    monkeypatch.setattr(forge_train_data.loader, "as_batch", counted)
+    monkeypatch.setattr(forge_train_kit.data.loader, "as_batch", counted)
     loader = make(OddRows(10_000), Prefetch(workers=3, batches=2, kind=kind))
     for _ in range(12):
         next(loader)

@@ -12,7 +12,7 @@ import pytest
 
 from forge_cli import DECODER, start
 from forge_train import ForgeError, Plugin, hookimpl
-from forge_train.testing import Pool, TinyRun, run_forge
+from forge_train_tools.testing import Pool, TinyRun, run_forge
 from odd_data import OddData
 from test_prefetch import children, lives, readers
 
@@ -103,7 +103,9 @@ def test_a_run_that_is_told_to_stop_saves_and_leaves_no_process(tmp_path: Path, 
     while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)
     readers = {
-        pid for pid in children(process.pid) if b"forge_train_data.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid
+        for pid in children(process.pid)
+        if b"forge_train_kit.data.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
     }
     assert len(readers) == 2
     os.killpg(process.pid, how)  # as a terminal or a scheduler does: workers get it too

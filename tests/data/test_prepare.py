@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 
 from forge_train import ConfigError
-from forge_train_data.manifest import open_prepared, read_manifest
-from forge_train_data.prepare import Preparation, Report, prepare, tasks
-from forge_train_data.tokenizers.byte import ByteTokenizer
-from forge_train_data.tokens import open_tokens
+from forge_train_kit.data.manifest import open_prepared, read_manifest
+from forge_train_kit.data.prepare import Preparation, Report, prepare, tasks
+from forge_train_kit.data.tokenizers.byte import ByteTokenizer
+from forge_train_kit.data.tokens import open_tokens
 
 pytestmark = pytest.mark.unit
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from forge_train_data import prepare
-from forge_train_data.prepare import pool, tasks, worker
+from forge_train_kit.data import prepare
+from forge_train_kit.data.prepare import pool, tasks, worker
 tasks.TASK = 500
 left, real = int(sys.argv[3]), worker.ShardWriter.add
 def add(self, *arguments):

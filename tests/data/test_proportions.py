@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_train.ground.errors import ConfigError
-from forge_train_data.proportions import RESOLUTION, Phases, Proportions, capped, tempered
+from forge_train_kit.data.proportions import RESOLUTION, Phases, Proportions, capped, tempered
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]
 

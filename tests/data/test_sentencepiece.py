@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from forge_train import ConfigError
-from forge_train.testing import run_forge
-from forge_train_data.chats import Segments, tokenise
-from forge_train_data.manifest import open_prepared
-from forge_train_data.prepare import Preparation, Report, prepare
-from forge_train_data.tokenizers import encode_documents, open_tokenizer
+from forge_train_kit.data.chats import Segments, tokenise
+from forge_train_kit.data.manifest import open_prepared
+from forge_train_kit.data.prepare import Preparation, Report, prepare
+from forge_train_kit.data.tokenizers import encode_documents, open_tokenizer
 from forge_train_plugins.data.tokenizer import Tokenizer
+from forge_train_tools.testing import run_forge
 
 sentencepiece = pytest.importorskip("sentencepiece")
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 3)]

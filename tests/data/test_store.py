@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_train import ConfigError
-from forge_train_data.documents import Documents
-from forge_train_data.shard import Shard
-from forge_train_data.store import MAGIC, START, ShardWriter, content, open_shard, read_header
-from forge_train_data.tokens import divided
+from forge_train_kit.data.documents import Documents
+from forge_train_kit.data.shard import Shard
+from forge_train_kit.data.store import MAGIC, START, ShardWriter, content, open_shard, read_header
+from forge_train_kit.data.tokens import divided
 
 pytestmark = pytest.mark.unit
 

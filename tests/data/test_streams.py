@@ -18,19 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_train import MASKED, Batch, ConfigError, Loader
-from forge_train_data.documents import Documents
-from forge_train_data.fit import fitted
-from forge_train_data.loader import StreamLoader
-from forge_train_data.mixed import Mixture, Part
-from forge_train_data.plugin import Prefetch
-from forge_train_data.prepare import Preparation, Report, prepare, tasks
-from forge_train_data.proportions import Recipe
-from forge_train_data.random_tokens import RandomTokens
-from forge_train_data.rows import PackedRows
-from forge_train_data.shard import Shard
-from forge_train_data.stream import Ordered
-from forge_train_data.tokenizers.byte import ByteTokenizer
-from forge_train_data.tokens import rows_of
+from forge_train_kit.data.documents import Documents
+from forge_train_kit.data.fit import fitted
+from forge_train_kit.data.loader import StreamLoader
+from forge_train_kit.data.mixed import Mixture, Part
+from forge_train_kit.data.plugin import Prefetch
+from forge_train_kit.data.prepare import Preparation, Report, prepare, tasks
+from forge_train_kit.data.proportions import Recipe
+from forge_train_kit.data.random_tokens import RandomTokens
+from forge_train_kit.data.rows import PackedRows
+from forge_train_kit.data.shard import Shard
+from forge_train_kit.data.stream import Ordered
+from forge_train_kit.data.tokenizers.byte import ByteTokenizer
+from forge_train_kit.data.tokens import rows_of
 
 pytestmark = pytest.mark.unit
 
@@ -479,7 +479,7 @@ class TestPlugins:
 
     def test_bits_per_byte_of_a_prepared_folder(self, folders: list[Path]) -> None:
         """As many tokens are predicted as there are bytes: every byte, and the end, but a document's first one."""
-        from forge_train_data.tokens import tokens_per_byte
+        from forge_train_kit.data.tokens import tokens_per_byte
 
         assert tokens_per_byte(folders[0], isolate=True) == 1.0
         assert tokens_per_byte(folders[0].parent, isolate=True) is None

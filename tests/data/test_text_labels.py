@@ -12,11 +12,11 @@ import torch
 
 import heads_data
 from forge_train import MASKED, Batch, Classes, ConfigError
-from forge_train.testing import run_forge
-from forge_train_data.tokenizers import open_tokenizer
+from forge_train_kit.data.tokenizers import open_tokenizer
 from forge_train_plugins.data.text_labels import TextLabels
 from forge_train_plugins.data.tokenizer import Tokenizer
 from forge_train_tools.offline.huggingface import export_checkpoint
+from forge_train_tools.testing import run_forge
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 6)]
 

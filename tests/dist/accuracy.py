@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import toys
 from forge_train import MASKED, Batch, Evaluator, Job, Plugin, hookimpl
-from forge_train.nn import full_tensor
-from forge_train.testing import run_forge
+from forge_train_kit.model import full_tensor
 from forge_train_tools.offline.evaluate import worker
+from forge_train_tools.testing import run_forge
 
 
 class Accuracy(Plugin):
@@ -22,7 +22,7 @@ class Accuracy(Plugin):
 
     @hookimpl
     def evaluators(self, job: Job) -> Evaluator:
-        from forge_train.metrics import Accuracy, Mean
+        from forge_train_kit.metrics import Accuracy, Mean
 
         task = job.hooks.task()
         accuracy, confidence = Accuracy(top=64), Mean()

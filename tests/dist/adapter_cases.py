@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import cases
 import toys
 from forge_train import Applied, Init, Job, Phase, Plugin, Transform, hookimpl, section
-from forge_train.testing import TinyRun, run_forge
+from forge_train_tools.testing import TinyRun, run_forge
 
 RANK = 2
 

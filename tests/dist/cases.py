@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from forge_train import Batch, BatchPhase, Job, Model, Plugin, PrepareBatch, Update, hookimpl, section
 from forge_train.contract.protocols import Span, SpanName
-from forge_train.testing.runs import TinyRun, run_forge
 from forge_train_tools.planning.communication import Collective, Collectives
+from forge_train_tools.testing.runs import TinyRun, run_forge
 
 
 class Probe(Plugin):

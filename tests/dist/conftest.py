@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import compositions
-from forge_train.testing import Pool, Verifier
+from forge_train_tools.testing import Pool, Verifier
 
 
 def pytest_report_header() -> str:

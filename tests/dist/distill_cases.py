@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import cases
 import toys
 from forge_train import MASKED, Batch, ExtraModel, Job, Plugin, Update, hookimpl, section
-from forge_train.testing import TinyRun, run_forge
+from forge_train_tools.testing import TinyRun, run_forge
 
 
 class Distill(Plugin):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_train import MASKED, Batch, BatchPhase, Job, Plugin, PrepareBatch, hookimpl
-from forge_train.testing import run_forge
+from forge_train_tools.testing import run_forge
 
 
 class Noted(Plugin):

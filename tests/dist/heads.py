@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import toys
 from forge_train import Batch, HeadSpec, Job, Plugin, hookimpl
-from forge_train.nn import Linear
+from forge_train_kit.model import Linear
 
 CLASSES = 5
 

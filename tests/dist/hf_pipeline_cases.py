@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_train.testing import run_forge
+from forge_train_tools.testing import run_forge
 
 
 def trained(folder: str, plugins: Sequence[str], config: Mapping[str, Any], stop_at: int | None) -> dict[str, Any]:

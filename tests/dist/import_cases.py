@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forge_train.storage.hf_folder import Folder
 from forge_train.storage.ranges import Weights
-from forge_train.testing import run_forge
+from forge_train_tools.testing import run_forge
 from muon_cases import Begun
 
 

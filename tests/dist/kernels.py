@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Job, KernelCapabilities, Layer, Plugin, hookimpl
-from forge_train.nn import DroppedWeights, Linear
+from forge_train_kit.model import DroppedWeights, Linear
 from forge_train_plugins.attention._auto import measure as measuring
 from forge_train_plugins.attention.auto import Auto
 from forge_train_plugins.attention.flex import Flex

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from forge_train import Applied, ConfigError, Ge, Phase, Plugin, Transform, hookimpl, section
-from forge_train.nn import Linear
+from forge_train_kit.model import Linear
 
 
 class Replicas(Plugin):

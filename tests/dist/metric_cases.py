@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_train import Batch, BatchPhase, Job, Metric, Plugin, PrepareBatch, hookimpl
-from forge_train.testing import run_forge
+from forge_train_tools.testing import run_forge
 
 
 class Observing(Plugin):
@@ -17,7 +17,7 @@ class Observing(Plugin):
 
     @hookimpl
     def metrics(self, job: Job) -> Mapping[str, Metric]:
-        from forge_train import metrics
+        from forge_train_kit import metrics
 
         self.mean, self.spread, self.histogram = metrics.Mean(), metrics.Quantile(), metrics.Histogram(0, 256, bins=8)
         self.least, self.auroc, self.seldom = metrics.Min(), metrics.AUROC(64), metrics.Sum()

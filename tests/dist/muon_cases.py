@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from forge_train import Plugin, hookimpl
-from forge_train.nn.matrices import Matrix
 from forge_train.storage.state import optimizer_state
-from forge_train.testing import run_forge
+from forge_train_kit.optim.matrices import Matrix
 from forge_train_plugins.optimizers.muon import Muon
+from forge_train_tools.testing import run_forge
 
 
 class Begun(Plugin):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from forge_train import hookimpl
-from forge_train.nn import NarrowState
-from forge_train.nn.quantised import Codes
-from forge_train.nn.stochastic import rounded
+from forge_train_kit.optim import NarrowState
+from forge_train_kit.optim.quantised import Codes
+from forge_train_kit.optim.stochastic import rounded
 from forge_train_plugins.optimizers.adamw import AdamW
 
 

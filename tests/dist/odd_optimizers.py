@@ -194,7 +194,7 @@ class OddOptimizer(Plugin):
 
     @hookimpl
     def optimizer(self, model: Model, job: Job) -> torch.optim.Optimizer:
-        from forge_train.nn import decay_groups
+        from forge_train_kit.optim import decay_groups
 
         return self.optimizer_class(decay_groups(model, job, SimpleNamespace(lr=LR, weight_decay=0.1)))
 

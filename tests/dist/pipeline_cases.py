@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import cases
 import toys
-from forge_train import Applied, Batch, Job, MicroBatch, Model, Phase, Plugin, Timetable, Transform, hookimpl
-from forge_train.testing import TinyRun
+from forge_train import Applied, Batch, Job, MicroBatch, Model, Phase, Plugin, Transform, hookimpl
+from forge_train_kit.pipeline import Timetable
+from forge_train_tools.testing import TinyRun
 
 
 class Stages(Plugin):

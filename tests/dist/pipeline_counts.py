@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from forge_train.testing import run_forge
 from forge_train_plugins.precision._low_precision import layers, products
+from forge_train_tools.testing import run_forge
 
 
 def products_of(folder: str, schedule: str) -> dict[str, int]:

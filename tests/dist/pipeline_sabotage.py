@@ -8,7 +8,8 @@ from unittest.mock import patch
 
 import torch
 
-from forge_train import Action, Applied, Executor, Transform, hookimpl
+from forge_train import Applied, Executor, Transform, hookimpl
+from forge_train_kit.pipeline import Action
 from forge_train_plugins.experts.moe import MoE
 from forge_train_plugins.parallel._pp.step import Step
 from forge_train_plugins.parallel.pp import PipelineParallel

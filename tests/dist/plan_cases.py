@@ -14,8 +14,8 @@ from torch.profiler import profile
 
 from forge_train import Job, Model, Plugin, Update, hookimpl
 from forge_train.contract.protocols import Span, SpanName
-from forge_train.testing.runs import run_forge
 from forge_train_tools.planning.communication import Collective, Collectives, Names
+from forge_train_tools.testing.runs import run_forge
 
 
 class Meter(Plugin):

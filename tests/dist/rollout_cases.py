@@ -12,7 +12,7 @@ from torch import Tensor
 import cases
 import toys
 from forge_train import MASKED, Batch, Gt, Job, Model, Plugin, hookimpl, section
-from forge_train.testing import TinyRun, run_forge
+from forge_train_tools.testing import TinyRun, run_forge
 
 PROMPT = 2
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import Applied, BatchPhase, Metric, Phase, Plugin, PrepareBatch, Transform, hookimpl, section
-from forge_train.metrics import Sum
+from forge_train_kit.metrics import Sum
 from forge_train_plugins.data.text import Text
 from forge_train_plugins.feed_forward.swiglu import SwiGLU
 from forge_train_plugins.models.decoder import Decoder

@@ -17,7 +17,7 @@ from forge_train.ground.disk import DiskError
 from forge_train.loop.saver import Saver
 from forge_train.storage.background import Background
 from forge_train.storage.save_plan import Shards, _size
-from forge_train.testing import run_forge
+from forge_train_tools.testing import run_forge
 from full_disk import full_for
 from saving import ASYNC, contents, overwritten, slow_disk
 

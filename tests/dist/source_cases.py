@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_train.testing import run_forge
+from forge_train_tools.testing import run_forge
 
 IDS = {"low": (0, 60), "high": (90, 250)}
 DOCUMENT = 33

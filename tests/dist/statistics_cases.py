@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from forge_train.testing import run_forge
+from forge_train_tools.testing import run_forge
 
 
 def train(folder: str, plugins: list[str], config: dict[str, Any], **more: Any) -> dict[str, Any]:

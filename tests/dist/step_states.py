@@ -25,8 +25,8 @@ from forge_train import (
     StateKey,
     Update,
     hookimpl,
-    metrics,
 )
+from forge_train_kit import metrics
 
 WEIGHTS: StateKey[dict[str, Tensor]] = StateKey(
     "weighing.weights", {"tokens": Axes(batch=0, sequence=1), "mean": Axes(batch=None)}

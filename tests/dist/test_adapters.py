@@ -11,8 +11,8 @@ import pytest
 import cases
 from compositions import Composition
 from forge_train.storage.checkpoint import found, shapes
-from forge_train.testing import Pool, PoolError, Verifier
 from forge_train_tools.offline.opening import open_model
+from forge_train_tools.testing import Pool, PoolError, Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forge_train.testing import Pool
+from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("resilience", 4)]
 

@@ -10,8 +10,8 @@ import pytest
 from torch import Tensor
 
 import compositions
-from forge_train.testing import Verifier
 from forge_train_tools import verification
+from forge_train_tools.testing import Verifier
 from forge_train_tools.verification.numbers import errors
 from forge_train_tools.verification.recording import read_gradients
 

@@ -13,7 +13,7 @@ import toys
 from forge_cli import environment, forge_process
 from forge_train.ground.records import read
 from forge_train.storage.checkpoint import check, found
-from forge_train.testing import Pool
+from forge_train_tools.testing import Pool
 from saving import ASYNC
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]

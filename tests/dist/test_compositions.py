@@ -15,7 +15,7 @@ import forge_cli
 from compositions import LAYOUTS, SEED, Composition
 from forge_train import ForgeError
 from forge_train.config import Request
-from forge_train.testing import Verifier
+from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist]
 STEPS = 3

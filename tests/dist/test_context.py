@@ -11,7 +11,7 @@ import pytest
 import contexts
 from compositions import SEED
 from contexts import Context
-from forge_train.testing import Verifier
+from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import context_cases
-from forge_train.testing import Pool
+from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("axes", 1)]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from deepseek_cases import trained
-from forge_train.testing import Pool
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model
+from forge_train_tools.testing import Pool
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 5)]

@@ -9,7 +9,7 @@ import pytest
 
 import compositions
 import forge_cli
-from forge_train.testing import Pool, Verifier
+from forge_train_tools.testing import Pool, Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 3)]
 

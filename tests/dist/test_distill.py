@@ -10,7 +10,7 @@ import pytest
 
 import forge_cli
 from compositions import Composition
-from forge_train.testing import Verifier
+from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1)]
 

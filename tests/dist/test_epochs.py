@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import epoch_cases
-from forge_train.testing import Pool
+from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from forge_train import Plugin, PluginError, hookimpl
-from forge_train.testing import Pool, RunForge, TinyRun
 from forge_train_contrib.ema import EMA
 from forge_train_tools.offline.evaluate import evaluate
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model
+from forge_train_tools.testing import Pool, RunForge, TinyRun
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1)]
 EVALUATED: Mapping[str, Any] = {"train.evaluate_every": 1, "train.evaluate_batches": 2}

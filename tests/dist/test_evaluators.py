@@ -11,7 +11,7 @@ import accuracy
 from accuracy import Accuracy, Silent, Unmeasured
 from forge_cli import forge
 from forge_train import ConfigError, PluginError
-from forge_train.testing import Pool, RunForge
+from forge_train_tools.testing import Pool, RunForge
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
 

@@ -13,8 +13,8 @@ import torch
 from forge_train import ConfigError
 from forge_train.config import Request
 from forge_train.registry.setup import resolve
-from forge_train.testing import Verifier
 from forge_train_tools.planning import plan
+from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist]
 STEPS = 3

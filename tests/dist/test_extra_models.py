@@ -11,9 +11,9 @@ import pytest
 import toys
 from forge_train import ConfigError
 from forge_train.storage.checkpoint import found, shapes
-from forge_train.testing import Pool, PoolError
-from forge_train.testing.runs import prepared
 from forge_train_tools.planning import plan
+from forge_train_tools.testing import Pool, PoolError
+from forge_train_tools.testing.runs import prepared
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
 

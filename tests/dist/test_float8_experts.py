@@ -18,7 +18,7 @@ from forge_train.config import Request
 from forge_train.engine import train as train_here
 from forge_train.ground.records import TIMINGS, read
 from forge_train.registry.setup import resolve
-from forge_train.testing import Pool
+from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist, pytest.mark.accept("moe", 1)]
 

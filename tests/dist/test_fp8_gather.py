@@ -13,7 +13,7 @@ import pytest
 import compositions
 import gather_cases
 from forge_train.storage import checkpoint
-from forge_train.testing import Pool, PoolError, run_forge
+from forge_train_tools.testing import Pool, PoolError, run_forge
 
 pytestmark = [pytest.mark.dist]
 

@@ -14,7 +14,7 @@ import pytest
 import toys
 from forge_cli import forge_process
 from forge_train.storage.checkpoint import check, found
-from forge_train.testing import Pool
+from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("trial", 16), pytest.mark.timeout(400)]
 TESTS = Path(__file__).parent.parent

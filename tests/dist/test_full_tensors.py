@@ -16,8 +16,8 @@ from forge_train.ground.records import read
 from forge_train.storage import dcp
 from forge_train.storage.checkpoint import check, found, shapes
 from forge_train.storage.consolidated import INDEX
-from forge_train.testing import Pool
 from forge_train_tools.offline.examine import examine
+from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("checkpoints", "full")]
 

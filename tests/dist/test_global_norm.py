@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge_train.testing import Pool
+from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
 

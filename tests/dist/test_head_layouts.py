@@ -14,7 +14,7 @@ import heads_data
 import hf_models
 from forge_train import ForgeError
 from forge_train.config import Request
-from forge_train.testing import Verifier
+from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 6)]
 

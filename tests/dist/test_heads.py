@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from forge_train import ConfigError
-from forge_train.testing import Pool, RunForge
+from forge_train_tools.testing import Pool, RunForge
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
 

@@ -11,8 +11,8 @@ import torch
 
 import hf_models
 from forge_cli import forge
-from forge_train.testing import Pool
 from forge_train_tools.offline.huggingface import export_checkpoint
+from forge_train_tools.testing import Pool
 from hf_pipeline_cases import trained
 
 transformers = pytest.importorskip("transformers")

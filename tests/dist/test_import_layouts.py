@@ -10,9 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from forge_train import ConfigError
-from forge_train.testing import Pool, RunForge
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.huggingface import export_checkpoint
+from forge_train_tools.testing import Pool, RunForge
 from import_cases import started
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("families", "straight")]
@@ -26,7 +26,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from forge_train.testing import run_forge
+    from forge_train_tools.testing import run_forge
 
     folder = tmp_path_factory.mktemp("from")
     run = run_forge((), {"decoder.tied": False, "adamw.lr": 1e-2}, steps=1, folder=folder / "runs")

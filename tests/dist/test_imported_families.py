@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from family_layouts import EXPERTS, FAMILIES, LAYOUTS, Imported, product
-from forge_train.testing import Verifier
+from forge_train_tools.testing import Verifier
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 1)]

@@ -10,8 +10,8 @@ import pytest
 import kernels
 from forge_train import ConfigError, KernelCapabilities, Plugin
 from forge_train.registry.discovery import discover, find
-from forge_train.testing import Installed, Pool, RunForge, check
 from forge_train_tools.offline.generate import Completion, Sampling
+from forge_train_tools.testing import Installed, Pool, RunForge, check
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
 

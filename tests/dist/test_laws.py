@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import law_cases
-from forge_train.testing import Pool
+from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import compositions
-from forge_train.testing import Pool, Verifier
+from forge_train_tools.testing import Pool, Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1), pytest.mark.timeout(400)]
 

@@ -11,8 +11,8 @@ import torch
 
 import compositions
 from forge_train import ConfigError, DivergedError, Plugin, StepResult, hookimpl
-from forge_train.testing import Pool, Verifier
-from forge_train.testing.runs import RunForge
+from forge_train_tools.testing import Pool, Verifier
+from forge_train_tools.testing.runs import RunForge
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import compositions
-from forge_train.testing import Verifier
+from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 3)]
 

@@ -11,7 +11,7 @@ import pytest
 
 import compositions
 from forge_train import ConfigError
-from forge_train.testing import Pool, RunForge, Verifier
+from forge_train_tools.testing import Pool, RunForge, Verifier
 from test_matrix_optimizers import LAYOUTS, alone, resumed, same_bits, saved, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1), pytest.mark.timeout(400)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import compositions
-from forge_train.testing import Pool, Verifier
+from forge_train_tools.testing import Pool, Verifier
 from test_matrix_optimizers import LAYOUTS, alone, farthest, resumed, same_bits, saved, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1), pytest.mark.timeout(400)]

@@ -20,8 +20,8 @@ from forge_train.config import Request
 from forge_train.ground.artifacts import recorded
 from forge_train.registry.setup import resolve
 from forge_train.storage.checkpoint import found, shapes
-from forge_train.testing import Pool, PoolError, Verifier, installed
 from forge_train_tools.offline.opening import open_model
+from forge_train_tools.testing import Pool, PoolError, Verifier, installed
 from pipelines import Piped
 
 pytestmark = [pytest.mark.dist]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import plan_cases
-from forge_train.testing import Pool
-from forge_train.testing.runs import prepared
 from forge_train_tools.planning import Plan, plan
+from forge_train_tools.testing import Pool
+from forge_train_tools.testing.runs import prepared
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("axes", "plan")]
 

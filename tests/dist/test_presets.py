@@ -13,8 +13,8 @@ import preset_settings
 from forge_train.config.layers import Request
 from forge_train.engine import train
 from forge_train.registry.setup import resolve
-from forge_train.testing import Pool
 from forge_train_cli.presets import Preset, everything
+from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 4)]
 

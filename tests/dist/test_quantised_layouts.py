@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import compositions
-from forge_train.testing import Pool, Verifier
+from forge_train_tools.testing import Pool, Verifier
 from test_matrix_optimizers import alone, resumed, same_bits, saved, train
 from test_narrow_layouts import FP32, distance
 

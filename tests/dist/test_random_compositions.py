@@ -12,7 +12,7 @@ import pytest
 
 import random_compositions
 from forge_train.config import Request
-from forge_train.testing import Verifier
+from forge_train_tools.testing import Verifier
 from forge_train_tools.verification import Check, Verdict
 from random_compositions import Drawn, Jitter, draw
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from forge_train.testing import Pool
-from forge_train.testing.conformance import check
+from forge_train_tools.testing import Pool
+from forge_train_tools.testing.conformance import check
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
 

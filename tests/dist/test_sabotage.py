@@ -12,7 +12,7 @@ import pytest
 
 import compositions
 from forge_train.config import Request
-from forge_train.testing import Verifier
+from forge_train_tools.testing import Verifier
 
 pytestmark = [
     pytest.mark.dist,

@@ -10,7 +10,7 @@ import torch
 
 import soft_targets
 from forge_train import Axes, Batch, PluginError, shard_of_tree, shard_tree
-from forge_train.testing import Pool, RunForge
+from forge_train_tools.testing import Pool, RunForge
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
 

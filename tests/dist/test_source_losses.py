@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import source_cases
-from forge_train.testing import Pool, run_forge
 from forge_train_plugins.tasks.next_token import NextTokenTask
+from forge_train_tools.testing import Pool, run_forge
 from hot_path import Watch, counting, waits
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("data", 4)]

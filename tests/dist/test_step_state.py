@@ -10,7 +10,7 @@ import pytest
 import compositions
 import step_states
 from forge_train import PluginError
-from forge_train.testing import RunForge, Verifier
+from forge_train_tools.testing import RunForge, Verifier
 
 pytestmark = [pytest.mark.dist]
 

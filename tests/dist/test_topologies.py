@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forge_train.testing import Pool
+from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from forge_train.testing import Pool
 from forge_train_plugins.optimizers.torch_optimizer import EXACT
+from forge_train_tools.testing import Pool
 from test_matrix_optimizers import LAYOUTS, alone, farthest, resumed, same_bits, saved, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1), pytest.mark.timeout(400)]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from compositions import Composition
-from forge_train.testing import Pool, PoolError, Verifier
+from forge_train_tools.testing import Pool, PoolError, Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
 

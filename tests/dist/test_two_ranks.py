@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import compositions
-from forge_train.testing import Verifier
+from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 4), pytest.mark.accept("dist", 1)]
 

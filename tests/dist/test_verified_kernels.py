@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import compositions
-from forge_train.testing import Pool, Verifier
+from forge_train_tools.testing import Pool, Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 7), pytest.mark.timeout(300)]
 

@@ -14,10 +14,10 @@ import pytest
 import stalls
 import toys
 from forge_cli import environment, forge_process
-from forge_train.testing import Pool, assert_conforms, run_forge
 from forge_train_plugins.resilience._watchdog import heart
 from forge_train_plugins.resilience._watchdog.verdict import Heartbeat, message
 from forge_train_tools.stacks import place
+from forge_train_tools.testing import Pool, assert_conforms, run_forge
 
 pytestmark = [pytest.mark.dist]
 DIST = Path(__file__).parent

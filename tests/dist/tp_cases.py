@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from forge_train import Init, Plugin, hookimpl
-from forge_train.nn import Embedding, Linear, RMSNorm, TensorStyle
+from forge_train_kit.model import Embedding, Linear, RMSNorm, TensorStyle
 from forge_train_plugins.parallel._tp.replicas import Replicas, Whole
 
 WIDTH = 16

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from forge_train import Bins, Tracker
-from forge_train.testing import run_forge
+from forge_train import Bins
+from forge_train_kit.tracking import Tracker
+from forge_train_tools.testing import run_forge
 
 
 class Barrier(Tracker):

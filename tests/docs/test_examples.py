@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from forge_train.testing import TinyRun, run_forge
+from forge_train_tools.testing import TinyRun, run_forge
 
 ROOT = Path(__file__).parents[2]
 FILE = re.compile(r'^```(?:python|toml) title="([^"]+)"\n(.*?)^```', re.MULTILINE | re.DOTALL)
@@ -163,7 +163,7 @@ class TestTheTutorial:
         return importlib.import_module("forge_train_norm_guard").NormGuard
 
     def test_the_check_finds_the_missing_state_and_nothing_else(self, versions: list[str], files: Path) -> None:
-        from forge_train.testing import check
+        from forge_train_tools.testing import check
 
         first = check(self.load(versions[0], files), folder=files / "first")
         assert [one.name for one in first.checks if one.status == "fail"] == ["resumes exactly"]

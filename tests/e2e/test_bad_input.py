@@ -14,7 +14,7 @@ import pytest
 import toys
 from forge_cli import DECODER, TESTS, Ended, command, environment, forge, forge_process, one_message
 from forge_train import Applied, Phase, Plugin, Transform, hookimpl
-from forge_train.testing import Installed, installed
+from forge_train_tools.testing import Installed, installed
 
 pytestmark = pytest.mark.e2e
 

@@ -12,11 +12,11 @@ import torch
 
 import heads_data
 from forge_train import ConfigError
-from forge_train.testing import run_forge
 from forge_train_tools.offline.evaluate import evaluate
 from forge_train_tools.offline.generate import Completion, Sampling
 from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model
+from forge_train_tools.testing import run_forge
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 6)]

@@ -23,7 +23,7 @@ from forge_train.ground.layout import Layout
 from forge_train.processes.distributed import DistributedContext
 from forge_train.registry import discovery
 from forge_train.registry.setup import Setup, resolve
-from forge_train.testing import Installed, installed
+from forge_train_tools.testing import Installed, installed
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("core", 3)]
 

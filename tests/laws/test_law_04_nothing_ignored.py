@@ -15,7 +15,7 @@ from forge_train.config import Request
 from forge_train.ground.axes import CONFIGURED
 from forge_train.ground.layout import Layout
 from forge_train.registry.setup import resolve
-from forge_train.testing import installed
+from forge_train_tools.testing import installed
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("core", 3)]
 

@@ -12,7 +12,7 @@ import pytest
 import toys
 from forge_cli import environment, forge
 from forge_train.registry.discovery import discover
-from forge_train.testing import installed
+from forge_train_tools.testing import installed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.accept("core", 3)]
 

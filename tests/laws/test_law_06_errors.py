@@ -16,7 +16,7 @@ import pytest
 import toys
 from forge_cli import forge, one_message
 from forge_train import Applied, BatchPhase, DivergedError, Phase, Plugin, PrepareBatch, Transform, hookimpl
-from forge_train.testing import installed
+from forge_train_tools.testing import installed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.accept("core", 3)]
 

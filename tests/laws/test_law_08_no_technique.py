@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.accept("core", 3)]
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "core/forge_train",
+    "core/forge_train_kit",
     "core/forge_train_tools",
     "plugins/forge_train_plugins",
     "cli/forge_train_cli",

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 import toys
-from forge_train import Batch, BatchPhase, Metric, Plugin, PrepareBatch, StepResult, hookimpl, metrics
+from forge_train import Batch, BatchPhase, Metric, Plugin, PrepareBatch, StepResult, hookimpl
 from forge_train.contract.calls import Calls
-from forge_train.testing import run_forge
+from forge_train_kit import metrics
+from forge_train_tools.testing import run_forge
 from hot_path import Watch, counting, waits
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("core", 3)]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from forge_train import Batch, ConfigError, PluginError, StepState
-from forge_train.nn import AttentionDropout, DroppedWeights
-from forge_train.testing import RunForge
+from forge_train_kit.model import AttentionDropout, DroppedWeights
 from forge_train_plugins.attention.eager import Eager
 from forge_train_plugins.attention.mla import MLA
+from forge_train_tools.testing import RunForge
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 3)]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from forge_train import Init
-from forge_train.nn import Embedding, LayerNorm, Linear, RMSNorm
+from forge_train_kit.model import Embedding, LayerNorm, Linear, RMSNorm
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forge_train.nn import KVCache
+from forge_train_kit.model import KVCache
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from forge_train.nn import Linear, sum_in_chunks
+from forge_train_kit.model import Linear, sum_in_chunks
 from forge_train_plugins.precision._precision import narrow
 
 pytestmark = pytest.mark.unit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forge_train.nn import depth_scaled, flops_per_token, full_tensor
+from forge_train_kit.model import depth_scaled, flops_per_token, full_tensor
 
 pytestmark = pytest.mark.unit
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from forge_train import SAMPLES, Batch, Job, Plugin, PluginError, StepResult, StepState, hookimpl
-from forge_train.nn import Dropout
-from forge_train.nn.dropout import mixed
-from forge_train.testing import RunForge
+from forge_train_kit.model import Dropout
+from forge_train_kit.model.dropout import mixed
+from forge_train_tools.testing import RunForge
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 3)]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from forge_train import ConfigError, ParameterGroup
-from forge_train.nn import decay_groups, parameter_groups
+from forge_train_kit.optim import decay_groups, parameter_groups
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
 

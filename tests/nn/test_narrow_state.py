@@ -13,9 +13,9 @@ from torch import nn
 
 from forge_train import PluginError
 from forge_train.contract.state_dtypes import StateDtype
-from forge_train.nn import NarrowState, stochastic
-from forge_train.nn.at_rest import AtRest
-from forge_train.nn.stochastic import random_bits, rounded
+from forge_train_kit.optim import NarrowState, stochastic
+from forge_train_kit.optim.at_rest import AtRest
+from forge_train_kit.optim.stochastic import random_bits, rounded
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
 
@@ -159,7 +159,7 @@ def test_a_second_moment_in_bf16_follows_small_changes() -> None:
 def test_a_few_parameters_at_a_time_or_all_at_once_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = []
     for room in (1 << 24, 10):
-        monkeypatch.setattr("forge_train.nn.narrow_state.ROOM", room)
+        monkeypatch.setattr("forge_train_kit.optim.narrow_state.ROOM", room)
         weights = weights_of(torch.float32)
         one = made(weights, "bf16", "bf16")
         for seed in range(3):

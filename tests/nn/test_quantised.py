@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from forge_train.contract.state_dtypes import StateDtype
-from forge_train.nn.at_rest import AtRest
-from forge_train.nn.narrow_state import NarrowState
-from forge_train.nn.quantised import BLOCK, Codes, fits, table
+from forge_train_kit.optim.at_rest import AtRest
+from forge_train_kit.optim.narrow_state import NarrowState
+from forge_train_kit.optim.quantised import BLOCK, Codes, fits, table
 from forge_train_plugins.optimizers._lion import SignMomentum
 from forge_train_plugins.optimizers._schedule_free import ScheduleFreeAdamW
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_train.nn import (
+from forge_train_kit.model import (
     DynamicRoPE,
     LengthRoPE,
     LinearScaling,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from forge_train import Job, Plugin, hookimpl
-from forge_train.testing import run_forge
+from forge_train_tools.testing import run_forge
 
 
 class Late(Plugin):

@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fakes
 from forge_train import ConfigError, PluginError, attach_loss
 from forge_train.contract.auxiliary import loss_scaling
-from forge_train.testing import RunForge
 from forge_train_plugins.attention._flex import FlexKernel
 from forge_train_plugins.attention._packed.kernel import PackedKernel, TiledKernel
 from forge_train_plugins.attention._sdpa import Kernel as SDPAKernel
 from forge_train_plugins.memory._ac import Policy, breaks, recompute, recompute_broken
 from forge_train_plugins.memory.ac import ActivationCheckpointing
+from forge_train_tools.testing import RunForge
 
 pytestmark = pytest.mark.unit
 

@@ -16,8 +16,8 @@ import toys
 from forge_train import ConfigError, DivergedError, Plugin, hookimpl
 from forge_train.ground.records import read
 from forge_train.storage.checkpoint import found
-from forge_train.testing import RunForge, TinyRun, assert_conforms, run_forge
 from forge_train_plugins.resilience._anomaly.judge import Judge
+from forge_train_tools.testing import RunForge, TinyRun, assert_conforms, run_forge
 from hot_path import Watch, counting, waits
 from poison import Poison
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fakes
 from forge_train import Layer
-from forge_train.nn import RoPE
+from forge_train_kit.model import RoPE
 from forge_train_plugins.attention._gqa import GroupedQueryAttention
 from forge_train_plugins.attention._sdpa import Kernel
 from peak_memory import peak_memory

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import fakes
 from forge_train import ConfigError, KernelCapabilities, Plugin, hookimpl
-from forge_train.nn import DroppedWeights
 from forge_train.registry.discovery import discover, load
-from forge_train.testing import RunForge
+from forge_train_kit.model import DroppedWeights
 from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_plugins.attention._packed import versions
+from forge_train_tools.testing import RunForge
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 4)]
 

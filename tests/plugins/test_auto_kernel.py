@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from forge_train import ConfigError, KernelCapabilities, Plugin, hookimpl
-from forge_train.testing import RunForge
 from forge_train_plugins.attention._auto import measure as measuring
 from forge_train_plugins.attention.auto import Auto
+from forge_train_tools.testing import RunForge
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 4)]
 

@@ -16,9 +16,9 @@ from torch._dynamo.utils import counters
 
 import fakes
 from forge_train import Batch, BatchPhase, ConfigError, Plugin, PrepareBatch, StepResult, hookimpl
-from forge_train.testing import RunForge
 from forge_train_plugins.memory._compile import Summary, compile_unit, eager_where_new
 from forge_train_plugins.memory.compile import Compile
+from forge_train_tools.testing import RunForge
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
 

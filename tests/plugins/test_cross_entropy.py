@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import fakes
 from forge_train import MASKED
-from forge_train.nn import Linear
-from forge_train.nn.chunks import CHUNKS, LOGITS, chosen
+from forge_train_kit.model import Linear
+from forge_train_kit.model.chunks import CHUNKS, LOGITS, chosen
 from forge_train_plugins.tasks._cross_entropy import ChunkedCrossEntropy
 from forge_train_plugins.tasks.cross_entropy import CrossEntropy
 from peak_memory import peak_memory

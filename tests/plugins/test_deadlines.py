@@ -10,9 +10,9 @@ import pytest
 
 import toys
 from forge_train.storage.checkpoint import check, found
-from forge_train.testing import assert_conforms
 from forge_train_plugins.resilience._signals import end_of_job, seconds_left
 from forge_train_plugins.resilience.signals import Signals
+from forge_train_tools.testing import assert_conforms
 
 
 @pytest.mark.unit

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 import fused_kernels
 import low_precision as low
 from forge_train import ConfigError
-from forge_train.testing import RunForge
 from forge_train_plugins.precision._low_precision import recipes
 from forge_train_plugins.precision._low_precision.formats import Blocks, rounded
 from forge_train_plugins.precision._low_precision.minifloat import E4M3, nearest
+from forge_train_tools.testing import RunForge
 
 pytestmark = pytest.mark.unit
 

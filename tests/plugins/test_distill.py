@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import fakes
 import forge_cli
 from forge_train import MASKED, Batch, ConfigError
-from forge_train.nn import Linear
-from forge_train.testing import RunForge
+from forge_train_kit.model import Linear
 from forge_train_plugins.tasks._cross_entropy import ChunkedCrossEntropy
 from forge_train_plugins.tasks._distill import Distillation
+from forge_train_tools.testing import RunForge
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
 

@@ -10,7 +10,7 @@ import torch
 
 import fakes
 from forge_train import ConfigError
-from forge_train.nn import RoPE, flops_per_token
+from forge_train_kit.model import RoPE, flops_per_token
 from forge_train_plugins.attention.eager import Eager
 from forge_train_plugins.attention.flex import Flex
 from forge_train_plugins.attention.packed import Varlen

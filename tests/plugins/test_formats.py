@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_train import ConfigError
-from forge_train_data.files import File, find
-from forge_train_data.formats import Part, lookup, text_of
+from forge_train_kit.data.files import File, find
+from forge_train_kit.data.formats import Part, lookup, text_of
 from forge_train_plugins.data import arrow, jsonl
 from test_text_corpus import texts
 from text_fakes import job, plugin

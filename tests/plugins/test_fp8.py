@@ -12,11 +12,11 @@ import torch
 
 import low_precision as low
 from forge_train import ConfigError, DivergedError
-from forge_train.testing import RunForge
 from forge_train_plugins.precision._low_precision import kernels, recipes
 from forge_train_plugins.precision._low_precision.formats import Scaled
 from forge_train_plugins.precision._low_precision.minifloat import E4M3, E5M2, Minifloat, nearest, power_of_two
 from forge_train_plugins.precision._low_precision.products import Recipe
+from forge_train_tools.testing import RunForge
 
 pytestmark = pytest.mark.unit
 

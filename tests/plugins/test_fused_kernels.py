@@ -15,8 +15,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import fakes
 from forge_train import ConfigError
-from forge_train.nn import TiledAttention
-from forge_train.testing import RunForge
+from forge_train_kit.model import TiledAttention
 from forge_train_plugins.attention import _flex
 from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_plugins.attention._eager import hidden
@@ -25,6 +24,7 @@ from forge_train_plugins.attention._packed import functions, kernel, versions
 from forge_train_plugins.attention._packed.functions import Bounds, of_flash, of_torch
 from forge_train_plugins.attention._packed.kernel import PackedKernel
 from forge_train_plugins.attention.packed import Flash, Varlen
+from forge_train_tools.testing import RunForge
 from fused_kernels import flash_2, flash_3, flash_4, varlen_attn, varlen_attn_2_11
 from peak_memory import peak_memory
 

@@ -15,10 +15,10 @@ import toys
 from forge_cli import environment, forge_process
 from forge_train import ForgeError, hookimpl, section
 from forge_train.ground.layout import Layout
-from forge_train.testing import Pool, assert_conforms
 from forge_train_plugins.resilience import _health as stragglers
 from forge_train_tools import health
 from forge_train_tools.health import Measured, compare, device_complaints, disk, known_product
+from forge_train_tools.testing import Pool, assert_conforms
 
 pytestmark = [pytest.mark.unit]
 

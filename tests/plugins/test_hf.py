@@ -12,8 +12,8 @@ from torch import Tensor
 
 import hf_models
 from forge_train import ConfigError, Model
-from forge_train.nn import Dropout
-from forge_train.nn.chunks import chosen
+from forge_train_kit.model import Dropout
+from forge_train_kit.model.chunks import chosen
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.unit]

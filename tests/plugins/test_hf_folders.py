@@ -16,7 +16,6 @@ from forge_train.composition.compose import compose
 from forge_train.config import Request
 from forge_train.registry.setup import resolve
 from forge_train.storage import checkpoint
-from forge_train.testing.runs import RunForge
 from forge_train_plugins.models._hf.files import imported
 from forge_train_tools.offline.evaluate import evaluate
 from forge_train_tools.offline.generate import Completion, Sampling
@@ -24,6 +23,7 @@ from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.hf_request import starting_from
 from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import Wanted, lone_job, open_model
+from forge_train_tools.testing.runs import RunForge
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.unit]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import fakes
 from forge_train import ConfigError
-from forge_train.nn import RoPE
+from forge_train_kit.model import RoPE
 from forge_train_plugins.attention.eager import Eager
 from forge_train_plugins.models._decoder.build import scaling
 from forge_train_plugins.models.decoder import Decoder, Rope

@@ -12,7 +12,7 @@ from torch import nn
 
 import fakes
 from forge_train import ConfigError, Layer
-from forge_train.nn import DynamicRoPE, LinearScaling, RoPE
+from forge_train_kit.model import DynamicRoPE, LinearScaling, RoPE
 from forge_train_plugins.attention._mla.module import LatentAttention
 from forge_train_plugins.attention.mla import MLA
 from forge_train_plugins.models.decoder import Decoder, Rope

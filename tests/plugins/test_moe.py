@@ -17,9 +17,8 @@ import fakes
 from forge_train import ConfigError, DivergedError, Layer, Plugin, hookimpl
 from forge_train.config import Request
 from forge_train.contract.auxiliary import loss_scaling
-from forge_train.contract.choices import heard_by
 from forge_train.registry.setup import resolve
-from forge_train.testing import RunForge
+from forge_train_kit.model.choices import heard_by
 from forge_train_plugins.experts._alltoall.transport import Local
 from forge_train_plugins.experts._moe import experts
 from forge_train_plugins.experts._moe.block import MEASURES, MoEFeedForward, build
@@ -29,6 +28,7 @@ from forge_train_plugins.experts._moe.router import Choice, Router, kept, loads
 from forge_train_plugins.experts._moe.slices import Slices
 from forge_train_plugins.experts._moe.watch import Watch
 from forge_train_plugins.experts.moe import MoE
+from forge_train_tools.testing import RunForge
 from forge_train_tools.verification.routing import TIE, Counter
 
 pytestmark = pytest.mark.unit

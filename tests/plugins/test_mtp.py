@@ -16,8 +16,8 @@ from torch import Tensor
 import toys
 from forge_train import MASKED, Batch, ConfigError, Job, Model, Plugin, Update, hookimpl
 from forge_train.ground.records import TIMINGS
-from forge_train.testing import TinyRun, run_forge
 from forge_train_plugins.models._mtp.ahead import following
+from forge_train_tools.testing import TinyRun, run_forge
 
 DEPTHS, WEIGHT, WORDS, DIM, HEADS = 2, 0.3, 37, 16, 2
 ROWS: tuple[tuple[int, ...], ...] = ((9, 4, 3), (16,), (1, 2, 13), (5, 6))

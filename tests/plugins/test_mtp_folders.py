@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from forge_train.testing import TinyRun, run_forge
 from forge_train_tools.offline.huggingface import export_checkpoint
+from forge_train_tools.testing import TinyRun, run_forge
 
 transformers = pytest.importorskip("transformers")
 

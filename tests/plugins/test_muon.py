@@ -11,7 +11,7 @@ from torch import nn
 
 import fakes
 from forge_train import ConfigError, ParameterGroup
-from forge_train.nn import MatrixOptimizer, fused_rows
+from forge_train_kit.optim import MatrixOptimizer, fused_rows
 from forge_train_plugins.optimizers._muon.newton_schulz import orthogonalise
 from forge_train_plugins.optimizers._muon.rule import Orthogonal
 from forge_train_plugins.optimizers.muon import ForTheRest, Muon

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import low_precision as low
-from forge_train.testing import RunForge
 from forge_train_plugins.precision._low_precision import recipes
 from forge_train_plugins.precision._low_precision.formats import Blocks, rounded
 from forge_train_plugins.precision._low_precision.minifloat import E2M1, E4M3, Minifloat, nearest
+from forge_train_tools.testing import RunForge
 
 pytestmark = pytest.mark.unit
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from forge_train import ConfigError, Plugin, Update, hookimpl
-from forge_train.testing import RunForge
 from forge_train_plugins.optimizers.optimizer_in_backward import OptimizerInBackward
+from forge_train_tools.testing import RunForge
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
 

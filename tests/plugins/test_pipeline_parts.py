@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from forge_train import Action, ConfigError, Timetable, Work
+from forge_train import ConfigError
 from forge_train.ground.layout import Layout
+from forge_train_kit.pipeline import Action, Timetable, Work
 from forge_train_plugins.parallel._pp import cuts, cutting, program, rules, schedules
 from forge_train_plugins.parallel.pp import PipelineParallel
 

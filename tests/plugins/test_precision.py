@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from forge_train import ConfigError, dtype_borders
-from forge_train.testing.runs import RunForge
+from forge_train import ConfigError
+from forge_train_kit.model import dtype_borders
+from forge_train_tools.testing.runs import RunForge
 
 RULES = "precision.rules"
 

@@ -16,9 +16,9 @@ import torch
 from forge_cli import forge
 from forge_train import ConfigError
 from forge_train.contract.run import Run
-from forge_train.testing import Pool, RunForge
 from forge_train_plugins.observers._profile.timeline import Activity, Split, split
 from forge_train_plugins.observers._profile.window import Window
+from forge_train_tools.testing import Pool, RunForge
 from hot_path import Watch, counting, waits
 
 

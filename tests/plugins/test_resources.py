@@ -11,8 +11,8 @@ import torch
 
 import resource_cases
 from forge_train import Plugin, hookimpl
-from forge_train.testing import Pool, RunForge
 from forge_train_plugins.observers._resources import DeviceTimer, PerRank
+from forge_train_tools.testing import Pool, RunForge
 from hot_path import Watch, counting, waits
 
 pytestmark = pytest.mark.accept("parts", 5)

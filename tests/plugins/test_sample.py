@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forge_train import Plugin, hookimpl
-from forge_train.testing.runs import RunForge
+from forge_train_tools.testing.runs import RunForge
 
 CONFIG = {"sample": {"prompt": "the ", "tokens": 20, "seed": 3}}
 

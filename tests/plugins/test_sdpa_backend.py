@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from forge_train import ConfigError
-from forge_train.testing import RunForge
 from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_plugins.attention._sdpa import Kernel, missing
 from forge_train_plugins.attention.sdpa import SDPA
+from forge_train_tools.testing import RunForge
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 4)]
 

@@ -18,10 +18,10 @@ import torch
 import chat_model
 from forge_train import MASKED, Batch, ConfigError
 from forge_train.config.sections import TrainSection
-from forge_train_data import progress
-from forge_train_data.chats import open_template, write_beside
-from forge_train_data.learned import tell_learned
-from forge_train_data.tokenizers import open_tokenizer
+from forge_train_kit.data import progress
+from forge_train_kit.data.chats import open_template, write_beside
+from forge_train_kit.data.learned import tell_learned
+from forge_train_kit.data.tokenizers import open_tokenizer
 from forge_train_plugins.data.sft import SFT
 from forge_train_plugins.data.tokenizer import Tokenizer
 from text_fakes import Shown

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from forge_train.testing import run_forge
 from forge_train_plugins.optimizers._torch_optimizer import MOMENTS
+from forge_train_tools.testing import run_forge
 
 pytestmark = [pytest.mark.accept("parts", 1), pytest.mark.timeout(200)]
 SIZES = {"decoder.layers": 1, "decoder.dim": 64, "decoder.heads": 2, "decoder.kv_heads": 2, "decoder.hidden": 128}

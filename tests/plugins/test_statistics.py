@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from forge_train import ConfigError, Plugin, hookimpl
-from forge_train.nn import LargestLogit
-from forge_train.testing import RunForge
+from forge_train_kit.model import LargestLogit
+from forge_train_tools.testing import RunForge
 from hot_path import Watch, counting, waits
 
 pytestmark = pytest.mark.accept("parts", 5)

@@ -16,9 +16,9 @@ import pytest
 import tokenizers
 
 from forge_train import ConfigError
-from forge_train_data import progress
-from forge_train_data.tokenizers.byte import ByteTokenizer
-from forge_train_data.tokenizers.pretrained import PretrainedTokenizer
+from forge_train_kit.data import progress
+from forge_train_kit.data.tokenizers.byte import ByteTokenizer
+from forge_train_kit.data.tokenizers.pretrained import PretrainedTokenizer
 from forge_train_plugins.data._text import cache, documents
 from forge_train_plugins.data._text.corpus import Corpus, Split
 from forge_train_plugins.data.text import Text

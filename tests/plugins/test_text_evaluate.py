@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_train import Evaluation
-from forge_train_data.held_out import Side
-from forge_train_data.tokenizers.pretrained import PretrainedTokenizer
+from forge_train_kit.data.held_out import Side
+from forge_train_kit.data.tokenizers.pretrained import PretrainedTokenizer
 from forge_train_plugins.data._text import baseline
 from forge_train_plugins.data._text.baseline import trigram_bits_per_byte
 from text_fakes import job, plugin, prose, write

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_train import MASKED, Batch, ConfigError, Loader
-from forge_train_data.documents import Documents
-from forge_train_data.loader import StreamLoader
-from forge_train_data.permutation import permute
-from forge_train_data.rows import SplitRows
-from forge_train_data.shard import Shard
-from forge_train_data.stream import Ordered
+from forge_train_kit.data.documents import Documents
+from forge_train_kit.data.loader import StreamLoader
+from forge_train_kit.data.permutation import permute
+from forge_train_kit.data.rows import SplitRows
+from forge_train_kit.data.shard import Shard
+from forge_train_kit.data.stream import Ordered
 from forge_train_plugins.data._text.corpus import Corpus
 from forge_train_plugins.data._text.ordered import ordered
 from forge_train_plugins.data.text import Text
@@ -166,7 +166,7 @@ class TestOrder:
 
     def test_a_plan_boundary_is_no_boundary_of_the_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = take(loader(micro_batch=3), 30)
-        monkeypatch.setattr("forge_train_data.loader._AHEAD", 7)
+        monkeypatch.setattr("forge_train_kit.data.loader._AHEAD", 7)
         assert torch.equal(take(loader(micro_batch=3), 30), expected)
 
     def test_a_state_of_another_corpus_is_refused(self) -> None:

@@ -12,10 +12,10 @@ import torch
 
 import chat_model
 from forge_train import MASKED, Batch, ConfigError
-from forge_train.testing import run_forge
-from forge_train_data.tokenizers import open_tokenizer
+from forge_train_kit.data.tokenizers import open_tokenizer
 from forge_train_plugins.data.text_pairs import TextPairs
 from forge_train_plugins.data.tokenizer import Tokenizer
+from forge_train_tools.testing import run_forge
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 1)]

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from forge_train import ConfigError
-from forge_train_data.tokenizers.pretrained import PretrainedTokenizer
+from forge_train_kit.data.tokenizers.pretrained import PretrainedTokenizer
 from forge_train_plugins.data.tokenizer import Tokenizer
 from text_fakes import job, plugin, write
 

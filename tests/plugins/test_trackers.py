@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from forge_train import Bins, ConfigError, Metric, Plugin, PluginError, Tracker, hookimpl
-from forge_train.testing import RunForge, TinyRun
+from forge_train import Bins, ConfigError, Metric, Plugin, PluginError, hookimpl
+from forge_train_kit.tracking import Tracker
+from forge_train_tools.testing import RunForge, TinyRun
 
 pytestmark = [pytest.mark.accept("parts", 6)]
 
@@ -31,7 +32,7 @@ class Spread(Plugin):
 
     @hookimpl
     def metrics(self, job: Any) -> dict[str, Metric]:
-        from forge_train.metrics import Histogram
+        from forge_train_kit.metrics import Histogram
 
         self.losses = Histogram(0, 8, bins=4)
         return {"losses": self.losses}

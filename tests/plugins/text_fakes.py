@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forge_train_data.tokenizers.byte import ByteTokenizer
+from forge_train_kit.data.tokenizers.byte import ByteTokenizer
 from forge_train_plugins.data._text.corpus import Split
 from forge_train_plugins.data.text import Text
 

@@ -129,7 +129,7 @@ def declared_init(part: nn.Module, name: str) -> Init:
             module = part.get_submodule(name.rpartition(".")[0])
             raise PluginError(
                 f"Nobody declares how parameter {name!r} ({type(module).__name__}) starts: give its module, or one "
-                "around it, `initial(name) -> Init`, or build it from forge_train.nn."
+                "around it, `initial(name) -> Init`, or build it from forge_train_kit.model."
             )
         owner, _, last = owner.rpartition(".")
         rest = f"{last}.{rest}"

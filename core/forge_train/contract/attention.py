@@ -24,8 +24,8 @@ class KernelCapabilities:
     windows: bool = False
     """`window`: a query sees so many positions, its own the last of them."""
     dropout: bool = False
-    """`dropout`: the weights that a `forge_train.nn.DroppedWeights` names are set to zero after the softmax, and the
-    others are divided by the rest."""
+    """`dropout`: weights named by a `DroppedWeights` are set to zero after the softmax, and the others are divided by
+    the rest."""
     soft_caps: bool = False
     """`soft_cap`: logits become `cap · tanh(logits / cap)` (Gemma 2, arXiv:2408.00118)."""
     sinks: bool = False
@@ -84,7 +84,7 @@ class AttentionKernel(Protocol):
                 the last query sees every key of a cache. Keys beyond the last query are seen by none. Every query sees
                 a key at least, where a kernel is not asked for `blocks`.
             window: positions that a query sees, itself included; all by default.
-            dropout: a `forge_train.nn.DroppedWeights`, which says by positions which weights are zero; none by default.
+            dropout: a `DroppedWeights`, which determines by positions which weights are zero; none by default.
                 The log-sum-exp is that of all weights.
             soft_cap: none by default.
             sinks: `[heads]`.

@@ -22,7 +22,6 @@ from .hookspecs import KINDS, OBSERVERS
 from .plugin import PROJECT, Plugin
 from .reference import PluginRef
 from .returns import returned
-from .tracker import Tracker
 
 log = logging.getLogger(PROJECT)
 
@@ -107,7 +106,7 @@ class _Manager(pluggy.PluginManager):
 
 
 def _watches(plugin: EnabledPlugin) -> int:
-    return plugin.observer + issubclass(plugin.cls, Tracker)
+    return plugin.observer + plugin.cls.after_observers
 
 
 @dataclass

@@ -23,7 +23,7 @@ Value: TypeAlias = "float | Mapping[str, float] | Bins"
 
 
 class Metric:
-    """A number over many batches and all ranks. `forge_train.metrics` has the usual ones.
+    """A number over many batches and all ranks. `forge_train_kit.metrics` has the usual ones.
 
     Its state is two float64 tensors that its own `update` changes on the device: `sums` are added over ranks, of
     `maxima` the largest is taken (a minimum is the negative of a maximum). Nothing else may be kept, and `update` reads

@@ -90,6 +90,8 @@ class Plugin:
     gradients sent in buckets of a fixed size, or a layer that changes behaviour from some index on."""
     display: ClassVar[bool] = False
     """True if it only displays the progress of a run; `forge bench` leaves it out."""
+    after_observers: ClassVar[bool] = False
+    """True if it is called after all other observers, as trackers are, and so sees what they record."""
     example: ClassVar[tuple[str, ...]] = ()
     """Assignments, as of `--set`, with which `plugins check` tries it where its defaults do not train: a required key,
     or `train.precision=fp16`; and `plugins=a,b` for others that it is tried with."""

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.ground.disk import DiskError
-from forge_train.ground.ending import told
 from forge_train.ground.errors import ForgeError, explain
 from forge_train.ground.failure import Failure, kind
 from forge_train.ground.world import FORGE_LAUNCHED, World
+from forge_train_tools.launching.ending import told
 
 from .launch import WorkerResult, leave
 

@@ -45,7 +45,7 @@ def check(job: Job, part: nn.Module, drafts: int) -> None:
     if not all(hasattr(one, "crop") for one in _caches(part, own, job)):
         raise ConfigError(
             "This model can't undo wrong drafts: that needs attention with a cache of keys and values that can be "
-            "cropped (forge_train.nn.KVCache), and a kernel that can continue from it. Leave drafts out."
+            "cropped (forge_train_kit.model.KVCache), and a kernel that can continue from it. Leave drafts out."
         )
 
 

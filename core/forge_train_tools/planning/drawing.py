@@ -9,7 +9,7 @@ from math import ceil
 from statistics import median_high
 from typing import NamedTuple
 
-from forge_train.contract.timetable import Action, Overlap, Work, actions_of
+from forge_train_kit.pipeline.timetable import Action, Overlap, Work, actions_of
 
 from .timeline import Span, Timeline
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from forge_train.contract.timetable import Timetable, Work
+from forge_train_kit.pipeline.timetable import Timetable, Work
 
 WORKS: Mapping[str, Work] = {
     "forward": Work.FORWARD,

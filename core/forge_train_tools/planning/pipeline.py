@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forge_train.contract.timetable import Timetable
+from forge_train_kit.pipeline.timetable import Timetable
 
 from .timeline import PartCost, Timeline, simulate
 

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge_train.contract.timetable import Timetable
 from forge_train.ground.errors import describe
+from forge_train_kit.pipeline.timetable import Timetable
 
 from .communication import Collective
 from .growth import Event

@@ -10,12 +10,12 @@ from typing import Any
 from forge_train.composition.compose import Composition, compose
 from forge_train.contract.job import Job
 from forge_train.contract.run import Run
-from forge_train.contract.timetable import Timetable
 from forge_train.ground.errors import ForgeError
 from forge_train.ground.layout import Layout
 from forge_train.ground.tensors import held_bytes
 from forge_train.ground.world import World
 from forge_train.registry.setup import Setup
+from forge_train_kit.pipeline.timetable import Timetable
 
 from . import alike
 from .alike import Units, form_of

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from forge_train.contract.timetable import Action, Overlap, Timetable, Work, actions_of
 from forge_train.ground.errors import ConfigError
+from forge_train_kit.pipeline.timetable import Action, Overlap, Timetable, Work, actions_of
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,8 @@ def of_chance(layout: Recording) -> str:
         return ""
     return (
         "The model draws random numbers in training, as dropout does, and every rank draws its own: no layout repeats "
-        "one process. Verify it without them, or make them a function of the sample, as forge_train.nn.Dropout does."
+        "one process. Verify it without them, or make them a function of the sample, as forge_train_kit.model.Dropout "
+        "does."
     )
 
 

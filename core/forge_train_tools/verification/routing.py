@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from forge_train.config.sections import Precision as PrecisionName
-from forge_train.contract.choices import Among, Made
 from forge_train.contract.job import Precision
+from forge_train_kit.model.choices import Among, Made
 
 TIE = 1e-5
 """Two scores this near, relative to the largest beside them, are a tie: at the first step, and as much more at each

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from forge_train.composition.initialise import local_window
-from forge_train.contract.choices import heard_by
 from forge_train.contract.events import CheckpointEvent, StepResult, Update
 from forge_train.contract.hooks import Hooks
 from forge_train.contract.job import Job
@@ -30,6 +29,7 @@ from forge_train.loop.weights import load_extra
 from forge_train.storage import checkpoint
 from forge_train.storage.state import optimizer_state
 from forge_train.storage.tree import split
+from forge_train_kit.model.choices import heard_by
 
 from .fingerprints import WatchedLoader, fingerprint, hash_of
 from .peak import to_peak

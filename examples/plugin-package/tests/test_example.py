@@ -13,7 +13,7 @@ from forge_train_example.sparkline import sparkline
 from forge_train_example.spike_guard import SpikeGuard
 from forge_train_example.stopwatch import Stopwatch
 
-from forge_train.testing import RunForge, assert_conforms
+from forge_train_tools.testing import RunForge, assert_conforms
 
 
 @pytest.mark.parametrize("plugin", [Freeze, Signum, SpikeGuard, Stopwatch])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train.nn import DroppedWeights, PerBatch
+from forge_train_kit.model import DroppedWeights, PerBatch
 
 
 class Kernel:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from forge_train.nn import PerBatch, TiledAttention, first_visible, is_imagined, neighbours
+from forge_train_kit.model import PerBatch, TiledAttention, first_visible, is_imagined, neighbours
 
 BLOCK = 128
 """Queries and keys per block: FlexAttention's default."""

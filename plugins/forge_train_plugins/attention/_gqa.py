@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import AttentionKernel, Init, Layer
-from forge_train.nn import AttentionDropout, KVCache, Linear, OffsetRMSNorm, RMSNorm, TensorStyle, flops_per_token
+from forge_train_kit.model import (
+    AttentionDropout,
+    KVCache,
+    Linear,
+    OffsetRMSNorm,
+    RMSNorm,
+    TensorStyle,
+    flops_per_token,
+)
 
 
 class Sinks(nn.Module):

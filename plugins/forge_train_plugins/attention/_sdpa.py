@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from forge_train import ConfigError
-from forge_train.nn import PerBatch
+from forge_train_kit.model import PerBatch
 
 from ._sdpa_after import after_others
 

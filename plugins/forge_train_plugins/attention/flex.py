@@ -38,7 +38,7 @@ class Flex(Plugin):
         from ._flex import FlexKernel
 
         if self._kernel is None:
-            from forge_train.nn import TiledAttention
+            from forge_train_kit.model import TiledAttention
 
             self._kernel = FlexKernel() if job.device.type == "cuda" else TiledAttention()
         return self._kernel

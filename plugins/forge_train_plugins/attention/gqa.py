@@ -19,7 +19,7 @@ class GQA(Plugin):
 
     @hookimpl
     def attention(self, layer: Layer, job: Job) -> Attention:
-        from forge_train.nn import AttentionDropout
+        from forge_train_kit.model import AttentionDropout
 
         from ._gqa import GroupedQueryAttention
 

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from forge_train import MASKED, Batch, Evaluator, Loader, Metric, metrics
-from forge_train.nn import full_tensor
-from forge_train_data.loader import SOURCE, StreamLoader
-from forge_train_data.stream import HELD_OUT_SEED, Ordered
+from forge_train import MASKED, Batch, Evaluator, Loader, Metric
+from forge_train_kit import metrics
+from forge_train_kit.data.loader import SOURCE, StreamLoader
+from forge_train_kit.data.stream import HELD_OUT_SEED, Ordered
+from forge_train_kit.model import full_tensor
 
 if TYPE_CHECKING:
     from forge_train import Job
-    from forge_train_data.rows import Rows
+    from forge_train_kit.data.rows import Rows
 
 
 class BySource(Metric):

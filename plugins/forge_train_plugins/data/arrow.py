@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from forge_train_data.columns import rows, telling
-from forge_train_data.files import File
-from forge_train_data.formats import END, Part, Record, require
+from forge_train_kit.data.columns import rows, telling
+from forge_train_kit.data.files import File
+from forge_train_kit.data.formats import END, Part, Record, require
 
 _PART = 1 << 24
 _MAGIC = b"ARROW1\0\0"

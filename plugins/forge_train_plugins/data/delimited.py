@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from forge_train import ConfigError
-from forge_train_data.files import File
-from forge_train_data.formats import END, Part, Record
+from forge_train_kit.data.files import File
+from forge_train_kit.data.formats import END, Part, Record
 
 
 class CSV:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from forge_train import Batch, ConfigError, Ge, Gt, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
-from forge_train_data.plugin import DataPlugin, Prefetch, check_prefetch
+from forge_train_kit.data.plugin import DataPlugin, Prefetch, check_prefetch
 
 if TYPE_CHECKING:
     from forge_train import Job
     from forge_train.config import Config as RunConfig
-    from forge_train_data.documents import Documents
-    from forge_train_data.held_out import Side
-    from forge_train_data.streamed_loader import StreamedLoader
+    from forge_train_kit.data.documents import Documents
+    from forge_train_kit.data.held_out import Side
+    from forge_train_kit.data.streamed_loader import StreamedLoader
 
     from ._hf_datasets.opening import Wanted
 
@@ -111,8 +111,8 @@ class HFDatasets(DataPlugin):
             if split == "train":
                 self._loader = loader
             return loader
-        from forge_train_data.rows import SplitRows
-        from forge_train_data.stream import HELD_OUT_SEED, Ordered
+        from forge_train_kit.data.rows import SplitRows
+        from forge_train_kit.data.stream import HELD_OUT_SEED, Ordered
 
         documents = self._documents(job, split)
         rows = SplitRows(documents, job.config.train.sequence, isolate=self.config.isolate)
@@ -129,7 +129,7 @@ class HFDatasets(DataPlugin):
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
-        from forge_train_data.loader import example
+        from forge_train_kit.data.loader import example
 
         return example(job, isolate=self.config.isolate)
 
@@ -157,8 +157,8 @@ class HFDatasets(DataPlugin):
         )
 
     def _stream(self, job: Job, split: Side) -> StreamedLoader:
-        from forge_train_data.streamed import StreamedRows
-        from forge_train_data.streamed_loader import StreamedLoader
+        from forge_train_kit.data.streamed import StreamedRows
+        from forge_train_kit.data.streamed_loader import StreamedLoader
 
         from ._hf_datasets.opening import Texts, open_stream
 
@@ -183,9 +183,9 @@ class HFDatasets(DataPlugin):
         from pathlib import Path
 
         from forge_train.storage import model_files
-        from forge_train_data.manifest import open_prepared
-        from forge_train_data.prepare import Preparation, Told, cache_folder, prepare, settled
-        from forge_train_data.prepare.cached import stale
+        from forge_train_kit.data.manifest import open_prepared
+        from forge_train_kit.data.prepare import Preparation, Told, cache_folder, prepare, settled
+        from forge_train_kit.data.prepare.cached import stale
 
         from ._hf_datasets.opening import files_of, open_table
 

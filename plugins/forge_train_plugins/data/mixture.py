@@ -27,17 +27,25 @@ from forge_train import (
     section,
 )
 from forge_train.contract.protocols import Loader
-from forge_train_data.plugin import DataPlugin, Packing, Prefetch, ahead, bucket_values, check_buckets, check_prefetch
+from forge_train_kit.data.plugin import (
+    DataPlugin,
+    Packing,
+    Prefetch,
+    ahead,
+    bucket_values,
+    check_buckets,
+    check_prefetch,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from forge_train import Job, Model
     from forge_train.config import Config as RunConfig
-    from forge_train_data.documents import Documents
-    from forge_train_data.held_out import Side
-    from forge_train_data.proportions import Recipe
-    from forge_train_data.rows import Rows
+    from forge_train_kit.data.documents import Documents
+    from forge_train_kit.data.held_out import Side
+    from forge_train_kit.data.proportions import Recipe
+    from forge_train_kit.data.rows import Rows
 
     from ._mixture import Losses
 
@@ -105,7 +113,7 @@ class Mixture(DataPlugin):
 
     @classmethod
     def brings(cls, config: Any) -> Mapping[str, Any]:
-        from forge_train_data.tokens import tokenizer_of
+        from forge_train_kit.data.tokens import tokenizer_of
 
         paths = [tokenizer_of(Path(source.path)) for source in config.sources]
         return bucket_values(config.packing) | next(({"tokenizer.path": path} for path in paths if path), {})
@@ -158,10 +166,10 @@ class Mixture(DataPlugin):
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
-        from forge_train_data.mixed import Mixture as Mixed
-        from forge_train_data.mixed import Part
-        from forge_train_data.proportions import Recipe
-        from forge_train_data.stream import HELD_OUT_SEED, Ordered
+        from forge_train_kit.data.mixed import Mixture as Mixed
+        from forge_train_kit.data.mixed import Part
+        from forge_train_kit.data.proportions import Recipe
+        from forge_train_kit.data.stream import HELD_OUT_SEED, Ordered
 
         rows = {name: self._rows(name, job, split) for name in self._names()}
         rows = {name: found for name, found in rows.items() if split == "train" or found.count}
@@ -181,8 +189,8 @@ class Mixture(DataPlugin):
         return self.loader(Mixed(parts, recipe, key="mixture"), job, split)
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
-        from forge_train_data.proportions import tempered
-        from forge_train_data.stages import held_out, order, packed, passes, sequences, sides
+        from forge_train_kit.data.proportions import tempered
+        from forge_train_kit.data.stages import held_out, order, packed, passes, sequences, sides
 
         config, names = self.config, self._names()
         share = tempered({n: s.weight for n, s in zip(names, config.sources, strict=True)}, config.temperature)
@@ -208,7 +216,7 @@ class Mixture(DataPlugin):
     def example_batch(self, job: Job) -> Batch:
         import torch
 
-        from forge_train_data.loader import SOURCE, example
+        from forge_train_kit.data.loader import SOURCE, example
 
         source = torch.zeros(job.config.train.micro_batch, dtype=torch.int64)
         return replace(example(job, isolate=self._apart), targets={SOURCE: source})
@@ -254,7 +262,7 @@ class Mixture(DataPlugin):
 
     def _recipe(self, job: Job, rows: Mapping[str, Rows]) -> Recipe:
         """The weights, keyed by the index of the first sequence that they apply to, and the limit of each source."""
-        from forge_train_data.proportions import Recipe, tempered
+        from forge_train_kit.data.proportions import Recipe, tempered
 
         train, names, config = job.config.train, self._names(), self.config
         first = {0: tuple(source.weight for source in config.sources)}
@@ -271,7 +279,7 @@ class Mixture(DataPlugin):
         return Recipe(phases, job.seed, caps, samples=sum(map(train.batch_at, range(train.total_steps))))
 
     def _rows(self, name: str, job: Job, split: Side) -> Rows:
-        from forge_train_data.tokens import rows_of
+        from forge_train_kit.data.tokens import rows_of
 
         return rows_of(
             self._open(job)[name][split],
@@ -283,7 +291,7 @@ class Mixture(DataPlugin):
 
     def _open(self, job: Job) -> dict[str, Mapping[Side, Documents]]:
         if self._opened is None:
-            from forge_train_data.tokens import open_tokens
+            from forge_train_kit.data.tokens import open_tokens
 
             tokenizer, share = job.hooks.tokenizer(), self.config.held_out
             self._opened = {

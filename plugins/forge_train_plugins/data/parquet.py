@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from forge_train_data.columns import rows, telling
-from forge_train_data.files import File
-from forge_train_data.formats import Part, Record, require
+from forge_train_kit.data.columns import rows, telling
+from forge_train_kit.data.files import File
+from forge_train_kit.data.formats import Part, Record, require
 
 _ROWS = 1024
 """Rows decoded at a time."""

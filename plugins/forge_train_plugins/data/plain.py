@@ -6,8 +6,8 @@ import codecs
 import json
 from collections.abc import Iterator, Sequence
 
-from forge_train_data.files import File
-from forge_train_data.formats import NotTextError, Part, Record, kinds
+from forge_train_kit.data.files import File
+from forge_train_kit.data.formats import NotTextError, Part, Record, kinds
 
 _MAGIC = {
     b"\x1f\x8b": "gzip",

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
-from forge_train_data.plugin import DataPlugin, Prefetch, ahead, bucket_values, check_buckets, check_prefetch
+from forge_train_kit.data.plugin import DataPlugin, Prefetch, ahead, bucket_values, check_buckets, check_prefetch
 
 if TYPE_CHECKING:
     import torch
 
     from forge_train import Finished, Job, Model
     from forge_train.config import Config as RunConfig
-    from forge_train_data.documents import Documents
-    from forge_train_data.held_out import Side
-    from forge_train_data.prepare import Preparation
-    from forge_train_data.rows import Pieces
+    from forge_train_kit.data.documents import Documents
+    from forge_train_kit.data.held_out import Side
+    from forge_train_kit.data.prepare import Preparation
+    from forge_train_kit.data.rows import Pieces
 
 
 class SFT(DataPlugin):
@@ -84,9 +84,9 @@ class SFT(DataPlugin):
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
-        from forge_train_data.fit import fitted
-        from forge_train_data.stream import HELD_OUT_SEED, Ordered
-        from forge_train_data.tokens import laid_out
+        from forge_train_kit.data.fit import fitted
+        from forge_train_kit.data.stream import HELD_OUT_SEED, Ordered
+        from forge_train_kit.data.tokens import laid_out
 
         documents, sequence = self._open(job)[split], job.config.train.sequence
         packing = self.config.packing
@@ -103,10 +103,10 @@ class SFT(DataPlugin):
         return self.loader(Ordered(rows, seed, key="sft", fixed=split == "validation"), job, split)
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
-        from forge_train_data.files import find
-        from forge_train_data.fit import fitted
-        from forge_train_data.manifest import FILE, open_prepared
-        from forge_train_data.stages import counted, held_out, order, packed, sides
+        from forge_train_kit.data.files import find
+        from forge_train_kit.data.fit import fitted
+        from forge_train_kit.data.manifest import FILE, open_prepared
+        from forge_train_kit.data.stages import counted, held_out, order, packed, sides
 
         config, rows = self.config, None
         yield "render", f"chat template: {config.template or 'of the tokenizer'}; learned: {config.learn}"
@@ -132,7 +132,7 @@ class SFT(DataPlugin):
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
-        from forge_train_data.loader import example
+        from forge_train_kit.data.loader import example
 
         return example(job, isolate=self.config.packing != "buckets")
 
@@ -141,8 +141,8 @@ class SFT(DataPlugin):
         """Say how much is learned, and complete the tokenizer's files, which exports and `forge generate` read."""
         from forge_train.contract.run import writing
         from forge_train.storage import model_files
-        from forge_train_data.chats import open_template, write_beside
-        from forge_train_data.learned import tell_learned
+        from forge_train_kit.data.chats import open_template, write_beside
+        from forge_train_kit.data.learned import tell_learned
 
         if job.dist.main and self._sides is not None and self._epoch is not None:
             tell_learned("sft", "conversations", self._sides, self._epoch, job)
@@ -170,13 +170,13 @@ class SFT(DataPlugin):
 
     def _open(self, job: Job) -> Mapping[Side, Documents]:
         if self._sides is None:
-            from forge_train_data.prepare.cached import obtained
+            from forge_train_kit.data.prepare.cached import obtained
 
             self._sides = obtained(self._wanted(job), job, "sft").sides
         return self._sides
 
     def _wanted(self, job: Job) -> Preparation:
-        from forge_train_data.prepare.cached import wanted_of
+        from forge_train_kit.data.prepare.cached import wanted_of
 
         config = self.config
         return wanted_of(

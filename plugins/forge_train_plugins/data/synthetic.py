@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from forge_train import Batch, ConfigError, Ge, Gt, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
-from forge_train_data.plugin import DataPlugin, Prefetch, check_prefetch
+from forge_train_kit.data.plugin import DataPlugin, Prefetch, check_prefetch
 
 if TYPE_CHECKING:
     from forge_train import Job
@@ -44,8 +44,8 @@ class Synthetic(DataPlugin):
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
-        from forge_train_data.random_tokens import RandomTokens
-        from forge_train_data.stream import HELD_OUT_SEED
+        from forge_train_kit.data.random_tokens import RandomTokens
+        from forge_train_kit.data.stream import HELD_OUT_SEED
 
         vocabulary = self.config.vocabulary
         if not vocabulary:
@@ -66,6 +66,6 @@ class Synthetic(DataPlugin):
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
-        from forge_train_data.loader import example
+        from forge_train_kit.data.loader import example
 
         return example(job, isolate=self.config.isolate)

@@ -11,7 +11,7 @@ from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Volatile
 from forge_train.contract.events import Evaluation, Finished
 from forge_train.contract.protocols import Loader
 from forge_train.ground.errors import Problem
-from forge_train_data.plugin import DataPlugin, Prefetch, ahead, check_prefetch
+from forge_train_kit.data.plugin import DataPlugin, Prefetch, ahead, check_prefetch
 
 if TYPE_CHECKING:
     from forge_train import Job
@@ -92,7 +92,7 @@ class Text(DataPlugin):
         return self.loader(stream, job, split)
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
-        from forge_train_data.stages import counted, held_out, order, packed
+        from forge_train_kit.data.stages import counted, held_out, order, packed
 
         from ._text.cache import folder
         from ._text.corpus import cached
@@ -115,7 +115,7 @@ class Text(DataPlugin):
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
-        from forge_train_data.loader import example
+        from forge_train_kit.data.loader import example
 
         return example(job, isolate=self.config.isolate)
 

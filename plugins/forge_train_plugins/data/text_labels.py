@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
-from forge_train_data.plugin import DataPlugin, Prefetch, ahead, check_prefetch
+from forge_train_kit.data.plugin import DataPlugin, Prefetch, ahead, check_prefetch
 
 if TYPE_CHECKING:
     from forge_train import Job
-    from forge_train_data.documents import Documents
-    from forge_train_data.held_out import Side
-    from forge_train_data.labels import Labels
-    from forge_train_data.prepare import Preparation
+    from forge_train_kit.data.documents import Documents
+    from forge_train_kit.data.held_out import Side
+    from forge_train_kit.data.labels import Labels
+    from forge_train_kit.data.prepare import Preparation
 
 
 class TextLabels(DataPlugin):
@@ -71,8 +71,8 @@ class TextLabels(DataPlugin):
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
-        from forge_train_data.labels import LabelledRows
-        from forge_train_data.stream import HELD_OUT_SEED, Ordered
+        from forge_train_kit.data.labels import LabelledRows
+        from forge_train_kit.data.stream import HELD_OUT_SEED, Ordered
 
         config = self.config
         rows = LabelledRows(
@@ -95,9 +95,9 @@ class TextLabels(DataPlugin):
         return self.loader(Ordered(rows, seed, key="text_labels", fixed=split == "validation"), job, split)
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
-        from forge_train_data.files import find
-        from forge_train_data.manifest import FILE, open_prepared
-        from forge_train_data.stages import counted, held_out, order
+        from forge_train_kit.data.files import find
+        from forge_train_kit.data.manifest import FILE, open_prepared
+        from forge_train_kit.data.stages import counted, held_out, order
 
         config = self.config
         yield "filter", held_out(config.held_out, "texts by their hash")
@@ -121,19 +121,19 @@ class TextLabels(DataPlugin):
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
-        from forge_train_data.loader import example
+        from forge_train_kit.data.loader import example
 
         return example(job, isolate=True)
 
     def _open(self, job: Job) -> Mapping[Side, Documents]:
         if self._sides is None:
-            from forge_train_data.prepare.cached import obtained
+            from forge_train_kit.data.prepare.cached import obtained
 
             self._sides = obtained(self._wanted(job), job, "text_labels").sides
         return self._sides
 
     def _wanted(self, job: Job) -> Preparation:
-        from forge_train_data.prepare.cached import wanted_of
+        from forge_train_kit.data.prepare.cached import wanted_of
 
         config = self.config
         return wanted_of(
@@ -146,7 +146,7 @@ class TextLabels(DataPlugin):
         Raises:
             ConfigError: for an option that has no effect on labels of texts.
         """
-        from forge_train_data.labels import Labels
+        from forge_train_kit.data.labels import Labels
 
         config, classes = self.config, job.hooks.classes()
         usual = ("text", "label") if classes.of == "text" else ("tokens", "labels")

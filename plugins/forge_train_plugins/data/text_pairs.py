@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from forge_train import Job, Model
     from forge_train.config import Config as RunConfig
-    from forge_train_data.documents import Documents
-    from forge_train_data.held_out import Side
-    from forge_train_data.prepare import Preparation
-    from forge_train_data.rows import Pieces
+    from forge_train_kit.data.documents import Documents
+    from forge_train_kit.data.held_out import Side
+    from forge_train_kit.data.prepare import Preparation
+    from forge_train_kit.data.rows import Pieces
 
 
 class TextPairs(Plugin):
@@ -81,11 +81,11 @@ class TextPairs(Plugin):
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
-        from forge_train_data.fit import fitted
-        from forge_train_data.loader import StreamLoader, warn_of_few
-        from forge_train_data.paired import Paired
-        from forge_train_data.rows import PackedRows
-        from forge_train_data.stream import HELD_OUT_SEED
+        from forge_train_kit.data.fit import fitted
+        from forge_train_kit.data.loader import StreamLoader, warn_of_few
+        from forge_train_kit.data.paired import Paired
+        from forge_train_kit.data.rows import PackedRows
+        from forge_train_kit.data.stream import HELD_OUT_SEED
 
         if job.config.train.micro_batch % 2:  # 0 in a file is the rank's share, known only now
             raise ConfigError(
@@ -111,9 +111,9 @@ class TextPairs(Plugin):
         return StreamLoader(stream, job, target="member")
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
-        from forge_train_data.files import find
-        from forge_train_data.manifest import FILE, open_prepared
-        from forge_train_data.stages import counted, held_out, order
+        from forge_train_kit.data.files import find
+        from forge_train_kit.data.manifest import FILE, open_prepared
+        from forge_train_kit.data.stages import counted, held_out, order
 
         config = self.config
         preference = config.kind == "preference"
@@ -147,27 +147,27 @@ class TextPairs(Plugin):
 
         import torch
 
-        from forge_train_data.loader import example
+        from forge_train_kit.data.loader import example
 
         return replace(example(job, isolate=True), targets={"member": torch.arange(job.config.train.micro_batch) % 2})
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
         """Say how much is learned."""
-        from forge_train_data.learned import tell_learned
+        from forge_train_kit.data.learned import tell_learned
 
         if job.dist.main and self._sides is not None and self._epoch is not None:
             tell_learned("text_pairs", "pairs", self._sides, self._epoch, job, group=2)
 
     def _open(self, job: Job) -> Mapping[Side, Documents]:
         if self._sides is None:
-            from forge_train_data.prepare.cached import obtained
+            from forge_train_kit.data.prepare.cached import obtained
 
             self._sides = obtained(self._wanted(job), job, "text_pairs").sides
         return self._sides
 
     def _wanted(self, job: Job) -> Preparation:
-        from forge_train_data.prepare.cached import wanted_of
+        from forge_train_kit.data.prepare.cached import wanted_of
 
         config = self.config
         return wanted_of(

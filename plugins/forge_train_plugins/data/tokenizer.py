@@ -67,6 +67,6 @@ class Tokenizer(Plugin):
 
     @cached_property
     def _tokenizer(self) -> TokenizerProtocol:
-        from forge_train_data.tokenizers import open_tokenizer
+        from forge_train_kit.data.tokenizers import open_tokenizer
 
         return open_tokenizer(self.config.path)

@@ -11,13 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from forge_train import Batch, ConfigError, FilePath, Ge, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.events import Evaluation
 from forge_train.contract.protocols import Loader
-from forge_train_data.plugin import DataPlugin, Packing, Prefetch, ahead, bucket_values, check_buckets, check_prefetch
+from forge_train_kit.data.plugin import (
+    DataPlugin,
+    Packing,
+    Prefetch,
+    ahead,
+    bucket_values,
+    check_buckets,
+    check_prefetch,
+)
 
 if TYPE_CHECKING:
     from forge_train import Job
     from forge_train.config import Config as RunConfig
-    from forge_train_data.documents import Documents
-    from forge_train_data.held_out import Side
+    from forge_train_kit.data.documents import Documents
+    from forge_train_kit.data.held_out import Side
 
 
 class Tokens(DataPlugin):
@@ -56,7 +64,7 @@ class Tokens(DataPlugin):
 
     @classmethod
     def brings(cls, config: Any) -> Mapping[str, Any]:
-        from forge_train_data.tokens import tokenizer_of
+        from forge_train_kit.data.tokens import tokenizer_of
 
         path = tokenizer_of(Path(config.path)) if config.path else ""
         return bucket_values(config.packing) | ({"tokenizer.path": path} if path else {})
@@ -78,8 +86,8 @@ class Tokens(DataPlugin):
 
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
-        from forge_train_data.stream import HELD_OUT_SEED, Ordered
-        from forge_train_data.tokens import rows_of
+        from forge_train_kit.data.stream import HELD_OUT_SEED, Ordered
+        from forge_train_kit.data.tokens import rows_of
 
         found = self._open(job)
         rows = rows_of(
@@ -99,8 +107,8 @@ class Tokens(DataPlugin):
         return self.loader(Ordered(rows, seed, key="tokens", fixed=split == "validation"), job, split)
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
-        from forge_train_data.stages import held_out, order, packed, sides
-        from forge_train_data.tokens import rows_of
+        from forge_train_kit.data.stages import held_out, order, packed, sides
+        from forge_train_kit.data.tokens import rows_of
 
         config = self.config
         yield "decode", f"token shards, mapped{f', of {config.dtype}' if config.dtype else ''}"
@@ -119,7 +127,7 @@ class Tokens(DataPlugin):
 
     @hookimpl
     def on_evaluate(self, evaluation: Evaluation) -> None:
-        from forge_train_data.tokens import tokens_per_byte
+        from forge_train_kit.data.tokens import tokens_per_byte
 
         per_byte = tokens_per_byte(Path(self.config.path), isolate=self.config.isolate)
         if per_byte is not None:
@@ -132,7 +140,7 @@ class Tokens(DataPlugin):
 
     def _open(self, job: Job) -> Mapping[Side, Documents]:
         if self._sides is None:
-            from forge_train_data.tokens import open_tokens
+            from forge_train_kit.data.tokens import open_tokens
 
             path, config = Path(self.config.path), self.config
             self._sides = open_tokens(
@@ -142,6 +150,6 @@ class Tokens(DataPlugin):
 
     @hookimpl
     def example_batch(self, job: Job) -> Batch:
-        from forge_train_data.loader import example
+        from forge_train_kit.data.loader import example
 
         return example(job, isolate=self._apart)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import Layer
-from forge_train.nn import Linear, TensorStyle, flops_per_token
+from forge_train_kit.model import Linear, TensorStyle, flops_per_token
 
 
 def relu_squared(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from forge_train import HeadSpec
-from forge_train.nn import Linear, TensorStyle
+from forge_train_kit.model import Linear, TensorStyle
 
 
 class LMHead(Linear):

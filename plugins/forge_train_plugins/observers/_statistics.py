@@ -16,8 +16,8 @@ from forge_train import ConfigError, Job, Metric, Model
 from forge_train.contract.protocols import SpanName
 from forge_train.ground.errors import nearest
 from forge_train.ground.tensors import local
-from forge_train.metrics import Norm
-from forge_train.nn import LargestLogit
+from forge_train_kit.metrics import Norm
+from forge_train_kit.model import LargestLogit
 
 DEPTH = 2
 """Words of a module's name that make a kind: `layers` and `attention`."""

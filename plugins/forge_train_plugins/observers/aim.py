@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from forge_train import Bins, Tracker, Volatile, section
+from forge_train import Bins, Volatile, section
+from forge_train_kit.tracking import Tracker
 
 if TYPE_CHECKING:
     from forge_train.contract.run import Run

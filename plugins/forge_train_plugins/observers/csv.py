@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_train import Bins, Tracker
+from forge_train import Bins
+from forge_train_kit.tracking import Tracker
 
 if TYPE_CHECKING:
     from forge_train.contract.run import Run

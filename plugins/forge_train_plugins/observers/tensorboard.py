@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from forge_train import Bins, Tracker
+from forge_train import Bins
+from forge_train_kit.tracking import Tracker
 
 if TYPE_CHECKING:
     from forge_train.contract.run import Run

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from forge_train import Bins, Tracker, Volatile, section
+from forge_train import Bins, Volatile, section
+from forge_train_kit.tracking import Tracker
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from forge_train import Bins, ConfigError, Tracker, Volatile, section
+from forge_train import Bins, ConfigError, Volatile, section
+from forge_train_kit.tracking import Tracker
 
 if TYPE_CHECKING:
     from pathlib import Path

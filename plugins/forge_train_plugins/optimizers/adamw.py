@@ -43,7 +43,7 @@ class AdamW(Plugin):
     def optimizer(self, model: Model, job: Job) -> torch.optim.Optimizer:
         import torch
 
-        from forge_train.nn import decay_groups, narrowed
+        from forge_train_kit.optim import decay_groups, narrowed
 
         config = self.config
         groups = decay_groups(model, job, config)

@@ -72,7 +72,7 @@ class Muon(Plugin):
     def optimizer(self, model: Model, job: Job) -> torch.optim.Optimizer:
         import torch
 
-        from forge_train.nn import MatrixOptimizer, NarrowState, at_rest, fused_rows
+        from forge_train_kit.optim import MatrixOptimizer, NarrowState, at_rest, fused_rows
 
         from ._muon.rule import Orthogonal
 
@@ -103,7 +103,7 @@ class Muon(Plugin):
 
     def groups(self, model: Model, job: Job) -> list[dict[str, Any]]:
         """Hidden matrices with Muon's settings, everything else with AdamW's."""
-        from forge_train.nn import decays, hidden_matrices, parameter_groups
+        from forge_train_kit.optim import decays, hidden_matrices, parameter_groups
 
         config, rest = self.config, self.config.adamw
         matrices = hidden_matrices(model)

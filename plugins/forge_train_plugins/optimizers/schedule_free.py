@@ -64,7 +64,7 @@ class ScheduleFree(Plugin):
 
     @hookimpl
     def optimizer(self, model: Model, job: Job) -> torch.optim.Optimizer:
-        from forge_train.nn import decay_groups, narrowed
+        from forge_train_kit.optim import decay_groups, narrowed
 
         from ._schedule_free import ScheduleFreeAdamW
 

@@ -9,7 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_train import DivergedError, Ge, Gt, Plugin, StepResult, Update, hookimpl, section
-from forge_train.ground.outliers import limit
+from forge_train_kit.outliers import limit
 
 if TYPE_CHECKING:
     from forge_train import Job

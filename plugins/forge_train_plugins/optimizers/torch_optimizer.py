@@ -77,7 +77,7 @@ class TorchOptimizer(Plugin):
 
     @hookimpl
     def optimizer(self, model: Model, job: Job) -> torch.optim.Optimizer:
-        from forge_train.nn import decay_groups, narrowed
+        from forge_train_kit.optim import decay_groups, narrowed
 
         from ._torch_optimizer import MOMENTS, check_sharding, find, make, moments
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from forge_train import Batch, ConfigError, Model, Task
-from forge_train.nn import full_tensor
+from forge_train_kit.model import full_tensor
 
 
 class SequentialExecutor:

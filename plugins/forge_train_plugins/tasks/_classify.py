@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from forge_train import MASKED, Batch, LossFunction
 from forge_train.contract.losses import batch_loss
-from forge_train.metrics import Accuracy, ConfusionMatrix
-from forge_train.nn import Linear, full_tensor
+from forge_train_kit.metrics import Accuracy, ConfusionMatrix
+from forge_train_kit.model import Linear, full_tensor
 
 
 class ClassHead(nn.Module):

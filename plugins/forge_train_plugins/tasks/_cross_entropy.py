@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import MASKED
-from forge_train.nn import full_tensor, sum_in_chunks
+from forge_train_kit.model import full_tensor, sum_in_chunks
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import Batch, Job
-from forge_train.nn import full_tensor, gather_rows, pair_weights, pool
+from forge_train_kit.model import full_tensor, gather_rows, pair_weights, pool
 
 
 class NoHead(nn.Module):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import Batch, Job
-from forge_train.nn import Linear, full_tensor, pair_weights, pool
+from forge_train_kit.model import Linear, full_tensor, pair_weights, pool
 
 
 class RewardHead(nn.Module):

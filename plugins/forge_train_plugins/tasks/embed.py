@@ -46,7 +46,7 @@ class Embed(Plugin):
 
     @hookimpl
     def prepare_batch(self) -> Preparation:
-        from forge_train.nn import prepare_pooling
+        from forge_train_kit.model import prepare_pooling
 
         return prepare_pooling(self.config.pooling)
 
@@ -71,7 +71,7 @@ class Embed(Plugin):
 
     @hookimpl
     def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
-        from forge_train.metrics import Mean
+        from forge_train_kit.metrics import Mean
 
         self._observed = {"recall_at_1": Mean(), "mrr": Mean()}
         return self._observed

@@ -35,7 +35,7 @@ class Reward(Plugin):
 
     @hookimpl
     def prepare_batch(self) -> Preparation:
-        from forge_train.nn import prepare_pooling
+        from forge_train_kit.model import prepare_pooling
 
         return prepare_pooling("last")
 
@@ -47,7 +47,7 @@ class Reward(Plugin):
 
     @hookimpl
     def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
-        from forge_train.metrics import Mean
+        from forge_train_kit.metrics import Mean
 
         self._observed = {"accuracy": Mean(), "margin": Mean()}
         return self._observed

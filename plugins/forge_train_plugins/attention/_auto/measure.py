@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from forge_train import AttentionKernel, Job, KernelCapabilities
-from forge_train.nn import DroppedWeights
+from forge_train_kit.model import DroppedWeights
 
 from .choice import Choice
 

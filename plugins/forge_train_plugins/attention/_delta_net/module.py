@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from forge_train import Init, Layer
 from forge_train.ground.tensors import local
-from forge_train.nn import Linear, RMSNorm, TensorStyle, flops_per_token
+from forge_train_kit.model import Linear, RMSNorm, TensorStyle, flops_per_token
 
 from .rule import in_chunks, in_steps
 

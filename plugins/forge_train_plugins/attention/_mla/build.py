@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from forge_train import ConfigError, KernelCapabilities, Layer
-from forge_train.nn import AttentionDropout, LengthRoPE, RoPE, YarnScaling
+from forge_train_kit.model import AttentionDropout, LengthRoPE, RoPE, YarnScaling
 
 from .module import LatentAttention, Sizes
 
@@ -41,7 +41,7 @@ class Ropes:
             )
         if type(rope) is not RoPE:
             raise ConfigError(
-                f"mla makes its rotary table from the model's forge_train.nn.RoPE, but this model has a "
+                f"mla makes its rotary table from the model's forge_train_kit.model.RoPE, but this model has a "
                 f"{type(rope).__name__}."
             )
         if rope not in self._made:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import AttentionKernel, Layer
-from forge_train.nn import AttentionDropout, KVCache, Linear, RMSNorm, RoPE, TensorStyle, flops_per_token
+from forge_train_kit.model import AttentionDropout, KVCache, Linear, RMSNorm, RoPE, TensorStyle, flops_per_token
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from forge_train.ground.tensors import on_host
-from forge_train.nn import PerBatch, TiledAttention, document_bounds, is_imagined
+from forge_train_kit.model import PerBatch, TiledAttention, document_bounds, is_imagined
 
 from .functions import Bounds, PackedFunction
 

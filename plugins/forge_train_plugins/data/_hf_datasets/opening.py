@@ -13,8 +13,8 @@ from typing import Any
 
 from forge_train import ConfigError
 from forge_train.ground.errors import ForgeError, describe
-from forge_train_data.formats import text_of, utf8
-from forge_train_data.held_out import Side, side_of
+from forge_train_kit.data.formats import text_of, utf8
+from forge_train_kit.data.held_out import Side, side_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from forge_train_data.held_out import Side
+from forge_train_kit.data.held_out import Side
 
 _COUNTED = 256 << 20
 """Bytes of training text that are counted at most, and a sixteenth of it for the held-out text that is measured."""

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forge_train import ConfigError, Tokenizer
-from forge_train_data.files import File
-from forge_train_data.held_out import Side
-from forge_train_data.tokenizers import encode_documents
+from forge_train_kit.data.files import File
+from forge_train_kit.data.held_out import Side
+from forge_train_kit.data.tokenizers import encode_documents
 
 from . import cache
 from .baseline import trigram_bits_per_byte

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from forge_train import ConfigError
-from forge_train_data.files import File
-from forge_train_data.formats import NotTextError, Part, kinds, text_of
-from forge_train_data.held_out import FEW, Side, divided
+from forge_train_kit.data.files import File
+from forge_train_kit.data.formats import NotTextError, Part, kinds, text_of
+from forge_train_kit.data.held_out import FEW, Side, divided
 
 from .sources import form, is_plain
 

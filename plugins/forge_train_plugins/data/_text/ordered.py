@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forge_train import ConfigError
-from forge_train_data.documents import Documents
-from forge_train_data.rows import SplitRows
-from forge_train_data.shard import Shard
-from forge_train_data.stream import HELD_OUT_SEED, Ordered
+from forge_train_kit.data.documents import Documents
+from forge_train_kit.data.rows import SplitRows
+from forge_train_kit.data.shard import Shard
+from forge_train_kit.data.stream import HELD_OUT_SEED, Ordered
 
 from .corpus import Corpus
 

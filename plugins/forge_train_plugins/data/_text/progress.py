@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 
-from forge_train_data.progress import Telling
-from forge_train_tools.present import duration
+from forge_train_kit.data.progress import Telling
+from forge_train_kit.present import duration
 
 
 class Progress:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge_train import ConfigError
-from forge_train_data.files import NEVER, File, walk
-from forge_train_data.files import find as find_files
-from forge_train_data.formats import Format, kinds, lookup
+from forge_train_kit.data.files import NEVER, File, walk
+from forge_train_kit.data.files import find as find_files
+from forge_train_kit.data.formats import Format, kinds, lookup
 
 KEY = "text.path"
 _TESTS = frozenset({"test", "tests", "idle_test"})

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from forge_train import Layer, TokenDispatch, attach_loss, record_choices
-from forge_train.nn import Linear, TensorStyle, flops_per_token
+from forge_train import Layer, TokenDispatch, attach_loss
+from forge_train_kit.model import Linear, TensorStyle, flops_per_token, record_choices
 
 from .experts import Experts, Gate, gate_of
 from .losses import balance, entropy, z_loss

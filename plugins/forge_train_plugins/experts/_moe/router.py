@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_train import Init, record_choices
+from forge_train import Init
+from forge_train_kit.model import record_choices
 
 
 @dataclass

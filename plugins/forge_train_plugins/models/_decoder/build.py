@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from forge_train import ConfigError, Head, HeadSpec, Layer, Trunk
-from forge_train.nn import (
+from forge_train_kit.model import (
     Dropout,
     DynamicRoPE,
     Embedding,

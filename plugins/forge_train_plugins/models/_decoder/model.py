@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Attention, FeedForward
-from forge_train.nn import TensorStyle, flops_per_token
+from forge_train_kit.model import TensorStyle, flops_per_token
 
 from .renewed import RenewedCaches, renewed
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train.nn import DynamicRoPE, LengthRoPE
+from forge_train_kit.model import DynamicRoPE, LengthRoPE
 
 
 class RenewedCaches(dict[str, Any]):

@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 from forge_train import ConfigError, HeadSpec, KernelCapabilities
 from forge_train.ground.errors import describe
 from forge_train.ground.present import few
-from forge_train.nn import Dropout
 from forge_train.registry import kernels
+from forge_train_kit.model import Dropout
 
 from . import attention, experts, stages
 from .config import model_class

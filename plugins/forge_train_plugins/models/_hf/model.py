@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from forge_train import ConfigError, Init
-from forge_train.nn import TensorStyle, flops_per_token
+from forge_train_kit.model import TensorStyle, flops_per_token
 
 from . import plan
 from .stages import Staging

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from forge_train import Specialisation
 from forge_train.ground.present import few
-from forge_train.nn import Dropout, TensorStyle
+from forge_train_kit.model import Dropout, TensorStyle
 
 log = logging.getLogger("forge_train")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from forge_train import Metric
-from forge_train.metrics import Ratio
+from forge_train_kit.metrics import Ratio
 
 
 class Measures:

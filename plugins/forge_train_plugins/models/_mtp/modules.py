@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import StepState, Trunk
-from forge_train.nn import Linear, TensorStyle, flops_per_token
+from forge_train_kit.model import Linear, TensorStyle, flops_per_token
 
 from .ahead import IDS
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from forge_train import MASKED, Batch, LossFunction, PluginError
 from forge_train.contract.losses import batch_loss
-from forge_train.nn import full_tensor, sum_in_chunks
+from forge_train_kit.model import full_tensor, sum_in_chunks
 
 from .ahead import LABELS
 

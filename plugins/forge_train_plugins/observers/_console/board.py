@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from forge_train.contract.hookspecs import KINDS
 from forge_train.ground.present import run_length
 from forge_train.ground.records import METRICS
-from forge_train_tools.present import phase_name, quantity, short
+from forge_train_kit.present import phase_name, quantity, short
 
 if TYPE_CHECKING:
     from forge_train import Evaluation, Finished, Job, LogRecord, Model

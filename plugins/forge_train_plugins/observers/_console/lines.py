@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_train_tools.present import duration, quantity, short
+from forge_train_kit.present import duration, quantity, short
 
 if TYPE_CHECKING:
     from .board import Board

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from forge_train_tools.present import duration, quantity, short, sparkline
+from forge_train_kit.present import duration, quantity, short, sparkline
 
 if TYPE_CHECKING:
     from .board import Board

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from forge_train.nn import Kept
+from forge_train_kit.optim import Kept
 
 from .newton_schulz import Coefficients, orthogonalise
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forge_train.nn.spans import check_neighbours
+from forge_train_kit.model.spans import check_neighbours
 
 FINEST = 16
 """Chunks of a rank, at most: each span of queries is a call of the kernel."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forge_train import AttentionKernel, ConfigError
-from forge_train.nn import PerBatch, is_imagined
+from forge_train_kit.model import PerBatch, is_imagined
 
 from .cut import Cut, Span, cut_of, gathered_starts, head_tail
 from .moving import GatherSequence, Group, HeadsForSequence, Move, SequenceForHeads, all_gather, moves

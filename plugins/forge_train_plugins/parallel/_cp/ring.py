@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge_train import AttentionKernel
-from forge_train.nn.spans import piece_of
 from forge_train.processes.process_group import wait_for_message
+from forge_train_kit.model.spans import piece_of
 
 from .cut import Span
 from .moving import Group

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from forge_train import Applied, ConfigError, Job, Timetable, Work
+from forge_train import Applied, ConfigError, Job
 from forge_train.ground.present import few
+from forge_train_kit.pipeline import Timetable, Work
 
 from .cuts import Cost, balanced, given
 from .rules import advice

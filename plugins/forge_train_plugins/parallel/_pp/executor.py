@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from forge_train import Action, Batch, ConfigError, Job, Model, Task, Timetable
-from forge_train.nn import full_tensor
+from forge_train import Batch, ConfigError, Job, Model, Task
+from forge_train_kit.model import full_tensor
+from forge_train_kit.pipeline import Action, Timetable
 
 from .channel import Channel
 from .program import Operation, last_of_each, program
@@ -47,16 +48,16 @@ class Pipeline:
         self._followed: Timetable | None = None
 
     def timetable(self, micro_batches: int) -> Timetable:
-        """See `forge_train.PipelineExecutor`."""
+        """See `forge_train_kit.pipeline.PipelineExecutor`."""
         config = self._config if self._ranks > 1 else type(self._config)()  # a model that was not cut is one part
         return timetable(config, self._ranks, micro_batches)
 
     def follow(self, timetable: Timetable) -> None:
-        """See `forge_train.PipelineExecutor`."""
+        """See `forge_train_kit.pipeline.PipelineExecutor`."""
         self._followed = timetable
 
     def alternatives(self, micro_batches: int) -> Mapping[str, Timetable | str]:
-        """See `forge_train.PipelineExecutor`."""
+        """See `forge_train_kit.pipeline.PipelineExecutor`."""
         found: dict[str, Timetable | str] = {}
         for name, rule in RULES.items():
             parts = self._config.parts if self._config.parts and not rule.parts[1] else rule.parts[0]

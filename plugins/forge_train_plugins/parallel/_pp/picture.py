@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge_train import Timetable
+from forge_train_kit.pipeline import Timetable
 from forge_train_tools.planning.drawing import svg
 from forge_train_tools.planning.timeline import PartCost, simulate
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from forge_train import Action, Overlap, Timetable, Work
-from forge_train.contract.timetable import actions_of
+from forge_train_kit.pipeline import Action, Overlap, Timetable, Work
+from forge_train_kit.pipeline.timetable import actions_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from forge_train import Action, ConfigError, ForgeError, Timetable, Work
+from forge_train import ConfigError, ForgeError
 from forge_train.ground.errors import describe
+from forge_train_kit.pipeline import Action, Timetable, Work
 
 from .rules import RULES, added, parts_of, unknown
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from forge_train import Action, Batch, Model, PluginError, Task, Work
-from forge_train.contract.backward import only_gradients
+from forge_train import Batch, Model, PluginError, Task
 from forge_train.contract.transform import Direction
-from forge_train.nn import full_tensor
+from forge_train_kit.model import full_tensor
+from forge_train_kit.pipeline import Action, Work
+from forge_train_kit.pipeline.backward import only_gradients
 
 from .channel import Channel, Receipt
 from .program import Operation, Receive, Send

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from forge_train import PluginError, Specialisation
 from forge_train.ground.tensors import local
-from forge_train.nn import TensorStyle
+from forge_train_kit.model import TensorStyle
 
 from .collectives import Copy, GatherSequence, GatherWhole, Group, ScatterSequence, Sum, SumEverywhere, TakeShare
 

@@ -12,7 +12,7 @@ from torch import nn
 from forge_train import ConfigError
 from forge_train.ground.errors import nearest
 from forge_train.ground.present import few
-from forge_train.nn import TensorStyle
+from forge_train_kit.model import TensorStyle
 
 STYLES: tuple[TensorStyle, ...] = get_args(TensorStyle)
 SPLITTING: Mapping[TensorStyle, type[nn.Module]] = {
@@ -79,7 +79,8 @@ def _declared(part: nn.Module) -> Mapping[str, TensorStyle]:
     if declare is None:
         raise ConfigError(
             f"parallel.tp: the model ({type(part).__name__}) declares no tensor_plan(), so tensor parallelism does not "
-            "know how to split it; set parallel.tp = 1, or have the model declare one (forge_train.nn.TensorStyle)."
+            "know how to split it; set parallel.tp = 1, or have the model declare one "
+            "(forge_train_kit.model.TensorStyle)."
         )
     try:
         plan: Mapping[str, TensorStyle] = declare()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train import wanted_gradients
+from forge_train_kit.pipeline import wanted_gradients
 
 from . import kernels
 from .formats import Blocks, Format, Split, rounded

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forge_train.ground.outliers import limit
+from forge_train_kit.outliers import limit
 
 Kind = Literal["not_finite", "spike"]
 

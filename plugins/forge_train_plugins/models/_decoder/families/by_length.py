@@ -20,7 +20,7 @@ def read(kind: str, given: Reader, config: Reader, original: int) -> dict[str, A
         config: the whole file.
         original: length of the original context if the file does not give one; `max_position_embeddings` by default.
     """
-    from forge_train.nn.rope_by_length import long_attention_factor
+    from forge_train_kit.model.rope_by_length import long_attention_factor
 
     length = config.integer("max_position_embeddings")
     if kind == "dynamic":  # ignores the original length in the table

@@ -1,0 +1,134 @@
+"""What data plugins have in common: reading ahead, samples that can't be read, and packing. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from forge_train import Ge, Gt, Plugin, Problem, hookimpl, section
+
+if TYPE_CHECKING:
+    from forge_train import Finished, Job, Loader, Metric, Model
+    from forge_train.config import Config as RunConfig
+    from forge_train_kit.metrics import Sum
+
+    from .held_out import Side
+    from .stream import Stream
+
+log = logging.getLogger("forge_train")
+
+_NAMED = 20
+"""Samples that each rank names; those after them are only counted."""
+
+Packing = Literal["split", "best_fit", "pad", "buckets"]
+
+
+@section
+class Prefetch:
+    """How training data is read ahead of the step that uses it. Evaluations do not read ahead."""
+
+    workers: Annotated[int, Ge(0)] = 0
+    """Threads or processes of each rank that read ahead. With 0, data is read when a step needs it, which is fastest
+    if the data is in memory or on a local disk."""
+    kind: Literal["threads", "processes"] = "threads"
+    """Threads cost less. Processes help if reading holds Python's global interpreter lock, and can be ended if they
+    hang."""
+    batches: Annotated[int, Gt(0)] = 2
+    """Largest number of micro-batches per worker that are read or being read; at most workers × batches are in
+    memory."""
+    deadline: Annotated[float, Gt(0)] = 300.0
+    """Seconds that a worker may take for a micro-batch; a worker that takes longer counts as hung."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What happens if a sample can't be read. `stop` ends the run. With `skip`, the next sample of the same source
+    replaces it, and the metric `skipped` counts it; a process that dies or hangs is restarted, once per micro-batch."""
+
+
+class DataPlugin(Plugin):
+    """A data plugin whose section has the option `prefetch: Annotated[Prefetch, Volatile()] = Prefetch()`.
+
+    `build_data` returns `self.loader(stream, job, split)`. The metrics count the samples that were left out, and their
+    number is reported at the end of the run.
+    """
+
+    _skips = 0
+    _job: Job | None = None
+
+    def loader(self, stream: Stream, job: Job, split: Side = "validation") -> Loader:
+        """The loader of a stream, which reads ahead as configured if it is for training."""
+        from .loader import StreamLoader, warn_of_few
+
+        warn_of_few(getattr(stream, "samples", None), job)
+        return StreamLoader(stream, job, self.prefetch(split), self.on_skip)
+
+    def prefetch(self, split: Side) -> Prefetch:
+        """The options for one side."""
+        found: Prefetch = self.config.prefetch
+        return found if split == "train" else dataclasses.replace(found, workers=0)
+
+    def on_skip(self, skipped: tuple[str, ...]) -> None:
+        """Samples were left out of a batch that is given now: one sentence each."""
+        self._metric.update(float(len(skipped)))
+        for one in skipped:
+            self._skips += 1
+            level = logging.WARNING if self._skips <= _NAMED else logging.DEBUG
+            log.log(level, "%s The next one of its source stands in for it.", one)
+
+    @hookimpl
+    def metrics(self, model: Model, job: Job) -> Mapping[str, Metric] | None:
+        self._job = job
+        return {"skipped": self._metric} if self.config.prefetch.on_error == "skip" else None
+
+    @hookimpl
+    def on_finish(self, finished: Finished) -> None:
+        """Tell how many samples were left out, over all ranks, since this process was started."""
+        if self._job is None or self.config.prefetch.on_error != "skip":
+            return
+        dist = self._job.dist
+        skips = sum(dict(dist.gather_objects((dist.data_rank, self._skips))).values())
+        if skips and dist.main:
+            log.warning("%d samples could not be read, and others stood in for them: see the log of each rank.", skips)
+
+    @cached_property
+    def _metric(self) -> Sum:
+        from forge_train_kit.metrics import Sum
+
+        return Sum()
+
+
+def bucket_values(packing: str) -> dict[str, Any]:
+    """What follows from packing in buckets: for `brings`."""
+    return {"train.micro_batch": 1} if packing == "buckets" else {}
+
+
+def check_buckets(packing: str, config: RunConfig) -> Iterator[Problem]:
+    """Whether micro-batches are buckets, where buckets are asked for: for `check_config`."""
+    if packing == "buckets" and config.train.micro_batch != 1:
+        yield Problem(
+            "train.micro_batch",
+            "must be 1 with packing 'buckets': a micro-batch is one bucket of at most train.sequence tokens.",
+        )
+
+
+def check_prefetch(prefetch: Prefetch, key: str) -> Iterator[Problem]:
+    """Whether options are given that only workers would read: for `check_config`; `key` is the plugin's section."""
+    for name in ("kind", "batches", "deadline"):
+        if not prefetch.workers and getattr(prefetch, name) != getattr(Prefetch(), name):
+            yield Problem(
+                f"{key}.prefetch.{name}", "has no effect without workers; set prefetch.workers, or remove it."
+            )
+
+
+def ahead(prefetch: Prefetch, job: Job) -> Iterator[tuple[str, str]]:
+    """What `forge data show` says of reading ahead."""
+    if prefetch.workers:
+        kind = prefetch.kind if prefetch.workers > 1 else {"threads": "thread", "processes": "process"}[prefetch.kind]
+        yield (
+            "batch",
+            (
+                f"read ahead by {prefetch.workers} {kind} of each rank; at most {prefetch.workers * prefetch.batches} "
+                f"micro-batches of {job.config.train.micro_batch * job.config.train.sequence:,} tokens wait"
+            ),
+        )

@@ -1,0 +1,68 @@
+"""Layers that models are built from, both forge's own and third parties'.
+
+Every module here that owns parameters declares how they start, `initial(name) → Init`, and every module with
+non-persistent buffers fills them in `reset_buffers()`: models are built on the meta device, so the values that a
+constructor computes are lost, and core calls both once memory is allocated.
+
+It also has what attention kernels share (which keys a query sees, documents' bounds, and exact attention in tiles for
+devices without a fused kernel), and what losses share (sums over chunks of a sequence, and one vector per sequence).
+Techniques stay out of it. Importing it imports torch.
+"""
+
+from __future__ import annotations
+
+from forge_train.ground.tensors import full_tensor
+
+from .attention_dropout import AttentionDropout, DroppedWeights
+from .basic import Embedding, LayerNorm, Linear, OffsetRMSNorm, RMSNorm
+from .cache import KVCache
+from .choices import record_choices
+from .chunks import sum_in_chunks
+from .declare import TensorStyle, depth_scaled, flops_per_token
+from .dropout import Dropout
+from .dtypes import dtype_borders
+from .pooling import POOLING, Pooling, gather_rows, pair_weights, pool, prepare_pooling
+from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
+from .rope_by_length import DynamicRoPE, LengthRoPE, LongRoPE
+from .spans import PerBatch, document_bounds, first_visible, is_imagined, neighbours
+from .tiled import LargestLogit, TiledAttention
+
+__all__ = [
+    "POOLING",
+    "AttentionDropout",
+    "Dropout",
+    "DroppedWeights",
+    "DynamicRoPE",
+    "Embedding",
+    "KVCache",
+    "LargestLogit",
+    "LayerNorm",
+    "LengthRoPE",
+    "Linear",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRoPE",
+    "OffsetRMSNorm",
+    "PerBatch",
+    "Pooling",
+    "RMSNorm",
+    "RoPE",
+    "Scaling",
+    "TensorStyle",
+    "TiledAttention",
+    "YarnScaling",
+    "depth_scaled",
+    "document_bounds",
+    "dtype_borders",
+    "first_visible",
+    "flops_per_token",
+    "full_tensor",
+    "gather_rows",
+    "is_imagined",
+    "neighbours",
+    "pair_weights",
+    "pool",
+    "prepare_pooling",
+    "record_choices",
+    "sum_in_chunks",
+]

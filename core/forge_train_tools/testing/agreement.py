@@ -1,0 +1,93 @@
+"""A plugin's transforms on two processes against one: `forge verify` on every axis that they cover."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from forge_train.config import Request
+from forge_train.contract.calls import EnabledPlugin
+from forge_train.contract.transform import Phase
+from forge_train.ground.errors import describe
+from forge_train.ground.layout import Layout
+from forge_train.registry.discovery import plugin_name
+from forge_train.registry.write import to_toml
+from forge_train_tools.verification import Verdict
+
+from .bench import Bench
+from .conformance import BrokenError, Check, SkippedError, attempt
+from .environment import LOCAL, really_installed
+from .verifying import Verifier
+
+AXES: dict[str, tuple[Phase, Layout]] = {
+    "dp_shard": (Phase.SHARD, Layout(dp_shard=2)),
+    "dp_replicate": (Phase.SHARD, Layout(dp_replicate=2)),
+    "tp": (Phase.TENSOR, Layout(tp=2)),
+    "cp": (Phase.CONTEXT, Layout(cp=2)),
+    "ep": (Phase.EXPERT, Layout(dp_shard=2, ep=2)),
+    "pp": (Phase.PIPELINE, Layout(pp=2)),
+}
+"""Axis → the phase whose transforms split along it (others only say that they get along), and two processes of it."""
+RANKS = 2
+STEPS = 3
+
+
+def agree(bench: Bench, folder: Path, verify: Verifier) -> Iterator[Check]:
+    """A check for each axis that the plugin covers; for a plugin that covers none, one with data parallelism."""
+    covered: list[str] = []
+    for axis, (phase, layout) in AXES.items():
+        try:
+            transforms = bench.transforms(layout)
+        except Exception as error:  # it asks for meshes, say, which only processes have
+            yield Check(_name(axis), "skip", f"`parallelize` does not say what it covers: {describe(error)}")
+        else:
+            covered += [axis] * any(one.phase is phase and axis in one.covers for one in transforms)
+    for axis in covered or ["dp_shard"]:
+        yield attempt(_name(axis), partial(_agrees, bench, axis, folder, verify))
+
+
+def _name(axis: str) -> str:
+    return f"agrees with one process ({axis} = 2)"
+
+
+def _agrees(bench: Bench, axis: str, folder: Path, verify: Verifier) -> str:
+    strangers = [one for one in bench.setup.hooks.enabled.values() if one.ref.module.startswith(LOCAL)]
+    if strangers:
+        raise SkippedError(f"{strangers[0].ref.name} is defined in a test, out of reach for other processes")
+    _check_devices(bench.enabled)
+    file = folder / f"{axis}.toml"
+    file.write_text(_for_others(bench), encoding="utf-8")
+    verdict = verify(Request(str(file), set=("train.micro_batch=1", *AXES[axis][1].settings())), RANKS, steps=STEPS)
+    if verdict.undecided:
+        raise SkippedError(" ".join(verdict.advice))
+    if not verdict.agree:
+        raise BrokenError(_told(verdict))
+    return ", ".join(f"{check.name} {check.worst:.1e}" for check in verdict.checks if check.tolerance)
+
+
+def _check_devices(enabled: EnabledPlugin) -> None:
+    """Whether each of the processes can have a device of its own."""
+    if not enabled.cls.devices or "cpu" in enabled.cls.devices:
+        return
+    import torch
+
+    if (count := torch.cuda.device_count()) < RANKS:
+        raise SkippedError(f"it runs on {', '.join(enabled.cls.devices)} only: needs {RANKS} devices, there is {count}")
+
+
+def _for_others(bench: Bench) -> str:
+    """The configuration for processes that find only what is really installed: the rest by its dotted name."""
+    import tomlkit
+
+    config, hooks = bench.setup.config, bench.setup.hooks
+    document = tomlkit.parse(to_toml(config, hooks))
+    real = really_installed()
+    found = [(name, hooks.enabled[plugin_name(name)].ref) for name in config.plugins]
+    document["plugins"] = [name if one in real else one.object for name, one in found]
+    return tomlkit.dumps(document)
+
+
+def _told(verdict: Verdict) -> str:
+    wrong = [f"{check.name} {check.worst:.2g} > {check.tolerance:.2g}" for check in verdict.checks if not check.ok]
+    return " ".join([f"{', '.join(wrong)}.", *verdict.advice])

@@ -1,0 +1,23 @@
+"""A run of the test kit, looked at from inside."""
+
+from __future__ import annotations
+
+from forge_train.contract.events import Update
+from forge_train.loop.step import Stepper, Watcher
+
+
+class Seen(Watcher):
+    """What there was in a run, which may be told to stop."""
+
+    stepper: Stepper | None = None
+
+    def __init__(self, stop_at: int | None) -> None:
+        self._stop_at = stop_at
+
+    def on_assembled(self, stepper: Stepper) -> None:
+        self.stepper = stepper
+
+    def on_backward(self, update: Update) -> Update:
+        if self.stepper and update.step == self._stop_at:
+            self.stepper.job.control.stop("stop_at")
+        return update

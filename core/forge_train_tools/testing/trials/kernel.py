@@ -1,0 +1,189 @@
+"""Trials of attention kernels: each capability that one declares, against the formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from forge_train.contract.attention import KernelCapabilities
+from forge_train.ground.errors import ConfigError
+from forge_train_kit.model.attention_dropout import DroppedWeights
+
+from ..bench import Bench, Trials, close
+from ..conformance import SkippedError, require
+
+BATCH, SEQUENCE, HEADS = 2, 12, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a kernel."""
+
+    kv_heads: int = 2
+    queries: int = SEQUENCE
+    asked: dict[str, Any] = field(default_factory=dict)
+
+
+def oracle(  # noqa: PLR0913 — every keyword that there is
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    document_ids: Tensor | None = None,
+    offset: int | None = None,
+    window: int | None = None,
+    dropout: DroppedWeights | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    log_sum_exp: bool = False,
+    query_document_ids: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Attention as its formula has it, in double precision; the output, and the log-sum-exp if asked for."""
+    query, key, value = query.double(), key.double(), value.double()
+    group = query.shape[2] // key.shape[2]
+    key, value = key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
+    logits = torch.einsum("bqhd,bkhd->bhqk", query, key) * (scale or query.shape[-1] ** -0.5)
+    if soft_cap is not None:
+        logits = soft_cap * (logits / soft_cap).tanh()
+    queries, keys = query.shape[1], key.shape[1]
+    offset = keys - queries if offset is None else offset
+    rows, columns = (
+        torch.arange(offset, offset + queries, device=key.device)[:, None],
+        torch.arange(keys).to(key.device),
+    )
+    seen = columns <= rows
+    if window is not None:
+        seen = seen & (rows - columns < window)
+    if document_ids is not None:
+        own = document_ids[:, offset : offset + queries] if query_document_ids is None else query_document_ids
+        seen = seen & (own[:, None, :, None] == document_ids[:, None, None, :])
+    blind = ~seen.any(-1, keepdim=True)
+    logits = logits.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double()[None, :, None, None].expand(BATCH, -1, queries, 1)], dim=-1)
+    weights = logits.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)[..., :keys]
+    weights = weights if dropout is None else dropout(weights, offset)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, value)
+    if not log_sum_exp:
+        return (out,)
+    return out, logits.masked_fill(blind, 0).logsumexp(-1).masked_fill(blind[..., 0], float("-inf"))
+
+
+def cases(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
+    """What a kernel is called with."""
+    yield "all heads apart", Case(HEADS)
+    yield "grouped heads", Case()
+    yield "one key head", Case(1)
+    yield "another scale", Case(asked={"scale": 0.5})
+    documents = {"document_ids": (torch.arange(SEQUENCE) >= 5).long().expand(BATCH, -1)}
+    if able.documents:
+        yield "documents", Case(asked=documents)
+    if able.offsets:
+        yield "one query, more keys", Case(queries=1)
+        yield "some queries, more keys", Case(queries=5)
+        yield "queries in the middle", Case(queries=5, asked={"offset": 3})
+        yield "one query in the middle", Case(queries=1, asked={"offset": 6})
+    if able.windows:
+        yield "a window", Case(asked={"window": 4})
+        yield "a window wider than the sequence", Case(asked={"window": 2 * SEQUENCE})
+    if able.windows and able.documents:
+        yield "a window and documents", Case(asked={"window": 3, **documents})
+    if able.windows and able.offsets:
+        yield "a window and more keys", Case(queries=3, asked={"window": 4})
+    if able.documents and able.offsets:
+        yield "documents and more keys", Case(queries=6, asked=documents)
+    if able.dropout:
+        yield from _dropping(able)
+    if able.soft_caps:
+        yield "a soft cap", Case(asked={"soft_cap": 0.7})
+    if able.sinks:
+        yield "sinks", Case(asked={"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])})
+    if able.log_sum_exp:
+        yield "the log-sum-exp", Case(asked={"log_sum_exp": True})
+    if able.blocks:
+        apart: dict[str, Any] = {"query_document_ids": None, "offset": SEQUENCE}
+        yield "a block before the queries", Case(queries=5, asked=apart)
+        if able.documents:
+            apart["query_document_ids"] = torch.tensor([1, 1, 2, 2, 2]).expand(BATCH, -1)
+            yield "queries that see nothing of a block", Case(queries=5, asked={**documents, **apart})
+        if able.documents and able.log_sum_exp:
+            yield "the log-sum-exp of nothing", Case(queries=5, asked={**documents, **apart, "log_sum_exp": True})
+
+
+def _dropping(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
+    """With heads and keys that are not the first of the model and of the row."""
+    heads = torch.arange(4, 4 + HEADS, dtype=torch.int32)
+    dropped = DroppedWeights(0.25, torch.tensor([7, -3], dtype=torch.int32), heads, start=2)
+    yield "dropout", Case(asked={"dropout": dropped})
+    if able.offsets:
+        yield "dropout and queries in the middle", Case(queries=5, asked={"dropout": dropped, "offset": 3})
+    if able.log_sum_exp:
+        yield "the log-sum-exp of all weights", Case(asked={"dropout": dropped, "log_sum_exp": True})
+
+
+def agrees_with_its_formula(bench: Bench) -> str:
+    """On every device that is here; in bf16 where the kernel refuses fp32."""
+    able = bench.enabled.cls.kernel_capabilities
+    return "; ".join(_agrees(bench, able, device) for device in _devices(able))
+
+
+def _agrees(bench: Bench, able: KernelCapabilities, device: torch.device) -> str:
+    kernel, dtype = _kernel(bench, device)
+    head_dim, looser = min(able.head_dims, default=8), 1 if dtype is torch.float32 else 200
+    done = []
+    for what, case in cases(able):
+        shapes = (BATCH, case.queries, HEADS, head_dim), *[(BATCH, SEQUENCE, case.kv_heads, head_dim)] * 2
+        query, key, value = (torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes)
+        given = {"query": query, "key": key, "value": value}
+        asked: dict[str, Any] = {
+            name: one.to(device) if isinstance(one, Tensor | DroppedWeights) else one
+            for name, one in case.asked.items()
+        }
+        if "sinks" in asked:
+            given["sinks"] = asked["sinks"].requires_grad_()
+        got = kernel(query, key, value, **asked)
+        got, wanted = got if isinstance(got, tuple) else (got,), oracle(query, key, value, **asked)
+        require(len(got) == len(wanted), f"{what}: gives {len(got)} tensors, {len(wanted)} were asked for")
+        for name, one, other in zip(("output", "log-sum-exp"), got, wanted, strict=False):
+            nothing = other == -torch.inf
+            require(torch.equal(one == -torch.inf, nothing), f"{what}: {name} is not −∞ just where nothing is seen")
+            close(one.masked_fill(nothing, 0), other.float().masked_fill(nothing, 0), f"{what}: {name}", 1e-4 * looser)
+        weights = [torch.randn(one.shape, device=device) for one in wanted]
+        totals = [sum((one * by).sum() for one, by in zip(some, weights, strict=True)) for some in (got, wanted)]
+        gradients = [torch.autograd.grad(total, list(given.values())) for total in totals]
+        for name, one, other in zip(given, *gradients, strict=True):
+            close(one, other.float(), f"{what}: gradient of the {name}", 1e-3 * looser)
+        done.append(what)
+    on = "" if device.type == "cpu" else f"on {device.type}, {str(dtype).removeprefix('torch.')}: "
+    return on + ", ".join(done)
+
+
+def _kernel(bench: Bench, device: torch.device) -> tuple[Any, torch.dtype]:
+    """The plugin's kernel for a device, and the dtype that it computes in there."""
+    cls, config = bench.enabled.cls, bench.job.config.sections.get(bench.enabled.name)
+    if device.type == "cpu":
+        return bench.answer("attention_kernel"), torch.float32
+    refusal: ConfigError | None = None
+    tried: dict[Literal["fp32", "bf16"], torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    for precision, dtype in tried.items():
+        made: Any = cls(config if config is not None else cls.Config())  # a plugin may keep its kernel
+        try:
+            return made.attention_kernel(job=bench.job_on(device, precision)), dtype
+        except ConfigError as error:
+            refusal = error
+    raise SkippedError(str(refusal))
+
+
+def _devices(able: KernelCapabilities) -> list[torch.device]:
+    here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if found := [torch.device(device) for device in able.devices or ("cpu", "cuda") if here.get(device)]:
+        return found
+    raise SkippedError(f"it runs on {', '.join(able.devices)} only, and there is none here")
+
+
+TRIALS: Trials = {"attention_kernel": [("agrees with the formula", agrees_with_its_formula)]}
