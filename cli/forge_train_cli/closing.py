@@ -30,10 +30,10 @@ MESSAGE = "message.txt"
 
 
 def next_commands(finished: Finished, setup: Setup) -> list[tuple[str, str]]:
-    """What each command is for, and the command; called in the process that trained the run.
+    """Return each suggested command with its purpose; called in the process that trained the run.
 
     Args:
-        finished: how the run ended.
+        finished: the end of the run.
         setup: its configuration and plugins, bound to its job.
     """
     run, world = shlex.quote(str(finished.run)), World.here()
@@ -105,7 +105,7 @@ def _longer(setup: Setup) -> str:
 
 
 def _exports(job: Job) -> bool:
-    """Whether the run's model can be written in Hugging Face layout."""
+    """Return True if the run's model can be written in Hugging Face layout."""
     try:
         return job.hooks.export_hf() is not None
     except ConfigError:  # the plugin says that this model has no such layout

@@ -35,7 +35,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """How a run of several processes ended."""
+    """Outcome of a run of several processes."""
 
     run: Path
     ended: Ended

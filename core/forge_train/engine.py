@@ -125,10 +125,10 @@ def _claimed(stack: ExitStack, claimed: tuple[Start, Lock]) -> Start:
 
 
 def _check_shared(job: Job, start: Start, found: Path | None) -> None:
-    """Whether every process sees what rank 0 sees: the nodes of a run share a file system.
+    """Check that every process sees rank 0's files: all nodes of a run must share a file system.
 
     Raises:
-        ConfigError: naming the ranks that do not.
+        ConfigError: if one does not; names the ranks.
     """
     dist, lock = job.dist, start.lock
     if dist.world == 1 or lock is None:
@@ -206,7 +206,7 @@ def _found(config: Config, run: Run, start: Start, dist: DistributedContext) -> 
 
 
 def _finished_before(job: Job, start: Start) -> Finished | None:
-    """What a run that reached its last step long ago has to say."""
+    """Return the result of a run that had already finished; None for other runs."""
     if not start.continues:
         return None
     outcome = job.run.outcome()

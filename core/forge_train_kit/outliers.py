@@ -1,4 +1,4 @@
-"""What counts as abnormal among numbers that vary: the robust z-score."""
+"""Outlier detection by the robust z-score."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ FRESH = (
 
 @dataclass
 class Measured:
-    """What a run told."""
+    """Measurements of a run."""
 
     steps: int
     tokens_per_step: int

@@ -77,7 +77,7 @@ class Config:
 
 
 def is_volatile(section: type, key: str) -> bool:
-    """Whether a field is marked as changing no number."""
+    """Return True if a field is marked as having no effect on the numbers."""
     return mark(section, (key,), Volatile) is not None
 
 

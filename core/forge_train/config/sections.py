@@ -41,7 +41,7 @@ class WarmUpBatches:
 
 @section
 class TrainSection:
-    """How long to train, on which batches, and in which precision."""
+    """Length, batches and precision of training."""
 
     steps: Annotated[int, Ge(0)] = 0
     """Length of the run in optimizer steps; set one of steps, tokens and epochs."""
@@ -139,7 +139,7 @@ class ParallelSection:
 
 @section
 class CheckpointSection:
-    """When to save, and what to keep."""
+    """Schedule, format and retention of checkpoints."""
 
     every: Annotated[int, Ge(0), Volatile()] = 500
     """Steps between checkpoints; the last step is always saved. 0 saves only the last step."""
@@ -151,14 +151,14 @@ class CheckpointSection:
     """Save when this value is better than in every kept checkpoint: `evaluation.loss`, `evaluation.` followed by a
     metric of evaluations, or a key of metrics.jsonl."""
     best_is: Annotated[Literal["lowest", "highest"], Volatile()] = "lowest"
-    """Whether the lowest or the highest value of `best` wins."""
+    """Direction in which `best` improves: the lowest or the highest value wins."""
     keep_best: Annotated[int, Gt(0), Volatile()] = 1
     """In addition to the newest checkpoints, keep this many of the best by `best`."""
     asynchronous: Annotated[bool, Volatile()] = False
     """Continue training while a copy of the state is written; the copy takes host memory for one more state."""
     format: Annotated[Literal["sharded", "safetensors", "both"], Volatile()] = "sharded"
-    """How checkpoints store the model's weights: as the shards of each rank; as full tensors in safetensors files,
-    which other programs can read; or both."""
+    """Format of the model's weights in checkpoints: the shards of each rank; full tensors in safetensors files, which
+    other programs can read; or both."""
     keep: Annotated[int, Gt(0), Volatile()] = 2
     """Number of newest checkpoints to keep."""
     keep_every: Annotated[int, Ge(0), Volatile()] = 0
@@ -179,7 +179,7 @@ class CheckpointSection:
 
 @section
 class LogSection:
-    """How often to log."""
+    """Logging interval, and peak FLOP/s of the device."""
 
     every: Annotated[int, Gt(0), Volatile()] = 10
     """Steps between lines of metrics.jsonl; training waits for the device only at these steps."""

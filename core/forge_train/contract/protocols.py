@@ -1,4 +1,4 @@
-"""What plugins and core hand each other: one typed protocol for every slot and chain, one dataclass for every event.
+"""Protocols between plugins and core: one typed protocol per slot and chain, one dataclass per event.
 
 Shapes are written `[batch, sequence, …]`. Importing this module imports no torch.
 """
@@ -117,7 +117,7 @@ class Classes:
     names: tuple[str, ...]
     """Names of the classes; label k is the k-th, from 0."""
     of: Literal["text", "token"]
-    """Whether each text has a label, or each of its tokens."""
+    """Granularity of the labels: one for each text, or one for each token."""
 
 
 class TokenDispatch(Protocol):
@@ -157,7 +157,7 @@ class Task(Protocol):
     """
 
     def weight(self, batch: Batch) -> int | float:
-        """What the batch counts in the mean: unmasked targets. Called with the batch still on the CPU."""
+        """Return the batch's weight in the mean: its unmasked targets. Called with the batch still on the CPU."""
         ...
 
     def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Scalar:
@@ -165,7 +165,7 @@ class Task(Protocol):
         ...
 
     def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-        """What a forward-only job wants: the head's outputs, as a rule."""
+        """Return the outputs for a forward-only job, usually the head's."""
         ...
 
 
@@ -200,7 +200,7 @@ class Evaluator:
     measure: Callable[[nn.Module, Tensor, Batch], None]
     """Updates the metrics with a batch, given the last part and what it gave."""
     metrics: Mapping[str, Metric]
-    """What is measured, by name."""
+    """Its metrics, by name."""
     batches: int = 0
     """Global batches to take; 0 is `train.evaluate_batches`."""
 
@@ -233,18 +233,18 @@ Span = Callable[[], AbstractContextManager[Any]]
 """`around`: makes a context manager for one pass through the span."""
 
 BASES: Mapping[type, str] = {Attention: "nn.Module", FeedForward: "nn.Module", Head: "nn.Module", Tail: "nn.Module"}
-"""What an object must be beside having the methods of its protocol."""
+"""Base class that an object must have, in addition to the methods of its protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class HFModel:
-    """How a model stands in Hugging Face layout (`import_hf`, `export_hf`).
+    """A model's representation in Hugging Face layout (`import_hf`, `export_hf`).
 
     Args:
-        map: from tensors in Hugging Face layout to Forge's parameters; a tied one is given once. Export inverts it.
+        map: from tensors in Hugging Face layout to Forge's parameters; a tied one is listed once. Export inverts it.
         config: the `config.json`, for export.
         sections: plugin name → its configuration, for import.
-        leftovers: patterns of further tensors that files may hold, and that the model does not need.
+        leftovers: patterns of extra tensors that files may hold and the model does not need.
         exact: patterns of tensors that an export stores in their own dtype, whatever dtype is requested.
         others: maps from other layouts that files of this model may have, for import.
         left_out: patterns of the model's weights that the layout has no place for; an export leaves them out.
@@ -259,5 +259,5 @@ class HFModel:
     exact: tuple[str, ...] = ()
 
     def is_leftover(self, name: str) -> bool:
-        """Whether files may hold a tensor of this name that the model does not need."""
+        """Return True if files may hold a tensor of this name that the model does not need."""
         return any(re.fullmatch(one, name) for one in self.leftovers)

@@ -1,4 +1,4 @@
-"""What a run has made beside its records: path, size, hash and author of each file, kept in the run's folder."""
+"""Files that a run produced besides its records: path, size, hash and author of each, kept in the run's folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Artifact:
     """Its author: a plugin, or the command that wrote it."""
 
     def state(self, folder: Path) -> Literal["whole", "changed", "missing"]:
-        """What has become of the file, as far as its size tells."""
+        """Return the state of the file, judged by its size."""
         try:
             size = (folder / self.path).stat().st_size
         except OSError:
@@ -54,7 +54,7 @@ class Recorder:
 
     @property
     def files(self) -> Sequence[Path]:
-        """What this process has recorded, or is about to, in order."""
+        """Files that this process has recorded, or is about to record, in order."""
         return tuple(self._files)
 
     def record(self, path: Path, plugin: str, where: str) -> None:

@@ -15,13 +15,13 @@ class Axis:
     name: str
     domains: tuple[Domain, ...]
     configured: bool = True
-    """Whether it is a key of `[parallel]`; the sizes of others follow."""
+    """True if it is a key of `[parallel]`; the sizes of other axes are derived."""
     splits_data: bool = False
-    """Whether ranks along it work on different batches."""
+    """True if ranks along it work on different batches."""
     averages: bool = False
-    """Whether SHARD transforms average dense gradients along it. The product of these sizes is R."""
+    """True if SHARD transforms average dense gradients along it. The product of the sizes of these axes is R."""
     every_layer: bool = False
-    """Whether each layer waits for neighbours along it."""
+    """True if each layer waits for neighbours along it."""
 
 
 AXES = {

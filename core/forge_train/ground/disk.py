@@ -1,4 +1,4 @@
-"""What the disk refuses, told as one message that names the file and the disk."""
+"""Disk errors, each reported in one message that names the file and the disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DiskError(ForgeError):
     """The disk refused what was written to it."""
 
     full = False
-    """Whether there was no room, so that another attempt fails too until someone makes some."""
+    """True if the disk was full, so that retries fail until space is freed."""
 
 
 def refused(path: Path, error: OSError, what: str = "can't be written:", more: str = "") -> DiskError:

@@ -11,12 +11,12 @@ from typing import Literal
 FailureType = Literal[
     "configuration", "data", "checkpoint", "communication", "memory", "plugin", "diverged", "internal"
 ]
-"""What a failure means; `internal` is everything else."""
+"""Category of a failure; `internal` is everything else."""
 
 
 @dataclass(frozen=True)
 class Where:
-    """What a failure is about, as far as it is known."""
+    """Context of a failure, as far as it is known."""
 
     plugin: str = ""
     hook: str = ""
@@ -108,7 +108,7 @@ def describe(error: BaseException) -> str:
 
 
 def explain(error: BaseException, log: Path | None = None) -> str:
-    """What a user is told of an error: a mistake's message, or a failure with its notes, its place and its log."""
+    """Format an error for the user: a mistake's message, or a failure with its notes, its location and its log."""
     if isinstance(error, ForgeError):
         return str(error)
     import traceback
@@ -128,7 +128,7 @@ class Problem:
     key: str
     message: str
     data: bool = False
-    """Whether only data is missing. A run that is planned or shown needs none."""
+    """True if only data is missing. Planning or showing a run needs none."""
 
 
 INTERRUPTED = 75

@@ -1,4 +1,4 @@
-"""What is known of a failure: what it means, and where it happened."""
+"""Description of a failure: its category, and where it happened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = Literal["own", "lost", "timeout"]
 Phase = Literal[
     "configure", "start", "build", "load", "data", "forward", "step", "optimizer", "evaluate", "save", "loop"
 ]
-"""What a run does; `loop` is what happens between steps."""
+"""Phase of a run; `loop` is the time between steps."""
 
 _LOST = re.compile(
     r"closed by peer|reset by peer|Broken pipe|refused|connectFullMesh|can't join|remote process exited|not joined"
@@ -27,7 +27,7 @@ _BLAMED = re.compile(r"in plugin '([^']+)'(?:[^,\n]*, hook (\w+))?")
 
 
 class during(ContextDecorator):  # noqa: N801  # reads as a decorator
-    """What fails in the block, or in the function, fails in this phase of a run; the innermost counts."""
+    """Assigns errors raised in the block, or in the function, to this phase of a run; the innermost phase wins."""
 
     def __init__(self, phase: Phase) -> None:
         self._phase = phase
@@ -42,7 +42,7 @@ class during(ContextDecorator):  # noqa: N801  # reads as a decorator
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run, as it stands in outcome.json, events.jsonl and the output of `--json`."""
+    """Failure that ended a run, as recorded in outcome.json, events.jsonl and the output of `--json`."""
 
     type: FailureType
     message: str
@@ -57,7 +57,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int = 0) -> Failure:
-        """What is known of an exception."""
+        """Build it from what is known about an exception."""
         known = (getattr(one, "where", Where()) for one in _causes(error))
         where = next((one for one in known if one != Where()), Where())
         if not where.plugin and isinstance(error, PluginError) and (blamed := _BLAMED.search(str(error))):
@@ -83,7 +83,7 @@ def phase_of(error: BaseException) -> str:
 
 
 def kind(error: BaseException) -> Kind:
-    """Whether an error is this rank's own, or only says that another one is gone."""
+    """Classify an error: this rank's own, a timeout, or the loss of another rank."""
     for one in _causes(error):
         text = str(one)
         if isinstance(one, RuntimeError) and _TIMEOUT.search(text):

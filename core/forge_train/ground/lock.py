@@ -38,9 +38,9 @@ class Owner:
     pid: int
     host: str
     machine: str
-    """Where `pid` means this process: the host, its boot, and the namespace of its process ids."""
+    """Scope in which `pid` identifies this process: host, boot and PID namespace."""
     started: str
-    """When the process began, as its machine counts. Another process that got the same id began at another time."""
+    """Start time of the process, on its machine's clock. A later process with the same id has a different one."""
 
     @classmethod
     def here(cls) -> Owner:
@@ -54,7 +54,7 @@ class Owner:
         return f"process {self.pid} on {self.host}"
 
     def alive(self) -> bool:
-        """Whether it still runs; asked on its own machine."""
+        """Return True if it is still running; valid only on its own machine."""
         if started := _started(self.pid):
             return started == self.started
         try:
@@ -125,10 +125,10 @@ def take(
 
 
 def check(file: Path) -> None:
-    """Whether a job still holds the lock that it took.
+    """Check that a job still holds its lock.
 
     Raises:
-        ForgeError: if another process took the folder over; one that was stopped for long may be taken for dead.
+        ForgeError: if another process took over the folder; a job that was suspended for long may be presumed dead.
     """
     if not file.exists() and (held := _files(file.parent)):
         owner = _owner(held[0]) or "another process"
@@ -191,7 +191,7 @@ def _number(file: Path) -> int:
 
 
 def _owner(file: Path) -> Owner | None:
-    """Who made a lock; None if that can't be read, as for a moment after it was made."""
+    """Return the owner of a lock; None if it can't be read, as for a moment after the lock was made."""
     for _ in range(10):
         with suppress(OSError, ValueError, TypeError):
             return Owner(**loads(_text(file)))
@@ -219,7 +219,7 @@ def _now(folder: Path) -> float:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began; None if it ended, also if nobody has asked for its exit code yet."""
+    """Return when a process started; None if it has ended, even if no one has collected its exit code yet."""
     if not (_PROC / "self/stat").exists():
         ps = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
         return ps.stdout.strip() or None

@@ -70,7 +70,7 @@ def split(spec: str) -> tuple[str, str]:
 
 
 def is_file(spec: str) -> bool:
-    """Whether a plugin is named by the path of its file."""
+    """Return True if a plugin is named by its file's path."""
     return split(spec)[0].endswith(".py")
 
 

@@ -12,7 +12,7 @@ class Peak:
     fp32: float
     """Outside of tensor cores."""
     tf32: float
-    """What torch multiplies fp32 in where `torch.set_float32_matmul_precision` allows it."""
+    """fp32 matrix products, where `torch.set_float32_matmul_precision` allows TF32."""
     narrow: float
     """bf16 and fp16, accumulated in fp32."""
     source: str

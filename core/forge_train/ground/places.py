@@ -1,4 +1,4 @@
-"""Where in the source something stands, for messages."""
+"""Source locations for messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What messages say of sizes and lists."""
+"""Formatting of sizes and lists for messages."""
 
 from __future__ import annotations
 

@@ -46,15 +46,15 @@ def filesystem(address: str, label: str) -> tuple[Any, str]:
 
 
 def patiently(label: str, action: Callable[[], T], what: str = "can't be read") -> T:
-    """What `action` gives, tried again after errors of the connection.
+    """Return the result of `action`, retrying after connection errors.
 
     Args:
-        label: the address as errors give it.
-        action: is called again after a failure, and each time after a longer pause.
-        what: how an error tells that it failed.
+        label: the address, as shown in errors.
+        action: called again after each failure, with growing pauses.
+        what: the failure in words, for errors.
 
     Raises:
-        ConfigError: there is no such file, or it failed too often.
+        ConfigError: if there is no such file, or it failed too often.
     """
     for failures in range(1, _TRIES + 1):
         try:

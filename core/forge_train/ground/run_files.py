@@ -30,14 +30,14 @@ SHAPES: Mapping[str, Any] = {
 
 
 def load(file: Path, *, links: bool = True) -> Any:
-    """What a file of a run holds; None where there is none.
+    """Return the content of a run's file; None if there is no such file.
 
     Args:
         file: one of `SHAPES`.
-        links: whether it may be a link, as in a run's folder; a checkpoint may come from anybody.
+        links: whether it may be a link, as in a run's folder; a checkpoint may come from anyone.
 
     Raises:
-        ConfigError: if it can't be read, or holds something else.
+        ConfigError: if it can't be read, or has the wrong shape.
     """
     try:
         if not file.exists():
@@ -61,12 +61,12 @@ def check_text(value: Any) -> None:
 
 
 def odd(value: Any, shape: Any, name: str = "it") -> str:
-    """What is wrong with the shape of a value, in a phrase; empty if nothing is.
+    """Describe what is wrong with the shape of a value, in a phrase; empty if nothing is.
 
     Args:
         value: JSON.
-        shape: a type; a tuple of shapes, one of which it has; a list with the shape of all entries; or a table with the
-            shape of each key, `key?` if it may be missing, and `*` for all other keys.
+        shape: a type; a tuple of alternative shapes; a list with the shape of all entries; or a table with the shape of
+            each key, where `key?` may be missing and `*` stands for all other keys.
         name: of the value, in the phrase.
     """
     if isinstance(shape, tuple):

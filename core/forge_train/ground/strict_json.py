@@ -26,14 +26,14 @@ def dumps(value: object, *, indent: int | None = None) -> str:
 
 
 def loads(text: str, *, unique: bool = False) -> Any:
-    """What `dumps` was given, as far as JSON holds it.
+    """Return the value that `dumps` was given, as far as JSON can express it.
 
     Args:
         text: the JSON.
-        unique: whether to refuse an object that has a key twice, instead of taking its last value.
+        unique: whether to reject an object with a duplicate key, instead of taking the last value.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: if the text is anything else.
     """
     try:
         if unique:

@@ -40,7 +40,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """What this rank holds of tensors."""
+    """Return how many bytes of some tensors this rank holds."""
     return sum(part.numel() * part.element_size() for part in map(local, tensors) if part is not None)
 
 

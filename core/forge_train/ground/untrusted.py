@@ -32,17 +32,17 @@ def regular_size(file: Path, *, links: bool = False) -> int:
 
 
 def load_json(file: Path, *, most: int, links: bool = False, unique: bool = False) -> Any:
-    """What a file holds that may come from anybody.
+    """Load JSON from an untrusted file.
 
     Args:
         file: a regular file.
-        most: bytes that are read at most.
+        most: largest number of bytes to read.
         links: see `regular_size`.
         unique: see `parse_json`.
 
     Raises:
-        OSError: if it can't be read, or is no regular file.
-        ValueError: saying why it is refused: it is larger, or see `parse_json`.
+        OSError: if it can't be read, or is not a regular file.
+        ValueError: with the reason, if it is too large, or see `parse_json`.
     """
     if (size := regular_size(file, links=links)) > most:
         raise ValueError(f"it has {size:,} bytes, and at most {most:,} are read")
@@ -50,14 +50,14 @@ def load_json(file: Path, *, most: int, links: bool = False, unique: bool = Fals
 
 
 def parse_json(text: str, *, unique: bool = False) -> Any:
-    """What a text holds that may come from anybody.
+    """Parse JSON from an untrusted source.
 
     Args:
         text: the JSON.
-        unique: whether to refuse a key that is there twice. Other programs may read the other value.
+        unique: whether to reject duplicate keys, of which other programs may read the other value.
 
     Raises:
-        ValueError: if it is no JSON, nested deeper than `DEEPEST`, or has a key twice that must be unique.
+        ValueError: if it is not JSON, is nested deeper than `DEEPEST`, or has a duplicate key and `unique` is set.
     """
     value = loads(text, unique=unique)
     level, depth = [value], 0

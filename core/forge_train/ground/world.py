@@ -1,4 +1,4 @@
-"""Who this process is among others, as the launcher that started it says. Known without torch."""
+"""Rank of this process and the size of its job, as reported by its launcher. Available without torch."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _MPI = (
 )
 """Open MPI; MPICH and Intel MPI. Rank, size, and the same on this node."""
 _PORTS = range(20000, 30000)
-"""Where a port is chosen for a job that names none: below those that systems give away on their own."""
+"""Range of ports for jobs that name none: below those that systems assign automatically."""
 
 
 @dataclass(frozen=True)
 class World:
-    """What a launcher (forge's own, torchrun, Slurm, MPI) told this process."""
+    """Values that a launcher (forge's own, torchrun, Slurm, MPI) gave this process."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
     attempt: int = 0
-    """How often the launcher has started these processes before."""
+    """Number of times the launcher has started these processes before."""
     launcher: Launcher = "none"
     address: str = ""
-    """Where the processes meet; empty where there is one."""
+    """Address at which the processes meet; empty for a single process."""
     port: int = 0
     max_restarts: int = 0
-    """How often torchrun starts them again if they fail."""
+    """Number of times torchrun restarts them if they fail."""
 
     @classmethod
     def here(cls, environment: Mapping[str, str] | None = None) -> World:
@@ -98,7 +98,7 @@ class _Environment:
         return rank, size
 
     def compare(self, rank: str, size: str, other_rank: str, other_size: str) -> None:
-        """Whether two launchers say the same. torchrun below another one is meant: one agent for each of its tasks."""
+        """Check that two launchers agree. torchrun under another launcher is allowed: one agent per task."""
         if "TORCHELASTIC_RUN_ID" in self or FORGE_LAUNCHED in self:
             return
         mine, other = self.rank_of(rank, size), self.rank_of(other_rank, other_size)
@@ -156,8 +156,8 @@ def _mpi(given: _Environment, names: tuple[str, str, str, str]) -> World:
 
 
 def _is_slurm_task(given: _Environment) -> bool:
-    """Whether srun started this process. A batch script sees the same variables, but it is one process: only a step
-    has an id."""
+    """Return True if srun started this process. A batch script sees the same variables, but it is one process: only a
+    step has an id."""
     if "SLURM_PROCID" not in given or "SLURM_NTASKS" not in given:
         return False
     return "SLURM_STEP_ID" in given or "SLURM_JOB_ID" not in given
@@ -200,7 +200,7 @@ def first_host(nodes: str) -> str:
 
 
 def _tasks_here(tasks: str, node: int, unknown: int) -> int:
-    """How many tasks a node has, from Slurm's `2(x3),1`."""
+    """Return the number of tasks on a node, from Slurm's `2(x3),1`."""
     counts: list[int] = []
     for part in filter(None, tasks.split(",")):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

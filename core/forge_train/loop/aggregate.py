@@ -48,9 +48,9 @@ class Metrics:
             metric.sums, metric.maxima = (one.to(self._job.device, copy=True) for one in self._fresh[name])
 
     def take(self) -> dict[str, Value]:
-        """What all ranks observed since the last time, of those that observed anything; waits for the device.
+        """Return what all ranks observed since the last call, for metrics that observed anything; waits for the device.
 
-        Two messages at most, however many metrics there are; and two more for those of each rank's own.
+        Sends at most two messages, however many metrics there are, and two more for per-rank metrics.
         """
         own = {name: one for name, one in self._metrics.items() if one.per_rank}
         others = {name: one for name, one in self._metrics.items() if not one.per_rank}
@@ -89,7 +89,7 @@ class Metrics:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What each rank has observed since the last logged step: a row for each."""
+        """Return what each rank has observed since the last logged step, one row per rank."""
         if not self._metrics:
             return None
         row = torch.cat([one.reshape(-1) for metric in self._metrics.values() for one in (metric.sums, metric.maxima)])
@@ -101,7 +101,7 @@ class Metrics:
         return self._job.dist.ranks_along("loss")
 
     def like(self, saved: Mapping[str, Any] | None, shapes: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What the rows are read into: this rank's own, on the same layout; all of them on another."""
+        """Return buffers to load the rows into: this rank's own on the same layout, all of them on another."""
         if saved is None:
             return {}
         ranks, (shape, _) = self._job.dist, shapes["metrics.rows"]

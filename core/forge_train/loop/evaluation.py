@@ -34,11 +34,11 @@ class Evaluations:
         ]
 
     def run(self, step: int, batches: int | None = None) -> Evaluation:
-        """What was found; the plugins are to be told.
+        """Run the evaluations and return their results; the caller notifies plugins.
 
         Args:
-            step: where the run is.
-            batches: global batches of each evaluation, if not those that the configuration and its plugin say.
+            step: the run's current step.
+            batches: global batches of each evaluation; by default, as the configuration and its plugin say.
         """
         usual = self._forward.job.config.train.evaluate_batches
         with self._forward.metrics.apart():

@@ -21,16 +21,16 @@ from .transfer import Transfer
 
 @dataclass(frozen=True)
 class Counts:
-    """What losses are divided by: sums over the micro-batches of all ranks."""
+    """Divisors of losses: sums over the micro-batches of all ranks."""
 
     weight: float
-    """What the task counts, such as unmasked labels: for the task's loss."""
+    """Sum of the task's own counts, such as unmasked labels: for the task's loss."""
     tokens: float
     """Positions that the model computes, whatever is masked: for attached losses, which are sums over them."""
 
 
 class Forward:
-    """What a forward pass needs, resolved once."""
+    """Components of a forward pass, resolved once."""
 
     def __init__(self, job: Job, model: Model) -> None:
         self.job, self.model = job, model

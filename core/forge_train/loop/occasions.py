@@ -1,4 +1,4 @@
-"""When a run saves a checkpoint, and which it keeps beside the newest."""
+"""Schedule of a run's checkpoints, and which to keep in addition to the newest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUEST = "save"
 LOOK_EVERY = 1.0
 """Seconds between looks for that file."""
 EVALUATION = "evaluation."
-"""Where `checkpoint.best` begins when it means what evaluations find."""
+"""Prefix of `checkpoint.best` when it names a result of evaluations."""
 
 
 class Occasions:
@@ -46,7 +46,7 @@ class Occasions:
                 self._scores[step] = best["value"]
 
     def due(self, step: int) -> bool:
-        """Whether the configuration has a checkpoint saved at a step."""
+        """Return True if the configuration asks for a checkpoint at a step."""
         every = self._config.every
         better, self._better = self._better, False
         return better or bool(every and step % every == 0) or step in self._early()
@@ -95,7 +95,7 @@ class Occasions:
         return value if self._config.best_is == "lowest" else -value
 
     def saving(self, step: int) -> dict[str, Any] | None:
-        """What a checkpoint of a step says of `checkpoint.best`, where that was measured at this step."""
+        """Return the entry for `checkpoint.best` in a step's checkpoint; None unless it was measured at this step."""
         self._last_time = time.monotonic()
         if self._measured is None or self._measured[0] != step:
             return None

@@ -52,7 +52,7 @@ class Held:
     gradients: int
     optimizer: int
     activations: int
-    """What is neither of the others: activations, gathered weights, and what kernels need in passing."""
+    """All other bytes: activations, gathered weights, and temporary buffers of kernels."""
 
     @property
     def total(self) -> int:
@@ -64,7 +64,7 @@ class Held:
 
 
 class Memory:
-    """What a run holds, as far as it has been built."""
+    """Memory held by a run, as far as it has been built."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -81,11 +81,11 @@ class Memory:
             self._besides = max(resident(self._job.device) - held_bytes(held), 0)
 
     def explain(self, error: BaseException, step: int, log: Path) -> OutOfMemoryError | None:
-        """What a user is told of an error, if that is that memory ran out.
+        """Build the out-of-memory report; None for other errors.
 
         Args:
-            error: what ended the run.
-            step: the last one that was done.
+            error: the error that ended the run.
+            step: the last completed step.
             log: the file that holds the traceback.
         """
         asked = requested(error)

@@ -147,7 +147,7 @@ def restore(stepper: Stepper, progress: Progress, path: Path) -> list[str]:
 
 
 def _providers(job: Job) -> dict[str, str | None]:
-    """Who fills the slots whose state is saved."""
+    """Return the provider of each slot whose state is saved."""
     return {slot: job.hooks.provider(slot) for slot in ("optimizer", "lr_schedule", "loss_scale", "build_data")}
 
 
@@ -171,15 +171,15 @@ def _stateful(job: Job) -> Iterable[tuple[str, Stateful]]:
 
 @during("load")
 def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
-    """What differs between a checkpoint and this run, all of it allowed.
+    """Return the differences between a checkpoint and this run, if all are allowed.
 
     Args:
         job: this run.
         path: the checkpoint.
-        silent: whether to leave out the warnings.
+        silent: whether to suppress warnings.
 
     Raises:
-        ConfigError: where something is not, and for a checkpoint that no run can go on from.
+        ConfigError: if a difference is not allowed, or no run can resume from the checkpoint.
     """
     saved = checkpoint.read_state(path)
     if "optimizer" not in saved:
@@ -236,10 +236,10 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
 
 
 def check_allowed(job: Job, saved: Mapping[str, Any]) -> None:
-    """Whether all that may differ is a section, a key or a plugin of this run, an installed one, or the checkpoint's.
+    """Check that `checkpoint.allow_changes` names only known sections, keys and plugins.
 
     Raises:
-        ConfigError: naming what is none.
+        ConfigError: for a name that is not in this run or the checkpoint, nor an installed plugin.
     """
     mine, plugins = job.config.everything(), {entry["name"] for entry in saved.get("enabled", ())}
     plugins |= {one.name for one in discover()}

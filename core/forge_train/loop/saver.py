@@ -254,7 +254,7 @@ class Saver:
             self._tell_pruned(gone)
 
     def _tell_sent(self, sent: Sent) -> None:
-        """What became of copies elsewhere."""
+        """Report the results of copying checkpoints elsewhere."""
         for saved, seconds in sent.copied:
             path = sent.store.at(saved.path.name)
             self._job.run.event("checkpoint_copied", saved.step, path=path, seconds=seconds, bytes=saved.bytes)

@@ -29,7 +29,7 @@ from .gradients import clip, total_norm
 
 @dataclass
 class Progress:
-    """How far the run is. The data's position is the loader's: a roll-back moves the two apart."""
+    """Progress of the run. The loader has the data's position: a roll-back separates the two."""
 
     step: int = 0
     tokens: int = 0
@@ -74,7 +74,7 @@ class Stepper(Forward):
         super().__init__(job, model)
         self.optimizer, self.schedule, self.loader = optimizer, schedule, loader
         self.held_out: Loader | None = None
-        """What the held-out loss is of, where it begins."""
+        """Loader of the held-out data, at its start."""
         self._watcher = watcher
         model.watch(watcher.on_micro_batch)
         self.loss_scale: LossScale | None = job.hooks.loss_scale()
@@ -175,7 +175,7 @@ class Stepper(Forward):
 
 
 def _check_parameters(job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Whether the optimizer updates exactly what is to be trained."""
+    """Check that the optimizer updates exactly the trainable parameters."""
     given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = {name: id(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
     if lost := [name for name, number in trained.items() if number not in given]:
@@ -191,5 +191,5 @@ def _check_parameters(job: Job, model: Model, optimizer: torch.optim.Optimizer) 
 
 
 def tokenizer_digest(job: Job) -> str | None:
-    """What tells the run's tokenizer from others."""
+    """Return the digest of the run's tokenizer, if there is one."""
     return job.hooks.tokenizer().digest if job.hooks.provider("tokenizer") else None

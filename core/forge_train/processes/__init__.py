@@ -1,1 +1,1 @@
-"""Who this process is, who the others are, and how they are started."""
+"""This process, the other processes, and how they are started."""

@@ -54,7 +54,7 @@ class DistributedContext:
     place: World = field(default_factory=World)
     _meshes: dict[str, DeviceMesh] = field(default_factory=dict)
     complete: bool = True
-    """Whether what is gathered is of every rank; a plan asks the stages of a pipeline one after the other."""
+    """True if gathered values come from every rank; a plan visits the stages of a pipeline one by one."""
     _own: Any = None
     """The group of all processes, where it is not the default one."""
 
@@ -103,7 +103,7 @@ class DistributedContext:
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that writes files and the screen."""
+        """True if this process writes files and prints to the screen."""
         return self.rank == 0
 
     @property
@@ -113,7 +113,7 @@ class DistributedContext:
 
     @property
     def data_ranks(self) -> int:
-        """How many data-parallel ranks there are."""
+        """Number of data-parallel ranks."""
         return self.layout.dp
 
     def mesh(self, domain: Domain, *axes: str) -> DeviceMesh:

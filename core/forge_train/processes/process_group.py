@@ -1,4 +1,4 @@
-"""How the processes that a launcher started find each other, and part again."""
+"""Setup and teardown of the process group: how the processes that a launcher started find each other."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Which plugins there are, which are enabled, and whom each hook calls."""
+"""Discovery and selection of plugins, and dispatch of hooks to them."""

@@ -1,4 +1,4 @@
-"""Whether the attention kernel of a run can do what its plugins will ask of it."""
+"""Check of a run's attention kernel against what its plugins will ask of it."""
 
 from __future__ import annotations
 

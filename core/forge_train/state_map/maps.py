@@ -78,10 +78,10 @@ class StateMap(ABC):
         return step
 
     def plan(self, tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> Plan:
-        """How to make the map's targets from tensors of these shapes and dtypes, without reading any of them.
+        """Plan how to make the map's targets from tensors of these shapes and dtypes, without reading any of them.
 
         Raises:
-            ConfigError: naming tensors that are missing, left over, of a wrong shape, or taken or given twice.
+            ConfigError: naming tensors that are missing, left over, of a wrong shape, or used or produced twice.
         """
         step = self.trace(tensors)
         wrong = [*step.wrong, *(f"{name}: nothing takes it" for name in step.left)]

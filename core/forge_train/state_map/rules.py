@@ -208,7 +208,7 @@ def _check_fused(parts: tuple[str, ...], whole: str, shares: tuple[int, ...]) ->
 
 
 def _bounds(length: int, fused: Concat | Split) -> list[int]:
-    """Where the parts begin and end within the first group."""
+    """Return the boundaries of the parts within the first group."""
     shares = fused.shares or (1,) * len(fused.parts)
     unit = length // max(sum(shares) * _groups(length, fused), 1)
     return [unit * share for share in accumulate(shares, initial=0)]
@@ -219,7 +219,7 @@ def _groups(length: int, fused: Concat | Split) -> int:
 
 
 def _turns(bounds: list[int], groups: int) -> bool:
-    """Whether each part has one index in each of several groups: a piece per group would be slow to read."""
+    """Return True if each part has one index in each of several groups: a piece per group would be slow to read."""
     return groups > 1 and bounds == [*range(len(bounds))]
 
 
@@ -228,7 +228,7 @@ def _shares(fused: Concat | Split) -> str:
 
 
 def alike(step: Step, name: str, views: list[View], but: int | None = None) -> bool:
-    """Whether the tensors, if there are any, can become one: same dtype, and same shape except in one dimension."""
+    """Return True if the tensors, if any, can be joined: same dtype, and same shape except in one dimension."""
     if but is not None and not all(has_dims(step, name, view, but) for view in views):
         return False
     kinds = {(str(one.dtype), *(size for dim, size in enumerate(one.shape) if dim != but)) for one in views}
@@ -239,7 +239,7 @@ def alike(step: Step, name: str, views: list[View], but: int | None = None) -> b
 
 
 def has_dims(step: Step, name: str, view: View, *dims: int) -> bool:
-    """Whether a tensor has these dimensions, counted from 0."""
+    """Return True if a tensor has these dimensions, counted from 0."""
     wrong = [dim for dim in dims if not 0 <= dim < len(view.shape)]
     step.wrong += [f"{name}: there is no dimension {dim} in {list(view.shape)}" for dim in wrong]
     return not wrong

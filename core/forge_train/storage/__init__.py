@@ -1,1 +1,1 @@
-"""What a run leaves on disk, and how it comes back."""
+"""Storage of runs: what they leave on disk, and how it is loaded."""

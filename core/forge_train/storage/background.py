@@ -42,7 +42,7 @@ class Background(Generic[_T]):
             self._error = error
 
     def ended(self) -> bool:
-        """Whether every process was done when this was asked before. All ask together, and nobody waits."""
+        """Return True if every process was done at the previous call. All processes call this; none waits."""
         return self._everybody(not self._thread.is_alive())
 
     def result(self) -> _T:

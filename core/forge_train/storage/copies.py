@@ -41,14 +41,15 @@ class AwayError(ForgeError):
 
 
 def stores(config: Config, run: Path) -> list[Store]:
-    """Where a run's checkpoints go: its `checkpoint.folder`, then its `checkpoint.mirror`.
+    """Return the destinations of a run's checkpoints: its `checkpoint.folder`, then its `checkpoint.mirror`.
 
     Args:
         config: the run's.
         run: its folder.
 
     Raises:
-        ConfigError: for what is no other place, or is reached in a way that nobody knows.
+        ConfigError: if a destination is used twice, is lost with the process, or can't be reached by any known
+            protocol.
     """
     taken: dict[Path | str, str] = {(run / "checkpoints").resolve(): "the run's own folder"}
     made: list[Store] = []
@@ -108,7 +109,7 @@ def bring(places: Sequence[Store], folder: Path, *, after: int = -1, before: int
 
 @dataclass
 class Sent:
-    """What became of a round of copies to one store."""
+    """Result of a round of copies to one store."""
 
     store: Store
     copied: list[tuple[Saved, float]] = field(default_factory=list)
@@ -134,7 +135,7 @@ class Sender:
 
     @property
     def busy(self) -> bool:
-        """Whether a round is under way."""
+        """True if a round is in progress."""
         return self._task is not None and not self._task.ended()
 
     @property
@@ -168,7 +169,7 @@ class Sender:
         self.send(self._spared)
 
     def look(self) -> list[Sent]:
-        """What came of the last round, once; the next begins if it is due."""
+        """Return the results of the last round, once; start the next one if it is due."""
         return self._take() if self._task is not None and self._task.ended() else []
 
     def wait(self) -> list[Sent]:
@@ -224,7 +225,7 @@ class Sender:
 
 
 def best_of(places: Sequence[Store]) -> Iterator[tuple[int, Any]]:
-    """What the checkpoints in stores say of `checkpoint.best`, by step."""
+    """Yield the step and the `checkpoint.best` entry of each checkpoint in the stores."""
     for store in places:
         for stored in store.newest():
             yield stored.step, loads(store.text(stored, STATE).decode()).get("best")

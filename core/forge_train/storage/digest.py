@@ -1,4 +1,4 @@
-"""What tells whether a file of a checkpoint is as it was saved. It detects damage, and not malice: see
+"""Digests that show whether a checkpoint's file is as it was saved. They detect damage, not tampering: see
 `docs/guarantees.md`."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def of_disk(path: Path, algorithm: str = ALGORITHM) -> str | None:
 
 
 def known(algorithm: object) -> bool:
-    """Whether files can be compared by it."""
+    """Return True if this algorithm can be used to compare files."""
     return isinstance(algorithm, str) and algorithm in _KNOWN
 
 

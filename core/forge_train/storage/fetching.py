@@ -1,4 +1,4 @@
-"""What `--resume` names by an address, fetched; and what an address means."""
+"""Resolves addresses, and fetches what `--resume` names by one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .store import Store, Stored
 
 @dataclass(frozen=True)
 class Place:
-    """What lies at an address: one checkpoint, or those of a run."""
+    """Content of an address: one checkpoint, or those of a run."""
 
     store: Store
     checkpoint: Stored | None = None
@@ -47,7 +47,7 @@ class Place:
 
 
 def locate(address: str) -> Place:
-    """What an address means, or the path of a folder.
+    """Resolve an address, or the path of a folder.
 
     Raises:
         ConfigError: if there is neither a checkpoint nor a run, or it can't be read.
@@ -66,15 +66,15 @@ def locate(address: str) -> Place:
 
 
 def fetched(resume: str, folder: Path) -> str:
-    """What `--resume` says, with a path in place of an address: the run or checkpoint is fetched to there.
+    """Return the value of `--resume`, fetching an address and replacing it with the local path.
 
     Args:
         resume: a path stays as it is, unless it is the folder of a copied run, which is fetched too.
-        folder: where run folders are made. A run becomes one of them, or brings it up to date; a checkpoint is put
-            aside there.
+        folder: where run folders are made. A run is created or updated there; a checkpoint goes into a hidden
+            subfolder.
 
     Raises:
-        ConfigError: if there is no such thing, it is damaged, or another process has the run.
+        ConfigError: if it does not exist or is damaged, or another process has the run.
     """
     if not (address := address_of(resume)):
         return plain(resume)
@@ -85,7 +85,7 @@ def fetched(resume: str, folder: Path) -> str:
 
 
 def target_of(address: str, folder: Path) -> Path:
-    """Where `fetched` puts what lies at an address.
+    """Return the path to which `fetched` copies the content of an address.
 
     Raises:
         ConfigError: if there is neither a checkpoint nor a run, or it can't be read.

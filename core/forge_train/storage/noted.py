@@ -1,4 +1,4 @@
-"""What a run's folder notes of its roll-backs: the data that they left out, and one that is not finished."""
+"""Records of roll-backs in a run's folder: the data that they left out, and one that is unfinished."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def note_roll_back(run: Path, noted: RollBack | None) -> None:
 
 
 def left_out(run: Path) -> list[tuple[int, int]]:
-    """What data a run's roll-backs left out: pairs of first and last sequence (exclusive).
+    """Return the data that a run's roll-backs left out: pairs of first and last sequence (exclusive).
 
     Raises:
-        ConfigError: if what it notes is damaged.
+        ConfigError: if the record is damaged.
     """
     file = run / LEFT_OUT
     before = _pairs(file, _read(file)) if file.exists() else []

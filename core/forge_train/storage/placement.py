@@ -1,4 +1,4 @@
-"""How an optimizer's state lies on a layout: what of it every rank has alike, and how saved state is spread again."""
+"""Placement of an optimizer's state on a layout: what must match on all ranks, and how saved state is redistributed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..ground.errors import PluginError
 from ..processes.distributed import DistributedContext
 
 STATE = "optimizer.state."
-"""Where the name of a tensor that belongs to a parameter begins."""
+"""Prefix of the names of tensors that belong to a parameter."""
 
 
 def reduce_partial(optimizer: torch.optim.Optimizer) -> None:
@@ -26,12 +26,12 @@ def reduce_partial(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_alike(state: Mapping[str, Any], model: Model, dist: DistributedContext) -> None:
-    """Whether every rank of a stage has the same state, but for what is sharded: of the rest, the first's is saved.
+    """Check that all ranks of a stage have the same state, except for shards: only the first rank's copy is saved.
 
     Args:
-        state: as `optimizer_state` gives it.
-        model: whose parameters it is about.
-        dist: all ranks call this.
+        state: as returned by `optimizer_state`.
+        model: the model whose parameters it belongs to.
+        dist: the processes; all ranks call this.
 
     Raises:
         PluginError: on every rank, naming what differs.
@@ -55,10 +55,10 @@ def check_alike(state: Mapping[str, Any], model: Model, dist: DistributedContext
 
 
 def describe_odd(state: Mapping[str, Any], model: Model) -> dict[str, list[str]]:
-    """What the shape of a tensor does not tell of how it lay beside a sharded parameter.
+    """Record how tensors lay beside a sharded parameter, where their shapes do not show it.
 
     Returns:
-        `plain`: those that were no shards; `spread`: those that were, in another shape than the parameter's.
+        `plain`: tensors that were not sharded; `spread`: tensors that were, with a shape other than the parameter's.
     """
     parameters = dict(model.named_parameters())
     odd: dict[str, list[str]] = {"plain": [], "spread": []}
@@ -80,14 +80,14 @@ def place(
     parameters: Mapping[str, Tensor],
     odd: Mapping[str, Set[str]],
 ) -> Tensor:
-    """What to read a tensor of an optimizer into.
+    """Return an empty tensor to load a tensor of an optimizer into.
 
     Args:
-        name: as it was saved under.
-        shape: of all of it.
-        dtype: as it was saved.
-        parameters: those here, by name.
-        odd: as `describe_odd` gave it when it was saved.
+        name: the name that it was saved under.
+        shape: its full shape.
+        dtype: the dtype that it was saved in.
+        parameters: those on this rank, by name.
+        odd: what `describe_odd` returned when it was saved.
     """
     parameter = _parameter(name, parameters)
     if parameter is None or name in odd["plain"]:
@@ -104,7 +104,7 @@ def place(
 
 
 def _is_part(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether a shape is another one with sizes left out or made 1."""
+    """Return True if a shape is another one with sizes left out or set to 1."""
     if len(shape) == len(whole):
         return all(size in (1, of) for size, of in zip(shape, whole, strict=True))
     left = iter(whole)

@@ -36,7 +36,7 @@ class RemoteFolder:
         while hasattr(beneath, "fs"):  # of a chained address, such as simplecache::memory://x
             beneath = beneath.fs
         self.lasts = not isinstance(beneath, MemoryFileSystem)
-        """Whether what is put here is still there after this process."""
+        """True if files stored here outlive this process."""
 
     def at(self, name: str) -> str:
         """The address of a file or folder."""

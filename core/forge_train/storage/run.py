@@ -68,23 +68,23 @@ _ATTEMPT = re.compile(r"attempt-(\d+)$")
 
 
 def _stays(name: str) -> bool:
-    """Whether something in a run's folder is not moved: the log, which is open, the lock, and what is written anew."""
+    """Return True if an entry of a run's folder is not moved: the open log, the lock, and files that are rewritten."""
     kept = ("log", model_files.FOLDER, *_MAKE_A_RUN)
     return name in kept or name.startswith(".") or _ATTEMPT.match(name) is not None
 
 
 def is_run(path: Path) -> bool:
-    """Whether a path is a run folder."""
+    """Return True if a path is a run folder."""
     return all(_is_file(path / name) for name in _MAKE_A_RUN) and not is_checkpoint(path)
 
 
 def is_kept(path: Path) -> bool:
-    """Whether a run has a checkpoint or metrics. It then stays, whatever mistake ended it."""
+    """Return True if a run has a checkpoint or metrics. It is then kept, whatever error ended it."""
     return is_run(path) and ((path / "metrics.jsonl").is_file() or any((path / "checkpoints").glob("step-*")))
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is a checkpoint, whole or not."""
+    """Return True if a path is a checkpoint, complete or not."""
     return _is_file(path / "state.json")
 
 
@@ -101,7 +101,7 @@ def address_of(place: str) -> str:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether a path is a file that can be looked at; one that is too long is none."""
+    """Return True if a path is an accessible file; False for a path that is too long."""
     try:
         return path.is_file()
     except OSError:
@@ -109,7 +109,7 @@ def _is_file(path: Path) -> bool:
 
 
 def plugin_list(hooks: Hooks) -> list[dict[str, str]]:
-    """What plugins.json holds, sorted by name."""
+    """Return the content of plugins.json, sorted by name."""
     return [
         {
             "name": enabled.name,
@@ -129,7 +129,7 @@ def saved_plugins(checkpoint: Path) -> list[dict[str, str]]:
 
 
 def environment() -> dict[str, Any]:
-    """What environment.json holds."""
+    """Return the content of environment.json."""
     import torch
 
     from .. import __version__

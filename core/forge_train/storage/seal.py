@@ -24,7 +24,7 @@ _Signature = tuple[tuple[str, int, int, int], ...]
 
 
 def check(path: Path, *, contents: bool = False) -> str:
-    """What is wrong with a checkpoint, in a phrase; empty if nothing is.
+    """Describe what is wrong with a checkpoint, in a phrase; empty if nothing is.
 
     Args:
         path: the checkpoint.
@@ -127,7 +127,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _inspect(path: Path) -> dict[str, Entry] | str:
-    """What is sealed, or what is wrong with it as far as sizes show."""
+    """Return the sealed files, or a phrase on what is wrong, judging by sizes."""
     sealed = inspect(path)
     return sealed if isinstance(sealed, str) else dict(sealed.files)
 
@@ -148,7 +148,7 @@ _verified: dict[Path, _Signature] = {}
 
 
 def _unverified(path: Path) -> dict[str, Entry] | str:
-    """What has to be read still, or what is wrong already: nothing, if the checkpoint is known to be whole."""
+    """Return the files that must still be read, or what is already wrong; empty for a verified checkpoint."""
     inspected = _inspect(path)
     if isinstance(inspected, str):
         return inspected

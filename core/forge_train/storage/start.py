@@ -1,4 +1,4 @@
-"""Where a run begins: which folder it is, what it continues, and the claim that gives the folder to one job."""
+"""Start of a run: its folder, what it continues from, and the claim that gives the folder to one job."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ log = logging.getLogger("forge_train")
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: its folder, and what it continues from."""
+    """Start of a run: its folder, and what it continues from."""
 
     dir: Path
     checkpoint: Path | None = None
     """A checkpoint of another run to start from; one of this run is found in its folder."""
     continues: bool = False
-    """Whether the folder holds this very run already."""
+    """True if the folder already holds this run."""
     lock: Path | None = None
     """The file that gives the folder to this job, once it is claimed."""
     new: bool = False
-    """Whether the folder is made for this start."""
+    """True if the folder is made for this start."""
     notes: tuple[str, ...] = ()
-    """What the log should say of how the folder was found."""
+    """Messages for the log about the state in which the folder was found."""
 
     def again(self, *, saved: bool) -> Start:
         """The same run, once its processes were lost; `saved` is whether it has a checkpoint of its own."""
@@ -127,14 +127,14 @@ def begin(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = 
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether a folder holds nothing but what is written before it is a run, by a process that was killed just then."""
+    """Return True if a folder has only the files that precede a run, left by a process that was killed early."""
     known = ("log", "checkpoints", "config.toml", model_files.FOLDER)
     parts = (".partial", ".lock.")
     return path.is_dir() and all(one.name in known or any(p in one.name for p in parts) for one in path.iterdir())
 
 
 def _kept(run: Path) -> str:
-    """Which checkpoints a run has."""
+    """List a run's checkpoints in words."""
     names = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
     return f"the run has {', '.join(names)}" if names else "the run has none"
 
@@ -148,10 +148,10 @@ def _unused(path: Path, config: Config) -> Path:
 
 
 def _taken(config: Config, run: Path) -> bool:
-    """Whether checkpoints elsewhere have a run's name. The name that a run gets by itself is nobody else's.
+    """Return True if checkpoints elsewhere use a run's name. A generated name is always unique.
 
     Raises:
-        AwayError: if that can't be told of a name that was chosen.
+        AwayError: if a store can't be read and the user chose the name.
     """
     for store in stores(config, run):
         try:

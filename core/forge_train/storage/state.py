@@ -92,7 +92,7 @@ def _copied(values: Any) -> Any:
 
 
 def _exact(held: Any, saved: Any) -> Any:
-    """What was saved must come back: torch casts tensors to the parameter's dtype, and takes a text for a list."""
+    """Restore values exactly as saved: torch casts tensors to the parameter's dtype, and takes a text for a list."""
     if isinstance(saved, Tensor):
         if not isinstance(held, Tensor):
             return held
@@ -192,7 +192,7 @@ def all_random_states(dist: DistributedContext) -> Tensor:
 
 
 def random_states_like(shape: tuple[int, ...], dist: DistributedContext) -> Tensor:
-    """What to read the saved states into: this rank's row, where there were as many ranks; else all of them."""
+    """Return a buffer for the saved states: this rank's row if the number of ranks is the same, else all rows."""
     return (
         rows(torch.empty(1, *shape[1:], dtype=torch.uint8), dist)
         if shape[0] == dist.world

@@ -12,7 +12,7 @@ from ..ground.untrusted import DEEPEST
 
 TENSOR, TUPLE = "$tensor", "$tuple"
 MODEL = "model."
-"""Where the name of a model's tensor begins in a checkpoint."""
+"""Prefix of the names of a model's tensors in a checkpoint."""
 
 
 def split(tree: Any, name: str, tensors: dict[str, Tensor], level: int = 2) -> Any:
@@ -57,7 +57,7 @@ def split(tree: Any, name: str, tensors: dict[str, Tensor], level: int = 2) -> A
 
 
 def join(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `split` took apart."""
+    """Rebuild the tree that `split` took apart."""
     if isinstance(tree, dict):
         if tree.keys() == {TENSOR}:
             return tensors[tree[TENSOR]]

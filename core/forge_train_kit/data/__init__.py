@@ -1,1 +1,1 @@
-"""What data plugins are built from: files and their formats, token shards, packing, order, loaders. Needs no plugin."""
+"""Building blocks of data plugins: files and their formats, token shards, packing, order, loaders. Needs no plugin."""

@@ -1,4 +1,4 @@
-"""Where things are kept that can be made again."""
+"""Cache folders for data that can be made again."""
 
 from __future__ import annotations
 

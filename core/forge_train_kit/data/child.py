@@ -31,7 +31,7 @@ from forge_train.ground.errors import ForgeError, describe
 _ALIGNED = 64
 _PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What a terminal or a scheduler sends to all processes of a run; the parent still needs data until it has saved."""
+"""Signals sent by a terminal or a scheduler to all processes of a run; the parent needs data until it has saved."""
 _START = (
     "import signal, sys; [signal.signal(one, signal.SIG_IGN) for one in {ignored}]; sys.path[:] = {path!r}; "
     "from forge_train_kit.data.child import serve; serve({connection}, {payload}, {parent})"
@@ -94,10 +94,10 @@ class Child:
         self._lock = threading.Lock()
 
     def call(self, *arguments: Any) -> Any:
-        """What the function gives. What it raises is raised here, as a `ForgeError` with the traceback as a note.
+        """Return the function's result, or raise its exception as a `ForgeError` with the traceback as a note.
 
         Raises:
-            DiedError: the process is gone.
+            DiedError: if the process is gone.
         """
         try:
             if self._process is None:

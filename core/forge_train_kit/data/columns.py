@@ -38,7 +38,7 @@ def _nested(kind: Any) -> bool:
 
 
 def _is_json(kind: Any) -> bool:
-    """Whether values are JSON in a string: Arrow's extension type, which `datasets` uses for its `Json`."""
+    """Return True if values are JSON in a string: Arrow's extension type, which `datasets` uses for its `Json`."""
     return getattr(kind, "extension_name", "") == "arrow.json"
 
 

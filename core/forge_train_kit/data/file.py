@@ -22,7 +22,7 @@ PACKED = ("gz", "zst")
 _BUFFER, _AHEAD, _RANDOM = 1 << 20, 1 << 22, 1 << 16
 """Bytes read at once: of a local file, of a remote one in order, and of a remote one here and there."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
-"""How a file begins that stands for another one, which Git LFS has not fetched."""
+"""First bytes of a Git LFS pointer, which stands for a file that was not fetched."""
 
 
 @dataclass(frozen=True, slots=True)

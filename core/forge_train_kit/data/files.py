@@ -1,4 +1,4 @@
-"""Which files of data there are behind paths, patterns and addresses."""
+"""Data files behind paths, patterns and addresses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OTHER = {
         "such files hold numbers, not records",
     ),
 }
-"""What holds data and has no format here: it is refused, lest what lies beside it is trained on."""
+"""Data files that have no format here: they are refused, so that no run trains only on the files beside them."""
 _ABOUT = re.compile(
     r"(readme|licen[cs]e|copying|notice|dataset_infos?)([._-].*)?|(state|dataset_dict)\.json", re.IGNORECASE
 )
@@ -193,11 +193,11 @@ def _tell_left_out(label: str, *addresses: str) -> None:
 
 
 def _kind(file: File) -> str:
-    """What a list of kinds has for it: `.jsonl.gz`, and the name of a file without a suffix."""
+    """Return a file's kind for a list of kinds: `.jsonl.gz`, or its name if it has no suffix."""
     return "".join(f".{one}" for one in (file.suffix, file.packed) if one) or file.name
 
 
 def _counted(files: Iterable[File]) -> str:
-    """How many files there are of each kind: `3 .parquet, 1 .md`."""
+    """Count the files of each kind: `3 .parquet, 1 .md`."""
     counts = Counter(_kind(file) for file in files).most_common()
     return few((f"{number:,} {kind}" for kind, number in counts), 6)

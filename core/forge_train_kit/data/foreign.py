@@ -16,7 +16,7 @@ from .shard import Ids, Shard
 Int64s = NDArray[np.int64]
 
 RAW = ("uint16", "uint32", "int32", "int64")
-"""What a file without a header may be said to hold."""
+"""Dtypes that a file without a header may be declared to hold."""
 
 _CHUNK = 2**22
 """Tokens, or sequences of an index, that are looked at together."""
@@ -71,8 +71,8 @@ def open_foreign(path: Path, *, dtype: str | None, end: int | None, key: str) ->
 
 
 def ends_of(tokens: Ids, end: int) -> Int64s:
-    """Where each document ends (exclusive), its last token being `end`; what follows the last `end` is a document too.
-    `[tokens]` → `[documents]`; reads all tokens once, in chunks."""
+    """Return where each document ends (exclusive), its last token being `end`; tokens after the last `end` are a
+    document too. `[tokens]` → `[documents]`; reads all tokens once, in chunks."""
     ends = [np.flatnonzero(chunk == end) + (start + 1) for start, chunk in _chunks(tokens)]
     if len(tokens) and tokens[-1] != end:
         ends.append(np.array([len(tokens)]))
@@ -201,7 +201,7 @@ def _megatron(data: Path, index: Path) -> tuple[Ids, Int64s]:
 
 
 def _sequence_ends(index: Path, lengths: NDArray[np.int32], pointers: Int64s, tokens: Ids) -> Int64s:
-    """Where each sequence ends, if they lie one after the other and fill the file."""
+    """Return where each sequence ends, if the sequences are contiguous and fill the file."""
     ends = np.cumsum(lengths, dtype=np.int64)
     itemsize = tokens.dtype.itemsize
     for start in range(0, len(ends), _CHUNK):

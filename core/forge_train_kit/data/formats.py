@@ -1,4 +1,4 @@
-"""What a file format is: a plugin that turns files into records. Found by a file's suffix, imported when it is met.
+"""File formats: plugins that turn files into records. Found by a file's suffix, and imported on first use.
 
 A distribution adds one through an entry point of the group `forge_train.formats`, whose name is the suffix without the
 dot and whose object is a `Format`:
@@ -51,9 +51,9 @@ class Part:
 
 
 class Format(Protocol):
-    """How files of one kind are read. Made without arguments, and without state.
+    """Reader of one kind of file. Constructed without arguments, and stateless.
 
-    Neighbouring parts may be read as one: from the first one's `start` to the last one's `stop`.
+    Adjacent parts may be read as one: from the first one's `start` to the last one's `stop`.
     """
 
     def parts(self, file: File) -> Sequence[Part]:

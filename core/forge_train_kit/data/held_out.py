@@ -1,4 +1,4 @@
-"""Which text is kept for evaluation, decided by its content alone."""
+"""Split of text into training and evaluation, decided by its content alone."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a folder holds.
+    """Content of a prepared folder.
 
     Args:
-        tokenizer: `digest`, `vocabulary`, and `path`: `bytes`, or `tokenizer` for the folder beside.
-        settings: how the text was made, as it was asked for.
-        sources: `entries`, the files and folders as they were asked for, and `files`, how many there were.
+        tokenizer: `digest`, `vocabulary`, and `path`: `bytes`, or `tokenizer` for the folder beside it.
+        settings: how the text was made, as requested.
+        sources: `entries`, the files and folders as requested, and `files`, the number of files.
         shards: of each side, in order.
     """
 
@@ -121,7 +121,7 @@ class Prepared:
 
     @property
     def tokenizer(self) -> str:
-        """What `tokenizer.path` must be."""
+        """Value that `tokenizer.path` must have."""
         path: str = self.manifest.tokenizer["path"]
         return path if path != TOKENIZER else str(self.folder / TOKENIZER)
 

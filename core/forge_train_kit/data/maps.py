@@ -33,7 +33,7 @@ class Map(Protocol):
     """
 
     def __call__(self, text: str, random: Random) -> Iterable[str]:
-        """What a document becomes: nothing where it is left out, itself, another one, or several.
+        """Return what a document becomes: nothing if it is left out, itself, another one, or several.
 
         Args:
             text: of the document.
@@ -56,7 +56,7 @@ class Maps:
         self._maps = [(spec, _open(spec)) for spec in specs]
 
     def __call__(self, document: bytes) -> Iterator[bytes]:
-        """What becomes of a document, in UTF-8."""
+        """Yield what a document becomes, in UTF-8."""
         if not self._maps:
             yield document
             return

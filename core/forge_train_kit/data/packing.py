@@ -1,4 +1,4 @@
-"""Which documents share a row or a batch, as pure functions of their lengths and a seed."""
+"""Assignment of documents to rows or batches, as pure functions of their lengths and a seed."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ _U64 = np.uint64
 
 
 def permute(index: NDArray[np.int64], epoch: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
-    """Where `index` goes in the permutation of 0…n-1 that belongs to (seed, epoch); elementwise, `[k]` → `[k]`.
+    """Return the image of `index` under the permutation of 0…n-1 given by (seed, epoch); elementwise, `[k]` → `[k]`.
 
-    Rounds of keyed xor, odd multiplication modulo 2^b and xor-shift, each a bijection of b-bit numbers, with b the bits
-    of n-1; a result ≥ n is permuted again until it lies below (cycle walking: Black & Rogaway 2002, "Ciphers with
-    arbitrary finite domains"), which keeps the bijection and takes fewer than two passes on average.
+    Rounds of keyed xor, odd multiplication modulo 2^b and xor-shift, each a bijection of b-bit numbers, where b is the
+    number of bits of n-1; a result ≥ n is permuted again until it is below n (cycle walking: Black & Rogaway 2002,
+    "Ciphers with arbitrary finite domains"), which keeps the bijection and takes fewer than two passes on average.
     """
     bits = max(1, (n - 1).bit_length())
     one = len(epoch) > 0 and bool((epoch == epoch[0]).all())

@@ -30,13 +30,13 @@ _START = 1024
 
 
 def planned(documents: Documents, options: str, make: Callable[[], Pieces]) -> Pieces:
-    """What `make` gives, or gave at an earlier start, or on another rank, which this one waits for.
+    """Return the result of `make`, possibly from an earlier start, or from another rank, which this one waits for.
 
-    A file that is damaged or of other documents is replaced. Without a folder to write in, nothing is kept.
+    A file that is damaged or of other documents is replaced. Without a writable folder, nothing is kept.
 
     Args:
-        documents: that are packed.
-        options: what else decides the plan.
+        documents: the documents to pack.
+        options: everything else that determines the plan.
         make: packs them.
     """
     if documents.count < LEAST:

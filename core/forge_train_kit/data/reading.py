@@ -33,7 +33,7 @@ class SampleError(ForgeError):
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """What fails in the block fails in this stage of the data; the innermost counts."""
+    """Attribute a failure in the block to this stage of the data; the innermost stage counts."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What data plugins say of their stages, in the words of `forge data show`."""
+"""Descriptions of the stages of data plugins, for `forge data show`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def counted(files: Sequence[File]) -> str:
 
 
 def sides(found: Mapping[Side, Documents]) -> str:
-    """How much there is to train on, and to evaluate on."""
+    """Describe the amount of data to train and to evaluate on."""
     train, held = found["train"], found["validation"]
     return f"{train.count:,} documents of {train.tokens:,} tokens, and held out {held.count:,} of {held.tokens:,}"
 
@@ -41,10 +41,10 @@ def held_out(share: float, how: str) -> str:
 
 
 def packed(packing: str, job: Job, *, isolate: bool, rows: int | None = None) -> str:
-    """How documents lie in rows, and how far those last.
+    """Describe the packing of documents into rows, and how far the rows last.
 
     Args:
-        rows: of an epoch, where they are known without work.
+        rows: of an epoch, if they are known without work.
     """
     how = _PACKING[packing].format(f"{job.config.train.sequence:,}")
     apart = "attention stays in a document" if isolate or packing == "buckets" else "attention crosses documents"
@@ -56,7 +56,7 @@ def order(job: Job, *, shuffle: bool) -> str:
 
 
 def passes(rows: int, needed: float) -> str:
-    """How often a run goes through its rows."""
+    """Describe how often a run goes through its rows."""
     return f"{rows:,} sequences an epoch, {needed / rows:.2f} epochs in this run"
 
 

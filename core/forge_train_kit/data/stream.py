@@ -29,7 +29,7 @@ class Stream(Protocol):
     """Of everything that decides what sample i is, but the seed."""
 
     def places(self, index: Int64) -> Int64:
-        """Where samples come from, `[k]` → `[k, …]`: asked for many samples at a time."""
+        """Return the places of samples, `[k]` → `[k, …]`; called for many samples at a time."""
         ...
 
     def read(self, places: Int64) -> Arrays:
@@ -38,7 +38,7 @@ class Stream(Protocol):
         ...
 
     def where(self, place: Int64) -> str:
-        """Where the sample of one place, `[…]`, lies, for messages: file and document, or file and token."""
+        """Describe the sample at one place, `[…]`, for messages: file and document, or file and token."""
         ...
 
     def after(self, place: Int64) -> Int64:
@@ -46,7 +46,7 @@ class Stream(Protocol):
         ...
 
     def state_dict(self, samples: int) -> dict[str, Any]:
-        """What must be kept, beside how many samples were taken, to go on; JSON only."""
+        """Return the state with which to resume after this many samples; JSON only."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], samples: int) -> None:

@@ -1,4 +1,4 @@
-"""How well classes are told apart. Labels of `MASKED` are left out."""
+"""Classification metrics. Labels equal to `MASKED` are ignored."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from forge_train.contract.metric import Metric
 
 
 class Accuracy(Metric):
-    """How often the label is among the likeliest classes.
+    """Share of labels that are among the likeliest classes.
 
     Args:
-        top: how many of the likeliest count.
+        top: number of likeliest classes that count.
     """
 
     def __init__(self, top: int = 1) -> None:
@@ -42,12 +42,12 @@ class Accuracy(Metric):
 
 
 class ConfusionMatrix(Metric):
-    """Which classes are taken for which: accuracy, and precision, recall and F1 averaged over the classes that occur
-    among labels or predictions. A class that is never predicted has precision 0, one that never occurs recall 0.
+    """Confusion matrix: accuracy, and precision, recall and F1 averaged over the classes that occur among labels or
+    predictions. A class that is never predicted has precision 0, one that never occurs recall 0.
 
     Args:
-        classes: how many.
-        cells: whether to log every cell that is not 0, too, as `label.predicted`.
+        classes: number of classes.
+        cells: whether to also log every nonzero cell, as `label.predicted`.
     """
 
     def __init__(self, classes: int, *, cells: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""How values are spread. Counts are whole numbers, so they add up alike in any order of ranks."""
+"""Distribution of values. Counts are integers, so their sum does not depend on the order of ranks."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class DroppedWeights(NamedTuple):
-    """Which weights an attention kernel zeroes: its keyword `dropout`.
+    """Weights that an attention kernel sets to zero: its keyword `dropout`.
 
     The mask is a function of the four numbers that identify a weight in the run: the sample, the head, and the
-    positions of the query and of the key. So a kernel may compute any block of the weights on any rank.
+    positions of the query and the key. A kernel can therefore compute any block of the weights on any rank.
     """
 
     rate: float
@@ -47,7 +47,7 @@ class DroppedWeights(NamedTuple):
         return self._replace(samples=self.samples.to(device), heads=self.heads.to(device))
 
     def kept(self, queries: int, keys: int, offset: int = 0) -> Tensor:
-        """Whether each weight is kept, `[batch, heads, queries, keys]`."""
+        """Return a mask of the weights that are kept, `[batch, heads, queries, keys]`."""
 
         def places(first: int, count: int) -> Tensor:
             return torch.arange(first, first + count, dtype=torch.int32, device=self.heads.device)
@@ -73,7 +73,7 @@ class AttentionDropout(Salted):
     """
 
     heads_piece = (0, 1)
-    """Which of the heads this rank has: index and number of pieces; set by tensor parallelism."""
+    """Piece of the heads on this rank: index and number of pieces; set by tensor parallelism."""
 
     def __init__(self, rate: float, heads: int, job: Job, name: str) -> None:
         super().__init__(job, name)

@@ -91,10 +91,10 @@ def _is_cast(read: Tensor, parameter: Tensor) -> bool:
 
 
 def _can_run_ahead(along: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
-    """Whether gradients may be computed before those of the loss are known.
+    """Return True if gradients may be computed before those of the loss are known.
 
-    FSDP2 and tensor parallelism put their collectives around the head's own backward pass. In fp16, gradients of a loss
-    that is not scaled yet underflow.
+    FSDP2 and tensor parallelism put their collectives around the head's own backward pass. In fp16, gradients of an
+    unscaled loss underflow.
     """
     plain = all(type(one) is nn.Parameter for one in weights)
     narrow = any(one.dtype is torch.float16 for one in (*along, *weights))

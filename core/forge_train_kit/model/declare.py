@@ -1,4 +1,4 @@
-"""What models and optimizers declare, computed in one place."""
+"""Declarations of models and optimizers, computed in one place."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ TensorStyle = Literal[
     "channels",
     "logits",
 ]
-"""How tensor parallelism treats a module; a model's `tensor_plan()` maps module names to these.
+"""Tensor-parallel style of a module; a model's `tensor_plan()` maps module names to styles.
 
-* `vocabulary`: an embedding, its rows split; its output is summed over the ranks, and split along the sequence.
-* `colwise`: a linear whose output features are split; each rank continues with its own.
-* `rowwise`: a linear whose input features are split; its output is summed, and split along the sequence.
-* `sequence`: works on each token alone; its weights are not split, its input is split along the sequence. If the module
-  has `sequence_piece`, it is set to (index of the piece, number of pieces): `(0, 1)` if sequences are whole.
-* `gather`: a block that needs whole sequences: its input, split along the sequence, is gathered.
-* `tokens`: a block that processes each token alone: it works on this rank's share of them, with unsplit weights.
-* `summed`: a block that needs whole sequences and splits its own weights: its input is gathered, and its output is
-  summed, and split along the sequence; of a tuple, its first element.
-* `heads`: its weights are not split, its input is this rank's heads, so its gradient is a sum over the ranks. If the
-  module has `heads_piece`, it is set to (index of this rank's heads, number of pieces).
-* `features`: an RMSNorm over split output features, whose weights are split too; the mean square is over all ranks.
-* `channels`: works on each output feature, or each head, alone (a depthwise convolution): its own parameters are split
-  along their first axis, and its forward takes this rank's part of each (`to_local()` of a DTensor).
-* `logits`: the head, its output features split.
+* `vocabulary`: an embedding with its rows split; its output is summed over the ranks and split along the sequence.
+* `colwise`: a linear with its output features split; each rank continues with its own.
+* `rowwise`: a linear with its input features split; its output is summed and split along the sequence.
+* `sequence`: works on each token independently; its weights are not split, and its input is split along the sequence.
+  If the module has `sequence_piece`, it is set to (index of the piece, number of pieces): `(0, 1)` if sequences are not
+  split.
+* `gather`: a block that needs full sequences: its input, split along the sequence, is gathered.
+* `tokens`: a block that processes each token independently: it works on this rank's share of them, with unsplit
+  weights.
+* `summed`: a block that needs full sequences and splits its own weights: its input is gathered, and its output is
+  summed and split along the sequence; for a tuple, its first element.
+* `heads`: its weights are not split, and its input is this rank's heads, so its gradient is summed over the ranks. If
+  the module has `heads_piece`, it is set to (index of this rank's heads, number of pieces).
+* `features`: an RMSNorm over split output features, with its weights split too; the mean square is over all ranks.
+* `channels`: works on each output feature, or each head, independently (a depthwise convolution): its own parameters
+  are split along their first axis, and its forward uses this rank's part of each (`to_local()` of a DTensor).
+* `logits`: the head, with its output features split.
 """
 
 

@@ -1,4 +1,4 @@
-"""Which keys a query sees, and what a batch's layers share of it."""
+"""Keys that each query sees, and the values derived from them that a batch's layers share."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ def first_visible(
 
 
 def document_bounds(document_ids: Tensor, queries: int, *, offset: int) -> tuple[Tensor, Tensor]:
-    """Where each document begins among all queries and among all keys, with the batch's rows concatenated.
+    """Return where each document begins among all queries and all keys, with the batch's rows concatenated.
 
     Keys beyond the last query's position are left out. A document without query tokens has an empty range of queries.
     The number of documents is read from the device, so call this once per batch.
 
     Returns:
-        Two `[documents + 1]` int64 tensors, as `cu_seqlens` of flash attention.
+        Two `[documents + 1]` int64 tensors, like `cu_seqlens` of flash attention.
 
     Raises:
         ValueError: if a document reappears after another one.
@@ -131,16 +131,16 @@ def check_neighbours(document_ids: Tensor) -> None:
 
 
 def neighbours(document_ids: Tensor) -> Tensor:
-    """Whether every document is one run of tokens, as a tensor on the device."""
+    """Return a tensor on the device: True if every document is one contiguous run of tokens."""
     return (_begins(document_ids).sum(1) == _begins(document_ids.sort(1).values).sum(1)).all()
 
 
 def is_imagined(tensor: Tensor) -> bool:
-    """Whether a tensor has no values: one of `forge plan`, or one on the meta device."""
+    """Return True if a tensor has no values: a fake one of `forge plan`, or one on the meta device."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _begins(document_ids: Tensor) -> Tensor:
-    """Whether a document begins at each token, `[batch, keys]`."""
+    """Mark each token at which a document begins, `[batch, keys]`."""
     first = torch.ones_like(document_ids[:, :1], dtype=torch.bool)
     return torch.cat([first, document_ids[:, 1:] != document_ids[:, :-1]], dim=1)

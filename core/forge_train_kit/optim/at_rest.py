@@ -30,11 +30,11 @@ BITS: Mapping[StateDtype, int] = {"fp32": 32, "bf16": 16, "8bit": 8, "4bit": 4}
 def at_rest(
     model: Model, job: Job, dtypes: StateDtypes, *, first: Sequence[str] = (), second: Sequence[str] = ()
 ) -> AtRest:
-    """How an optimizer stores its state in these dtypes; see `AtRest.idle`.
+    """Return an `AtRest` that stores an optimizer's state in these dtypes; see `AtRest.idle`.
 
     Args:
-        model: whose parameters it updates; those in bf16 are updated in fp32 all the same.
-        job: its run, whose seed the rounding depends on.
+        model: the model that it updates; parameters in bf16 are still updated in fp32.
+        job: its run, whose seed determines the rounding.
         dtypes: from the user's section.
         first: keys of its state for the running mean of gradients.
         second: the same for their squares.

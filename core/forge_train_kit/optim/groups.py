@@ -81,8 +81,8 @@ def decay_groups(model: Model, job: Job, config: Any) -> list[dict[str, Any]]:
 
 
 def decays(model: Model, name: str, parameter: Tensor, *, embeddings: bool) -> bool:
-    """Whether weight decay makes sense for a parameter: for matrices, not for vectors (norms, biases, and
-    the stacked biases of experts), and for embeddings if requested."""
+    """Return True if weight decay makes sense for a parameter: for matrices, not for vectors (norms, biases, and the
+    stacked biases of experts), and for embeddings if requested."""
     return parameter.ndim > 1 and not name.endswith("bias") and (embeddings or model.roles.get(name) != "embedding")
 
 

@@ -1,4 +1,4 @@
-"""Which rank holds which part of each matrix, for sharded parameters."""
+"""Placement of each matrix's parts on ranks, for sharded parameters."""
 
 from __future__ import annotations
 

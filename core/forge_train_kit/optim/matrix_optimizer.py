@@ -224,7 +224,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     # -- the rule's state ---------------------------------------------------------------------------------------------
 
     def _pieces(self, matrix: Matrix, region: Box) -> list[Piece]:
-        """What a rank with this region of a parameter holds of a matrix: its momentum, and the rule's state."""
+        """Return what a rank with this region of a parameter holds of a matrix: its momentum, and the rule's state."""
         part = matrix.box & region
         if not part.numel:
             return []

@@ -23,7 +23,7 @@ LEAST, SHORTEST = 4096, 32
 
 
 def fits(shape: Sequence[int]) -> bool:
-    """Whether the state of a parameter of this shape is quantised; vectors and small tensors stay in fp32."""
+    """Return True if the state of a parameter of this shape is quantised; vectors and small tensors stay in fp32."""
     return len(shape) > 1 and math.prod(shape) >= LEAST and shape[-1] >= SHORTEST
 
 

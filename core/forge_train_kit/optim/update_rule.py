@@ -15,7 +15,7 @@ from .exchange import Piece
 from .matrices import Box, Matrix, full_box, stacked
 
 Kept = Literal["scalar", "rows", "columns", "elements"]
-"""What a rule keeps for a matrix: one number, or one for each row, each column or each element."""
+"""Granularity of a rule's state for a matrix: one number, or one for each row, each column or each element."""
 
 
 class UpdateRule(Protocol):

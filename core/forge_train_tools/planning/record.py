@@ -1,4 +1,4 @@
-"""What a rehearsal writes down, and what is counted from it."""
+"""Record of a rehearsal, and the counts from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNTED = {"own": (), "unsharded": ("unsharded",), "logits": ("activations", "lo
 
 @dataclass
 class Recorded:
-    """What one rank does in a step, after its first one, event by event. `notes` say what could not be found."""
+    """Events of one rank in a step, after its first one. `notes` name what could not be found."""
 
     parameters: int = 0
     """Bytes."""
@@ -39,15 +39,15 @@ class Recorded:
     calls: list[Event] = field(default_factory=list)
     """Kernels and collectives, with how often in a step."""
     executor: Any = None
-    """What ran the step, if it is a pipeline's."""
+    """Executor of the step, if it is a pipeline's."""
     followed: Timetable | None = None
-    """What that followed."""
+    """Timetable that the executor followed."""
     accumulation: int = 1
     """Micro-batches of the step."""
     passes: list[Pass] = field(default_factory=list)
     """Of the executor, in order."""
     failed: bool = False
-    """Whether the step could not be taken."""
+    """True if the step could not be taken."""
     notes: list[str] = field(default_factory=list)
 
     def not_found(self, what: str, error: Exception) -> None:

@@ -194,7 +194,7 @@ class _Rehearsal(Watcher):
 
     @property
     def _times(self) -> int:
-        """How often what happens now happens in a step: the second of the micro-batches stands for those left out."""
+        """Return how often a current event happens in a step: the second micro-batch stands for those left out."""
         return self.stepper.accumulation - self.passes + 1 if self._index == 1 else 1
 
     def _record(self, changes: list[tuple[int, int]], end: int, kinds: dict[str, set[int]]) -> None:
@@ -246,8 +246,8 @@ class _Examples:
 
 
 class _Logits:
-    """Which storages hold logits: while the head and the loss are at work, forward, backward or once more, those of
-    the shape that the head gives."""
+    """Storages that hold logits: those with the head's output shape, while the head and the loss run forward,
+    backward or in recomputation."""
 
     def __init__(self, ledger: Ledger, model: Model) -> None:
         self._ledger = ledger

@@ -32,7 +32,7 @@ from .traffic import Traffic, expected_bytes, traffic
 
 @dataclass
 class Look:
-    """What one rank, the first of its stage, comes to."""
+    """Results for one rank, the first of its stage."""
 
     report: list[dict[str, Any]]
     idle: tuple[str, ...]
@@ -53,7 +53,7 @@ class Look:
     pipeline: Passing | None = None
 
     def is_like(self, other: Look) -> bool:
-        """Whether both do the same: their parts are of one form, and their parameters are updated alike."""
+        """Return True if both do the same: their parts have the same form, and their parameters are updated alike."""
         return self.form is not None and (self.form, self.sets) == (other.form, other.sets)
 
     @property
@@ -69,7 +69,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Passing:
-    """What a rehearsal shows of a rank of a pipeline."""
+    """Rehearsal of a rank of a pipeline."""
 
     timetable: Timetable
     """Of the step."""
@@ -92,7 +92,7 @@ class Passing:
         return everything, activations
 
     def keeps(self) -> list[int]:
-        """What each part of such a stage keeps of a micro-batch."""
+        """Return the bytes that each part of such a stage keeps for a micro-batch."""
         return [self.activations.keeps(part) for part in self.timetable.parts_of(self.stage)]
 
 
@@ -146,14 +146,14 @@ def _twin(own: Look, before: Iterable[tuple[Look, Look]]) -> Look | None:
 
 
 def _like(twin: Look, own: Look, stage: int) -> Look:
-    """What a stage comes to, from the rehearsal of one that does the same."""
+    """Derive a stage's results from the rehearsal of one that does the same."""
     assert twin.pipeline is not None
     rehearsed = _in_order(twin.unordered or twin.rehearsed, twin.pipeline.growth(stage))
     return replace(own, rehearsed=rehearsed, traffic=twin.traffic, pipeline=twin.pipeline, unordered=twin.unordered)
 
 
 def _composed(job: Job, composition: Composition, stage: int, units: Units) -> Look:
-    """What a composition shows before it is rehearsed."""
+    """Look at a composition before it is rehearsed."""
     model, names, train = composition.model, Names(job.dist), job.config.train
     stages = job.dist.layout.pp
     stored = {id(p): p for one in (model, *job.models.values()) for p in one.parameters()}  # frozen ones, too

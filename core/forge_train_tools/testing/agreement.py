@@ -67,7 +67,7 @@ def _agrees(bench: Bench, axis: str, folder: Path, verify: Verifier) -> str:
 
 
 def _check_devices(enabled: EnabledPlugin) -> None:
-    """Whether each of the processes can have a device of its own."""
+    """Check that each process can have its own device."""
     if not enabled.cls.devices or "cpu" in enabled.cls.devices:
         return
     import torch

@@ -27,7 +27,7 @@ Status = Literal["ok", "warn", "fail", "skip"]
 
 @dataclass(frozen=True)
 class Check:
-    """What became of one check."""
+    """Result of one check."""
 
     name: str
     status: Status
@@ -36,7 +36,7 @@ class Check:
 
 @dataclass
 class Report:
-    """What became of a plugin's checks, in the order they were made."""
+    """Results of a plugin's checks, in the order they ran."""
 
     ref: PluginRef
     checks: list[Check] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What counts as installed: plugins from classes that no distribution brings, in the place of those it does."""
+"""Simulated installation of plugins: classes that no distribution provides, in place of the installed ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from forge_train.registry import discovery
 from forge_train.registry.discovery import DISTRIBUTION
 
 LOCAL = "forge_train_local"
-"""Where classes are put that can't be imported by name, such as those a test defines inside itself."""
+"""Module for classes that can't be imported by name, such as those defined inside a test."""
 
 _REAL = tuple(discovery.SOURCES)
 
 
 def really_installed() -> frozenset[PluginRef]:
-    """What can be found without the test kit, and so by every other process."""
+    """Return the plugins found without the test kit, and so by every other process."""
     return frozenset(found for source in _REAL for found in source())
 
 

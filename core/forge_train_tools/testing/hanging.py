@@ -1,4 +1,4 @@
-"""Where the ranks of a pool stand that do not end: their stacks, in Python and in C++, and their last collectives."""
+"""State of ranks of a pool that hang: their stacks, in Python and in C++, and their last collectives."""
 
 from __future__ import annotations
 

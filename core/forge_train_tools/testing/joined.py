@@ -36,12 +36,12 @@ def share_device() -> None:
 
 
 def here() -> bool:
-    """Whether this rank is in a group."""
+    """Return True if this rank is in a group."""
     return _number is not None
 
 
 def crowded() -> bool:
-    """Whether this group keeps as many meshes as it may; all its ranks find the same."""
+    """Return True if this group holds as many meshes as allowed; the result is the same on all its ranks."""
     return _number is not None and distributed.build_meshes.cache_info().currsize >= MOST  # type: ignore[attr-defined]
 
 

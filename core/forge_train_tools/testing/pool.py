@@ -242,7 +242,7 @@ class _Worker:
     replies: IO[bytes]
     output: Path
     began: int = 0
-    """Where in the output the case at hand began."""
+    """Position in the output at which the current case began."""
 
     @classmethod
     def start(cls, starter: _Starter, rank: int, port: int, folder: Path) -> Self:

@@ -157,7 +157,7 @@ def prepared(
     name: str = "",
     folder: Path,
 ) -> Iterator[Setup]:
-    """What `run_forge` trains, resolved; its plugins stay installed while the block lasts."""
+    """Resolve the setup that `run_forge` trains; its plugins stay installed while the block lasts."""
     own = folder / ".testing"
     own.mkdir(parents=True, exist_ok=True)
     with installed() as found:

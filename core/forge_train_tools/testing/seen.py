@@ -7,7 +7,7 @@ from forge_train.loop.step import Stepper, Watcher
 
 
 class Seen(Watcher):
-    """What there was in a run, which may be told to stop."""
+    """Watcher that keeps a run's stepper and can stop the run at a step."""
 
     stepper: Stepper | None = None
 

@@ -1,4 +1,4 @@
-"""What the test kit trains: a model of a few thousand weights on some kilobytes of made-up text."""
+"""Run of the test kit: a model of a few thousand weights on some kilobytes of made-up text."""
 
 from __future__ import annotations
 

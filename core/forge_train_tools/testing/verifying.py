@@ -66,7 +66,7 @@ class Verifier:
 
 
 def take(**arguments: Any) -> dict[str, Any]:
-    """What each rank does, and how it ended."""
+    """Run one rank's work, and return how it ended."""
     from forge_train.ground.errors import explain
     from forge_train.ground.failure import kind
     from forge_train.ground.world import World

@@ -42,13 +42,13 @@ class HFDatasets(DataPlugin):
         data_files: str | tuple[str, ...] = ()
         """Files or patterns, for a builder."""
         split: str = "train"
-        """What is learned. Of a builder or the hub, and without streaming, a slice too: `train[:10%]`."""
+        """Split to learn from. Of a builder or the hub, and without streaming, a slice too: `train[:10%]`."""
         validation: str = ""
         """The split for evaluation; empty to hold out part of `split`."""
         held_out: Annotated[float, Ge(0), Lt(1)] = _HELD_OUT
         """Share of the documents that is kept for evaluation, chosen by their content, where `validation` is empty."""
         field: str = "text"
-        """Where a record has its text."""
+        """Field of a record that holds its text."""
         streaming: bool = False
         """Read while training, and keep nothing on this machine."""
         shuffle: bool = True
@@ -134,7 +134,7 @@ class HFDatasets(DataPlugin):
         return example(job, isolate=self.config.isolate)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where each rank is in its stream; every rank has to call it."""
+        """Return each rank's position in its stream; every rank has to call it."""
         return self._loader.gathered() if self._loader else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

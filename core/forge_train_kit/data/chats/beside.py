@@ -18,7 +18,7 @@ from .render import render, tokenise
 from .template import Template
 
 _MARKUP = re.compile(r"<\S+>|\[\S+\]")
-"""How templates write tokens: `<|im_end|>`, `</s>`, `[EOS]`."""
+"""Form of tokens in templates: `<|im_end|>`, `</s>`, `[EOS]`."""
 _PROBE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"})
 
 

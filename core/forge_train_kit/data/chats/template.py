@@ -19,19 +19,19 @@ Span = tuple[int, int]
 
 
 class Template:
-    """What turns messages into the text that a model was made for, as transformers' `apply_chat_template` does.
+    """Renders messages as the text that a model was made for, like transformers' `apply_chat_template`.
 
     Args:
-        sources: Jinja, or several by name: `default` is taken, or `tool_use` for a conversation with tools.
+        sources: Jinja, or several by name: `default` is used, or `tool_use` for a conversation with tools.
         name: for messages.
-        variables: what the template is given beside messages and tools: `bos_token`, …
-        options: the template's own, such as `enable_thinking`; they become a part of the sources, so that a copy has
-            them too.
-        tokens: the tokenizer's added tokens, such as `<|im_end|>`: they tell where a turn ends.
-        now: the time of `strftime_now`; None is the moment of this call. A run that is to repeat gives a fixed one.
+        variables: values for the template besides messages and tools: `bos_token`, …
+        options: the template's own, such as `enable_thinking`; they become part of the sources, so that a copy has them
+            too.
+        tokens: the tokenizer's added tokens, such as `<|im_end|>`: they show where a turn ends.
+        now: the time of `strftime_now`; None is the time of this call. Pass a fixed one to make a run repeatable.
 
     Raises:
-        ConfigError: jinja2 is missing, a source is no template, or none reads an option.
+        ConfigError: if jinja2 is missing, a source is not a template, or none reads an option.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Template:
                 raise ConfigError(f"{self.name} reads no option {name!r}; {there}.{nearest(name, sorted(known))}")
 
     def _takes_parts_alone(self) -> bool:
-        """Whether the template writes a message's text only where its content is a list of parts."""
+        """Return True if the template writes a message's text only when its content is a list of parts."""
         probe = [{"role": "user", "content": "Sentinel"}]
         found = []
         for self._parts in (False, True):
@@ -171,7 +171,7 @@ class _Tracker:
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"} | {
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 }
-"""What every template is given, and no option."""
+"""Variables that every template is given, and which are not options."""
 
 
 def _defaults(options: Mapping[str, Any]) -> str:

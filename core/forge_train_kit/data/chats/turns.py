@@ -1,26 +1,26 @@
-"""Where the assistant's turns lie in a rendering, found by rendering variations of the conversation.
+"""Positions of the assistant's turns in a rendering, found by rendering variations of the conversation.
 
-A turn is what the model writes at inference: it begins where the generation prompt ends, and ends with the token that
-ends it. A template is a program, so each border is found in a way that proves itself on the final rendering:
+A turn is what the model writes at inference: it begins where the generation prompt ends, and ends with its closing
+token. A template is a program, so each border is found by a method that verifies itself on the final rendering:
 
-- The end: the strings of the turn are replaced by sentinels. What the template writes after the last one must end the
-  final rendering too, so its length gives the end of the turn's own words. The first part of it that is the same
-  whatever follows the turn, up to its last added token (`<|im_end|>`), ends the turn. Where the last turn ends with
-  another token than earlier ones (gpt-oss), it is the first added token. No token of a header ends a turn.
-- The start, the first of these that holds:
+- The end: the strings of the turn are replaced by sentinels. The text that the template writes after the last one must
+  also end the final rendering, so its length gives the end of the turn's own words. The first part of this text that is
+  the same whatever follows the turn, up to its last added token (`<|im_end|>`), ends the turn. If the last turn ends
+  with a different token than earlier ones (gpt-oss), the first added token ends it. A header's token never ends a turn.
+- The start, by the first of these that holds:
   1. the messages before the turn, rendered with a generation prompt, begin the final rendering;
-  2. the same, seen from the message before the turn on: sentinels in that message make what follows it comparable also
-     where the template rewrites what is older (Qwen3 drops thoughts of earlier turns);
-  3. likewise, with the header that the template writes before plain words, where a generation prompt begins with it
-     and has more (DeepSeek-R1 opens thoughts there, and drops them from the rendering);
-  4. likewise, with what a generation prompt and the rendering have in common, where the prompt only has marks of
-     thoughts besides (Command A opens thoughts where a turn without any begins its response);
-  5. what the template writes before the turn's own words ends with the generation prompt, but for marks of thoughts:
-     a prompt may open thoughts (`<think>\\n`) where a turn without any has `<think></think>`. What both begin with is
-     given to the model.
+  2. the same, starting from the message before the turn: sentinels in that message make the text after it comparable
+     even if the template rewrites older messages (Qwen3 drops thoughts of earlier turns);
+  3. likewise, with the header that the template writes before plain words, if a generation prompt begins with it and
+     has more (DeepSeek-R1 opens thoughts there, and drops them from the rendering);
+  4. likewise, with the common prefix of a generation prompt and the rendering, if the rest of the prompt is only marks
+     of thoughts (Command A opens thoughts where a turn without any begins its response);
+  5. the text that the template writes before the turn's own words ends with the generation prompt, except for marks of
+     thoughts: a prompt may open thoughts (`<think>\\n`) where a turn without any has `<think></think>`. Their common
+     prefix is given to the model.
 
-What tools answered is cut out of a turn, whether it is in messages that the template writes inside the turn that called
-them (Gemma 4), or in the turn's own message.
+Tool results are cut out of a turn, both in messages that the template writes inside the turn that called the tools
+(Gemma 4), and in the turn's own message.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .variations import Variations
 _RESULTS = ("tool_responses", "tool_results")
 """Keys of an assistant's message that hold what tools answered, which is not learned."""
 _THOUGHT_MARKS = re.compile(r"(?:\s|<[^<>]*think[^<>]*>|\[/?think\])*", re.IGNORECASE)
-"""What may stand around thoughts: `<think>`, `[/THINK]`, `<|START_THINKING|>` and spaces."""
+"""Marks that may surround thoughts: `<think>`, `[/THINK]`, `<|START_THINKING|>` and spaces."""
 
 
 class Turns:
@@ -143,7 +143,7 @@ class Turns:
         return around is not None and self._text.startswith(around[0]) and span[0] <= len(around[0]) < span[1]
 
     def _inserted(self, turn: int, removed: Sequence[int]) -> Span | None:
-        """Where the text has what it lacks without some messages; None if that is more than one place."""
+        """Return the span of text that disappears without some messages; None if it is not a single span."""
         message = dict(self._messages[turn])
         if message.get("content"):
             message["content"] = self._varied.sentinel(turn, 1)
@@ -160,7 +160,7 @@ class Turns:
         return None
 
     def _end(self, turn: int, after: str) -> int | None:
-        """Where the turn ends, if the text ends with `after`, what a template writes after the turn's own words."""
+        """Return where the turn ends, if the text ends with `after`, which the template writes after its words."""
         if not self._text.endswith(after):
             return None
         last = turn == len(self._messages) - 1
@@ -179,7 +179,7 @@ class Turns:
         return len(self._text) - len(after) + length
 
     def _ending(self, after: str, same: int) -> int:
-        """How many of the first `same` characters after a turn's words end it: up to the last added token in them."""
+        """Return how many of the first `same` characters after a turn's words end it: up to their last added token."""
         end = 0
         for match in self._added.finditer(after):
             if match.end() > same or match.group() in self._openers:
@@ -204,7 +204,7 @@ class Turns:
         return frozenset(found - {end.group() for end in ends if end})
 
     def _start(self, turn: int, before: str) -> int | None:
-        """Where the turn starts, given what the template writes before the turn's own words."""
+        """Return where the turn starts, given what the template writes before the turn's own words."""
         prompt = self._varied.render(self._messages[:turn], prompt=True)
         if prompt is not None and self._text.startswith(prompt):
             return len(prompt)
@@ -232,7 +232,7 @@ class Turns:
         return len(self._text) - len(here[1]) + fits[0] if fits else None
 
     def _after_header(self, before: str) -> int | None:
-        """Where the generation prompt ends in a text, if only marks of thoughts follow in either."""
+        """Return where the generation prompt ends in a text, if only marks of thoughts follow in either."""
         header = self._varied.header()
         for end in range(len(header), 0, -1):
             at = before.rfind(header[:end])

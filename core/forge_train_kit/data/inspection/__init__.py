@@ -1,4 +1,4 @@
-"""What `forge data inspect` finds: what there is, how long documents are, some of their tokens, what is there twice."""
+"""Results of `forge data inspect`: a summary, document lengths, samples of tokens, and duplicates."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ QUANTILES = (5, 50, 95)
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How many tokens documents have.
+    """Lengths of documents in tokens.
 
     Args:
         quantiles: per cent → tokens.
         longest: in tokens.
         mean: in tokens.
-        bins: the fewest and the most tokens of each bin, and how many documents are in it; a bin ends where the next
+        bins: smallest and largest length of each bin, and the number of documents in it; a bin ends where the next
             power of two begins.
     """
 

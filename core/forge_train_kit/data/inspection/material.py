@@ -1,4 +1,4 @@
-"""What is inspected: a prepared folder, a file of tokens, or the beginning of a source, all as documents of tokens."""
+"""Input of an inspection as documents of tokens: a prepared folder, a file of tokens, or the beginning of a source."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class DamagedError(ForgeError):
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be inspected, as it was asked for.
+    """Request for an inspection, as the user made it.
 
     Args:
-        sources: a prepared folder, a file of tokens, or what `forge data prepare` takes.
+        sources: a prepared folder, a file of tokens, or anything that `forge data prepare` takes.
         tokenizer: `bytes`, a `tokenizer.json` or a folder; empty for the default, or a folder's own.
-        field: where a record has its text.
-        dtype: of a file of tokens that does not say it; empty otherwise.
+        field: the field of a record that holds its text.
+        dtype: of a file of tokens that does not specify it; empty otherwise.
         chat: whether records are conversations.
-        template: which renders them; empty for the tokenizer's own.
-        learn: what of them is learned; None for what the assistant says.
+        template: the template that renders them; empty for the tokenizer's own.
+        learn: the part of them that is learned; None for the assistant's turns.
     """
 
     sources: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""How much of some documents is there more than once: exactly, by a hash, and nearly, by MinHash."""
+"""Share of documents that occur more than once: exactly, by a hash, and nearly, by MinHash."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PERMUTATIONS, ROWS = 128, 8
 """Size of a signature, and of a band of it: two documents are compared if they agree in one band. Of pairs with
 similarity s that is the share 1 − (1 − s⁸)¹⁶: 0.95 at 0.8, 0.22 at 0.6."""
 DOCUMENTS, TOKENS = 200_000, 1 << 25
-"""How many documents, and tokens of them (bytes: four times as many), are compared with each other. A signature takes
-512 bytes."""
+"""Largest number of documents, and of their tokens (of bytes: four times as many), that are compared with each other. A
+signature takes 512 bytes."""
 
 _CHUNK = 1 << 20
 """Tokens whose shingles are looked at together."""
@@ -35,14 +35,14 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True)
 class Duplicates:
-    """What was found.
+    """Counts of duplicate documents.
 
     Args:
-        documents: how many were hashed.
-        exact: how many equal an earlier one, token by token.
-        compared: how many, the first ones, were looked through for near duplicates.
-        exact_compared: how many of those equal an earlier one.
-        near: how many of those equal no earlier one, but are like one.
+        documents: documents that were hashed.
+        exact: documents that equal an earlier one, token by token.
+        compared: documents, from the first on, that were searched for near duplicates.
+        exact_compared: those of them that equal an earlier one.
+        near: those of them that equal no earlier one, but are similar to one.
     """
 
     documents: int
@@ -101,7 +101,7 @@ def signatures(documents: Documents, chosen: Int64, *, words: bool) -> U32:
 
 
 def near(signed: U32) -> NDArray[np.bool_]:
-    """Whether each document is like an earlier one, `[documents]`, found by bands of their signatures."""
+    """Mark each document that is similar to an earlier one, `[documents]`, using bands of their signatures."""
     count = len(signed)
     found = np.zeros(count, bool)
     for band in range(0, PERMUTATIONS, ROWS):

@@ -1,4 +1,4 @@
-"""What a run renders for itself: prepared into a cache with its own tokenizer, when it starts."""
+"""Data that a run renders itself: prepared into a cache with its own tokenizer, when it starts."""
 
 from __future__ import annotations
 

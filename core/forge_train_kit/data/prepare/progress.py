@@ -1,4 +1,4 @@
-"""How far a preparation is: rate, and time left."""
+"""Progress of a preparation: rate, and time left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a preparation is asked for, and how its reading is divided."""
+"""Request for a preparation, and the division of its reading into tasks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..labels import Labels
 TASK = 64 << 20
 """Bytes of a task at most, about: what a kill costs each worker, and the text of a shard."""
 TASKS, LEAST = 64, 4 << 20
-"""How many tasks there are at least, so that all cores have work, and the bytes below which no task is divided."""
+"""Smallest number of tasks, so that all cores have work, and the bytes below which no task is divided."""
 TEXT = frozenset({"txt", "md", "rst", "py"})
 """Suffixes of files that are one document each."""
 RULES = 4
@@ -30,27 +30,28 @@ RULES = 4
 
 @dataclass(frozen=True)
 class Preparation:
-    """What `forge data prepare` is asked for.
+    """Request for `forge data prepare`.
 
     Args:
         sources: files, folders, patterns or addresses.
         out: the folder to make.
         tokenizer: `bytes`, a `tokenizer.json` or a folder.
-        train_tokenizer: ids of a tokenizer to be trained on the text; 0 to take `tokenizer`.
-        field: where a record has its text.
-        fields: where it is in some files instead: a pattern of their names or addresses, and the field.
+        train_tokenizer: number of ids of a tokenizer to train on the text; 0 to use `tokenizer`.
+        field: the field of a record that holds its text.
+        fields: exceptions for some files: a pattern of their names or addresses, and the field.
         held_out: share of the documents kept for evaluation.
-        workers: processes.
-        skip: whether a file that can't be read is left out and counted, instead of ending the preparation.
-        chat: whether records are conversations, which a chat template renders, and not texts.
-        template: which one; empty for the tokenizer's own.
+        workers: number of processes.
+        skip: whether to leave out and count a file that can't be read, instead of ending the preparation.
+        chat: whether records are conversations, rendered by a chat template, rather than texts.
+        template: the chat template; empty for the tokenizer's own.
         template_options: of that template.
         rename, roles: see `chats.renamed`.
-        learn: what of a conversation is learned.
-        pairs: whether records are pairs, each of which becomes two documents that follow each other: preferences,
-            which are conversations too, or texts.
+        learn: the part of a conversation that is learned.
+        pairs: whether records are pairs, each of which becomes two consecutive documents: preferences, which are
+            conversations too, or texts.
         maps: changes of texts, in order, as `Maps` takes them.
-        labels: where records have labels, each of which becomes two documents, of tokens and of classes.
+        labels: fields of texts and labels, if records have labels; each record becomes two documents, of tokens and of
+            classes.
     """
 
     sources: tuple[str, ...]
@@ -73,7 +74,7 @@ class Preparation:
     labels: Labels | None = None
 
     def public(self) -> dict[str, Any]:
-        """What decides the result, beside the files and the tokenizer."""
+        """Return the settings that determine the result, besides the files and the tokenizer."""
         made = {"held_out": self.held_out, "train_tokenizer": self.train_tokenizer}
         if self.labels is not None:
             return {**made, **self.labels.public()}
@@ -90,24 +91,24 @@ class Preparation:
         return {**made, "field": self.field, **other, "maps": list(self.maps)}
 
     def field_of(self, file: File) -> str:
-        """Where the records of a file have their text; the last pattern that matches counts."""
+        """Return the field that holds the text in a file's records; the last matching pattern wins."""
         return next((name for one, name in reversed(self.fields) if matches(one, file)), self.field)
 
     def settings(self, files: Sequence[File]) -> str:
-        """What a second run must have in common with the first, to go on with its work."""
+        """Return what a second run must have in common with the first to resume its work."""
         tokenizer = "" if self.train_tokenizer else str(self.tokenizer)
         stamps = [[file.address, *file.stamp()] for file in files]
         return json.dumps({**self.public(), "tokenizer": tokenizer, "skip": self.skip, "files": stamps}, indent=1)
 
     def whole(self, tasks: Sequence[Task]) -> bool:
-        """Whether documents are held out whole: not where a few files are all there is."""
+        """Return True if documents are held out as a whole; False if there are only a few files."""
         files = {piece.file.address for task in tasks for piece in task.pieces}
         records = any(piece.file.suffix not in TEXT for task in tasks for piece in task.pieces)
         return records or len(files) * self.held_out >= FEW
 
 
 def matches(pattern: str, file: File) -> bool:
-    """Whether a file's name or address fits a pattern with `*` and `?`."""
+    """Return True if a file's name or address matches a pattern with `*` and `?`."""
     return fnmatchcase(file.name, pattern) or fnmatchcase(file.address, pattern)
 
 
@@ -121,7 +122,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Task:
-    """What one worker reads, and writes as one shard for each side."""
+    """Pieces that one worker reads, and writes as one shard for each side."""
 
     number: int
     pieces: tuple[Piece, ...]

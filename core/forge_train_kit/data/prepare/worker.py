@@ -45,12 +45,12 @@ BATCH = 1 << 20
 
 
 TODAY = datetime.datetime(2024, 7, 26)  # noqa: DTZ001 - a template knows no time zones
-"""What a template is told that asks for the date, so that tokens do not change from day to day; Llama 3.1's default."""
+"""Date for templates that ask for it, so that tokens do not change from day to day; Llama 3.1's default."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a task left.
+    """Result of a task.
 
     Args:
         number: of the task.
@@ -137,14 +137,14 @@ def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told:
 
 @dataclass(frozen=True)
 class Maker:
-    """What makes tokens of records.
+    """Converts records to tokens.
 
     Args:
         tokenizer: of the preparation.
-        template: which renders conversations; None where records are texts.
+        template: renders conversations; None if records are texts.
         maps: changes of texts.
-        ends: the ids at which generation stops: the tokenizer's, and the one that ends a turn of the template. A run's
-            copy of the tokenizer has that too, and gives the same tokens.
+        ends: ids at which generation stops: the tokenizer's, and the one that ends a turn of the template. A run's copy
+            of the tokenizer has the latter too, and gives the same tokens.
     """
 
     tokenizer: Tokenizer

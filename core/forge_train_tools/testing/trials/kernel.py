@@ -75,7 +75,7 @@ def oracle(  # noqa: PLR0913 — every keyword that there is
 
 
 def cases(able: KernelCapabilities) -> Iterator[tuple[str, Case]]:
-    """What a kernel is called with."""
+    """Yield the calls that a kernel is tested with."""
     yield "all heads apart", Case(HEADS)
     yield "grouped heads", Case()
     yield "one key head", Case(1)

@@ -116,7 +116,7 @@ def exports(bench: Bench) -> str:
 
 
 def _exported(answer: HFModel, model: Model) -> dict[str, View]:
-    """What the model's parameters become, by the inverse of the map."""
+    """Return the tensors that the inverse of the map makes of the model's parameters."""
     parameters = {name: (tuple(one.shape), one.dtype) for name, one in model.named_parameters()}
     step = answer.map.inverse().trace(parameters)
     require(not step.left, f"the map has no place for {', '.join(step.left[:3])}")
