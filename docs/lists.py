@@ -31,7 +31,7 @@ def builtin() -> list[PluginRef]:
 
 def plugin_page(found: PluginRef, plugin: type[Plugin]) -> str:
     summary, _, rest = inspect.cleandoc(plugin.__doc__ or "").partition("\n")
-    hooks = [name for name in hookspecs.KINDS if hasattr(getattr(plugin, name, None), f"{PROJECT}_impl")]
+    hooks = [name for name in hookspecs.SPECS if hasattr(getattr(plugin, name, None), f"{PROJECT}_impl")]
     facts = [
         f"Hooks: {', '.join(f'[`{name}`](../hooks/{name}.md)' for name in hooks)}.",
         f'Enable it with `--plugins {found.name}` or `plugins = ["{found.name}"]`.',
@@ -54,9 +54,9 @@ def plugin_page(found: PluginRef, plugin: type[Plugin]) -> str:
 
 def hooks() -> str:
     rows = ["| hook | kind | what it is |", "|---|---|---|"]
-    for name, kind in hookspecs.KINDS.items():
-        kind_text = f"{kind}, may stay empty" if name in hookspecs.OPTIONAL else kind
-        rows.append(f"| [`{name}`]({name}.md) | {kind_text} | {first_line(getattr(hookspecs, name))} |")
+    for name, spec in hookspecs.SPECS.items():
+        kind = f"{spec.kind}, may stay empty" if spec.optional else spec.kind
+        rows.append(f"| [`{name}`]({name}.md) | {kind} | {first_line(spec.function)} |")
     return "\n".join(rows)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from forge_train.config.schema import check_section
 from forge_train.config.validate import plain
 from forge_train.contract.calls import implemented
-from forge_train.contract.hookspecs import KINDS
 from forge_train.ground.errors import ConfigError, PluginError
+from forge_train.registry.declared import spec_modules
 from forge_train.registry.discovery import find, load
 from forge_train.registry.write import describe_type, field_docs
 
@@ -29,6 +29,7 @@ def describe(name: str) -> dict[str, Any]:
         check_section(plugin.Config)
     except PluginError as error:
         raise ConfigError(f"Plugin {found.label}: its Config is not a section: {error}.") from error
+    kinds = {one.name: one.kind for module in spec_modules() for one in module.declares.values()}
     return {
         "name": found.name,
         "distribution": found.distribution,
@@ -39,7 +40,7 @@ def describe(name: str) -> dict[str, Any]:
         "role": role(found),
         "description": inspect.cleandoc(plugin.__doc__ or "").partition("\n")[2].strip(),
         "api": list(plugin.api),
-        "hooks": {hook: KINDS.get(hook, "unknown") for hook in sorted(implemented(plugin))},
+        "hooks": {hook: kinds.get(hook, "unknown") for hook in sorted(implemented(plugin))},
         "requires": list(plugin.requires),
         "conflicts": list(plugin.conflicts),
         "needs": dict(plugin.needs),

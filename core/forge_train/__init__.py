@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from .contract.protocols import Task as Task
     from .contract.protocols import TokenDispatch as TokenDispatch
     from .contract.protocols import Tokenizer as Tokenizer
+    from .contract.specs import HookSpec as HookSpec
+    from .contract.specs import hookspec as hookspec
     from .contract.state_dtypes import StateDtypes as StateDtypes
     from .contract.step_state import StepState as StepState
     from .contract.tail import Drafting as Drafting
@@ -110,6 +112,7 @@ _HOME = {
     "contract.layers": "FeedForward Head HeadSpec Init Layer",
     "contract.protocols": "Classes Evaluator Executor HFModel"
     " Loader LossFunction LossScale RolloutLoader Schedule Span SpanName Task TokenDispatch Tokenizer",
+    "contract.specs": "HookSpec hookspec",
     "contract.state_dtypes": "StateDtypes",
     "contract.step_state": "StepState",
     "contract.tail": "Drafting Tail Trunk",

@@ -43,7 +43,7 @@ from forge_train.contract.blame import note_plugin
 from forge_train.contract.calls import Calls, EnabledPlugin, implemented
 from forge_train.contract.events import Evaluation, StepResult
 from forge_train.contract.hooks import Hooks
-from forge_train.contract.hookspecs import KINDS, OBSERVERS, OPTIONAL
+from forge_train.contract.hookspecs import OBSERVERS, SPECS
 from forge_train.contract.layers import Layer
 from forge_train.contract.reference import PluginRef
 from forge_train.state_map import Rename
@@ -63,7 +63,7 @@ def hooks(*plugins: Plugin, defaults: dict[str, str] | None = None) -> Hooks:
         for plugin in plugins
     ]
     made = Hooks(pairs, defaults or {})
-    made._job = "the job"  # type: ignore[assignment]
+    made._job = SimpleNamespace(hooks=made)  # type: ignore[assignment]
     return made
 
 
@@ -128,8 +128,9 @@ def test_a_plugin_names_the_arguments_it_wants() -> None:
             seen.append((model,))
 
     seen: list[Any] = []
-    hooks(*map(make, (Some, None_, Defaults, Static))).on_start("model", "optimizer")  # type: ignore[arg-type]
-    assert seen == [("model", 3, "the job"), (), ("optimizer", "the job"), ("model",)]
+    made = hooks(*map(make, (Some, None_, Defaults, Static)))
+    made.on_start("model", "optimizer")  # type: ignore[arg-type]
+    assert seen == [("model", 3, made.job), (), ("optimizer", made.job), ("model",)]
 
 
 def test_properties_are_not_asked_while_hooks_are_looked_for() -> None:
@@ -227,11 +228,11 @@ def test_what_a_slot_gave_is_blamed_by_where_its_code_lies() -> None:
         ("pkg.abc", None),
     ):
         error = failure(module, "somewhere.else")
-        note_plugin(error, plugins)
+        note_plugin(error, plugins, SPECS)
         assert getattr(error, "__notes__", [None]) == [expected]
     error = failure("pkg.a", "pkg.b")
-    note_plugin(error, plugins)
-    note_plugin(error, plugins)
+    note_plugin(error, plugins, SPECS)
+    note_plugin(error, plugins, SPECS)
     assert error.__notes__ == ["in plugin 'a' (dist 1) (call)"]
 
 
@@ -338,7 +339,7 @@ def test_who_is_an_observer() -> None:
     assert EnabledPlugin(found, Watch).observer
     assert not EnabledPlugin(found, Act).observer
     for hook in OBSERVERS:
-        assert KINDS[hook] == "event" or hook == "metrics"
+        assert SPECS[hook].kind == "event" or hook == "metrics"
 
 
 def test_an_observer_can_be_muted_and_nobody_else() -> None:
@@ -414,7 +415,7 @@ def test_a_slot_is_asked_of_its_one_provider() -> None:
 def test_optional_slots_may_stay_empty() -> None:
     assert hooks().loss_scale() is None
     assert hooks().provider("tokenizer") is None
-    assert {hook for hook, kind in KINDS.items() if kind == "slot"} >= OPTIONAL
+    assert all(spec.kind == "slot" for spec in SPECS.values() if spec.optional)
     with pytest.raises(ConfigError, match="fills the slot 'tokenizer'"):
         hooks().tokenizer()
 
@@ -555,7 +556,8 @@ def test_a_shuffled_set_of_many_plugins_is_the_same_facade() -> None:
         shuffled = classes[:]
         random.Random(seed).shuffle(shuffled)
         calls = Calls.of(
-            [(EnabledPlugin(PluginRef(c.__name__.lower(), "d", "1", "m:c"), c), c(None, [])) for c in shuffled]  # type: ignore[call-arg]
+            [(EnabledPlugin(PluginRef(c.__name__.lower(), "d", "1", "m:c"), c), c(None, [])) for c in shuffled],  # type: ignore[call-arg]
+            SPECS,
         )
         orders.append([owner.name for owner in calls.owners("on_step")])
     assert orders == [[f"p{i}" for i in range(6)]] * 5

@@ -16,9 +16,10 @@ import toys
 from forge_cli import forge, one_message
 from forge_train import ConfigError, Plugin, PluginError, hookimpl
 from forge_train.contract.calls import EnabledPlugin
-from forge_train.contract.hookspecs import KINDS
+from forge_train.contract.hookspecs import SPECS
 from forge_train.contract.reference import PluginRef
 from forge_train.ground.places import place
+from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from forge_train.registry.inspection import check_hooks
 from forge_train_tools.testing import Installed, installed
@@ -29,7 +30,7 @@ HERE = Path(__file__).name
 
 def told(cls: type[Plugin]) -> list[str]:
     mistakes: list[str] = []
-    check_hooks(EnabledPlugin(PluginRef("x", "dist", "1", "m:X"), cls), mistakes)
+    check_hooks(EnabledPlugin(PluginRef("x", "dist", "1", "m:X"), cls), SPECS, mistakes)
     return mistakes
 
 
@@ -41,7 +42,7 @@ def plugin(**members: Any) -> type[Plugin]:
 
 
 @pytest.mark.accept("trial", 20)
-@pytest.mark.parametrize("hook", KINDS)
+@pytest.mark.parametrize("hook", SPECS)
 def test_a_method_with_a_hooks_name_and_without_the_decorator(hook: str) -> None:
     def method(self: Any) -> None: ...
 
@@ -138,7 +139,7 @@ def test_the_decorator_with_parentheses() -> None:
 def test_every_plugin_of_forge_is_without_a_mistake() -> None:
     for found in (one for one in discover() if one.distribution == DISTRIBUTION and one.file):
         mistakes: list[str] = []
-        check_hooks(EnabledPlugin(found, load(found)), mistakes)
+        check_hooks(EnabledPlugin(found, load(found)), Specs([]), mistakes)
         assert not mistakes
 
 

@@ -30,7 +30,7 @@ from forge_train import (
     hookimpl,
 )
 from forge_train.contract import protocols
-from forge_train.contract.hookspecs import KINDS
+from forge_train.contract.hookspecs import SPECS
 from forge_train.contract.returns import kind_of, results, returned
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 22)]
@@ -182,10 +182,10 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
 """Hook → values it must not return, with what is said of them."""
 
 
-@pytest.mark.parametrize("hook", KINDS)
+@pytest.mark.parametrize("hook", SPECS)
 def test_every_hook_refuses_wrong_values(hook: str) -> None:
     assert hook in WRONG, "a hook without wrong values here: what must it not return?"
-    kind = returned(hook)
+    kind = returned(SPECS[hook])
     assert kind.words != "anything"
     for value, says in WRONG[hook]:
         assert says in f"expected {kind.words}, {kind.problem(value)}."
@@ -253,10 +253,10 @@ NOT_ASKED = {
 """Hooks that a toy run does not call."""
 
 
-@pytest.mark.parametrize("hook", [hook for hook in KINDS if hook not in NOT_ASKED | {"on_error", "tokenizer"}])
+@pytest.mark.parametrize("hook", [hook for hook in SPECS if hook not in NOT_ASKED | {"on_error", "tokenizer"}])
 def test_a_run_blames_the_plugin_that_returned_it(hook: str, tmp_path: Path) -> None:
     wrong = answering("Wrong", hook, WRONG[hook][0][0])
-    if KINDS[hook] == "event":
+    if SPECS[hook].kind == "event":
         wrong = type("Wrong", (wrong,), {"on_step": hookimpl(getattr(wrong, "on_step", lambda self: None))})
     without = ["toy_model"] if hook == "build_model" else ["toy_data"] if hook == "build_data" else []
     message = blamed(tmp_path, wrong, config=SETTINGS.get(hook), without=without)

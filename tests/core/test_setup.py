@@ -314,7 +314,7 @@ def test_a_file_dropped_into_contrib_is_a_plugin(tmp_path: Path, monkeypatch: py
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(discovery, "CONTRIB", "contrib_here")
-    found = {one.name: one for one in discovery._contributed()}
+    found = {one.name: one for one in discovery.contributed()}
     assert sorted(found) == ["swish_glu", "two"]
     assert found["swish_glu"].summary == "What it does."
     assert found["swish_glu"].file == package / "swish-glu.py"

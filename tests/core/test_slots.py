@@ -10,7 +10,7 @@ import pytest
 import outside
 import outside_layers
 from forge_train import Plugin
-from forge_train.contract.hookspecs import KINDS
+from forge_train.contract.hookspecs import SPECS
 from forge_train_tools.testing import Installed, RunForge
 from forge_train_tools.testing.bench import Bench
 from forge_train_tools.testing.conformance import attempt
@@ -19,7 +19,7 @@ from forge_train_tools.testing.trials import TRIALS
 
 pytestmark = pytest.mark.accept("core", 2)
 
-SLOTS = [name for name, kind in KINDS.items() if kind in ("slot", "chain")]
+SLOTS = [name for name, spec in SPECS.items() if spec.kind in ("slot", "chain")]
 
 CASES: dict[str, tuple[type[outside.Outside], ...]] = {
     "build_model": (outside_layers.OutsideModel,),
@@ -65,7 +65,7 @@ def test_a_slot_is_filled_from_outside_and_that_is_what_is_used(slot: str, run_f
     name = next(name for name, plugin in run.job.hooks.plugins.items() if type(plugin) is CASES[slot][0])
     assert run.plugin(name).uses > 0
     assert run.finished.outcome == "done"
-    if KINDS[slot] == "slot":
+    if SPECS[slot].kind == "slot":
         assert run.job.hooks.provider(slot) == name
     assert DEFAULTS.get(slot) not in run.job.hooks.enabled
 

@@ -40,20 +40,20 @@ def signature(hook: str) -> str:
     return f"def {hook}({ast.unparse(node.args)}) -> {ast.unparse(node.returns or ast.Constant(None))}"
 
 
-@pytest.mark.parametrize("hook", hookspecs.KINDS)
+@pytest.mark.parametrize("hook", hookspecs.SPECS)
 def test_every_hook_has_a_page_with_its_signature_and_kind(hook: str) -> None:
     page = (DOCS / "hooks" / f"{hook}.md").read_text(encoding="utf-8").replace('"', "'")
     assert signature(hook) in page
-    assert f"**{hookspecs.KINDS[hook]}**" in page
-    assert (", may stay empty" in page) == (hook in hookspecs.OPTIONAL)
+    assert f"**{hookspecs.SPECS[hook].kind}**" in page
+    assert (", may stay empty" in page) == hookspecs.SPECS[hook].optional
     assert "## What goes wrong" in page
 
 
 def test_no_page_of_a_hook_that_does_not_exist() -> None:
-    assert {page.stem for page in (DOCS / "hooks").glob("*.md")} == {"index", *hookspecs.KINDS}
+    assert {page.stem for page in (DOCS / "hooks").glob("*.md")} == {"index", *hookspecs.SPECS}
 
 
-@pytest.mark.parametrize("hook", hookspecs.KINDS)
+@pytest.mark.parametrize("hook", hookspecs.SPECS)
 def test_every_hook_is_used_by_a_test(hook: str) -> None:
     used = re.compile(rf"def {hook}\(self|hooks\.{hook}\b|[\"']{hook}[\"']")
     tests = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
@@ -77,9 +77,9 @@ def test_examples_implement_hooks_as_they_are(where: str, text: str, monkeypatch
         if not isinstance(plugin, type) or not issubclass(plugin, Plugin) or plugin is Plugin:
             continue
         hooks = {name: value for name, value in vars(plugin).items() if hasattr(value, f"{PROJECT}_impl")}
-        assert hooks.keys() <= hookspecs.KINDS.keys()
+        assert hooks.keys() <= hookspecs.SPECS.keys()
         for name, implementation in hooks.items():
-            given = set(inspect.signature(getattr(hookspecs, name)).parameters)
+            given = set(hookspecs.SPECS[name].arguments)
             assert set(inspect.signature(implementation).parameters) <= {"self"} | given, name
 
 

@@ -162,10 +162,10 @@ def test_nor_does_the_order_of_registration(tmp_path: Path, monkeypatch: pytest.
     def setups() -> Iterator[Setup]:
         for seed in range(6):
 
-            def shuffled(cls: Any, plugins: Any, seed: int = seed) -> Calls:
+            def shuffled(cls: Any, plugins: Any, specs: Any, seed: int = seed) -> Calls:
                 plugins = list(plugins)
                 random.Random(seed).shuffle(plugins)
-                calls: Calls = real(cls, plugins)
+                calls: Calls = real(cls, plugins, specs)
                 return calls
 
             monkeypatch.setattr(Calls, "of", classmethod(shuffled))

@@ -195,7 +195,7 @@ def test_a_failing_logger_costs_no_step(tmp_path: Path, caplog: pytest.LogCaptur
             "on_finish": "finished",
         }
         space: dict[str, Any] = {"fail": fail}
-        exec(f"def {hook}(self, {parameters[hook]}): fail(self)", space)  # pluggy looks at the names
+        exec(f"def {hook}(self, {parameters[hook]}): fail(self)", space)  # arguments are given by name
         return type(f"Bad{hook.title().replace('_', '')}", (Plugin,), {hook: hookimpl(space[hook])})
 
     plugins = [failing(hook) for hook in ("on_log", "on_evaluate", "on_checkpoint", "on_finish")]

@@ -66,7 +66,7 @@ def _job(job: Job, spec: ExtraModel) -> Job:
         job.config, run=dataclasses.replace(job.config.run, seed=seed), sections=sections, origins={}
     )
     defaults = {slot: name for slot, name in job.hooks.defaults.items() if name in names}
-    hooks = Hooks(made, defaults)
+    hooks = Hooks(made, defaults, job.hooks.specs)
     if problems := hooks.check_config(config):
         raise ConfigError("\n".join(f"{problem.key}: {problem.message}" for problem in problems))
     other = Job(config, hooks, job.run, job.dist, job.control, step_state=job.step_state)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from ..ground.errors import Where, locate
 from .calls import EnabledPlugin, Whose, at_home, implemented
-from .hookspecs import KINDS
+from .specs import HookSpec
 
 GIVING = ("slot", "chain", "phases", "steps", "spans")
 """Kinds of hooks that give what is called later."""
@@ -20,7 +21,9 @@ def pass_through(error: BaseException, whose: Whose) -> None:
     error.passed = (*getattr(error, "passed", ()), whose)  # type: ignore[attr-defined]
 
 
-def note_plugin(error: BaseException, enabled: Iterable[EnabledPlugin]) -> None:
+def note_plugin(
+    error: BaseException, enabled: Iterable[EnabledPlugin], specs: Mapping[str, HookSpec[..., Any]]
+) -> None:
     """Name the plugin whose code an error comes from, the hook that gave it and what was called, unless the call of a
     hook has named it: what hooks give (an executor, a span, a function for batches) is called without asking the hook
     again."""
@@ -39,16 +42,17 @@ def note_plugin(error: BaseException, enabled: Iterable[EnabledPlugin]) -> None:
     owners = method or here
     labels = dict.fromkeys(one.ref.label for one in owners)
     outer = next(at for at in range(inner, -1, -1) if at == 0 or homes[at - 1] != here)
-    hook = _gave(error, owners[0]) if len(labels) == 1 else ""
+    hook = _gave(error, owners[0], specs) if len(labels) == 1 else ""
     locate(error, plugin=owners[0].name, hook=hook)
     by = f", hook {hook}" if hook else ""
     error.add_note(f"in plugin {' or '.join(labels)}{by} ({frames[outer].f_code.co_qualname})")
 
 
-def _gave(error: BaseException, owner: EnabledPlugin) -> str:
+def _gave(error: BaseException, owner: EnabledPlugin, specs: Mapping[str, HookSpec[..., Any]]) -> str:
     """The hook that gave the function of a plugin from which an error came; empty if several may have."""
     passed: Iterable[Whose] = getattr(error, "passed", ())
     if hook := next((one.hook for one in passed if one.plugin == owner.name), ""):
         return hook
-    giving = [hook for hook in implemented(owner.cls) if KINDS.get(hook) in GIVING or hook in GIVING_QUESTIONS]
+    known = [specs[hook] for hook in implemented(owner.cls) if hook in specs]
+    giving = [one.name for one in known if one.kind in GIVING or one.name in GIVING_QUESTIONS]
     return giving[0] if len(giving) == 1 else ""

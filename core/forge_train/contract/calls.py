@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import pluggy
-
 from ..ground.errors import ForgeError, PluginError, describe, locate
 from ..ground.places import place, shown
-from . import hookspecs
-from .hookspecs import KINDS, OBSERVERS
-from .plugin import PROJECT, Plugin
+from .hookspecs import OBSERVERS
+from .plugin import MARK, PROJECT, Plugin
 from .reference import PluginRef
 from .returns import returned
+from .specs import HookSpec
 
 log = logging.getLogger(PROJECT)
-
-MARK = f"{PROJECT}_impl"
-"""The attribute that `@hookimpl` puts on a method."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,15 @@ class WrongReturnError(PluginError):
 class _Call:
     owner: EnabledPlugin
     function: Any
-    positional: tuple[str, ...]
-    keywords: tuple[str, ...]
+    required: tuple[str, ...]
+    others: tuple[str, ...]
+    """Arguments with defaults, given if the hook has them."""
+
+    @classmethod
+    def of(cls, owner: EnabledPlugin, function: Any) -> _Call:
+        parameters = inspect.signature(function).parameters.values()
+        required = tuple(one.name for one in parameters if one.default is one.empty)
+        return cls(owner, function, required, tuple(one.name for one in parameters if one.name not in required))
 
     def whose(self, hook: str) -> str:
         return f"Plugin {self.owner.ref.label}, hook {hook} ({place(self.function)})"
@@ -98,52 +101,32 @@ class Whose(str):
         return made
 
 
-class _Manager(pluggy.PluginManager):
-    """Looks for hooks alone: pluggy (1.7) takes a fifth of the time of composing for all other attributes."""
-
-    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
-        return super().parse_hookimpl_opts(plugin, name) if name in KINDS else None
-
-
 def _watches(plugin: EnabledPlugin) -> int:
     return plugin.observer + plugin.cls.after_observers
 
 
 @dataclass
 class Calls:
-    """The implementations of every hook, in the order of plugin names, called one by one.
-
-    pluggy registers them. It is not asked to call them: its order is that of registration, its errors name nobody.
-    """
+    """The implementations of every hook, in the order of plugin names, called one by one."""
 
     _calls: Mapping[str, list[_Call]]
+    _specs: Mapping[str, HookSpec[..., Any]]
     _trace: bool = field(default_factory=lambda: os.environ.get("FORGE_TRACE_HOOKS") == "1")
 
     @classmethod
-    def of(cls, plugins: Sequence[tuple[EnabledPlugin, Plugin]]) -> Calls:
+    def of(cls, plugins: Iterable[tuple[EnabledPlugin, Plugin]], specs: Mapping[str, HookSpec[..., Any]]) -> Calls:
         """Register plugins whose hooks were found to fit."""
-        manager = _Manager(PROJECT)
-        manager.add_hookspecs(hookspecs)
-        owners = {}
+        calls: dict[str, list[_Call]] = {hook: [] for hook in specs}
         for enabled, plugin in sorted(plugins, key=lambda pair: pair[0].name):
-            owners[enabled.name] = enabled
-            manager.register(plugin, enabled.name)
-        return cls(
-            {
-                hook: [
-                    _Call(owners[impl.plugin_name], impl.function, impl.argnames, impl.kwargnames)
-                    for impl in sorted(
-                        getattr(manager.hook, hook).get_hookimpls(),
-                        # Observers are told of an event last, trackers after the others: they see what these added.
-                        key=lambda impl: (kind == "event" and _watches(owners[impl.plugin_name]), impl.plugin_name),
-                    )
-                ]
-                for hook, kind in KINDS.items()
-            }
-        )
+            for hook in implemented(enabled.cls) & specs.keys():
+                calls[hook].append(_Call.of(enabled, getattr(plugin, hook)))
+        for hook, spec in specs.items():
+            if spec.kind == "event":  # observers are told last, trackers after the others: they see what these added
+                calls[hook].sort(key=lambda call: _watches(call.owner))
+        return cls(calls, specs)
 
     def owners(self, hook: str) -> list[EnabledPlugin]:
-        return [call.owner for call in self._calls[hook]]
+        return [call.owner for call in self._calls.get(hook, ())]
 
     def whose(self, hook: str, name: str) -> Whose:
         """The plugin, the hook and the place of its implementation, for messages."""
@@ -153,14 +136,14 @@ class Calls:
     def arguments(self, name: str, hook: str) -> frozenset[str]:
         """Names of the arguments that a plugin's implementation of a hook asks for."""
         calls = [call for call in self._calls[hook] if call.owner.name == name]
-        return frozenset(argument for call in calls for argument in (*call.positional, *call.keywords))
+        return frozenset(argument for call in calls for argument in (*call.required, *call.others))
 
     def collect(self, hook: str, arguments: Mapping[str, Any], only: str | None = None) -> list[tuple[str, Any]]:
         """Call a hook's implementations (or one plugin's); what each returned, by plugin name."""
         return [(call.owner.name, self._invoke(hook, call, arguments)) for call in self._of(hook, only)]
 
     def _of(self, hook: str, only: str | None) -> list[_Call]:
-        return [call for call in self._calls[hook] if only is None or call.owner.name == only]
+        return [call for call in self._calls.get(hook, ()) if only is None or call.owner.name == only]
 
     def tell(self, hook: str, argument: str, event: Any, only: str | None = None) -> None:
         """Call an event's implementations with its one argument; see `announce` for what a failure means."""
@@ -209,16 +192,16 @@ class Calls:
         try:
             with _blaming(hook, call):
                 answer = call.function(
-                    *[arguments[name] for name in call.positional],
-                    **{name: arguments[name] for name in call.keywords if name in arguments},
+                    *[arguments[name] for name in call.required],
+                    **{name: arguments[name] for name in call.others if name in arguments},
                 )
-                if isinstance(answer, Iterator) and KINDS[hook] in ("phases", "questions"):
+                if isinstance(answer, Iterator) and self._specs[hook].kind in ("phases", "questions"):
                     answer = list(answer)
         finally:
             if self._trace:
                 seconds = time.perf_counter() - start
                 log.warning("hook %s → %s (%.3f ms)", hook, call.owner.name, 1e3 * seconds)
-        kind = returned(hook)
+        kind = returned(self._specs[hook])
         if text := kind.problem(answer):
             wrong = WrongReturnError(f"{call.whose(hook)}: expected {kind.words}, {text}.")
             locate(wrong, plugin=call.owner.name, hook=hook)

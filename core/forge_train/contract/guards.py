@@ -13,7 +13,7 @@ from .batch import Batch, BatchPhase, Preparation, PrepareStep
 from .blame import pass_through
 from .calls import Calls, Whose
 from .micro_state import POSITIONS
-from .protocols import Span, SpanName
+from .protocols import Span
 from .returns import CONTEXT, Kind, kind_of, results
 from .step_state import StepState
 
@@ -33,11 +33,16 @@ class Guarded:
     def __init__(self, inner: Any, protocol: type, whose: Whose) -> None:
         self._inner = inner
         for name, kind in results(protocol).items():
-            if kind.words != "None":
+            if name == "__call__":
+                self._call = guarded(inner, kind, whose, "the function")
+            elif kind.words != "None":
                 setattr(self, name, guarded(getattr(inner, name), kind, whose, name))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def __call__(self, *arguments: Any, **more: Any) -> Any:
+        return self._call(*arguments, **more)
 
 
 def guarded(function: Callable[..., Any], kind: Kind, whose: Whose, name: str) -> Callable[..., Any]:
@@ -118,7 +123,7 @@ def _phase(step: tuple[BatchPhase, str, object]) -> BatchPhase:
     return step[0]
 
 
-def nesting(name: SpanName, spans: Sequence[tuple[Whose, Span]], inside: list[SpanName]) -> Span:
+def nesting(name: str, spans: Sequence[tuple[Whose, Span]], inside: list[str]) -> Span:
     """Functions that make context managers as one, whose managers are nested in their order.
 
     Args:

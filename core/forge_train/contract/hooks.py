@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from ..ground.errors import ConfigError, PluginError, Problem
-from .announce import Events
+from ..ground.errors import PluginError, Problem
+from . import hookspecs
 from .attention import Attention, AttentionKernel, KernelCapabilities
 from .batch import Batch, Preparation, PrepareBatch, PrepareStep
-from .blame import note_plugin
-from .calls import Calls, EnabledPlugin, Whose, at_home, without
+from .calling import Caller
 from .extra import ExtraModel
-from .fit import check_fit, gives
-from .guards import Guarded, Prepare, first_state, guarded, nesting, preparing
-from .hookspecs import KINDS, OPTIONAL, TAKES
+from .guards import Guarded, Prepare, first_state, nesting, preparing
 from .layers import FeedForward, Head, HeadSpec, Layer
-from .losses import with_rows
 from .metric import Metric
-from .plugin import Plugin
 from .protocols import (
     Classes,
     Evaluator,
@@ -34,7 +29,6 @@ from .protocols import (
     TokenDispatch,
     Tokenizer,
 )
-from .returns import results
 from .tail import Tail, Trunk
 from .transform import Transform
 
@@ -43,118 +37,34 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..config import Config
-    from .job import Job
+    from .events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult, Update
     from .model import Model
-    from .run import Run
-
-_T = TypeVar("_T")
 
 
-class Hooks(Events):
-    """The enabled plugins behind typed methods, one for each hook."""
+class Hooks(Caller):
+    """The enabled plugins of a run, with a typed method for each of the kernel's hooks."""
 
-    def __init__(self, plugins: Sequence[tuple[EnabledPlugin, Plugin]], defaults: Mapping[str, str]) -> None:
-        self.plugins = {enabled.name: plugin for enabled, plugin in plugins}
-        self.enabled = {enabled.name: enabled for enabled, _ in plugins}
-        self.defaults = dict(defaults)
-        self.opened = False  # whether the model is only opened, as to generate text: nothing reads rows of the data
-        self.unused: set[str] = set()  # plugins that turned out to have nothing to do; see `registry.unused`
-        self.used: set[tuple[str, str]] = set()  # slot or chain, and a plugin whose answer was taken
-        self.asked_of_kernel: list[KernelCapabilities] = []  # what attention modules need, said when they asked for it
-        self.inside: list[SpanName] = []  # spans that the run is in, outermost first, where there is an `around`
-        self._calls, self._job = Calls.of(plugins), cast("Job | None", None)
-
-    def bind(self, job: Job) -> None:
-        """Give the job that hooks are called with."""
-        self._job = job
-
-    @property
-    def job(self) -> Job:
-        if self._job is None:
-            raise PluginError("A hook was called before the job exists.")
-        return self._job
-
-    @property
-    def run(self) -> Run | None:
-        """The folder of the run, once there is a job."""
-        return self._job.run if self._job else None
-
-    def provider(self, slot: str) -> str | None:
-        """The name of the plugin that fills a slot, or None where nobody does.
-
-        Raises:
-            ConfigError: if two do, naming both.
-        """
-        owners = self._calls.owners(slot)
-        if len(owners) > 1:
-            names = " and ".join(owner.ref.label for owner in owners)
-            raise ConfigError(f"Plugins {names} both fill the slot {slot!r}; {without(owners)}.")
-        return owners[0].name if owners else None
-
-    def whose(self, hook: str, name: str = "") -> Whose:
-        """A plugin, its hook and where it stands, for messages; the slot's provider where no plugin is named."""
-        return self._calls.whose(hook, name or self.provider(hook) or "")
-
-    def acting(self, hook: str) -> list[str]:
-        """The same without those that turned out to have nothing to do."""
-        return [name for name in self.implementers(hook) if name not in self.unused]
-
-    def mute(self, name: str) -> None:
-        """Leave an observer, or what only rounds, out of this process: it stays enabled, but is told nothing.
-
-        Raises:
-            ConfigError: if the plugin does more than that.
-        """
-        if enabled := self.enabled.get(name):
-            if not enabled.observer and not enabled.cls.rounds:
-                raise ConfigError(f"Plugin {enabled.ref.label} does more than watch the run; it can't be left out.")
-            self._calls.mute(enabled)
-
-    def owner(self, thing: object) -> str:
-        """`plugin 'mine' (my-package 1.0)` for what an enabled plugin's code made; empty for anything else."""
-        labels = dict.fromkeys(one.ref.label for one in at_home(type(thing).__module__, self.enabled.values()))
-        return f"plugin {' or '.join(labels)}" if labels else ""
-
-    def note_plugin(self, error: BaseException) -> None:
-        """Add a note to an error that names the plugin it comes from."""
-        note_plugin(error, self.enabled.values())
-
-    def vacate(self, slot: str) -> None:
-        """Have nobody fill an optional slot in this process."""
-        self._calls.vacate(slot)
-
-    def check_slots(self) -> None:
-        """Check that each required slot has a provider and that providers fit together."""
-        for slot, kind in KINDS.items():
-            if kind == "slot" and self.provider(slot) is None and slot not in OPTIONAL:
-                raise ConfigError(f"No enabled plugin fills the slot {slot!r}; see `forge plugins list`.")
-        check_fit(list(self.enabled.values()), {slot for slot, _ in self.used})
-
-    def gives(self, slot: str) -> str:
-        """Return what a slot's provider gives to others, such as `token_logits` for a head; empty if unfilled."""
-        return next((gives(one, slot) for one in self.enabled.values() if slot in one.provides), "")
-
-    # -- slots ------------------------------------------------------------------------------------
+    # -- the kernel's slots -----------------------------------------------------------------------
 
     def build_model(self) -> nn.Module:
-        return cast("nn.Module", self._slot("build_model"))
+        return hookspecs.build_model(self.job)
 
     def head(self, spec: HeadSpec) -> Head:
-        return cast(Head, self._slot("head", spec=spec))
+        return hookspecs.head(spec, self.job)
 
     def tail(self, trunk: Trunk) -> Tail | None:
-        return cast(Tail, self._slot("tail", trunk=trunk)) if self.provider("tail") else None
+        return hookspecs.tail(trunk, self.job) if self.provider("tail") else None
 
     def attention_kernel(self, needs: KernelCapabilities | None = None) -> AttentionKernel:
         """The kernel; `needs` is what it will be asked for beside what `kernel_needs` says."""
         self.asked_of_kernel += [needs] if needs else []
-        return cast(AttentionKernel, self._slot("attention_kernel"))
+        return hookspecs.attention_kernel(self.job)
 
     def token_dispatch(self) -> TokenDispatch:
-        return cast(TokenDispatch, self._slot("token_dispatch"))
+        return hookspecs.token_dispatch(self.job)
 
     def build_data(self, split: Literal["train", "validation"]) -> Loader:
-        loader = cast(Loader, self._slot("build_data", split=split))
+        loader = hookspecs.build_data(self.job, split)
         state = first_state(loader, self.whose("build_data"))
         if not isinstance(state.get("sequences"), int):
             raise PluginError(
@@ -163,47 +73,41 @@ class Hooks(Events):
         return loader
 
     def tokenizer(self) -> Tokenizer:
-        tokenizer = cast(Tokenizer, self._slot("tokenizer"))
+        tokenizer = hookspecs.tokenizer(self.job)
         guard = Guarded(tokenizer, Tokenizer, self.whose("tokenizer"))
         guard.decode(guard.encode("a"))
         return tokenizer
 
     def classes(self) -> Classes:
-        return cast(Classes, self._slot("classes"))
+        return hookspecs.classes(self.job)
 
     def task(self) -> Task:
-        return cast(Task, Guarded(self._slot("task"), Task, self.whose("task")))
+        return hookspecs.task(self.job)
 
     def loss(self) -> LossFunction:
-        (kind,) = results(LossFunction).values()
-        function = self._slot("loss")
-        return with_rows(guarded(function, kind, self.whose("loss"), "the function"), function)
+        return hookspecs.loss(self.job)
 
     def executor(self, model: Model, task: Task) -> Executor:
-        return cast(Executor, Guarded(self._slot("executor", model=model, task=task), Executor, self.whose("executor")))
+        return hookspecs.executor(model, task, self.job)
 
     def optimizer(self, model: Model) -> torch.optim.Optimizer:
-        return cast("torch.optim.Optimizer", self._slot("optimizer", model=model))
+        return hookspecs.optimizer(model, self.job)
 
     def lr_schedule(self, optimizer: torch.optim.Optimizer) -> Schedule:
-        schedule = cast(Schedule, self._slot("lr_schedule", optimizer=optimizer))
+        schedule = hookspecs.lr_schedule(optimizer, self.job)
         first_state(schedule, self.whose("lr_schedule"))
         return schedule
 
     def loss_scale(self) -> LossScale | None:
-        if self.provider("loss_scale") is None:
-            return None
-        return cast(LossScale, Guarded(self._slot("loss_scale"), LossScale, self.whose("loss_scale")))
-
-    # -- chains -----------------------------------------------------------------------------------
+        return hookspecs.loss_scale(self.job) if self.provider("loss_scale") else None
 
     def attention(self, layer: Layer) -> Attention:
-        return cast(Attention, self._chain("attention", layer))
+        return hookspecs.attention(layer, self.job)
 
     def feed_forward(self, layer: Layer) -> FeedForward:
-        return cast(FeedForward, self._chain("feed_forward", layer))
+        return hookspecs.feed_forward(layer, self.job)
 
-    # -- phases, steps, spans ---------------------------------------------------------------------
+    # -- its other hooks --------------------------------------------------------------------------
 
     def parallelize(self) -> list[tuple[str, Transform]]:
         """Every transform with the name of its plugin."""
@@ -219,13 +123,11 @@ class Hooks(Events):
         answers = self._calls.collect("around", {"span": name, "job": self.job})
         return nesting(name, [(self.whose("around", o), span) for o, span in answers if span is not None], self.inside)
 
-    # -- questions --------------------------------------------------------------------------------
-
     def check_config(self, config: Config) -> list[Problem]:
         return [one for _, found in self._calls.collect("check_config", {"config": config}) for one in found or ()]
 
     def extra_models(self) -> list[tuple[str, ExtraModel]]:
-        return [(n, one) for n, found in self._calls.collect("extra_models", {"job": self.job}) for one in found or ()]
+        return [(name, one) for name, found in hookspecs.extra_models(self.job) for one in found]
 
     def kernel_needs(self, config: Config) -> list[tuple[str, KernelCapabilities]]:
         """Return each plugin's needs of the attention kernel, labelled; without the data's if no data is read."""
@@ -234,8 +136,7 @@ class Hooks(Events):
         return [(f"plugin {name!r} asks for it", one) for name, one in answers.items() if one and name != idle]
 
     def example_batch(self) -> Batch | None:
-        answers = dict(self._calls.collect("example_batch", {"job": self.job}))
-        return cast("Batch | None", answers.get(self.provider("build_data") or ""))
+        return dict(hookspecs.example_batch(self.job)).get(self.provider("build_data") or "")
 
     def import_hf(self, config: Mapping[str, Any]) -> HFModel | None:
         return cast("HFModel | None", self._only("import_hf", {"config": config}))
@@ -252,49 +153,31 @@ class Hooks(Events):
 
     def metrics(self, model: Model) -> dict[str, Metric]:
         """Every plugin's metrics, as `plugin.name`."""
-        answers = self._calls.collect("metrics", {"model": model, "job": self.job})
-        return {f"{plugin}.{name}": one for plugin, found in answers for name, one in (found or {}).items()}
+        found = hookspecs.metrics(model, self.job)
+        return {f"{plugin}.{name}": one for plugin, metrics in found for name, one in metrics.items()}
 
-    def _slot(self, slot: str, **arguments: Any) -> Any:
-        name = self.provider(slot)
-        if name is None:
-            raise ConfigError(f"No enabled plugin fills the slot {slot!r}; see `forge plugins list`.")
-        ((_, answer),) = self._calls.collect(slot, {"job": self.job, **arguments})
-        self.used.add((slot, name))
-        if slot in TAKES:
-            check_fit(list(self.enabled.values()), {slot for slot, _ in self.used})
-        return answer
+    # -- events; `only` is the one plugin to tell, for tools that tell them one by one ------------
 
-    def _chain(self, chain: str, layer: Layer) -> Any:
-        arguments = {"layer": layer, "job": self.job}
-        default = [name for name in self.implementers(chain) if name == self.defaults.get(chain)]
-        others = [name for name in self.implementers(chain) if name not in default]
-        claimed = self._given(chain, arguments, others) or self._given(chain, arguments, default)
-        if len(claimed) > 1:
-            names, way_out = self._several(claimed)
-            raise ConfigError(f"Plugins {names} both build {chain} for layer {layer.index}; {way_out}.")
-        if not claimed:
-            raise ConfigError(f"No enabled plugin builds {chain} for layer {layer.index}; see `forge plugins list`.")
-        self.used.add((chain, claimed[0][0]))
-        return claimed[0][1]
+    def on_start(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        self._calls.announce("on_start", {"job": self.job, "model": model, "optimizer": optimizer})
 
-    def _each(self, hook: str, kind: type[_T] | tuple[type[Any], ...]) -> list[tuple[str, _T]]:
-        """Everything that plugins answered, one thing or several each, with the plugin's name."""
-        answers = self._calls.collect(hook, {"job": self.job})
-        return [(n, one) for n, answer in answers for one in ([answer] if isinstance(answer, kind) else answer or ())]
+    def on_gradients(self, update: Update) -> None:
+        self._calls.tell("on_gradients", "update", update)
 
-    def _given(self, hook: str, arguments: Mapping[str, Any], names: list[str]) -> list[tuple[str, Any]]:
-        """Return the answers of the named plugins, except None."""
-        return [one for name in names for one in self._calls.collect(hook, arguments, only=name) if one[1] is not None]
+    def on_step(self, step: StepResult) -> None:
+        self._calls.tell("on_step", "step", step)
 
-    def _several(self, answers: list[tuple[str, Any]]) -> tuple[str, str]:
-        """Names of plugins of which one is too many, and how to be rid of it."""
-        names = [name for name, _ in answers]
-        return " and ".join(map(repr, names)), without(self.enabled[name] for name in names)
+    def on_log(self, record: LogRecord) -> None:
+        self._calls.tell("on_log", "record", record)
 
-    def _only(self, hook: str, arguments: Mapping[str, Any]) -> Any:
-        given = self._given(hook, arguments, self.implementers(hook))
-        if len(given) > 1:
-            names, way_out = self._several(given)
-            raise ConfigError(f"Plugins {names} both answer {hook}; {way_out}.")
-        return given[0][1] if given else None
+    def on_evaluate(self, evaluation: Evaluation, only: str | None = None) -> None:
+        self._calls.tell("on_evaluate", "evaluation", evaluation, only)
+
+    def on_checkpoint(self, event: CheckpointEvent, only: str | None = None) -> None:
+        self._calls.tell("on_checkpoint", "event", event, only)
+
+    def on_finish(self, finished: Finished) -> None:
+        self._calls.tell("on_finish", "finished", finished)
+
+    def on_error(self, error: BaseException) -> None:
+        self._calls.tell("on_error", "error", error)

@@ -1,4 +1,4 @@
-"""Every hook a plugin can implement. Core calls them only through `forge_train.contract.hooks.Hooks`.
+"""The hooks that the kernel declares; whoever else calls a hook declares it in a module like this one.
 
 A hook is of one kind:
 
@@ -17,6 +17,7 @@ Adding an argument to a spec is compatible. Removing one goes through `warn_on_i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +25,6 @@ from ..ground.errors import Problem
 from .attention import Attention, AttentionKernel, KernelCapabilities
 from .batch import Batch, Preparation
 from .extra import ExtraModel
-from .kinds import ASKED, GIVES, KINDS, OPTIONAL, TAKES, Stage, hook
 from .layers import FeedForward, Head, HeadSpec, Layer
 from .metric import Metric
 from .protocols import (
@@ -42,6 +42,7 @@ from .protocols import (
     TokenDispatch,
     Tokenizer,
 )
+from .specs import hookspec, specs_of
 from .tail import Tail, Trunk
 from .transform import Transform
 
@@ -54,13 +55,10 @@ if TYPE_CHECKING:
     from .job import Job
     from .model import Model
 
-__all__ = ["ASKED", "GIVES", "KINDS", "OBSERVERS", "OPTIONAL", "TAKES", "Stage"]
-
-
 # -- the model ------------------------------------------------------------------------------------
 
 
-@hook("slot")
+@hookspec("slot")
 def build_model(job: Job) -> nn.Module:
     """The model; called with the meta device as default, so that nothing is allocated.
 
@@ -69,56 +67,56 @@ def build_model(job: Job) -> nn.Module:
     raise AssertionError
 
 
-@hook("chain", asked="composition")
+@hookspec("chain", asked="composition")
 def attention(layer: Layer, job: Job) -> Attention | None:
     """The token mixer of one layer, or None to leave it to the default."""
 
 
-@hook("chain", asked="composition")
+@hookspec("chain", asked="composition")
 def feed_forward(layer: Layer, job: Job) -> FeedForward | None:
     """The channel mixer of one layer, or None to leave it to the default."""
 
 
-@hook("slot", optional=True, asked="composition", gives="token_logits")
+@hookspec("slot", optional=True, asked="composition", gives="token_logits")
 def head(spec: HeadSpec, job: Job) -> Head:
     """The module that turns the model's hidden states into outputs."""
     raise AssertionError
 
 
-@hook("slot", optional=True, asked="composition")
+@hookspec("slot", optional=True, asked="composition")
 def tail(trunk: Trunk, job: Job) -> Tail:
     """More layers after the model's last one, in training."""
     raise AssertionError
 
 
-@hook("slot", optional=True, asked="composition")
+@hookspec("slot", optional=True, asked="composition")
 def attention_kernel(job: Job) -> AttentionKernel:
     """The function that computes attention."""
     raise AssertionError
 
 
-@hook("slot", optional=True, asked="composition")
+@hookspec("slot", optional=True, asked="composition")
 def token_dispatch(job: Job) -> TokenDispatch:
     """The transport of tokens to their experts."""
     raise AssertionError
 
 
-@hook("phases")
+@hookspec("phases")
 def parallelize(job: Job) -> Transform | Iterable[Transform] | None:
     """Changes of the model, each in its phase; None where there is nothing to do at this size."""
 
 
-@hook("questions")
+@hookspec("questions")
 def extra_models(job: Job) -> Iterable[ExtraModel] | None:
     """Other models that the run needs, such as a teacher: composed as the first is, they are in `job.models`."""
 
 
-@hook("questions")
+@hookspec("questions")
 def import_hf(config: Mapping[str, Any]) -> HFModel | None:
     """How a model with this `config.json` is built and named here, or None if it is not one of this plugin's."""
 
 
-@hook("questions")
+@hookspec("questions")
 def export_hf(job: Job) -> HFModel | None:
     """How this job's model is configured and named in Hugging Face layout, or None."""
 
@@ -126,31 +124,31 @@ def export_hf(job: Job) -> HFModel | None:
 # -- the data -------------------------------------------------------------------------------------
 
 
-@hook("slot", gives="token_rows")
+@hookspec("slot", gives="token_rows")
 def build_data(job: Job, split: Literal["train", "validation"]) -> Loader:
     """A stateful loader of this rank's micro-batches."""
     raise AssertionError
 
 
-@hook("questions")
+@hookspec("questions")
 def example_batch(job: Job) -> Batch | None:
     """A micro-batch of the shape that `build_data` gives for training, without opening the data; `forge plan` asks it
     of the plugin that fills that slot."""
 
 
-@hook("slot", optional=True)
+@hookspec("slot", optional=True)
 def tokenizer(job: Job) -> Tokenizer:
     """Text to token ids and back, for generation and evaluation."""
     raise AssertionError
 
 
-@hook("slot", optional=True)
+@hookspec("slot", optional=True)
 def classes(job: Job) -> Classes:
     """The classes that labels stand for, for the data and the head."""
     raise AssertionError
 
 
-@hook("steps")
+@hookspec("steps")
 def prepare_batch(job: Job) -> Preparation | Iterable[Preparation] | None:
     """Changes of every micro-batch, each in its phase, and looks at a step's; resolved once, at start-up."""
 
@@ -158,63 +156,65 @@ def prepare_batch(job: Job) -> Preparation | Iterable[Preparation] | None:
 # -- the step -------------------------------------------------------------------------------------
 
 
-@hook("slot", gives="token_labels", takes={"head": ("token_logits",), "build_data": ("token_rows",)})
+@hookspec("slot", checked=True, gives="token_labels", takes={"head": ("token_logits",), "build_data": ("token_rows",)})
 def task(job: Job) -> Task:
     """The logic of a step."""
     raise AssertionError
 
 
-@hook("slot", optional=True, asked="step", takes={"head": ("token_logits",), "task": ("token_labels",)})
+@hookspec(
+    "slot", optional=True, checked=True, asked="step", takes={"head": ("token_logits",), "task": ("token_labels",)}
+)
 def loss(job: Job) -> LossFunction:
     """The loss of hidden states against labels."""
     raise AssertionError
 
 
-@hook("slot")
+@hookspec("slot", checked=True)
 def executor(model: Model, task: Task, job: Job) -> Executor:
     """What runs forward and backward over the step's micro-batches."""
     raise AssertionError
 
 
-@hook("slot")
+@hookspec("slot")
 def optimizer(model: Model, job: Job) -> torch.optim.Optimizer:
     """The optimizer over `model.named_parameters()`."""
     raise AssertionError
 
 
-@hook("slot")
+@hookspec("slot")
 def lr_schedule(optimizer: torch.optim.Optimizer, job: Job) -> Schedule:
     """The schedule of learning rates."""
     raise AssertionError
 
 
-@hook("slot", optional=True)
+@hookspec("slot", optional=True, checked=True)
 def loss_scale(job: Job) -> LossScale:
     """Scaling of the loss, off if no plugin provides it."""
     raise AssertionError
 
 
-@hook("spans")
+@hookspec("spans")
 def around(span: SpanName, job: Job) -> Span | None:
     """A factory of context managers around a span of the run, or None."""
 
 
-@hook("questions")
+@hookspec("questions")
 def evaluators(job: Job) -> Evaluator | Iterable[Evaluator] | None:
     """Evaluations beside the loss on held-out data, each with its own data and metrics; asked once, at start-up."""
 
 
-@hook("questions")
+@hookspec("questions")
 def evaluation_weights(job: Job) -> Mapping[str, float] | None:
     """The weights that a checkpoint is evaluated and exported with, if not its own: factors of its tensors in a sum."""
 
 
-@hook("questions")
+@hookspec("questions")
 def metrics(model: Model, job: Job) -> Mapping[str, Metric] | None:
     """Numbers that this plugin observes, by name, added up over ranks, logged as `plugin.name`; asked at start-up."""
 
 
-@hook("questions")
+@hookspec("questions")
 def kernel_needs(config: Config) -> KernelCapabilities | None:
     """What this plugin's part of the run will ask of the attention kernel. Called before anything slow is imported."""
 
@@ -222,51 +222,52 @@ def kernel_needs(config: Config) -> KernelCapabilities | None:
 # -- the run --------------------------------------------------------------------------------------
 
 
-@hook("questions")
+@hookspec("questions")
 def check_config(config: Config) -> Iterable[Problem] | None:
     """Mistakes that only several values together show. Called before anything slow is imported."""
 
 
-@hook("event")
+@hookspec("event")
 def on_start(job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
     """The run is composed and about to be resumed: the place to look modules up and to make state."""
 
 
-@hook("event")
+@hookspec("event")
 def on_gradients(update: Update) -> None:
     """After backward and the global norm, before clipping: look, scale, veto."""
 
 
-@hook("event")
+@hookspec("event")
 def on_step(step: StepResult) -> None:
     """After every optimizer step, skipped ones included."""
 
 
-@hook("event")
+@hookspec("event")
 def on_log(record: LogRecord) -> None:
     """A line of metrics.jsonl was written."""
 
 
-@hook("event")
+@hookspec("event")
 def on_evaluate(evaluation: Evaluation) -> None:
     """An evaluation on held-out data is done."""
 
 
-@hook("event")
+@hookspec("event")
 def on_checkpoint(event: CheckpointEvent) -> None:
     """A checkpoint is being saved, was saved, loaded or pruned."""
 
 
-@hook("event")
+@hookspec("event")
 def on_finish(finished: Finished) -> None:
     """The run ended in good order: done, or interrupted after a whole checkpoint."""
 
 
-@hook("event")
+@hookspec("event")
 def on_error(error: BaseException) -> None:
     """The run failed, or diverged (`DivergedError`); `error` is raised again afterwards."""
 
 
+SPECS = specs_of(sys.modules[__name__])
 OBSERVERS = frozenset({"metrics", "on_start", "on_log", "on_evaluate", "on_checkpoint", "on_finish", "on_error"})
 """A plugin that implements only these watches the run: it changes no number, so it is left out of what must match at
 resume, and its failure is a warning instead of the run's end."""

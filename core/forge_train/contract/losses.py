@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -24,13 +24,6 @@ class RowLosses(Protocol):
     def by_row(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the result of `__call__`, bit for bit, and each sequence's summed loss, `[batch]`, without a graph."""
         ...
-
-
-def with_rows(checked: Any, function: LossFunction) -> LossFunction:
-    """A loss function around another one, with its `by_row` if it has one."""
-    if isinstance(function, RowLosses):
-        checked.by_row = function.by_row
-    return cast("LossFunction", checked)
 
 
 def batch_loss(function: LossFunction, hidden: Tensor, head: nn.Module, batch: Batch) -> Tensor:

@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import pluggy
-
 from ..config.schema import section
 from ..ground.errors import PluginError
 from .attention import KernelCapabilities
@@ -22,7 +20,8 @@ API = (1, 0)
 """The plugin API of this core: (major, minor). A plugin written for a newer one, or another major one, is refused."""
 
 _F = TypeVar("_F", bound=Callable[..., object])
-_mark = pluggy.HookimplMarker(PROJECT)
+MARK = f"{PROJECT}_impl"
+"""The attribute that `@hookimpl` puts on a method."""
 
 
 def hookimpl(function: _F | None = None, /, *arguments: Any, **options: Any) -> _F:
@@ -39,7 +38,7 @@ def hookimpl(function: _F | None = None, /, *arguments: Any, **options: Any) -> 
     method = getattr(function, "__func__", function)  # of a staticmethod or a classmethod
     if not inspect.isroutine(method):
         raise PluginError(f"@hookimpl marks a method, found a {type(function).__name__}.")
-    _mark(method)
+    setattr(method, MARK, {})
     return function
 
 

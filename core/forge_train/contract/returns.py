@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from ..ground.errors import PluginError
 from ..ground.places import place
-from . import hookspecs, protocols
+from . import protocols
+from .specs import HookSpec
 
 _WORDS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 _TORCH = {"torch": "torch", "nn": "torch.nn", "Tensor": "torch.Tensor"}
@@ -30,9 +32,25 @@ class Kind:
 
 
 @cache
-def returned(hook: str) -> Kind:
-    """Return the kind of value that a hook must return."""
-    return _result(getattr(hookspecs, hook))
+def returned(spec: HookSpec[..., Any]) -> Kind:
+    """Return the kind of value that a hook must return.
+
+    Raises:
+        PluginError: if the spec's annotation can't be checked.
+    """
+    try:
+        return _result(spec.function)
+    except (NameError, TypeError, KeyError) as error:
+        raise PluginError(
+            f"Hook {spec.name!r}{spec.declared}: what it returns can't be checked: {error}. Annotate it with classes, "
+            "and import these outside of `if TYPE_CHECKING`."
+        ) from error
+
+
+def protocol_of(spec: HookSpec[..., Any]) -> type:
+    """Return the class that a spec's annotation names."""
+    cls: type = _evaluated(spec.function.__annotations__["return"], spec.function.__globals__)
+    return cls
 
 
 @cache

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ..composition.initialise import tied_groups
-from ..contract.hookspecs import GIVES
 from ..contract.job import Job
 from ..contract.model import Model
 from ..contract.protocols import HFModel
@@ -108,7 +107,7 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
 
 def _head(job: Job) -> tuple[str, ...]:
     """Patterns of parameters that a language model may lack, or have in addition to the model's."""
-    return () if job.hooks.gives("head") in ("", GIVES["head"]) else ("head.*",)
+    return () if job.hooks.gives("head") in ("", job.hooks.specs["head"].gives) else ("head.*",)
 
 
 def _described_by(job: Job, path: Path, layout: HFModel) -> dict[str, str]:

@@ -10,6 +10,7 @@ from ..contract.control import Requests, RollBack
 from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
 from ..ground.errors import ConfigError, DivergedError
 from ..ground.failure import during
+from ..registry.unused import note_uncalled
 from ..storage import checkpoint, retreat
 from ..storage.noted import left_out
 from . import collecting
@@ -235,6 +236,8 @@ class Training:
         generates = bool(self.job.hooks.provider("tokenizer")) and not self.model.looks_ahead
         finished = Finished(outcome, self.progress.step, self.loss, code, self.job.run.dir, reason, generates)
         self._event("run_finished", outcome=outcome, loss=self.loss, reason=reason, error=None)
+        if outcome == "done":
+            note_uncalled(self.job.hooks, "run")
         self.job.hooks.on_finish(finished)
         if self.job.dist.main:
             last = {"step": finished.step, "loss": finished.loss, "code": code, "error": None}

@@ -116,7 +116,7 @@ def load(found: PluginRef) -> type[Plugin]:
     Raises:
         ConfigError: if it can't be imported, is not a `Plugin`, or was written for another plugin API.
     """
-    from ..contract.plugin import Plugin  # a listing does without pluggy
+    from ..contract.plugin import Plugin  # a listing does without
 
     where, attribute = split(found.object)
     try:
@@ -160,14 +160,15 @@ def _entry_points() -> Iterator[PluginRef]:
         yield PluginRef(canonical(point.name), name, version, point.value.replace(" ", ""))
 
 
-def _contributed() -> Iterator[PluginRef]:
+def contributed() -> Iterator[PluginRef]:
+    """The plugins of contrib, one a file."""
     root = folder(CONTRIB)
     for file in sorted(root.glob("*.py")) if root else ():
         if not file.stem.startswith("_"):
             yield PluginRef(canonical(file.stem), DISTRIBUTION, own_version(), f"{CONTRIB}.{file.stem}")
 
 
-SOURCES: list[Callable[[], Iterable[PluginRef]]] = [_entry_points, _contributed]
+SOURCES: list[Callable[[], Iterable[PluginRef]]] = [_entry_points, contributed]
 """Where plugins are looked for. The test kit puts others in their place."""
 
 

@@ -8,53 +8,53 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..contract import hookspecs
 from ..contract.attention import KernelCapabilities
-from ..contract.calls import MARK, EnabledPlugin, implemented
-from ..contract.hookspecs import KINDS
-from ..contract.plugin import Plugin
+from ..contract.calls import EnabledPlugin, implemented
+from ..contract.plugin import MARK, Plugin
+from ..contract.specs import HookSpec
 from ..ground.errors import nearest
 from ..ground.places import place
 
+Specs = Mapping[str, HookSpec[..., Any]]
 _NO_METHODS = (property, functools.cached_property, functools.partial)
 
 
-def check_hooks(enabled: EnabledPlugin, mistakes: list[str]) -> None:
+def check_hooks(enabled: EnabledPlugin, specs: Specs, mistakes: list[str]) -> None:
     """Add what is wrong with a plugin's hooks, and with what its class says of itself."""
-    forgotten = undecorated(enabled)
+    forgotten = undecorated(enabled, specs)
     mistakes += forgotten
     if implemented(enabled.cls) or not forgotten:
-        mistakes += unknown(enabled)
-    mistakes += [*misfits(enabled), *malformed(enabled), *halved(enabled), *_constructor(enabled)]
+        mistakes += unknown(enabled, specs)
+    mistakes += [*misfits(enabled, specs), *malformed(enabled, specs), *halved(enabled), *_constructor(enabled)]
 
 
-def unknown(enabled: EnabledPlugin) -> list[str]:
+def unknown(enabled: EnabledPlugin, specs: Specs) -> list[str]:
     """Decorated methods that are no hooks; a class without any hook."""
     cls, label = enabled.cls, enabled.ref.label
     if not implemented(cls):
         where = f"class {cls.__qualname__} ({place(cls)})"
-        return [f"Plugin {label} implements no hook: {where} has no method marked with @hookimpl.{_alike(cls)}"]
+        return [f"Plugin {label} implements no hook: {where} has no method marked with @hookimpl.{_alike(cls, specs)}"]
     return [
-        f"Plugin {label} implements unknown hook {name!r} ({place(getattr(cls, name))}).{nearest(name, KINDS)}"
-        for name in sorted(implemented(cls) - KINDS.keys())
+        f"Plugin {label} implements unknown hook {name!r} ({place(getattr(cls, name))}).{nearest(name, specs)}"
+        for name in sorted(implemented(cls) - specs.keys())
     ]
 
 
-def undecorated(enabled: EnabledPlugin) -> list[str]:
+def undecorated(enabled: EnabledPlugin, specs: Specs) -> list[str]:
     """Members that have a hook's name and would never be called."""
-    return [f"Plugin {enabled.ref.label}: {text}" for name in KINDS if (text := _undecorated(enabled.cls, name))]
+    return [f"Plugin {enabled.ref.label}: {text}" for name in specs if (text := _undecorated(enabled.cls, name))]
 
 
-def misfits(enabled: EnabledPlugin) -> list[str]:
+def misfits(enabled: EnabledPlugin, specs: Specs) -> list[str]:
     """Hooks whose arguments are not those that the hook is called with."""
     return [
         f"Plugin {enabled.ref.label} does not fit the hooks: {text}"
-        for name in sorted(implemented(enabled.cls) & KINDS.keys())
-        for text in _misfits(enabled.cls, name)
+        for name in sorted(implemented(enabled.cls) & specs.keys())
+        for text in _misfits(enabled.cls, specs[name])
     ]
 
 
-def malformed(enabled: EnabledPlugin) -> list[str]:
+def malformed(enabled: EnabledPlugin, specs: Specs) -> list[str]:
     """What the class says of itself in another form than core reads it in."""
     cls, found = enabled.cls, []
     for name in ("requires", "conflicts", "provides", "devices", "saves", "architectures", "example"):
@@ -69,8 +69,8 @@ def malformed(enabled: EnabledPlugin) -> list[str]:
         if not (isinstance(value, Mapping) and all(map(fits, value.values()))):
             found.append(f"`{name}` must map slots, like {like}, found {value!r}.")
             continue
-        if strange := sorted(set(value) - KINDS.keys()):
-            found.append(f"`{name}` names {strange[0]!r}, which is no slot.{nearest(strange[0], KINDS)}")
+        if strange := sorted(set(value) - specs.keys()):
+            found.append(f"`{name}` names {strange[0]!r}, which is no slot.{nearest(strange[0], specs)}")
         if name == "gives" and (absent := sorted(set(value) - enabled.provides)):
             found.append(f"`gives` names {absent[0]!r}, a slot that it neither fills nor has in `provides`.")
     able: Any = cls.kernel_capabilities
@@ -113,15 +113,16 @@ def _undecorated(cls: type[Plugin], name: str) -> str:
     return f"{where} is named like a hook, but is not marked with @hookimpl. Write @hookimpl above it, or rename it."
 
 
-def _alike(cls: type[Plugin]) -> str:
+def _alike(cls: type[Plugin], specs: Specs) -> str:
     """A hook that one of the class's own methods is nearly named like."""
     for name, member in vars(cls).items():
-        if inspect.isroutine(member) and not name.startswith("__") and (hint := nearest(name, KINDS)):
+        if inspect.isroutine(member) and not name.startswith("__") and (hint := nearest(name, specs)):
             return f" It has {name!r}.{hint}"
     return ""
 
 
-def _misfits(cls: type[Plugin], hook: str) -> Iterator[str]:
+def _misfits(cls: type[Plugin], spec: HookSpec[..., Any]) -> Iterator[str]:
+    hook = spec.name
     method = getattr(cls, hook)
     if not inspect.isroutine(method):
         return
@@ -130,9 +131,9 @@ def _misfits(cls: type[Plugin], hook: str) -> Iterator[str]:
         yield f"{where} is marked with options ({', '.join(options)}), which have no effect. Use forge_train.hookimpl."
     if inspect.iscoroutinefunction(method):
         yield f"{where} is `async`, so nothing would run it. Write a plain method."
-    if inspect.isgeneratorfunction(method) and KINDS[hook] == "event":
+    if inspect.isgeneratorfunction(method) and spec.kind == "event":
         yield f"{where} contains `yield`, so nothing would run it. To act before and after a span, implement `around`."
-    valid = list(inspect.signature(getattr(hookspecs, hook)).parameters)
+    valid = spec.arguments
     parameters = list(inspect.signature(getattr(method, "__func__", method)).parameters.values())
     if not isinstance(inspect.getattr_static(cls, hook), staticmethod):
         if not parameters or parameters[0].name in valid or parameters[0].kind is parameters[0].KEYWORD_ONLY:
@@ -146,7 +147,8 @@ def _misfits(cls: type[Plugin], hook: str) -> Iterator[str]:
         elif one.kind is one.KEYWORD_ONLY:
             yield f"{where} takes {one.name!r} after a `*`. Remove the `*`: hooks get their arguments by name."
         elif one.name not in valid and one.default is one.empty:
-            yield f"{where} takes {one.name!r}, which the hook does not have. It has {_nearest_first(one.name, valid)}."
+            known = f"the hook{spec.declared} does not have. It has {_nearest_first(one.name, valid)}."
+            yield f"{where} takes {one.name!r}, which {known}"
 
 
 def _nearest_first(name: str, valid: list[str]) -> str:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ..config.layers import CONDITIONAL, Origin, Request, Tree
 from ..contract.calls import EnabledPlugin
-from ..contract.hookspecs import KINDS
 from ..contract.reference import PluginRef
 from ..ground.errors import ConfigError, nearest
 from ..ground.names import canonical, is_file, split
+from .declared import Specs
 from .discovery import RESERVED, discover, dotted, in_file, instead, is_name, load, plugin_name
 from .inspection import check_hooks
 
@@ -28,10 +28,12 @@ class Resolution:
     training: bool = True
     world: int = 1
     mistakes: list[str] = field(default_factory=list)
+    specs: Specs = field(init=False)
+    """The hooks that the run knows."""
     hints: list[str] = field(default_factory=list)
     """What to tell beside mistakes: it may be why there are any."""
     known: dict[str, list[PluginRef]] = field(default_factory=dict)
-    specs: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
     """Plugins that were asked for, as they were written."""
     removed: set[str] = field(default_factory=set)
     defaults: dict[str, str] = field(default_factory=dict)
@@ -42,6 +44,9 @@ class Resolution:
     idle: dict[str, str] = field(default_factory=dict)
     """Plugin that was asked for and has nothing to do → the slot that nobody requires. No mistake: it may be tried
     alone."""
+
+    def __post_init__(self) -> None:
+        self.specs = Specs(self.mistakes)
 
     def enable(self) -> list[EnabledPlugin]:
         for found in discover():
@@ -71,8 +76,8 @@ class Resolution:
                 if founds.setdefault(asked_for.name, asked_for) != asked_for:
                     other = founds[asked_for.name].object
                     self.mistakes.append(f"{where}: {asked_for.object} and {other} are both {asked_for.name!r}.")
-                self.specs.append(asked_for.name if is_name(spec) else asked_for.object)
-        self.specs = list(dict.fromkeys(self.specs))
+                self.asked.append(asked_for.name if is_name(spec) else asked_for.object)
+        self.asked = list(dict.fromkeys(self.asked))
         effective = {plugin_name(spec) for spec, _ in asked} | set(wanted.values())
         named = {canonical(v.value) for v in self.tree.below(("defaults",)).values() if isinstance(v.value, str)}
         self.sometimes = named - set(wanted.values()) - (set() if removed else set(on_demand.values()))
@@ -88,6 +93,8 @@ class Resolution:
         self.sometimes -= set(self.defaults.values())
         self.idle = _idle(explicit, on_demand.keys() - required)
         enabled = sorted([*explicit, *brought], key=lambda plugin: plugin.name)
+        for plugin in enabled:
+            check_hooks(plugin, self.specs, self.mistakes)
         self._check_defaults(enabled)
         if not self.mistakes:  # what is missing for them would only be told twice
             self._check_relations(enabled)
@@ -146,8 +153,8 @@ class Resolution:
             if len(several) == 1 and several[0] in conditions and isinstance(value.value, str):
                 if value.value and conditions[several[0]]:
                     (on_demand if several[0] == "required" else wanted)[slot] = canonical(value.value)
-            elif several or KINDS.get(slot) not in ("slot", "chain"):
-                slots = [name for name, kind in KINDS.items() if kind in ("slot", "chain")]
+            elif several or not (spec := self.specs.find(slot)) or spec.kind not in ("slot", "chain"):
+                slots = [name for name, spec in self.specs.items() if spec.kind in ("slot", "chain")]
                 name = ".".join(key)
                 self.mistakes.append(f"{value.origin}: defaults.{name}: there is no such slot.{nearest(name, slots)}")
             elif not isinstance(value.value, str):
@@ -168,7 +175,7 @@ class Resolution:
                 way_out = "" if named or not self.training else f" Leave it out with `--without {found.name}`."
                 self.mistakes.append(f"{error}{way_out}")
                 continue
-            check_hooks(enabled, self.mistakes)
+            self.specs.admit(enabled)
             for module, command in sorted(enabled.cls.needs.items()):
                 if importlib.util.find_spec(module.partition(".")[0]) is None:
                     self.mistakes.append(f"Plugin {found.label} needs {module!r}. Install it: {command}")
@@ -177,7 +184,8 @@ class Resolution:
 
     def _defaults(self, wanted: Mapping[str, str], explicit: list[EnabledPlugin]) -> list[EnabledPlugin]:
         """Defaults of slots that nobody else fills. One that is displaced in one slot steps aside from all."""
-        filled = {slot for plugin in explicit for slot in plugin.provides if KINDS.get(slot, "slot") == "slot"}
+        provided = {slot for plugin in explicit for slot in plugin.provides}
+        filled = {slot for slot in provided if slot not in self.specs or self.specs[slot].kind == "slot"}
         names = {plugin.name for plugin in explicit}
         self.displaced |= {name for slot, name in wanted.items() if slot in filled and name not in names}
         founds: dict[str, PluginRef] = {}
@@ -208,7 +216,7 @@ class Resolution:
                 if canonical(needed) not in others:
                     default = next((v.value for k, v in self.tree.below(("defaults",)).items() if k[-1] == needed), "")
                     like = f", like {default!r}," if default else ""
-                    what = f"enable a plugin that fills it{like}" if needed in KINDS else "enable it"
+                    what = f"enable a plugin that fills it{like}" if self.specs.find(needed) else "enable it"
                     self.mistakes.append(f"Plugin {plugin.ref.label} requires {needed!r}; {what} with --plugins.")
             for unwanted in plugin.cls.conflicts:
                 if other := others.get(canonical(unwanted)):

@@ -70,13 +70,14 @@ def resolve(
     tree, mistakes = layered.tree, resolution.mistakes
     core = {name: validate(name, cls, tree.below((name,)), mistakes) for name, cls in CORE_SECTIONS.items()}
     _raise(resolution.mistakes, resolution.hints)
-    hooks = Hooks([(plugin, instance(plugin, sections[plugin.name])) for plugin in enabled], resolution.defaults)
+    made = [(plugin, instance(plugin, sections[plugin.name])) for plugin in enabled]
+    hooks = Hooks(made, resolution.defaults, resolution.specs)
     hooks.opened = opened
     hooks.check_slots()
     config = Config(
         **core,
         sections=sections,
-        plugins=tuple(sorted(resolution.specs)),
+        plugins=tuple(sorted(resolution.asked)),
         without=tuple(sorted(resolution.removed)),
         defaults=resolution.defaults,
         neutral=frozenset(plugin.name for plugin in enabled if plugin.neutral),

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from ..config.layers import Origin
 from ..contract.calls import EnabledPlugin, implemented
 from ..contract.hooks import Hooks
-from ..contract.hookspecs import ASKED, KINDS, Stage
+from ..contract.hookspecs import SPECS
 from ..contract.plugin import PROJECT
+from ..contract.specs import Stage
 from ..ground.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,22 +28,38 @@ def note_unused(hooks: Hooks, config: Config, stage: Stage) -> None:
     Raises:
         ConfigError: for one that was asked for to build layers, and for options of a default that it never used.
     """
-    due = {hook for hook, when in ASKED.items() if stage in (when, "step")}
+    specs = hooks.specs
+    stages = ("composition", "step") if stage == "step" else (stage,)
+    due = {name for name, spec in specs.items() if spec.asked in stages}
     mistakes: list[str] = []
     for one in hooks.enabled.values():
-        does = {hook for hook in implemented(one.cls) & KINDS.keys() if KINDS[hook] != "questions"}
+        does = {hook for hook in implemented(one.cls) & specs.keys() if specs[hook].kind != "questions"}
         if one.name in hooks.unused or not does or not does <= due or any(name == one.name for _, name in hooks.used):
             continue
         hooks.unused.add(one.name)
         reasons = "; ".join(_reason(hooks, hook) for hook in sorted(does))
         if one.default:
             mistakes += [f"{where}: has no effect: {reasons}. Remove it." for where in _options(one, config)]
-        elif any(KINDS[hook] == "chain" for hook in does):
+        elif any(specs[hook].kind == "chain" for hook in does):
             mistakes.append(f"Plugin {one.ref.label} has nothing to do: {reasons}. Leave it out.")
         else:
             log.warning("Plugin %r has nothing to do: %s.", one.name, reasons)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
+    note_uncalled(hooks, stage)
+
+
+def note_uncalled(hooks: Hooks, stage: Stage) -> None:
+    """Warn of hooks that plugins implement and that nothing has called by a stage. The kernel calls its own."""
+    for name, spec in hooks.specs.items():
+        if spec.asked == stage and name not in hooks.called and name not in SPECS:
+            for plugin in hooks.acting(name):
+                log.warning(
+                    "%s: nothing in this run calls this hook%s. Enable a plugin that does; `forge plugins hooks` lists "
+                    "them.",
+                    hooks.whose(name, plugin),
+                    spec.declared,
+                )
 
 
 def _reason(hooks: Hooks, hook: str) -> str:

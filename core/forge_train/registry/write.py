@@ -16,7 +16,6 @@ from ..config.layers import CONDITIONAL, Request, lay
 from ..config.sections import CORE_SECTIONS
 from ..config.toml import Key
 from ..config.validate import plain
-from ..contract.hookspecs import KINDS
 from ..ground.names import canonical
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def to_toml(config: Config, hooks: Hooks, *, comments: bool = False, notes: Mapp
     if without := _still_brought(config.without):
         document["without"] = without
     if slots := dict(sorted({**_emptied(hooks), **config.defaults}.items())):
-        document["defaults"] = _in_tables(slots)
+        document["defaults"] = _in_tables(slots, hooks)
     for name, section in config.everything().items():
         written = {**plain(section), **config.as_written.get(name, {})}
         values = {key: value for key, value in written.items() if (name, key) != ("run", "name")}
@@ -58,12 +57,12 @@ def to_toml(config: Config, hooks: Hooks, *, comments: bool = False, notes: Mapp
     return tomlkit.dumps(document)
 
 
-def _in_tables(slots: Mapping[str, str]) -> dict[str, Any]:
+def _in_tables(slots: Mapping[str, str], hooks: Hooks) -> dict[str, Any]:
     """Defaults as they stand in a file: those with a condition in its table."""
     tables = {key[1]: key[0] for key in lay(Request()).tree.below(("defaults",)) if key[0] in CONDITIONAL}
     written: dict[str, Any] = {}
     for slot, name in slots.items():
-        table = tables.get(slot, "" if slot in KINDS else "distributed")
+        table = tables.get(slot, "" if slot in hooks.specs else "distributed")
         (written.setdefault(table, {}) if table else written)[slot] = name
     return dict(sorted(written.items(), key=lambda item: isinstance(item[1], dict)))
 
@@ -79,7 +78,7 @@ def _still_brought(without: Iterable[str]) -> list[str]:
 def _emptied(hooks: Hooks) -> dict[str, str]:
     """Slots that nobody fills although they have a default: it would come back."""
     brought = lay(Request()).tree.below(("defaults",))
-    return {key[0]: "" for key in brought if key[0] in KINDS and not hooks.implementers(key[0])}
+    return {key[0]: "" for key in brought if key[0] in hooks.specs and not hooks.implementers(key[0])}
 
 
 def _fill(table: Any, section: type, values: Mapping[str, Any], *, comments: bool) -> None:

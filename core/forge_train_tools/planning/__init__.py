@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_train.contract.hookspecs import KINDS
 from forge_train.ground.errors import ConfigError, nearest
 from forge_train.ground.layout import Layout
 from forge_train.ground.world import World
@@ -215,7 +214,8 @@ def _per_node(world: int, nodes: int) -> int:
 
 
 def _slots(setup: Setup) -> dict[str, tuple[str, ...]]:
-    filled = {hook: tuple(setup.hooks.acting(hook)) for hook, kind in KINDS.items() if kind in ("slot", "chain")}
+    slots = [hook for hook, spec in setup.hooks.specs.items() if spec.kind in ("slot", "chain")]
+    filled = {hook: tuple(setup.hooks.acting(hook)) for hook in slots}
     return {hook: names for hook, names in filled.items() if names}
 
 

@@ -14,7 +14,7 @@ from forge_train.composition.compose import compose
 from forge_train.contract.batch import Batch
 from forge_train.contract.calls import EnabledPlugin
 from forge_train.contract.control import Control
-from forge_train.contract.hookspecs import GIVES
+from forge_train.contract.hookspecs import SPECS
 from forge_train.contract.job import Job
 from forge_train.contract.layers import Layer
 from forge_train.contract.model import Model
@@ -30,7 +30,7 @@ from forge_train.registry.setup import Setup
 from .conformance import SkippedError, require
 
 _T = TypeVar("_T")
-TOKENS, LABELS = GIVES["head"], GIVES["task"]
+TOKENS, LABELS = SPECS["head"].gives, SPECS["task"].gives
 """What heads and tasks give where nothing else is said."""
 
 

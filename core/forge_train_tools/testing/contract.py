@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from forge_train.contract.calls import EnabledPlugin, implemented
-from forge_train.contract.hookspecs import KINDS
 from forge_train.contract.plugin import API, Plugin
 from forge_train.contract.reference import PluginRef
 from forge_train.ground.errors import ConfigError
 from forge_train.ground.names import split
+from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import load
 from forge_train.registry.inspection import halved, malformed, misfits, undecorated, unknown
 
@@ -65,13 +65,16 @@ def imports_lazily(found: PluginRef) -> str | None:
 
 def trials(enabled: EnabledPlugin) -> Iterator[tuple[str, Trial]]:
     """The checks of the class."""
-    cls = enabled.cls
+    cls, mistakes = enabled.cls, list[str]()
+    specs = Specs(mistakes)
+    specs.admit(enabled)
+    yield "its hooks are declared", lambda: _none(mistakes)
     yield "says what it is", lambda: _summary(cls)
     yield "says its plugin API", lambda: _api(enabled)
-    yield "hooks exist", lambda: _hooks(enabled)
-    yield "no hook is left undecorated", lambda: _undecorated(enabled)
-    yield "arguments fit the hooks", lambda: _none(misfits(enabled))
-    yield "metadata has the right form", lambda: _none(malformed(enabled))
+    yield "hooks exist", lambda: _hooks(enabled, specs)
+    yield "no hook is left undecorated", lambda: _undecorated(enabled, specs)
+    yield "arguments fit the hooks", lambda: _none(misfits(enabled, specs))
+    yield "metadata has the right form", lambda: _none(malformed(enabled, specs))
     yield "state is saved and loaded", lambda: _state(enabled)
     yield "the section is strict", lambda: _section(cls)
 
@@ -116,8 +119,8 @@ def _api(enabled: EnabledPlugin) -> str:
     return f"{api[0]}.{api[1]}"
 
 
-def _hooks(enabled: EnabledPlugin) -> str:
-    _none(unknown(enabled))
+def _hooks(enabled: EnabledPlugin, specs: Specs) -> str:
+    _none(unknown(enabled, specs))
     return ", ".join(sorted(implemented(enabled.cls)))
 
 
@@ -125,8 +128,8 @@ def _none(mistakes: list[str]) -> None:
     require(not mistakes, "\n".join(mistakes))
 
 
-def _undecorated(enabled: EnabledPlugin) -> None:
-    _none(undecorated(enabled))
+def _undecorated(enabled: EnabledPlugin, specs: Specs) -> None:
+    _none(undecorated(enabled, specs))
     cls = enabled.cls
     own = {
         name
@@ -135,7 +138,7 @@ def _undecorated(enabled: EnabledPlugin) -> None:
         for name, value in vars(base).items()
         if isinstance(value, types.FunctionType) and not name.startswith("_")
     } - implemented(cls)
-    near = {name: difflib.get_close_matches(name, KINDS, n=1, cutoff=0.85) for name in sorted(own)}
+    near = {name: difflib.get_close_matches(name, specs, n=1, cutoff=0.85) for name in sorted(own)}
     if alike := [f"{name} (meant is {close[0]}?)" for name, close in near.items() if close]:
         raise DoubtError(f"not marked with @hookimpl, and named much like a hook: {', '.join(alike)}")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,18 +15,18 @@ from forge_train.composition.compose import compose, order
 from forge_train.config import Request
 from forge_train.contract.calls import EnabledPlugin, implemented
 from forge_train.contract.hooks import Hooks
-from forge_train.contract.hookspecs import KINDS
 from forge_train.ground.errors import describe
 from forge_train.ground.names import canonical
 from forge_train.ground.world import world_size
 from forge_train.loop.resume import Stateful
+from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
 from forge_train.storage.tree import join, split
 
 from .agreement import agree
-from .bench import Bench, same
+from .bench import Bench, Trial, Trials, same
 from .conformance import Check, SkippedError, attempt, require
 from .contract import device_for
 from .runs import Settings, TinyRun, merged, prepared, run_forge
@@ -74,17 +75,26 @@ def practise(
         if done.status == "fail":
             return
         for hook in sorted(implemented(enabled.cls)):
-            for name, trial in TRIALS.get(hook, ()):
+            for name, trial in _trials(bench, hook):
                 yield attempt(f"{hook}: {name}", partial(bench.make, trial))
         yield from _trained(enabled, plugins, settings, sets, folder)
         if "parallelize" in implemented(enabled.cls):
             yield from agree(bench, folder, verify())
 
 
+def _trials(bench: Bench, hook: str) -> Sequence[tuple[str, Trial]]:
+    """The trials of a hook: the kernel's, or those that its spec names."""
+    spec = bench.setup.hooks.specs[hook]
+    if spec.trials:
+        trials: Trials = importlib.import_module(spec.trials).TRIALS
+        return trials[hook]
+    return TRIALS.get(hook, ())
+
+
 def _required(enabled: EnabledPlugin) -> list[str]:
     """The plugins that it requires by name; slots are filled by defaults."""
-    known = {found.name for found in discover()}
-    return [name for name in enabled.cls.requires if canonical(name) in known and canonical(name) not in KINDS]
+    known, specs = {found.name for found in discover()}, Specs([])
+    return [name for name in enabled.cls.requires if canonical(name) in known and not specs.find(canonical(name))]
 
 
 def _round_trip(setup: Setup, folder: Path) -> None:
@@ -102,14 +112,14 @@ def _shuffled(bench: Bench) -> None:
     pairs = [(hooks.enabled[name], plugin) for name, plugin in hooks.plugins.items()]
     expected = _order(bench, hooks)
     for shift in range(1, len(pairs)):
-        other = Hooks([*pairs[shift:], *pairs[:shift]][::-1], hooks.defaults)
+        other = Hooks([*pairs[shift:], *pairs[:shift]][::-1], hooks.defaults, hooks.specs)
         other.bind(bench.job)
         require(_order(bench, other) == expected, "hooks or transforms come in another order when plugins do")
 
 
 def _order(bench: Bench, hooks: Hooks) -> list[Any]:
     transforms = [(plugin, one.phase, one.slot) for plugin, one in order(hooks.parallelize())]
-    return [*transforms, *((hook, hooks.implementers(hook)) for hook in KINDS)]
+    return [*transforms, *((hook, hooks.implementers(hook)) for hook in hooks.specs)]
 
 
 def _composed(bench: Bench) -> str:

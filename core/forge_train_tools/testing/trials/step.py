@@ -50,7 +50,7 @@ def _loss_case() -> tuple[torch.Tensor, OpaqueHead, torch.Tensor]:
 
 
 def _loss_function(bench: Bench) -> LossFunction:
-    taken = takes(bench.enabled, bench.enabled.provides)
+    taken = takes(bench.enabled, bench.enabled.provides, bench.setup.hooks.specs)
     if TOKENS not in taken.get("head", (TOKENS,)) or LABELS not in taken.get("task", (LABELS,)):
         raise SkippedError(f"it does not take {TOKENS} and {LABELS}; `task` tries it with what it takes")
     function: LossFunction = bench.answer("loss")

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from forge_train.contract.hookspecs import KINDS
 from forge_train.ground.present import run_length
 from forge_train.ground.records import METRICS
 from forge_train_kit.present import phase_name, quantity, short
@@ -134,8 +133,8 @@ def _device(job: Job) -> str:
 def _filled(job: Job) -> Iterator[str]:
     """`decoder dim=128 layers=3` for every plugin that fills a slot or chain, in the order of hooks."""
     names = []
-    for hook, kind in KINDS.items():
-        if kind in ("slot", "chain"):
+    for hook, spec in job.hooks.specs.items():
+        if spec.kind in ("slot", "chain"):
             names += job.hooks.acting(hook)
     for name in dict.fromkeys(names):
         yield " ".join([name, *changed(job.config.sections[name])])
