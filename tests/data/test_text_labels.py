@@ -12,6 +12,7 @@ import torch
 
 import heads_data
 from forge_train import MASKED, Batch, Classes, ConfigError
+from forge_train_kit.data.labels import Labels
 from forge_train_kit.data.tokenizers import open_tokenizer
 from forge_train_plugins.data.text_labels import TextLabels
 from forge_train_plugins.data.tokenizer import Tokenizer
@@ -97,6 +98,27 @@ def test_a_text_that_is_cut_keeps_its_class_at_its_last_token(tmp_path: Path, lo
     assert documents(next(plugin.build_data(job(sequence=8), "train"))) == [(text, {7: 1})]
 
 
+def test_a_cut_that_leaves_no_label_is_refused(tmp_path: Path) -> None:
+    record = {"tokens": ["abcd", "efgh"], "labels": [None, 1]}
+    assert documents(next(labels(tmp_path, record, long="left").build_data(job("token", sequence=4), "train"))) == [
+        ("efgh", {3: 1})
+    ]
+    with pytest.raises(ConfigError, match=r"text_labels\.long: 'right' cuts away all that is learned of 1 of 1 texts"):
+        labels(tmp_path, record, long="right").build_data(job("token", sequence=4), "train")
+
+
+def test_words_that_share_a_token_are_refused(tmp_path: Path) -> None:
+    class Joined:
+        begin = ()
+
+        def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+            return [7], [(0, len(text))]
+
+    read = Labels(Classes(NAMES, "token"), "tokens", "labels", "").read
+    with pytest.raises(ConfigError, match=r"^here: word 2, 'York', has a label and no token of its own"):
+        read({"tokens": ["New", "York"], "labels": [0, 1]}, "here", Joined())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("align", "places"),
     [("first", [0, 3, 11]), ("last", [1, 9, 11]), ("", [1, 9, 11]), ("all", [0, 1, *range(3, 10), 11])],
@@ -150,6 +172,8 @@ def test_every_token_of_a_real_tokenizer_finds_its_word(tmp_path: Path) -> None:
         ("token", {"tokens": [], "labels": []}, "line 2: 'tokens': expected a list of words, at least one."),
         ("token", {"tokens": ["a"], "labels": ["x"]}, "line 2: label 'x' is not one of the classes"),
         ("token", {"tokens": ["a"], "labels": [0.5]}, "line 2: label 0.5 is neither the name of a class"),
+        ("token", {"tokens": ["a", "b"], "labels": [None, -100]}, "line 2: every label is null or -100, so nothing is"),
+        ("token", {"tokens": ["a", ""], "labels": [0, 1]}, "line 2: word 2, '', has a label and no token of its own;"),
         ("text", {"text": "\ud83d", "label": 0}, "line 2: 'text' has half a surrogate pair"),
         ("token", {"tokens": ["\ud83d"], "labels": [0]}, "line 2: 'tokens' has half a surrogate pair"),
     ],

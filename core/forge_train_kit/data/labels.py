@@ -111,22 +111,36 @@ class Labels:
         begins = ends - [len(word) for word in words]
         spans = np.asarray(offsets, np.int64).reshape(-1, 2)
         found = np.zeros(len(ids), np.uint32)
-        for number, begin, end in zip(numbers, begins.tolist(), ends.tolist(), strict=True):
-            tokens = np.flatnonzero((spans[:, 0] < end) & (spans[:, 1] > begin))
-            if number is not None and tokens.size:
-                chosen = {"first": tokens[:1], "all": tokens}.get(self.align, tokens[-1:])
-                found[chosen] = number + 1
+        for at, number in enumerate(numbers):
+            if number is None:
+                continue
+            tokens = np.flatnonzero((spans[:, 0] < ends[at]) & (spans[:, 1] > begins[at]))
+            chosen = {"first": tokens[:1], "all": tokens}.get(self.align, tokens[-1:])
+            if not chosen.size or found[chosen].any():
+                which = f"word {at + 1}, {words[at]!r}, has a label and no token of its own"
+                raise ConfigError(f"{where}: {which}; give it the label null, or leave it out.")
+            found[chosen] = number + 1
+        if not found.any():
+            raise ConfigError(f"{where}: every label is null or {MASKED}, so nothing is learned; leave the record out.")
         before = np.zeros(len(tokenizer.begin), np.uint32)
         return text, np.asarray([*tokenizer.begin, *ids], np.uint32), np.concatenate([before, found])
 
 
 class _Texts:
-    """The documents with tokens, without those with classes."""
+    """The documents with tokens; those with classes say what of them is learned."""
 
-    def __init__(self, documents: Documents) -> None:
+    def __init__(self, documents: Documents, of: Literal["text", "token"]) -> None:
         self.count, self.digest, self.shards = documents.count // 2, documents.digest, documents.shards
-        self.masked = False  # classes say what is learned
+        self.masked = of == "token"  # every token of a text has its class
         self._documents = documents
+
+    def span(self, text: int) -> tuple[int, int]:
+        return self._documents.span(2 * text + 1)
+
+    def learned(self, start: int, out: NDArray[np.bool_]) -> None:
+        classes = np.zeros(len(out), np.int64)
+        self._documents.take(start, classes)
+        out[:] = classes > 0
 
     def lengths(self) -> Int64:
         return self._documents.lengths()[::2]
@@ -154,7 +168,7 @@ class LabelledRows(PackedRows):
         key: str,
         pad: int,
     ) -> None:
-        texts: Any = _Texts(documents)
+        texts: Any = _Texts(documents, of)
         pieces = fitted(texts, sequence, long=long, packing=packing, key=key)
         super().__init__(documents, sequence, replace(pieces, document=pieces.document * 2), pad=pad)
         self._of = of
