@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from forge_train.ground.strict_json import dumps, loads
 
@@ -43,16 +44,22 @@ def dump(file: Path) -> None:
         faulthandler.dump_traceback(out, all_threads=True)
 
 
-def dump_collectives(file: Path) -> str:
-    """Write what torch's flight recorder holds, the last first; the last collective in words, if there is one.
+def recorded_collectives() -> list[dict[str, Any]]:
+    """What torch's flight recorders hold, in order: the last collectives, as many as TORCH_FR_BUFFER_SIZE says.
 
-    torch has it since 2.9 for all back ends (`torch._C._distributed_c10d._dump_fr_trace_json`, TORCH_FR_BUFFER_SIZE).
+    NCCL's process groups have a recorder of their own, which the one of all others knows nothing of (torch 2.13).
     """
-    recorder = sys.modules.get("torch._C._distributed_c10d")
-    record = getattr(recorder, "_dump_fr_trace_json", None)
-    if record is None:
+    torchs = sys.modules.get("torch._C._distributed_c10d")
+    recorders = (getattr(torchs, f"_dump_{kind}_trace_json", None) for kind in ("nccl", "fr"))
+    entries = [entry for record in recorders if record for entry in loads(record()).get("entries", [])]
+    return sorted(entries, key=lambda entry: entry["time_created_ns"])
+
+
+def dump_collectives(file: Path) -> str:
+    """Write the recorded collectives, the last first; that one in words, if there is one."""
+    if "torch.distributed" not in sys.modules:
         return ""
-    entries = loads(record()).get("entries", [])[::-1]
+    entries = recorded_collectives()[::-1]
     file.write_text(dumps(entries, indent=1) + "\n", encoding="utf-8")
     if not entries:
         return ""

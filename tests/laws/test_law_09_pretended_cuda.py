@@ -154,3 +154,5 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert [*results] == [one["name"] for one in cases.TWO_RANKS], f"rank {rank}"
         for name, result in results.items():
             judge(name, result)
+        late = [one for one in results["a rank that the others wait for"]["warned"] if "wait for it" in one]
+        assert [one.partition(" works in ")[0] for one in late] == ["rank 1"]

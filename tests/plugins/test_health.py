@@ -18,6 +18,7 @@ from forge_train.ground.layout import Layout
 from forge_train_plugins.resilience import _health as stragglers
 from forge_train_tools import health
 from forge_train_tools.health import Measured, compare, device_complaints, disk, known_product
+from forge_train_tools.stacks import dump_collectives
 from forge_train_tools.testing import Pool, assert_conforms
 
 pytestmark = [pytest.mark.unit]
@@ -128,6 +129,80 @@ def test_whom_the_others_wait_for() -> None:
     ]
     assert warned([0.9, 0.1], pp=2) == []
     assert warned([0.95, None], dp_shard=2) == []
+
+
+def test_a_device_is_judged_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the collectives that were recorded within steps; steps of which not all is known are left out."""
+
+    class Event:
+        def __init__(self) -> None:
+            self.at = now["device"]
+
+        def query(self) -> bool:
+            return self.at <= now["done"]
+
+        def elapsed_time(self, other: Any) -> float:
+            return float(other.at - self.at)
+
+    now, entries = {"host": 0, "device": 0.0, "done": 1e9}, list[dict[str, Any]]()
+    monkeypatch.setattr(stragglers, "mark", Event)
+    monkeypatch.setattr(stragglers, "_time_collectives", lambda: None)
+    monkeypatch.setattr(stragglers, "recorded_collectives", lambda: entries)
+    monkeypatch.setattr(stragglers.time, "time_ns", lambda: now["host"])
+    share = stragglers.DeviceShare()
+
+    def collective(took: float | None, retired: bool = True) -> None:
+        entries.append(
+            {"time_created_ns": now["host"], "retired": retired} | ({} if took is None else {"duration_ms": took})
+        )
+
+    def step(*took: float | None, **more: Any) -> None:
+        now["host"] += 1
+        with share.step():
+            now["host"] += 1
+            for one in took:
+                collective(one, **more)
+            now["device"] += 100.0
+        now["host"] += 1
+
+    collective(1000.0)  # before the first step
+    for _ in range(3):
+        step(20.0, 30.0)
+        collective(70.0)  # a save's
+    assert share.take() == pytest.approx(0.5)
+    step(20.0)
+    step(20.0)
+    assert share.take() is None, "two steps say little"
+    for _ in range(3):
+        step(None, 40.0)  # of a group that is not timed
+    step(90.0, retired=False)
+    assert share.take() == pytest.approx(0.6)
+    step(10.0)
+    now["done"] = now["device"]
+    for _ in range(3):
+        step(20.0)
+    assert share.take() is None, "the device has done one of them"
+    now["done"] = 1e9
+    for _ in range(3):
+        step(20.0)
+    del entries[:-2]
+    assert share.take() is None, "the recorder has forgotten the first ones"
+
+
+def test_collectives_of_nccl_are_recorded_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(at: int, name: str) -> dict[str, Any]:
+        return {"time_created_ns": at, "profiling_name": name, "collective_seq_id": at, "process_group": ["0", "fsdp"]}
+
+    for kind, found in (
+        ("nccl", [entry(2, "nccl:all_reduce"), entry(7, "nccl:all_gather")]),
+        ("fr", [entry(3, "gloo")]),
+    ):
+        record = json.dumps({"entries": found})
+        name = f"_dump_{kind}_trace_json"
+        monkeypatch.setattr(torch._C._distributed_c10d, name, lambda record=record: record, raising=False)
+    file = tmp_path / "collectives.json"
+    assert dump_collectives(file) == "nccl:all_gather number 7 of group 0"
+    assert [one["time_created_ns"] for one in json.loads(file.read_text())] == [7, 3, 2]
 
 
 class Dawdles(toys.Bare):

@@ -119,4 +119,5 @@ TWO_RANKS = [
     case("ep", "moe", "ep", parallel__ep=2, train__precision="bf16", train__micro_batch=1),
     case("cp", "cp", "eager", parallel__cp=2, cp__method="ring", train__precision="bf16"),
     case("pp", "pp", parallel__pp=2, train__precision="bf16"),
+    {**case("a rank that the others wait for", "ddp", "health", health__every=4, health__slow=1e9), "does": "dawdles"},
 ]

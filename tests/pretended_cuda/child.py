@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,17 @@ class Moves(Plugin):
         return PrepareBatch(BatchPhase.MAKE, lambda batch: batch.map(Tensor.cuda))
 
 
-DOES: dict[str, list[Any]] = {"moves": [Moves], "reads": [Reads], "mixes": [Mixes]}
+class Dawdles(Plugin):
+    """Is late in each step, on rank 1."""
+
+    api = (1, 0)
+
+    @hookimpl
+    def on_gradients(self, update: Update) -> None:
+        time.sleep(0.5 * int(os.environ["RANK"]))
+
+
+DOES: dict[str, list[Any]] = {"moves": [Moves], "reads": [Reads], "mixes": [Mixes], "dawdles": [Dawdles]}
 
 
 def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -93,14 +104,15 @@ def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         with contextlib.redirect_stdout(seen):
             done = run_forge(plugins, settings, sets=sets, steps=LOGGED, folder=folder, name=case["name"])
         error, losses = "", [line["loss"] for line in done.metrics if "loss" in line]
+        warned = [event["reason"] for event in done.events if event["event"] == "anomaly"]
     except BaseException:
-        error, losses = traceback.format_exc(), []
+        error, losses, warned = traceback.format_exc(), [], []
     notes = [
         [*key[1:], count]
         for key, count in pretended.take().items()
         if key[0] == "step" and not key[1].startswith("async")
     ]
-    return {"error": error, "losses": losses, "notes": notes}
+    return {"error": error, "losses": losses, "notes": notes, "warned": warned}
 
 
 def check(case: dict[str, Any]) -> dict[str, Any]:

@@ -36,8 +36,8 @@ class Health(Plugin):
         slow: Annotated[float, Gt(1), Volatile()] = 1.5
         """A rank is slow if it takes this many times the median of all ranks for the same product."""
         waited: Annotated[float, Gt(0), Volatile()] = 0.2
-        """The others wait for a rank if it works in a larger part of the step than they do, by more than this. On CUDA
-        devices, only what delays the host counts, such as a slow loader."""
+        """The others wait for a rank if it works in a larger part of the step than they do, by more than this. A rank
+        works where it is not in a collective, by its device's clock if that is a CUDA device."""
 
     config: Config
 
@@ -51,9 +51,9 @@ class Health(Plugin):
         self._job = job
         self._check(job, 0)
         if job.dist.world > 1 and self.config.every:
-            from ._health import Share
+            from ._health import share_of
 
-            self._share = Share()
+            self._share = share_of(job.device)
 
     @hookimpl
     def around(self, span: SpanName) -> Span | None:
