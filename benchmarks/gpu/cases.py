@@ -52,7 +52,8 @@ def _products() -> list[Case]:
     for recipe in ("tensorwise", "rowwise", "rowwise_gw_hp"):
         found.append(Case(f"products-fp8-{recipe}", "products:linear", {"recipe": recipe}))
         found.append(Case(f"products-fp8-experts-{recipe}", "products:experts", {"recipe": recipe}, gpus=1))
-    return [*found, Case("products-fp8-deepseek", "products:linear", {"recipe": "deepseek"}, gpus=1)]
+    found.append(Case("products-fp8-deepseek", "products:linear", {"recipe": "deepseek"}, gpus=1))
+    return [*found, Case("states-narrow", "products:states")]
 
 
 def _runs() -> list[Case]:

@@ -1,4 +1,4 @@
-"""Products in float8 and grouped products: a device's kernels against what Forge computes without them."""
+"""Products in float8, grouped products, narrow states: a device's kernels against what Forge computes without them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_train_kit.optim.quantised import Codes
+from forge_train_kit.optim.stochastic import rounded
 from forge_train_plugins.precision._low_precision import kernels, recipes
 from forge_train_plugins.precision._low_precision.products import ALONE, GroupedProduct, LinearProduct
 
@@ -72,6 +74,24 @@ def grouped(size: Size) -> list[Row]:
         return torch.cat([*parts, a.new_zeros(len(a) - ends[-1], b.shape[1])])
 
     return _grouped(size, size.choose((1536, 2048), (48, 64)), "bf16", product, exact=True)
+
+
+def states(size: Size) -> list[Row]:
+    """Stochastic rounding and optimizer states in 8 and 4 bits, fused on the device, against the CPU's."""
+    values = torch.randn(size.choose((4096, 4096), (64, 200)), generator=torch.Generator().manual_seed(0))
+    same = torch.equal(rounded(values.to(size.device), "w", 1).cpu(), rounded(values, "w", 1))
+    rows = [Row("rounded stochastically to bf16", "equal" if same else "different", "equal", same)]
+    for bits in (8, 4):
+        table = Codes(bits, signed=True)
+        found, right = (
+            table.unpacked(table.quantised(one, "w", 1)[0], values.shape[-1]).cpu().int()
+            for one in (values.to(size.device), values)
+        )
+        share, most = (found != right).double().mean().item(), int((found - right).abs().max())
+        rows.append(
+            Row(f"states in {bits} bits: other codes", f"{share:.1e}", "≤ 1.0e-04", share <= 1e-4 and most <= 1)
+        )
+    return rows
 
 
 def _grouped(

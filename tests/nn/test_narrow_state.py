@@ -15,7 +15,7 @@ from forge_train import PluginError
 from forge_train.contract.state_dtypes import StateDtype
 from forge_train_kit.optim import NarrowState, stochastic
 from forge_train_kit.optim.at_rest import AtRest
-from forge_train_kit.optim.stochastic import random_bits, rounded
+from forge_train_kit.optim.stochastic import bits, numbers, rounded
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
 
@@ -69,7 +69,7 @@ def test_the_bits_are_those_of_the_formula() -> None:
             for shift, prime in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
                 x = ((x ^ (x >> shift)) * prime) & 0xFFFFFFFF
             wanted.append(x ^ (x >> 15))
-        assert [bits & 0xFFFFFFFF for bits in random_bits(places, *key).tolist()] == wanted
+        assert [one & 0xFFFFFFFF for one in bits(places, *numbers(key)).tolist()] == wanted
 
 
 def test_a_device_computes_them_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:

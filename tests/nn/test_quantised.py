@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from forge_train.contract.state_dtypes import StateDtype
+from forge_train_kit.optim import quantised as quantised_state
+from forge_train_kit.optim import stochastic
 from forge_train_kit.optim.at_rest import AtRest
 from forge_train_kit.optim.narrow_state import NarrowState
 from forge_train_kit.optim.quantised import BLOCK, Codes, fits, table
@@ -82,6 +85,28 @@ def test_zeros_and_what_is_not_finite(bits: int, signed: bool) -> None:
 def test_a_positive_second_moment_stays_positive(bits: int) -> None:
     values = torch.logspace(-37, 30, 128).repeat(50, 1)
     assert (quantised(values, bits, False) > 0).all()
+
+
+def test_one_kernel_draws_the_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a device has a compiler: the same codes, and no step, name, shape or table is compiled anew."""
+    graphs = []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    tables = [Codes(bits, signed=signed) for bits in (8, 4) for signed in (True, False)]
+    shapes = ((64, 200), (40, 300), (3, 50, 40), (5, 4, 300))
+    drawn = [(torch.randn(shape).abs(), ("w", step)) for step in range(3) for shape in shapes]
+    wanted = [one.quantised(values, *key) for values, key in drawn for one in tables]
+    compiled = torch.compile(quantised_state._drawn, dynamic=True, fullgraph=True, backend=counted)
+    monkeypatch.setattr(stochastic, "_can_fuse", lambda device: True)
+    monkeypatch.setattr(stochastic, "_compiled", lambda function: compiled)
+    found = [one.quantised(values, *key) for values, key in drawn for one in tables]
+    assert all(
+        torch.equal(*pair) for one, other in zip(found, wanted, strict=True) for pair in zip(one, other, strict=True)
+    )
+    assert 0 < len(graphs) <= 4, "one for each number of dimensions, and one for shapes that fit into 32 bits"
 
 
 def weights_of(*shapes: tuple[int, ...]) -> list[nn.Parameter]:

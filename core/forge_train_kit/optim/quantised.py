@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from forge_train.ground.tensors import full_tensor, local
 
-from .stochastic import offsets, places, random_bits, shards, spread
+from .stochastic import bits, fused, numbers, offsets, places, shards, spread
 
 BLOCK = 128
 """Number of neighbours in a row that share a scale; a shorter row has one scale."""
@@ -96,16 +96,11 @@ class Codes:
         for axis in rows.cut:
             group = values.device_mesh.get_group(axis)
             torch.distributed.all_reduce(scales, torch.distributed.ReduceOp.MAX, group=group)
-        shares = part / rows.wide(torch.where(scales > 0, scales, 1.0), rows.start, part.shape[-1])
-        codes = torch.bucketize(shares, known[1:-1], right=True, out_int32=True)
-        low, high = known[codes], known[codes + 1]
-        drawn = (random_bits(places(values), *key) >> 8 & 0xFFFFFF).to(torch.float32) * 2.0**-24
-        codes += drawn < (shares - low) / (high - low)
-        if self._values[0] == 0:  # a positive second moment must stay positive, because it is a divisor
-            codes.clamp_(min=(part > 0).to(torch.int32))
+        wide = rows.wide(torch.where(scales > 0, scales, 1.0), rows.start, part.shape[-1])
+        codes = fused(_drawn, part)(part, wide, known, places(values), *numbers(key))
         row = values.shape[-1]
         return (
-            shards(self._packed(codes.to(torch.uint8)), values, -(-row * self.bits // 8)),
+            shards(self._packed(codes), values, -(-row * self.bits // 8)),
             shards(scales, values, -(-row // rows.block), rows.cut),
         )
 
@@ -135,6 +130,18 @@ class Codes:
         if device not in self._tables:
             self._tables[device] = torch.tensor(self._values, device=device)
         return self._tables[device]
+
+
+def _drawn(part: Tensor, scales: Tensor, known: Tensor, places: Tensor, factor: int, offset: int) -> Tensor:
+    """One of the two codes beside each value, uint8. Fused on CUDA, a quotient may differ in its last bit."""
+    shares = part / scales
+    below = torch.bucketize(shares, known[1:-1], right=True, out_int32=True)
+    low, high = known[below], known[below + 1]
+    drawn = (bits(places, factor, offset) >> 8 & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    codes = below + (drawn < (shares - low) / (high - low)).to(torch.int32)
+    # A positive second moment must stay positive, because it is a divisor.
+    least = ((part > 0) & (known[0] == 0)).to(torch.int32)
+    return torch.maximum(codes, least).to(torch.uint8)
 
 
 def scales_beside(parameter: Any, scales: Any) -> tuple[Tensor, int]:

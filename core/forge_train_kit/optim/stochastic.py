@@ -28,13 +28,13 @@ def rounded(values: Tensor, *key: object) -> Tensor:
 
 def rounded_at(part: Tensor, places: Tensor, *key: object) -> Tensor:
     """The same for any part of a tensor, given the places of its elements."""
-    return _fused(_rounded, part)(part.contiguous(), places, *_numbers(key))
+    return fused(_rounded, part)(part.contiguous(), places, *numbers(key))
 
 
 def _rounded(part: Tensor, places: Tensor, factor: int, offset: int) -> Tensor:
-    bits = part.view(torch.int32)
-    up = (_bits(places, factor, offset) >> 16) & 0xFFFF
-    kept = torch.where(part.isfinite(), (bits + up) & ~0xFFFF, bits)
+    exact = part.view(torch.int32)
+    up = (bits(places, factor, offset) >> 16) & 0xFFFF
+    kept = torch.where(part.isfinite(), (exact + up) & ~0xFFFF, exact)
     return kept.view(torch.float32).to(torch.bfloat16)
 
 
@@ -92,13 +92,9 @@ def places_of(sizes: Sequence[int], first: Sequence[int], shape: Sequence[int], 
     return place
 
 
-def random_bits(places: Tensor, *key: object) -> Tensor:
-    """32 random bits for each place, int32: a multiplication by an odd number from the key, then a 32-bit hash (Wellons
-    2018, “Prospecting for Hash Functions”)."""
-    return _fused(_bits, places)(places, *_numbers(key))
-
-
-def _bits(places: Tensor, factor: int, offset: int) -> Tensor:
+def bits(places: Tensor, factor: int, offset: int) -> Tensor:
+    """32 random bits for each place, int32: a multiplication by an odd number, then a 32-bit hash (Wellons 2018,
+    “Prospecting for Hash Functions”). The numbers are those of a key."""
     x = (places & 0x7FFFFFFF).to(torch.int32) * factor + offset  # int32 wraps around, as the hash wants it
     for shift, prime in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x = (x ^ _shifted(x, shift)) * prime
@@ -110,15 +106,15 @@ def _shifted(x: Tensor, count: int) -> Tensor:
     return (x >> count) & ((1 << (32 - count)) - 1)
 
 
-def _numbers(key: Sequence[object]) -> tuple[int, int]:
+def numbers(key: Sequence[object]) -> tuple[int, int]:
     """An odd factor below 2³¹, and an int32."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little") >> 1 | 1, int.from_bytes(digest[4:], "little", signed=True)
 
 
-def _fused(function: Callable[..., Tensor], beside: Tensor) -> Callable[..., Tensor]:
-    """A function of this module as one kernel, where the device has a compiler for it: eagerly, each of some twenty
-    operations reads and writes all elements."""
+def fused(function: Callable[..., Tensor], beside: Tensor) -> Callable[..., Tensor]:
+    """A function as one kernel, where the device has a compiler for it: eagerly, each of some twenty operations reads
+    and writes all elements."""
     return _compiled(function) if type(beside) is Tensor and _can_fuse(beside.device.type) else function
 
 
