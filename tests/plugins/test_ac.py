@@ -22,6 +22,7 @@ from forge_train_plugins.attention._packed.kernel import PackedKernel, TiledKern
 from forge_train_plugins.attention._sdpa import Kernel as SDPAKernel
 from forge_train_plugins.memory._ac import Policy, breaks, recompute, recompute_broken
 from forge_train_plugins.memory.ac import ActivationCheckpointing
+from forge_train_plugins.precision._precision import narrow
 from forge_train_tools.testing import RunForge
 
 pytestmark = pytest.mark.unit
@@ -208,6 +209,26 @@ def test_a_kernel_that_leaves_a_function_uncompiled_breaks_its_unit(kernel: Any,
     unit = nn.Module()
     unit.kernel = kernel
     assert breaks(unit) is broken
+
+
+@pytest.mark.parametrize(("save", "casts"), [((), 2), (("matmul",), 2), (("aten._to_copy.default",), 1)])
+def test_narrow_weights_are_cast_again_unless_they_are_kept(save: tuple[str, ...], casts: int) -> None:
+    class Seen(TorchDispatchMode):
+        casts = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default:
+                Seen.casts += (out.shape, out.dtype) == ((24, 16), torch.bfloat16)
+            return out
+
+    unit = nn.Linear(16, 24)
+    narrow(unit, torch.bfloat16, torch.float32)
+    recompute([unit], Policy.of(save) if save else None)
+    x = torch.randn(4, 16, dtype=torch.bfloat16, requires_grad=True)
+    with Seen():
+        unit(x).square().sum().backward()
+    assert Seen.casts == casts
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])

@@ -31,6 +31,9 @@ class Precision(Plugin):
     narrow too; gradients come back in fp32, and names, optimizer and checkpoints do not change. A transform that covers
     the precision itself (`fsdp2` gathers weights in the narrow dtype) makes this one step aside.
 
+    Recomputation (`ac`) makes the copies again; selective `ac.save` with `aten._to_copy.default` keeps them instead, at
+    2 bytes for each parameter. By data sheets, that is worth 1% of a step of 8,192 tokens on an H100.
+
     `rules` name modules with another dtype, under every sharding: what goes into such a module is cast to its dtype,
     and what comes out to that of the module around it. The head's logits stay as they are. Parameters that are narrow
     at rest (`bf16_parameters`) have no wider copies to read, so rules are refused with them.
