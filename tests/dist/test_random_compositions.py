@@ -79,6 +79,29 @@ def test_a_reward_in_bf16_moves_no_further_on_a_layout_than_by_jitter(verify: Ve
     assert abs(first - found) < random_compositions.MARGIN * moved * first
 
 
+FP16 = {"train.precision": "fp16", "train.global_batch": 8, "train.micro_batch": 2, "decoder.layers": 2}
+FP16 |= {"moe.experts": 4, "moe.hidden": 16, "moe.top_k": 2, "loss_scaler.growth": 1, "loss_scaler.initial": 2.0**18}
+
+
+def in_fp16(verify: Verifier, file: Path, seed: int, steps: int, plugins: tuple[str, ...], axis: str) -> Verdict:
+    layout = {"plugins": plugins, f"parallel.{axis}": 2}
+    one = Drawn(0, 0, 2, layout, {"plugins": ("moe",), "run.seed": seed, "moe.normalise": True, **FP16})
+    return verify(one.request(file), 2, steps=steps, reference=one.reference(file))
+
+
+def test_an_overflow_on_one_side_of_cp_is_named_and_no_fault(verify: Verifier, random_file: Path) -> None:
+    """One process sums over the whole sequence, each rank over half of it."""
+    verdict = in_fp16(verify, random_file, 3, 5, ("cp",), "cp")
+    assert verdict.agree, verdict
+    assert "At step 4 the gradients overflow fp16 on one process alone" in verdict.advice[0]
+    assert {check.name for check in verdict.checks} >= {"loss", "grad_norm", "later gradients", "updates"}
+
+
+def test_an_experts_tokens_of_two_ranks_may_be_rounded_together(verify: Verifier, random_file: Path) -> None:
+    verdict = in_fp16(verify, random_file, 1, 2, ("fsdp2", "ep"), "ep")
+    assert verdict.agree, verdict
+
+
 def test_a_run_goes_on_with_its_outcomes_and_tries_again_what_was_at_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
