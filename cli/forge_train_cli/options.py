@@ -97,12 +97,16 @@ def hugging_face(request: Request, run_dir: str) -> Request:
         from forge_train_tools.offline.hf_request import starting_from
 
         return starting_from(request)
-    if not Path(request.config).is_dir():
+    path = Path(request.config)
+    from forge_train.storage.not_a_model import advice
+
+    if (path / "config.toml").is_file() or not (path.is_dir() or (path.is_file() and advice(path))):
         return request
-    from forge_train.storage.hf_folder import is_hugging_face
+    from forge_train.storage.hf_folder import Folder, is_hugging_face
     from forge_train_tools.offline.imported import imported
 
-    if not is_hugging_face(Path(request.config)):
+    if not is_hugging_face(path):
+        Folder.open(path)
         return request
     return imported(request, Path(run_dir), lambda text: click.echo(text, err=True))
 

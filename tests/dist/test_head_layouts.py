@@ -14,6 +14,7 @@ import heads_data
 import hf_models
 from forge_train import ForgeError
 from forge_train.config import Request
+from forge_train_tools.offline.hf_request import starting_from
 from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 6)]
@@ -114,6 +115,25 @@ def test_a_head_on_a_class_of_transformers_agrees(verify: Verifier, data: Path, 
     cut = {**FOREIGN, **settings, **({} if case == "embed" else ACCUMULATED)}
     whole, split = request(data, case, ("hf",), **FOREIGN), request(data, case, ("hf", *plugins), **cut)
     whole, split = (replace(one, without=("decoder", "console", "tensorboard")) for one in (whole, split))
+    verdict = verify(split, 2, steps=2, reference=whole)
+    assert verdict.agree, verdict
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_head_unties_a_tied_folder(verify: Verifier, data: Path, tmp_path: Path, layout: str) -> None:
+    """The option of the folder and the weights that it has for a tied model, against an untied one of the same."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    config = transformers.Qwen3Config(**shape, **heads, max_position_embeddings=64, pad_token_id=None)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    plugins, settings = LAYOUTS[layout]
+    sets = {**ACCUMULATED, "checkpoint.allow_changes": ["decoder.tied"]}
+    split, whole = (
+        starting_from(replace(request(data, "classify", more, **cut), model_from=str(tmp_path)))
+        for more, cut in ((plugins, {**sets, **settings}), ((), {**sets, "decoder.tied": False}))
+    )
+    assert split.sections["decoder"]["tied"] is True
     verdict = verify(split, 2, steps=2, reference=whole)
     assert verdict.agree, verdict
 

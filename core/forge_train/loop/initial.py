@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..composition.initialise import tied_groups
+from ..contract.hooks import Hooks
 from ..contract.job import Job
 from ..contract.model import Model
 from ..contract.protocols import HFModel
-from ..ground.errors import ConfigError
+from ..ground.errors import ConfigError, ForgeError, describe
 from ..ground.failure import during
 from ..storage import checkpoint, hf_fit
 from ..storage.hf_folder import CONFIG, Folder, fill, is_hugging_face
@@ -74,9 +75,9 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
             f"Make a checkpoint of it first: forge checkpoint import {path} NEW"
         )
     folder = Folder.open(path)
-    layout = job.hooks.import_hf(folder.config)
+    layout = described(folder, job.hooks)
     if layout is None:
-        raise ConfigError(f"{path / CONFIG}: no enabled plugin knows this model (import_hf).")
+        raise ConfigError(f"{path / CONFIG}: no enabled plugin knows this model (import_hf); see --from {path}.")
     if job.config.train.init_map:
         return Initial(str(path), None, *map(tuple, mapped.from_folder(model, job, folder, layout)))
     if job.dist.main:
@@ -88,11 +89,13 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
     may_lack = Patterns("train.init_missing", job.config.train.init_missing, head)
     may_exceed = Patterns("train.init_unexpected", job.config.train.init_unexpected)
     unexpected = list[str]()
+    whose, way_out = _described_by(job, path, layout)
     plan = hf_fit.plan(
         folder,
         layout,
         {name: one for stage in stages for name, one in stage.items()},
-        **_described_by(job, path, layout),
+        whose=whose,
+        way_out=way_out,
         tied=[group for stage in ties for group in stage],
         missing=may_lack.take,
         unexpected=noting(may_exceed, unexpected),
@@ -105,21 +108,35 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
     return Initial(str(path), None, tuple(missing), tuple(unexpected))
 
 
+def described(folder: Folder, hooks: Hooks) -> HFModel | None:
+    """How a folder's model is built and named; None for an architecture that no plugin knows.
+
+    Raises:
+        ConfigError: naming the keys that have no counterpart, or another type.
+    """
+    try:
+        return hooks.import_hf(folder.config)
+    except ForgeError as error:
+        raise ConfigError(f"{folder.path}: {error}") from error
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError) as error:
+        raise ConfigError(f"{folder.path / CONFIG}: a value has the wrong type: {describe(error)}") from error
+
+
 def _head(job: Job) -> tuple[str, ...]:
     """Patterns of parameters that a language model may lack, or have in addition to the model's."""
     return () if job.hooks.gives("head") in ("", job.hooks.specs["head"].gives) else ("head.*",)
 
 
-def _described_by(job: Job, path: Path, layout: HFModel) -> dict[str, str]:
+def _described_by(job: Job, path: Path, layout: HFModel) -> tuple[str, str]:
     """What the model of this job is described by, and what to do about a folder of another one."""
     file, origins = path / CONFIG, job.config.origins
     theirs = {key for key, origin in origins.items() if origin.where and Path(origin.where).absolute() == file}
     if ("train", "init_from") not in theirs:
-        return {"whose": "this run's configuration", "way_out": f"Use --from {path} to train that model."}
+        return "this run's configuration", f"Use --from {path} to train that model."
     changed = sorted(".".join(key) for key in origins.keys() - theirs if key[0] in layout.sections)
     if changed:
-        return {"whose": "this run's configuration", "way_out": f"It changes {', '.join(changed)} of {CONFIG}."}
-    return {"whose": CONFIG}
+        return "this run's configuration", f"It changes {', '.join(changed)} of {CONFIG}."
+    return CONFIG, ""
 
 
 def new_head(job: Job, layout: HFModel) -> tuple[str, ...]:
@@ -141,7 +158,8 @@ def _check_only(job: Job) -> None:
 
 
 def _warn_of_differences(layout: HFModel, job: Job, path: Path) -> None:
-    """Some values change what the weights compute, but no shape."""
+    """Some values change what the weights compute, but no shape. A value that this run has from the folder is not one,
+    even if an export with a new head would change it."""
     try:
         ours = job.hooks.export_hf()
     except ConfigError as error:  # a model that no file could describe may still begin with these weights
@@ -149,9 +167,9 @@ def _warn_of_differences(layout: HFModel, job: Job, path: Path) -> None:
         return
     again = job.hooks.import_hf(dict(ours.config)) if ours is not None else None
     if again is not None:
-        here = dict(_flat(again.sections, ""))
+        here, given = dict(_flat(again.sections, "")), dict(_flat(job.config.values(), ""))
         for key, there in _flat(layout.sections, ""):
-            if key in here and here[key] != there:
+            if key in here and there not in (here[key], given.get(key)):
                 log.warning("%s: %s is %s there, and %s in this run", path / CONFIG, key, there, here[key])
 
 

@@ -15,6 +15,7 @@ from .found import found as found  # noqa: PLC0414
 from .found import newest as newest  # noqa: PLC0414
 from .found import remove as remove  # noqa: PLC0414
 from .manifest import MANIFEST, NEEDED
+from .not_a_model import advice
 from .reading import load as load  # noqa: PLC0414
 from .reading import read_state as read_state  # noqa: PLC0414
 from .reading import shapes as shapes  # noqa: PLC0414
@@ -51,11 +52,12 @@ def _is_run(path: Path) -> bool:
     if (path / "checkpoints").is_dir():
         return True
     if not path.is_dir():
-        raise ConfigError(f"{path}: there is no such run or checkpoint.")
+        what = "not a run or a checkpoint" if path.exists() else "there is no such run or checkpoint"
+        raise ConfigError(f"{path}: {what}.{advice(path)}")
     if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
         raise ConfigError(
             f"{path} is in Hugging Face layout. Make a checkpoint of it first: forge checkpoint import {path} NEW"
         )
     if not any((path / name).exists() for name in (MANIFEST, *NEEDED)):
-        raise ConfigError(f"{path} is neither a run nor a checkpoint.")
+        raise ConfigError(f"{path} is neither a run nor a checkpoint.{advice(path)}")
     return False

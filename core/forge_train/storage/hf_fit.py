@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from ..contract.protocols import HFModel
 from ..ground.errors import ConfigError, PluginError
+from ..ground.present import few
 from ..state_map import Plan, Step
 from ..state_map.views import View
 from .hf_folder import CONFIG, DTYPES, Folder, indented
@@ -28,6 +30,7 @@ def plan(
     whose: str = CONFIG,
     way_out: str = "",
     tied: Iterable[Collection[str]] = (),
+    options: tuple[str, str] = ("train.init_missing", "train.init_unexpected"),
     missing: Choose = lambda _: (),
     unexpected: Choose = lambda _: (),
     ignored: Choose = lambda _: (),
@@ -42,6 +45,7 @@ def plan(
         whose: what describes the model, for messages.
         way_out: the last line of the error if the model is not the one in the files.
         tied: groups of names that share one parameter; the folder may hold copies of its tensor.
+        options: which let a user choose what `missing` and `unexpected` take, for messages.
         missing: chooses weights that may be absent, among those that no tensor gives and the tensors that are missing
             or have another shape; these weights keep their initial values.
         unexpected: chooses tensors that the folder may have in addition, among those that the layout does not use.
@@ -56,12 +60,21 @@ def plan(
     stored = {name: one for name, one in folder.described().items() if name not in leftovers}
     layout, step = _fitting(layout, stored, wanted)
     given = step.given
-    beside = {name: given[name] for name in ignored(sorted(given))}
+    beside = {name: given[name] for name in (*ignored(sorted(given)), *_left_out(step, wanted, unexpected))}
     absent = {*missing(sorted(wanted.keys() - given.keys())), *beside}
     wanted = {name: one for name, one in wanted.items() if name not in absent}
-    described = {**wanted, **{name: (view.shape, view.dtype) for name, view in beside.items()}}
     way_out = f"\n{way_out}" if way_out else ""
-    expected = _expected(folder, layout, described, whose, way_out)
+    lost = sorted(wanted.keys() - given.keys())
+    headless = ""
+    readable = folder.described().keys() == folder.tensors.keys()
+    if lost and readable and not step.left and all(name.startswith("head.") for name in lost):
+        headless = (
+            f"{folder.path} has no weights for the head ({few(lost)}). Name a folder that holds the whole model, or "
+            f"begin a new head with {_set(options[0], lost)}{way_out}"
+        )
+    described = {**wanted, **{name: (view.shape, view.dtype) for name, view in beside.items()}}
+    foreign = _sources(step, sorted(given.keys() - described.keys()))
+    expected = _expected(folder, layout, described, foreign, options, whose, way_out, headless)
     unfit = _unfit(folder, expected or {}, whose)
     lacking = {*missing(sorted(unfit))}
     extra = _extra(step, expected)
@@ -73,11 +86,11 @@ def plan(
     wrong = [line for name, line in unfit.items() if name not in lacking]
     if expected is None:
         wrong = _not_given(step, described, whose)
-    wrong += [_odd(folder, name) for name in folder.tensors if name not in {*stored, *leftovers, *lacking}]
+    wrong += [folder.odd(name) for name in folder.tensors if name not in {*stored, *leftovers, *lacking}]
     wrong += _unused(folder, step, [name for name in extra if name not in beyond], tied)
     if wrong or (wrong := step.wrong):
         told = f"{folder.path}: the tensors are not those of the model in {whose}:{indented(wrong)}"
-        raise ConfigError(told + way_out)
+        raise ConfigError(headless or told + way_out + folder.quantised())
     return Plan({name: view for name, view in step.given.items() if name in wanted})
 
 
@@ -89,6 +102,20 @@ def _leftovers(folder: Folder, layout: HFModel, wanted: Described) -> list[str]:
     everything = Plan(_fitting(layout, folder.described(), wanted)[1].given)
     needed = {source for name in everything.targets if name in wanted for source, _ in everything.reads(name)}
     return [name for name in leftovers if name not in needed]
+
+
+def _sources(step: Step, names: Iterable[str]) -> list[str]:
+    """The tensors that these weights are made of."""
+    made = Plan(step.given)
+    return sorted({source for name in names for source, _ in made.reads(name)})
+
+
+def _left_out(step: Step, wanted: Described, unexpected: Choose) -> list[str]:
+    """The weights that the layout names and the model does not have, and whose tensors a folder may have in
+    addition."""
+    foreign = {name: _sources(step, [name]) for name in sorted(step.given.keys() - wanted.keys())}
+    chosen = {*unexpected(sorted({one for sources in foreign.values() for one in sources}))}
+    return [name for name, sources in foreign.items() if chosen.issuperset(sources)]
 
 
 def _extra(step: Step, expected: Mapping[str, Shape] | None) -> list[str]:
@@ -118,7 +145,7 @@ def _unused(folder: Folder, step: Step, extra: Iterable[str], tied: Iterable[Col
     wrong: list[str] = []
     for name, view in made.targets.items():
         if view.dtype not in DTYPES.values():
-            wrong += [_odd(folder, one) for one in sources[name] if folder.tensors[one].dtype not in DTYPES]
+            wrong += [folder.odd(one) for one in sources[name] if folder.tensors[one].dtype not in DTYPES]
     copied = [source for group in tied for name in group for source in sources.get(name, ())]
     for name in extra:
         wrong += _is_a_copy(folder, name, copied)
@@ -135,7 +162,16 @@ def _fitting(layout: HFModel, stored: Described, wanted: Described) -> tuple[HFM
     return max(tried, key=lambda pair: len(wanted.keys() & pair[1].given.keys()))
 
 
-def _expected(folder: Folder, layout: HFModel, wanted: Described, whose: str, way_out: str) -> dict[str, Shape] | None:
+def _expected(
+    folder: Folder,
+    layout: HFModel,
+    wanted: Described,
+    foreign: Sequence[str],
+    options: tuple[str, str],
+    whose: str,
+    way_out: str,
+    headless: str,
+) -> dict[str, Shape] | None:
     """The tensors that a folder of this model should have; None if the map has no inverse, so they are unknown."""
     try:
         back = layout.map.inverse()
@@ -143,19 +179,32 @@ def _expected(folder: Folder, layout: HFModel, wanted: Described, whose: str, wa
         return None
     step = back.trace(wanted)
     lines = [*(f"{name}: not named" for name in sorted(step.left)), *step.wrong]
+    if step.left and headless:
+        raise ConfigError(headless)
+    if lines and foreign:
+        raise ConfigError(
+            f"{folder.path} holds {few(foreign)}, which no parameter of this model takes. Enable the plugins of its "
+            f"model ({', '.join(layout.sections)}), or leave out what does not fit with {_set(options[1], foreign)}"
+        )
     if lines and whose != CONFIG:
         told = f"{folder.path / CONFIG} describes a different model than {whose}:{indented(lines)}"
         raise ConfigError(told + way_out)
     if step.left and not step.wrong:
         ends = {".".join(name.split(".")[-2 if name.endswith((".weight", ".bias")) else -1 :]) for name in step.left}
-        patterns = ", ".join(f'"*.{end}"' for end in sorted(ends))
         raise ConfigError(
             f"{folder.path} has no weights for parameters that a plugin added:{indented(lines)}\nTo start them anew: "
-            f"-s 'train.init_missing=[{patterns}]'"
+            + _set(options[0], [f"*.{end}" for end in sorted(ends)])
         )
     if lines:
         raise PluginError("import_hf describes a different model than the one that was built:" + indented(lines))
     return {name: view.shape for name, view in step.given.items()}
+
+
+def _set(option: str, patterns: Sequence[str]) -> str:
+    """An option of the command line with these patterns."""
+    if option.startswith("-"):
+        return " ".join(f"{option} '{one}'" for one in patterns)
+    return f"-s '{option}={json.dumps([*patterns])}'"
 
 
 def _unfit(folder: Folder, expected: Mapping[str, Shape], whose: str) -> dict[str, str]:
@@ -180,10 +229,6 @@ def _not_given(step: Step, wanted: Described, whose: str) -> list[str]:
         elif view.shape != shape:
             wrong.append(f"{name}: {_words(view.shape)} in the files, {_words(shape)} in {whose}")
     return wrong + [f"{name}: not in the model" for name in step.given if name not in wanted]
-
-
-def _odd(folder: Folder, name: str) -> str:
-    return f"{name}: stored as {folder.tensors[name].dtype}; expected one of {', '.join(DTYPES)}"
 
 
 def _is_a_copy(folder: Folder, name: str, copied: Iterable[str]) -> list[str]:

@@ -19,7 +19,8 @@ from ..ground.untrusted import load_json, parse_json, regular_size
 from ..state_map import Box, Plan
 from ..state_map.views import whole
 from .consolidated import INDEX
-from .model_files import pointer
+from .model_files import check_pointer, files
+from .not_a_model import advice
 
 CONFIG, SINGLE = "config.json", "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -41,6 +42,9 @@ SIZES = (
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
 )
 """Keys of a `config.json` that give the size of a dimension of some tensor."""
+_QUANTISED = (".qweight", ".qzeros", ".SCB", ".absmax", ".weight_packed", ".weight_scale")
+"""How names of quantised weights end, or of their scales."""
+_DOWNLOAD = " Download the weights too."
 HARMLESS = 10_000
 """A size that any machine can handle, even if no tensor is that large."""
 
@@ -71,10 +75,16 @@ class Folder:
             ConfigError: naming what is missing or can't be read.
         """
         if not path.is_dir():
-            raise ConfigError(f"{path}: there is no such folder.")
+            what = "not a folder" if path.exists() else "there is no such folder"
+            raise ConfigError(f"{path}: {what}.{advice(path)}")
         if not (path / CONFIG).is_file():
-            raise ConfigError(f"{path}: not a model in Hugging Face layout: there is no {CONFIG}.{_others(path)}")
+            raise ConfigError(f"{path}: not a model in Hugging Face layout: there is no {CONFIG}.{advice(path)}")
+        for file in files(path).values():
+            check_pointer(file)
         config = table(path / CONFIG)
+        named = config.get("architectures") or []
+        if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
+            raise ConfigError(f"{path / CONFIG}: architectures: expected a list of names, found {str(named)[:60]!r}.")
         if (path / INDEX).is_file():
             tensors = _indexed(path)
             if (path / SINGLE).is_file() and all(one.file.name != SINGLE for one in tensors.values()):
@@ -85,7 +95,10 @@ class Folder:
             return cls(path, config, tensors)
         if (path / SINGLE).is_file():
             return cls(path, config, _header(path / SINGLE))
-        raise ConfigError(f"{path}: found neither {SINGLE} nor {INDEX}.{_others(path)}")
+        for name in (SINGLE, INDEX):
+            if (path / name).is_symlink() and not (path / name).exists():
+                raise ConfigError(f"{path / name}: it is a link to a file that is not there; download it again.")
+        raise ConfigError(f"{path}: found neither {SINGLE} nor {INDEX}.{advice(path) or _DOWNLOAD}")
 
     def check_sizes(self) -> None:
         """Check that the files are large enough for the described model.
@@ -99,6 +112,18 @@ class Folder:
             found = self.config.get(key)
             if isinstance(found, int) and found > max(most, HARMLESS):
                 raise ConfigError(f"{self.path / CONFIG}: {key} is {found:,}, but the files hold only {most:,} {what}.")
+
+    def quantised(self) -> str:
+        """The line for an error about tensors that do not fit, if their names are those of quantised ones."""
+        if not any(name.endswith(_QUANTISED) for name in self.tensors):
+            return ""
+        return (
+            "\nThey are quantised in a way that is not read: take the model that they were made from, or dequantise it."
+        )
+
+    def odd(self, name: str) -> str:
+        """The line for an error about a tensor whose dtype weights can't have."""
+        return f"{name}: stored as {self.tensors[name].dtype}; expected one of {', '.join(DTYPES)}"
 
     def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each tensor, as a state map expects them; leaves out dtypes that weights can't have."""
@@ -146,6 +171,7 @@ def table(file: Path) -> dict[str, Any]:
     Raises:
         ConfigError: if it is not one, or has a key twice.
     """
+    check_pointer(file)
     try:
         found = load_json(file, most=_LARGEST, links=True, unique=True)
     except (OSError, ValueError) as error:
@@ -155,37 +181,16 @@ def table(file: Path) -> dict[str, Any]:
     return found
 
 
-_OTHERS = (
-    (
-        "adapter_config.json",
-        "It holds an adapter of PEFT, not a model; name the folder of its model.",
-    ),
-    ("*.gguf", "GGUF files are not read; take the safetensors files that they were made from."),
-    ("*.bin", "Pickled weights are never read; save the model with transformers, which writes safetensors files."),
-    ("*.safetensors", "Only safetensors files of these names are read."),
-)
-"""Patterns of files that a folder may hold instead of a model's, and advice on each."""
-
-
-def _others(path: Path) -> str:
-    """Advice on what a folder holds instead of a model; empty if nothing is known."""
-    for pattern, advice in _OTHERS:
-        if found := sorted(file.name for file in path.glob(pattern)):
-            return f" There is {few(found, 3)}. {advice}"
-    return ""
-
-
 def _header(file: Path) -> dict[str, Entry]:
+    check_pointer(file)
     try:
         regular_size(file, links=True)
-        with file.open("rb") as opened:
-            if why := pointer(opened.read(64)):
-                raise ConfigError(f"{file}: {why}")
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
             return {name: Entry(file, tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file}: not a whole safetensors file: {_cut_short(file) or describe(error)}") from error
+        why = _cut_short(file) or f"{describe(error)}."
+        raise ConfigError(f"{file}: not a whole safetensors file: {why} Download it again.") from error
 
 
 def _cut_short(file: Path) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ..config import Config
 from ..config.annotations import mark
 from ..config.schema import FilePath
+from ..ground.errors import ConfigError
 
 if TYPE_CHECKING:
     from ..contract.hooks import Hooks
@@ -36,6 +37,19 @@ TEMPLATES = "additional_chat_templates/*.jinja"
 def vocabulary_of(found: Collection[str]) -> str:
     """The name of the file, among those of a folder, that makes its tokenizer; empty if none does."""
     return next((name for name in VOCABULARIES if name in found), "")
+
+
+def check_pointer(file: Path) -> None:
+    """Raises ConfigError for a file that is a pointer of Git LFS; whoever reads another one says what is wrong."""
+    if not file.is_file():
+        return
+    try:
+        with file.open("rb") as opened:
+            why = pointer(opened.read(64))
+    except OSError:
+        return
+    if why:
+        raise ConfigError(f"{file}: {why}")
 
 
 def pointer(content: bytes) -> str:

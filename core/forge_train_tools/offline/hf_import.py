@@ -153,15 +153,15 @@ class _Import:
         takes_file = model_files.option(setup.hooks) is not None
         model, unfit = _composed(job)
         wanted = {name: (tuple(one.shape), one.dtype) for name, one in model.state_dict().items()}
-        head, left_out = new_head(job, layout), list[str]()
+        head, left_out, extra = new_head(job, layout), list[str](), list[str]()
         may_lack = Patterns("--allow-missing", asked.allow_missing, head)
         may_exceed = Patterns("--allow-extra", asked.allow_extra)
-        extra: list[str] = []
         plan = hf_fit.plan(
             folder,
             layout,
             wanted,
             tied=tied_groups(*model.parts),
+            options=("--allow-missing", "--allow-extra"),
             missing=may_lack.take,
             unexpected=noting(may_exceed, extra),
             ignored=noting(Patterns("", (), head), left_out),

@@ -11,7 +11,8 @@ from typing import Any
 from forge_train.config.layers import Request
 from forge_train.contract.hooks import Hooks
 from forge_train.contract.protocols import HFModel
-from forge_train.ground.errors import ConfigError, ForgeError, describe, nearest
+from forge_train.ground.errors import ConfigError, nearest
+from forge_train.loop.initial import described
 from forge_train.registry import kernels
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import resolve
@@ -54,12 +55,7 @@ def bring(folder: Folder, request: Request) -> tuple[Request, HFModel]:
     # without settings, because they may belong to plugins that only the folder's model needs
     bare = resolve(dataclasses.replace(request, set=(), environment=""), training=False)
     hooks, sequence = bare.hooks, bare.config.train.sequence
-    try:
-        layout = hooks.import_hf(folder.config)
-    except ForgeError as error:
-        raise ConfigError(f"{folder.path}: {error}") from error
-    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-        raise ConfigError(f"{file}: a value has the wrong type: {describe(error)}") from error
+    layout = described(folder, hooks)
     if layout is None:
         raise ConfigError(f"{file}: {_unknown(folder.config, hooks)}")
     longest = folder.config.get("max_position_embeddings", folder.config.get("n_positions"))
@@ -90,7 +86,10 @@ def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
     known = sorted({name for one in hooks.enabled.values() for name in one.cls.architectures} - {ANY})
     installed = {one.name: one.architectures for one in discover() if one.name not in hooks.enabled}
     others = [name for name, architectures in installed.items() if set(architectures) & set(named)]
-    text = f"no enabled plugin knows the architecture {named!r} (asked: {asked}). Known: {', '.join(known) or 'none'}."
+    what = f"knows the architecture {named!r}"
+    if not config.get("architectures"):
+        what = f"reads it without architectures, which is missing (model_type is {config.get('model_type')!r})"
+    text = f"no enabled plugin {what} (asked: {asked}). Known: {', '.join(known) or 'none'}."
     if others:
         return f"{text} Enable {' or '.join(others)} with --plugins."
     text += next((hint for name in named if (hint := nearest(str(name), known))), "")

@@ -11,7 +11,7 @@ from forge_train import ConfigError, Ge, Gt, HFModel, KernelCapabilities, Le, Lt
 if TYPE_CHECKING:
     from torch import nn
 
-    from forge_train import Job
+    from forge_train import Job, Model
     from forge_train.config import Config as RunConfig
 
 
@@ -107,7 +107,8 @@ class Decoder(Plugin):
         qk_norm_over: Literal["head", "width"] = "head"
         """Normalise each head on its own (Qwen3), or all heads of a token together (OLMo 2)."""
         tied: bool = False
-        """Share the weights of embedding and head."""
+        """Share the weights of embedding and head; a head without token logits, such as that of `classify`, has its
+        own."""
         bias: bool = False
         """Biases in the feed-forward projections, and in LayerNorm."""
         qkv_bias: bool = False
@@ -123,9 +124,9 @@ class Decoder(Plugin):
         scale: Annotated[float, Ge(0)] = 0.0
         """Factor on attention's logits; 0 means 1/√head_dim."""
         logit_soft_cap: Annotated[float, Ge(0)] = 0.0
-        """The same as `soft_cap`, for the logits of the head."""
+        """The same as `soft_cap`, for a head's token logits."""
         logit_divisor: Annotated[float, Gt(0)] = 1.0
-        """Divides the logits of the head, before any cap (Granite)."""
+        """Divides a head's token logits, before any cap (Granite)."""
         embedding_multiplier: Annotated[float, Gt(0)] = 1.0
         """Factor on embeddings (Gemma: √dim)."""
         residual_multiplier: Annotated[float, Gt(0)] = 1.0
@@ -169,6 +170,19 @@ class Decoder(Plugin):
         return build(self.config, self._vocabulary(job), job)
 
     @hookimpl
+    def on_start(self, job: Job, model: Model) -> None:
+        if not job.dist.main or (given := job.hooks.gives("head")) == "token_logits":
+            return
+        from forge_train_kit.data.progress import tell
+
+        head = f"the head of plugin {job.hooks.provider('head')!r}"
+        if self.config.tied and not any(getattr(part, "tied", False) for part in model.parts):
+            tell(f"decoder.tied: untied, because {head} can't share the embedding's weights.")
+        for name in ("logit_soft_cap", "logit_divisor"):
+            if getattr(self.config, name) != getattr(type(self.config), name):
+                tell(f"decoder.{name}: left out, because {head} gives {given}.")
+
+    @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         from ._decoder.rules import check
 
@@ -186,7 +200,7 @@ class Decoder(Plugin):
         if not given:
             return read(config, self.config)
         found = read(heads.causal(config, architecture), self.config)
-        return heads.imported(found, given, config) if found else None
+        return heads.imported(found, given, architecture, config) if found else None
 
     @hookimpl
     def export_hf(self, job: Job) -> HFModel:
@@ -209,7 +223,7 @@ class Decoder(Plugin):
         classes = job.hooks.classes() if job.hooks.provider("classes") else None
         # Texts to classify don't end with the token that ends documents; texts with a reward do.
         pad = job.hooks.tokenizer().end if classes and job.hooks.provider("tokenizer") else None
-        return heads.exported(trunk, given, head, classes, pad)
+        return heads.exported(trunk, given, head, classes, pad, tied=self.config.tied)
 
     def _vocabulary(self, job: Job) -> int:
         """The model's number of token ids: at least as many as the tokenizer has.

@@ -98,6 +98,8 @@ class HF(Plugin):
         return exported(self._config(job), given, classes, pad)
 
     def _config(self, job: Job) -> PreTrainedConfig:
+        from forge_train.storage.not_a_model import advice
+
         from ._hf.config import HEADS, fits_folder, read
 
         tokenizer = job.hooks.tokenizer() if job.hooks.provider("tokenizer") else None
@@ -108,11 +110,12 @@ class HF(Plugin):
                 f"{job.hooks.gives('head')!r}."
             )
         file = _described_in(mine)
-        if file and not file.exists():
+        if file and not (file.is_file() and file.suffix == ".json"):
             option = "config" if mine.config else "weights"
-            raise ConfigError(
-                f"hf.{option}: there is no {file}, which describes the model. If the folder was moved, move it back."
-            )
+            if file.is_file():
+                raise ConfigError(f"hf.{option}: {file} is not a folder with a config.json.{advice(file)}")
+            way_out = advice(file.parent) or " If the folder was moved, move it back."
+            raise ConfigError(f"hf.{option}: there is no {file}, which describes the model.{way_out}")
         if file and mine.fingerprint and file.is_file() and (now := _fingerprint(file)) != mine.fingerprint:
             raise ConfigError(
                 f"hf.fingerprint: {file} has other values than when the run began ({mine.fingerprint} then, {now} "

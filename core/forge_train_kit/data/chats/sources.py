@@ -11,6 +11,7 @@ from typing import Any
 
 from forge_train import ConfigError
 from forge_train.ground.errors import describe, nearest
+from forge_train.storage.model_files import check_pointer
 
 from .template import Template
 
@@ -157,6 +158,7 @@ def _table(file: Path) -> dict[str, Any]:
 
 
 def _read(file: Path) -> str:
+    check_pointer(file)
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

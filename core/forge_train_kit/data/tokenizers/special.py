@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError
 from forge_train.ground.errors import describe
+from forge_train.storage.model_files import check_pointer
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -126,6 +127,7 @@ def stop_ids(folder: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def table(file: Path) -> dict[str, Any]:
     """A JSON file's object; empty if there is no such file."""
+    check_pointer(file)
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -87,12 +87,15 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
     embedding = Embedding(vocabulary, config.dim, std=config.std)
     spec = HeadSpec(config.dim, vocabulary, config.std, config.logit_divisor, config.logit_soft_cap or None)
     head = job.hooks.head(spec)
-    _check_obeyed(f"the head of plugin {job.hooks.provider('head')!r}", head, spec, ("divisor", "soft_cap"))
-    if config.tied and not _ties(head, embedding):
-        raise ConfigError(
-            f"decoder.tied: the head of plugin {job.hooks.provider('head')!r} has no weight of the embedding's shape, "
-            f"{list(embedding.weight.shape)}, to share with it; set it to false."
-        )
+    tied = config.tied and _ties(head, embedding)
+    if job.hooks.gives("head") == "token_logits":
+        whose = f"the head of plugin {job.hooks.provider('head')!r}"
+        _check_obeyed(whose, head, spec, ("divisor", "soft_cap"))
+        if config.tied and not tied:
+            raise ConfigError(
+                f"decoder.tied: {whose} has no weight of the embedding's shape, {list(embedding.weight.shape)}, to "
+                "share with it; set it to false."
+            )
 
     def shared() -> Embedding:
         again = Embedding(vocabulary, config.dim, std=config.std)
@@ -108,7 +111,7 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
         norm(config),
         head,
         max_sequence=config.max_sequence,
-        tied=config.tied,
+        tied=tied,
         embedding_multiplier=config.embedding_multiplier,
         dropout=dropout(config.embedding_dropout, "embedding"),
         positions=Embedding(config.max_sequence, config.dim, std=config.std) if config.positions == "learned" else None,

@@ -70,8 +70,14 @@ def causal(table: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     return {**table, "architectures": [architecture], "tie_word_embeddings": True}
 
 
-def imported(found: HFModel, given: str, table: Mapping[str, Any]) -> HFModel:
+def imported(found: HFModel, given: str, causal: str, table: Mapping[str, Any]) -> HFModel:
     """A model that was read as a causal one, with its own head.
+
+    Args:
+        found: the model with its trunk alone.
+        given: what the head gives.
+        causal: the architecture of the causal model.
+        table: the `config.json`.
 
     Raises:
         ConfigError: for labels that no plugin can learn.
@@ -79,7 +85,7 @@ def imported(found: HFModel, given: str, table: Mapping[str, Any]) -> HFModel:
     kind = KINDS[given]
     (architecture,) = table["architectures"]
     sections: dict[str, Mapping[str, Any]] = {**found.sections}
-    sections["decoder"] = {**sections["decoder"], "tied": False, "logit_soft_cap": 0.0, "logit_divisor": 1.0}
+    sections["decoder"] = {**sections["decoder"], "tied": FAMILIES[causal].tied(table)}
     if kind.suffix == "Model":
         trunk = _trunk(architecture.removesuffix(kind.suffix))
         return _mapped(found, lambda one: trunk >> one, sections=sections)
@@ -119,7 +125,9 @@ def _names(table: Mapping[str, Any]) -> list[str]:
         raise ConfigError("config.json: id2label must name the labels 0, 1, …, each once.") from error
 
 
-def exported(found: HFModel, given: str, head: nn.Module, classes: Classes | None, pad: int | None) -> HFModel:
+def exported(
+    found: HFModel, given: str, head: nn.Module, classes: Classes | None, pad: int | None, *, tied: bool = False
+) -> HFModel:
     """A model that was written as a tied causal one, with its own head.
 
     Args:
@@ -128,6 +136,7 @@ def exported(found: HFModel, given: str, head: nn.Module, classes: Classes | Non
         head: of the model.
         classes: the classes that it predicts; None if it predicts none.
         pad: the token id of padding, by which transformers finds the last token of a text.
+        tied: whether a causal model with this trunk shares the embedding's weights, if the files have no head.
 
     Raises:
         ConfigError: for a class that transformers does not have, or a head with other parameters.
@@ -142,7 +151,8 @@ def exported(found: HFModel, given: str, head: nn.Module, classes: Classes | Non
     if own != kind.parameters:
         has, needs = (", ".join(names) or "no parameter" for names in (own, kind.parameters))
         raise ConfigError(f"{stem}{kind.suffix} has a head with {needs}; the head of this model has {has}.")
-    config = {**found.config, "architectures": [stem + kind.suffix], "tie_word_embeddings": False}
+    untied = {"tie_word_embeddings": tied and not kind.parameters}
+    config = {**found.config, "architectures": [stem + kind.suffix], **untied}
     if kind.suffix == "Model":
         return replace(found, map=_trunk(stem) >> found.map, config=config)
     names = classes.names if classes else ("reward",)

@@ -79,6 +79,12 @@ def of(
     Raises:
         ConfigError: for an unknown type or key, a value that the class rejects, or a model that is not causal.
     """
+    if quantised := stored.get("quantization_config"):
+        method = quantised.get("quant_method", "not named") if isinstance(quantised, Mapping) else quantised
+        raise ConfigError(
+            f"hf: quantization_config = {{quant_method: {method}, …}} can't be imported: this plugin reads no "
+            "quantised weights. Take the model that these weights were made from, or dequantise them."
+        )
     kind = config_class(model_type)
     changes, extra = changes or {}, extra or {}
     known = listed(kind)

@@ -42,6 +42,7 @@ def exported(
         described |= {"id2label": dict(enumerate(labels)), "label2id": {name: k for k, name in enumerate(labels)}}
         described |= {"problem_type": "single_label_classification" if classes else "regression"}
         described |= {"pad_token_id": pad} if described.get("pad_token_id") is None and pad is not None else {}
+        described |= {"tie_word_embeddings": False} if "tie_word_embeddings" in described else {}
         config = type(config).from_dict(described)
     described["architectures"] = [model_class(config, given).__name__]
     held, names = _held(config, given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from forge_train import ConfigError
 from forge_train.state_map import Plan, Rename, StateMap, Together
-from forge_train.storage.hf_folder import Folder, indented
+from forge_train.storage.hf_folder import CONFIG, DTYPES, Folder, indented
 
 from .config import model_class
 from .stored import held_by_files
@@ -138,13 +139,22 @@ class Stored:
             if view is not None and view.shape != tuple(parameter.shape):
                 wrong.append(f"{name}: {[*view.shape]} in the file, {[*parameter.shape]} here")
         wrong = wrong or step.wrong
+        odd = [one for one in self._spelled.values() if self._folder.tensors[one].dtype not in DTYPES]
+        wrong = [self._folder.odd(one) for one in sorted(odd)] or wrong
+        for names in tied:
+            copies = sorted(self._spelled[name] for name in names if name in self._spelled)
+            for first, second in itertools.pairwise(copies):
+                if not torch.equal(self._folder.read(first), self._folder.read(second)):
+                    wrong.append(f"{first}: not a copy of {second}, although {CONFIG} ties them")
         buffers = {one for n, _ in model.named_buffers() for one in (n, n.removeprefix(f"{base}."))}
         for name in sorted(self._folder.tensors.keys() - spellings.keys() - buffers):
             if not any(re.search(pattern, name) for pattern in leftovers(model)):
                 wrong.append(f"{name}: no parameter takes it")
         if wrong:
             raise ConfigError(
-                f"hf.weights: the tensors in {path} are not those of {type(model).__name__}:" + indented(wrong)
+                f"hf.weights: the tensors in {path} are not those of {type(model).__name__}:"
+                + indented(wrong)
+                + self._folder.quantised()
             )
 
     def parameter(self, name: str, seed: int) -> Tensor:

@@ -219,6 +219,11 @@ class Family:
         config.refuse_the_rest()
         return sections
 
+    def tied(self, table: Mapping[str, Any]) -> bool:
+        """Whether a causal model of this `config.json` shares the weights of embedding and head."""
+        name = "tie_word_embeddings"
+        return bool({**self.common, **self.keys}[name].read(Reader(table), name)["tied"])
+
     def _read_heads(self, config: Reader, decoder: dict[str, Any]) -> None:
         heads = decoder["heads"]
         decoder["kv_heads"] = heads

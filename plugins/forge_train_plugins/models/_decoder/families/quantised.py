@@ -50,14 +50,16 @@ def taken_out(table: Mapping[str, Any]) -> tuple[dict[str, Any], StateMap | None
     rest, found = {key: value for key, value in table.items() if key != KEY}, table.get(KEY)
     if not found:
         return rest, None
-    if not isinstance(found, Mapping) or found.get("quant_method") not in METHODS:
-        known = ", ".join(METHODS)
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"config.json: {KEY}: expected an object, found {type(found).__name__}.")
+    method = str(found.get("quant_method") or ("bitsandbytes" if "load_in_8bit" in found else "not named"))
+    if method not in METHODS:
         raise ConfigError(
-            f"config.json: {KEY} = {str(found)[:60]} can't be imported: known methods are {known}; dequantise the "
-            "weights first."
+            f"config.json: {KEY} = {{quant_method: {method}, …}} can't be imported; known methods are "
+            f"{', '.join(METHODS)}. Take the model that these weights were made from, or dequantise them."
         )
     config = Reader(found, f"{KEY}.")
     config.skip("quant_method")
-    made = METHODS[found["quant_method"]](config)
+    made = METHODS[method](config)
     config.refuse_the_rest()
     return rest, made
