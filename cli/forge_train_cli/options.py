@@ -100,13 +100,15 @@ def hugging_face(request: Request, run_dir: str) -> Request:
     path = Path(request.config)
     from forge_train.storage.not_a_model import advice
 
-    if (path / "config.toml").is_file() or not (path.is_dir() or (path.is_file() and advice(path))):
+    if not (path.is_dir() or (path.is_file() and advice(path))):
         return request
+    from forge_train.ground.presets import presets
     from forge_train.storage.hf_folder import Folder, is_hugging_face
     from forge_train_tools.offline.imported import imported
 
     if not is_hugging_face(path):
-        Folder.open(path)
+        if request.config and request.config not in presets() and not (path / "config.toml").is_file():
+            Folder.open(path)  # says what the path is instead
         return request
     return imported(request, Path(run_dir), lambda text: click.echo(text, err=True))
 

@@ -160,3 +160,10 @@ def test_a_class_that_can_not_be_built_is_a_mistake_in_the_folder(forge: Forge, 
     assert "odd/config.json: a value has the wrong type" in forge(*DOORS["import -p hf"], fails=2).err
     config(architectures=[], num_attention_heads=4)(folder / "odd")
     assert "architectures, which is missing (model_type is 'llama')" in forge(*DOORS["import"], fails=2).err
+
+
+def test_a_preset_is_meant_where_a_folder_has_its_name(forge: Forge, folder: Path) -> None:
+    (folder / "gpt2").mkdir()
+    (folder / "mine").mkdir()
+    assert "GPT2LMHeadModel" in forge("config", "show", "gpt2", "--json").out
+    assert "there is no config.json" in forge("config", "show", "mine", fails=2).err
