@@ -103,7 +103,7 @@ def _show(findings: Findings) -> None:
 def about(findings: Findings) -> Iterator[tuple[str, str]]:
     """A description of the data, in rows of a name and a text."""
     from forge_train.ground.present import few
-    from forge_train_kit.present import short
+    from forge_train_kit.present import several, short
 
     facts = findings.facts
     what = {
@@ -129,12 +129,12 @@ def about(findings: Findings) -> Iterator[tuple[str, str]]:
     else:
         yield "tokenizer", f"not known (--tokenizer); the largest id is {facts['largest']:,}"
     if findings.kind == "prepared":
-        yield "made of", f"{few(facts['sources'])} ({facts['source_files']:,} files)"
+        yield "made of", f"{few(facts['sources'])} ({several(facts['source_files'], 'file')})"
         yield "settings", ", ".join(f"{name} = {value}" for name, value in facts["settings"].items())
         yield "verified", "every shard holds what was written"
     elif findings.kind == "source":
         part = f"the first {short(facts['bytes'])} bytes of text only, in {facts['files_read']:,} of"
-        yield "read", f"{part if facts['read'] == 'beginning' else 'all of'} {facts['source_files']:,} files"
+        yield "read", f"{part if facts['read'] == 'beginning' else 'all of'} {several(facts['source_files'], 'file')}"
 
 
 def bars(findings: Findings) -> Iterator[tuple[str, str, str]]:

@@ -42,6 +42,11 @@ def counted(value: float, unit: str) -> str:
     return f"{folded.removesuffix(prefix)} {prefix}{unit}"
 
 
+def several(number: int, unit: str) -> str:
+    """`1 file`, `2,048 files`."""
+    return f"{number:,} {unit}{'' if number == 1 else 's'}"
+
+
 def time_span(seconds: float) -> str:
     """`12.3 ms`: a short time in the unit that fits."""
     for limit, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):

@@ -119,7 +119,7 @@ def test_show_follows_the_configuration(forge: Forge, folder: Path, monkeypatch:
         os.utime(path, (1, 1))  # what has just changed is not known by its time
     text = stages(forge)
     assert list(text) == ["source", "decode", "tokenise", "filter", "pack", "order", "batch"]
-    assert "1 files (1 .txt)" in text["source"][0]
+    assert "1 file (1 .txt)" in text["source"][0]
     assert text["batch"] == ["16 tokens × 2 sequences × 1 data ranks × 1 passes = 32 tokens a step; 6 steps"]
     assert "epoch" not in text["pack"][0]
     done = forge("train", "tiny.toml", "--json").json
@@ -160,7 +160,7 @@ def test_show_of_chats(forge: Forge, chats: Path, folder: Path) -> None:
     options = ("-p", "sft", "-s", "sft.path=chats.jsonl", "-s", "sft.template=plain", "-s", f"sft.cache={folder}/c")
     found = stages(forge, *options, "-s", "sft.learn=last")
     assert found["render"] == ["chat template: plain; learned: last"]
-    assert "1 files (1 .jsonl)" in found["source"][0]
+    assert "1 file (1 .jsonl)" in found["source"][0]
     assert "conversations longer than a row: refuse" in found["filter"]
 
 
@@ -196,4 +196,4 @@ def test_show_of_pairs(forge: Forge, folder: Path) -> None:
     found = stages(forge, *options, "-s", "text_pairs.kind=embedding")
     assert found["render"] == ["texts as they are"]
     assert found["pack"] == ["one text in a row; a pair is two rows, anchor, positive"]
-    assert "1 files (1 .jsonl)" in found["source"][0]
+    assert "1 file (1 .jsonl)" in found["source"][0]

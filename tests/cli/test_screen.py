@@ -21,6 +21,7 @@ from forge_train_cli.curves import Curve, drawing
 from forge_train_cli.screen import WIDEST
 from forge_train_kit.data.prepare.progress import Report
 from forge_train_kit.data.prepare.tasks import Preparation
+from forge_train_kit.data.stages import passes
 from forge_train_kit.present import phase_name, quantity
 
 pytestmark = pytest.mark.unit
@@ -110,6 +111,11 @@ def test_the_rate_of_packed_files_is_that_of_their_text(forge: Forge, folder: Pa
     report.at(5)
     report.end({}, 1000)
     assert (report.read, report.text) == (5, 500)
+
+
+def test_a_small_part_of_an_epoch_is_not_0() -> None:
+    assert passes(374_151, 48) == "374,151 sequences an epoch, 0.0001 epochs in this run"
+    assert passes(100, 150) == "100 sequences an epoch, 1.50 epochs in this run"
 
 
 def test_a_field_by_source(forge: Forge, folder: Path) -> None:

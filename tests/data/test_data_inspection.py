@@ -175,7 +175,7 @@ def test_bad_input(source: Path) -> None:
         (Asked((str(out), str(source))), "holds tokens already: inspect it alone"),
     ]
     for name, content, dtype, told in (
-        ("empty.jsonl", b"", "", "there is no text in 1 files"),
+        ("empty.jsonl", b"", "", "there is no text in 1 file."),
         ("broken.jsonl", b'{"text": "a"}\n{"te', "", "line 2"),
         ("cut.bin", b"abc", "uint16", "cut.bin is truncated or not of uint16"),
         ("raw.bin", b"abcd", "", "set --dtype to uint16"),

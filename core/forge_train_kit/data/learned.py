@@ -13,7 +13,7 @@ from forge_train.ground.present import run_length
 
 from . import progress
 from .documents import Documents
-from .stages import sequences
+from .stages import part, sequences
 
 if TYPE_CHECKING:
     from forge_train import Job
@@ -51,7 +51,7 @@ def tell_learned(
     lost = f"{' and '.join(left_out)} ({name}.long); " if left_out else "none is cut or dropped; "
     rows = len(pieces.row_ends)
     epochs = train.epochs or sequences(job) / rows
-    times = f"{epochs:.2f} epochs of {rows:,} rows"
+    times = f"{part(epochs)} epochs of {rows:,} rows"
     if train.epochs:
         times = f"{rows:,} rows an epoch; {run_length(epochs, job.steps)}"
     progress.tell(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from forge_train.ground.present import few, gib
 
+from ..present import several
+
 if TYPE_CHECKING:
     from forge_train import Job
 
@@ -27,7 +29,7 @@ def counted(files: Sequence[File]) -> str:
     """`3 files (3 .jsonl), 1.2 MiB`."""
     kinds = Counter(f".{file.suffix}" if file.suffix else file.name for file in files).most_common()
     size = gib(sum(file.size() for file in files))
-    return f"{len(files):,} files ({few(f'{count:,} {kind}' for kind, count in kinds)}), {size}"
+    return f"{several(len(files), 'file')} ({few(f'{count:,} {kind}' for kind, count in kinds)}), {size}"
 
 
 def sides(found: Mapping[Side, Documents]) -> str:
@@ -57,7 +59,12 @@ def order(job: Job, *, shuffle: bool) -> str:
 
 def passes(rows: int, needed: float) -> str:
     """Describe how often a run goes through its rows."""
-    return f"{rows:,} sequences an epoch, {needed / rows:.2f} epochs in this run"
+    return f"{rows:,} sequences an epoch, {part(needed / rows)} epochs in this run"
+
+
+def part(epochs: float) -> str:
+    """A number of epochs; a small one is not rounded to 0."""
+    return f"{epochs:.2f}" if epochs >= 0.1 else f"{epochs:.1g}"
 
 
 def sequences(job: Job) -> int:

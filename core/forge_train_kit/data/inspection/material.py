@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from forge_train import ConfigError
 from forge_train.ground.errors import ForgeError
 
+from ...present import several
 from ..chats import Learn
 from ..documents import Documents
 from ..files import File, find
@@ -221,7 +222,7 @@ class _Reading:
                     waiting, size = [], 0
         self._encode(waiting)
         if not self._lengths:
-            raise ConfigError(f"{KEY}: there is no text in {self.files:,} files.")
+            raise ConfigError(f"{KEY}: there is no text in {several(self.files, 'file')}.")
         tokens, ends = np.concatenate(self._ids), np.cumsum(self._lengths, dtype=np.int64)
         mask = np.concatenate(self._masks) if self._maker.template else None
         return Shard(Path(self._files[0].address), tokens, ends, mask)

@@ -19,6 +19,7 @@ from forge_train import ConfigError, Tokenizer
 from forge_train_kit.data.files import File
 from forge_train_kit.data.held_out import Side
 from forge_train_kit.data.tokenizers import encode_documents
+from forge_train_kit.present import several
 
 from . import cache
 from .baseline import trigram_bits_per_byte
@@ -108,7 +109,9 @@ def open_corpus(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> Corpus:
         name, key, folder / key, *(_map(folder / key, side, meta[side]) for side in ("train", "validation"))
     )
     if not len(corpus.train.tokens) + len(corpus.validation.tokens):
-        raise ConfigError(f"text.path: {name} is empty: there is not a single byte of text in {len(files)} files")
+        raise ConfigError(
+            f"text.path: {name} is empty: there is not a single byte of text in {several(len(files), 'file')}"
+        )
     return corpus
 
 
