@@ -82,8 +82,8 @@ def test_messages_may_be_kept_from_being_learned(flag: str) -> None:
     assert found.learned[0][1] == len(found.text)
     with pytest.raises(ConfigError, match="line 7: every turn of the assistant has a weight of 0"):
         render(template, conversation({"messages": [USER, {**ANSWER, flag: False}]}, "chats.jsonl, line 7"))
-    with pytest.raises(ConfigError, match=f"{flag} is 0.5; expected 0"):
-        conversation({"messages": [USER, {**ANSWER, flag: 0.5}]})
+    with pytest.raises(ConfigError, match=f"{flag} is -0.5; expected 0"):
+        conversation({"messages": [USER, {**ANSWER, flag: -0.5}]})
 
 
 def test_flags_that_contradict_each_other_are_refused() -> None:

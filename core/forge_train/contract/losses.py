@@ -6,11 +6,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from ..ground.errors import ConfigError
+from .batch import MASKED
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from .batch import Batch
     from .protocols import LossFunction
+
+LABEL_WEIGHTS = "label_weights"
+"""Target with the weight of each label's loss, `[batch, sequence]` float32; without it, each counts 1."""
 
 Listener = Callable[["Batch", "Tensor"], None]
 
@@ -26,11 +32,36 @@ class RowLosses(Protocol):
         ...
 
 
+@runtime_checkable
+class WeightedLosses(Protocol):
+    """A loss function that can multiply the loss of each label by its weight; it need not."""
+
+    def weighted(self, hidden: Tensor, head: nn.Module, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of the weighted losses, and that of each sequence, `[batch]`, without a graph."""
+        ...
+
+
+def batch_weight(batch: Batch) -> int | float:
+    """The number of unmasked labels, or the sum of their weights if it has some: for `Task.weight`."""
+    kept, weights = batch.labels != MASKED, batch.targets.get(LABEL_WEIGHTS)
+    return int(kept.sum()) if weights is None else float((weights.double() * kept).sum())
+
+
 def batch_loss(function: LossFunction, hidden: Tensor, head: nn.Module, batch: Batch) -> Tensor:
-    """A batch's summed loss, for `Task.loss`: that of each sequence is told to those who listen."""
-    if not _listeners or not isinstance(function, RowLosses):
+    """A batch's summed loss, for `Task.loss`: that of each sequence is told to those who listen.
+
+    Raises:
+        ConfigError: labels have weights, and the function can't take them.
+    """
+    weights = batch.targets.get(LABEL_WEIGHTS)
+    if weights is not None:
+        if not isinstance(function, WeightedLosses):
+            raise ConfigError("The loss plugin can't weigh labels, and the data has weights other than 0 and 1.")
+        loss, rows = function.weighted(hidden, head, batch.labels, weights)
+    elif not _listeners or not isinstance(function, RowLosses):
         return function(hidden, head, batch.labels)
-    loss, rows = function.by_row(hidden, head, batch.labels)
+    else:
+        loss, rows = function.by_row(hidden, head, batch.labels)
     for listener in _listeners:
         listener(batch, rows)
     return loss

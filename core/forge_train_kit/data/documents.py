@@ -37,6 +37,8 @@ class Documents:
         """Number of documents."""
         self.masked = any(shard.trained is not None for shard in self.shards)
         """Whether some tokens are not to be learned."""
+        self.weighted = any(shard.trained is not None and shard.trained.dtype == np.float32 for shard in self.shards)
+        """Whether some tokens count more than others."""
         self._digest = digest
 
     @cached_property
@@ -91,6 +93,15 @@ class Documents:
             shard, inside = self.shards[at], start + done - self._starts[at]
             size = min(len(shard.tokens) - inside, stop - start - done)
             out[done : done + size] = True if shard.trained is None else shard.trained[inside : inside + size] != 0
+            done, at = done + size, at + 1
+
+    def weights(self, start: int, out: NDArray[np.float32]) -> None:
+        """How much the loss of each token from `start` on counts, into `out`."""
+        at, stop, done = self._shard_of(start), min(start + len(out), self.tokens), 0
+        while start + done < stop:
+            shard, inside = self.shards[at], start + done - self._starts[at]
+            size = min(len(shard.tokens) - inside, stop - start - done)
+            out[done : done + size] = 1 if shard.trained is None else shard.trained[inside : inside + size]
             done, at = done + size, at + 1
 
     def ends_within(self, start: int, stop: int) -> Int64:

@@ -173,8 +173,8 @@ class LabelledRows(PackedRows):
         super().__init__(documents, sequence, replace(pieces, document=pieces.document * 2), pad=pad)
         self._of = of
 
-    def _read(self, row: int, inputs: Int64, labels: Int64, position_ids: Int64, document_ids: Int64) -> None:
-        super()._read(row, inputs, labels, position_ids, document_ids)
+    def _read(self, row: int, inputs: Int64, labels: Int64, *others: Any) -> None:
+        super()._read(row, inputs, labels, *others)
         at, pieces = 0, self._pieces
         for piece in pieces.of(row):
             stop = at + int(pieces.length[piece])

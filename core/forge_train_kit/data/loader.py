@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from forge_train import Batch
+from forge_train.contract.cuts import TOKENS
+from forge_train.contract.losses import LABEL_WEIGHTS
 
 from .documents import Int64
 from .plugin import Prefetch
@@ -201,15 +204,17 @@ def example(job: Job, *, isolate: bool) -> Batch:
 def as_batch(arrays: Arrays, *, pin: bool, target: str = SOURCE) -> Batch:
     """Rows as tensors, in pinned memory if they go to a CUDA device."""
 
-    def tensor(array: Int64) -> torch.Tensor:
+    def tensor(array: NDArray[Any]) -> torch.Tensor:
         made = torch.from_numpy(array)
         return made.pin_memory() if pin else made
 
-    positions, documents, sources = arrays.position_ids, arrays.document_ids, arrays.sources
+    positions, documents = arrays.position_ids, arrays.document_ids
+    targets = {target: arrays.sources, LABEL_WEIGHTS: arrays.weights}
     return Batch(
         tensor(arrays.inputs),
         tensor(arrays.labels),
         None if positions is None else tensor(positions),
         None if documents is None else tensor(documents),
-        targets={} if sources is None else {target: tensor(sources)},
+        targets={name: tensor(one) for name, one in targets.items() if one is not None},
+        axes={} if arrays.weights is None else {LABEL_WEIGHTS: TOKENS},
     )

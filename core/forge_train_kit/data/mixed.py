@@ -86,7 +86,13 @@ class Mixture:
             return replace(found, sources=np.full(len(found.inputs), every[0]))  # a bucket has several sequences
         parts = [(source == at, self._streams[at].read(row[source == at])) for at in every]
         fields = ("inputs", "labels", "position_ids", "document_ids")
-        return Arrays(**{name: _joined(name, parts) for name in fields}, sources=source.copy())
+        joined = {name: _joined(name, parts) for name in fields}
+        weights = None
+        if any(part.weights is not None for _, part in parts):
+            weights = np.ones(joined["inputs"].shape, np.float32)
+            for here, part in parts:
+                weights[here] = 1 if part.weights is None else part.weights
+        return Arrays(**joined, sources=source.copy(), weights=weights)
 
     def where(self, place: Int64) -> str:
         return f"{self._phases.names[int(place[0])]}: {self._streams[int(place[0])].where(place[1])}"

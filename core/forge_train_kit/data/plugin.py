@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_train import Ge, Gt, Plugin, Problem, hookimpl, section
+from forge_train import ConfigError, Ge, Gt, Plugin, Problem, hookimpl, section
 
 if TYPE_CHECKING:
     from forge_train import Finished, Job, Loader, Metric, Model
     from forge_train.config import Config as RunConfig
     from forge_train_kit.metrics import Sum
 
+    from .documents import Documents
     from .held_out import Side
     from .stream import Stream
 
@@ -109,6 +110,25 @@ def check_buckets(packing: str, config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "train.micro_batch",
             "must be 1 with packing 'buckets': a micro-batch is one bucket of at most train.sequence tokens.",
+        )
+
+
+def check_weights(documents: Documents, job: Job, key: str) -> None:
+    """Refuse weights of messages that the run's task would ignore.
+
+    Args:
+        documents: which the run learns.
+        job: of the run.
+        key: the plugin's section, for messages.
+
+    Raises:
+        ConfigError: naming the task.
+    """
+    name = job.hooks.provider("task")
+    if documents.weighted and name and not job.hooks.enabled[name].cls.weighs_labels:
+        raise ConfigError(
+            f"{key}.path: messages have weights other than 0 and 1, and plugin {name!r}, which provides the task, does "
+            "not weigh labels (weighs_labels)."
         )
 
 

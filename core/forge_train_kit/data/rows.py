@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forge_train import MASKED
 
 from .documents import Documents, Int64
 from .packing import bucket_unit
+
+Weights = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class Arrays:
     sources: Int64 | None = None
     """Source of each row in a mixture, or its place in its pair, `[rows]`; -1 in rows that do not
     count."""
+    weights: Weights | None = None
+    """How much each label's loss counts, `[rows, sequence]`; None where all count 1."""
 
 
 class Rows(Protocol):
@@ -133,8 +138,9 @@ class Pieces:
         """The pieces of a row."""
         return range(int(self.row_ends[row - 1]) if row else 0, int(self.row_ends[row]))
 
-    def read(self, piece: int, documents: Documents, inputs: Int64, labels: Int64) -> None:
-        """Tokens and labels of a piece, into arrays of its length; labels that are not learned stay as they are."""
+    def read(self, piece: int, documents: Documents, inputs: Int64, labels: Int64, weights: Weights | None) -> None:
+        """Tokens, labels and their weights of a piece, into arrays of its length; labels that are not learned stay as
+        they are."""
         begin, end = documents.span(int(self.document[piece]))
         start, length = begin + int(self.start[piece]), len(inputs)
         known = min(length, end - start - 1)  # labels: the document's last token has none
@@ -144,6 +150,8 @@ class Pieces:
             learned = np.zeros(known, bool)
             documents.learned(start + 1, learned)
             labels[:known][~learned] = MASKED
+        if weights is not None:
+            documents.weights(start + 1, weights[:known])
 
     def spans(self, row: int, documents: Documents) -> Iterator[tuple[int, int]]:
         """Yield first token and length of each piece of a row, with the label after it."""
@@ -187,11 +195,13 @@ class PackedRows:
         shape = len(rows), self._sequence
         inputs, labels = np.full(shape, self._pad, np.int64), np.full(shape, MASKED, np.int64)
         position_ids, document_ids = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        weights = np.ones(shape, np.float32) if self._documents.weighted else None
         for at, row in enumerate(rows.tolist()):
-            self._read(row, inputs[at], labels[at], position_ids[at], document_ids[at])
+            line = None if weights is None else weights[at]
+            self._read(row, inputs[at], labels[at], position_ids[at], document_ids[at], line)
         for ids in (inputs, labels):
             self._documents.check(ids, self._spans(rows))
-        return Arrays(inputs, labels, position_ids, document_ids)
+        return Arrays(inputs, labels, position_ids, document_ids, weights=weights)
 
     def where(self, row: int) -> str:
         return self._pieces.where(row, self._documents)
@@ -200,11 +210,20 @@ class PackedRows:
         for row in rows.tolist():
             yield from self._pieces.spans(row, self._documents)
 
-    def _read(self, row: int, inputs: Int64, labels: Int64, position_ids: Int64, document_ids: Int64) -> None:
+    def _read(
+        self,
+        row: int,
+        inputs: Int64,
+        labels: Int64,
+        position_ids: Int64,
+        document_ids: Int64,
+        weights: Weights | None,
+    ) -> None:
         at, pieces = 0, self._pieces.of(row)
         for number, piece in enumerate(pieces):
             here = slice(at, at + int(self._pieces.length[piece]))
-            self._pieces.read(piece, self._documents, inputs[here], labels[here])
+            line = None if weights is None else weights[here]
+            self._pieces.read(piece, self._documents, inputs[here], labels[here], line)
             position_ids[here] = np.arange(here.stop - at)
             document_ids[here] = number
             at = here.stop
@@ -237,11 +256,13 @@ class Buckets:
         length = self._pieces.length[pieces.start : pieces.stop]
         shape = len(pieces), -(-int(length.max()) // self._unit) * self._unit
         inputs, labels = np.full(shape, self._pad, np.int64), np.full(shape, MASKED, np.int64)
+        weights = np.ones(shape, np.float32) if self._documents.weighted else None
         for line, piece, size in zip(range(len(pieces)), pieces, length.tolist(), strict=True):
-            self._pieces.read(piece, self._documents, inputs[line, :size], labels[line, :size])
+            mine = None if weights is None else weights[line, :size]
+            self._pieces.read(piece, self._documents, inputs[line, :size], labels[line, :size], mine)
         for ids in (inputs, labels):
             self._documents.check(ids, self._pieces.spans(batch, self._documents))
-        return Arrays(inputs, labels)
+        return Arrays(inputs, labels, weights=weights)
 
     def where(self, row: int) -> str:
         return self._pieces.where(row, self._documents)

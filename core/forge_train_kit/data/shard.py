@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.integer]
+Learned = NDArray[Any]
+"""`[tokens]`: uint8, 1 for each token that is learned as a label; or float32, how much its loss counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +23,13 @@ class Shard:
         tokens: `[tokens]`, any integer dtype; a map of the file, so that nothing is read before it is used.
         ends: `[documents]` int64, where each document ends (exclusive); the last is `len(tokens)`. A map, if the file
             has them.
-        trained: `[tokens]` uint8, 1 where the token is to be learned as a label; None where all are.
+        trained: `[tokens]` uint8, 1 where the token is to be learned as a label, or float32, how much it counts as one;
+            None where all are learned alike.
         first: tokens of the file that lie before these, for messages.
     """
 
     path: Path
     tokens: Ids
     ends: NDArray[np.int64]
-    trained: NDArray[np.uint8] | None = None
+    trained: Learned | None = None
     first: int = 0

@@ -7,6 +7,7 @@ from 1024       tokens, of the header's dtype
 from a multiple of 8, after them
                 ends of the documents, int64: where each ends in the tokens (exclusive)
 after them      if the header says `trained`: one uint8 for each token, 1 where it is to be learned
+                if it says `weighted`, in a file of version 2: one float32 instead, how much the token's loss counts
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from numpy.typing import NDArray
 from forge_train import ConfigError
 from forge_train.ground.strict_json import loads
 
-from .shard import Ids, Shard
+from .shard import Ids, Learned, Shard
 
 MAGIC = b"FORGETOK"
-VERSION = 1
+VERSION = 2
+"""The newest one. Files without weights are written as version 1."""
 START = 1024
 """Offset of the first token."""
 SUFFIX = ".tokens"
@@ -50,6 +52,7 @@ class Header:
         trained: a mask marks the tokens to be learned.
         tokenizer: `digest` of the tokenizer that made them.
         content: blake2b of everything after the header.
+        weighted: whether the mask is of weights.
     """
 
     dtype: str
@@ -60,6 +63,7 @@ class Header:
     trained: bool
     tokenizer: str
     content: str
+    weighted: bool = False
 
     @property
     def ends_at(self) -> int:
@@ -72,7 +76,7 @@ class Header:
     @property
     def size(self) -> int:
         """Of the whole file, in bytes."""
-        return self.mask_at + (self.tokens if self.trained else 0)
+        return self.mask_at + self.tokens * (4 if self.weighted else 1 if self.trained else 0)
 
 
 class ShardWriter:
@@ -99,6 +103,7 @@ class ShardWriter:
         self._lengths: list[int] = []
         self._tokens = self._bytes = 0
         self._largest = -1
+        self._weighted = False
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -110,13 +115,13 @@ class ShardWriter:
         self._part.with_suffix(".mask").unlink(missing_ok=True)
         self._part.unlink(missing_ok=True)
 
-    def add(self, documents: Sequence[Ids], size: int, masks: Iterable[NDArray[np.uint8]] = ()) -> None:
+    def add(self, documents: Sequence[Ids], size: int, masks: Iterable[Learned] = ()) -> None:
         """Write documents.
 
         Args:
             documents: token ids of each; one without any is left out.
             size: of their text in bytes.
-            masks: of each, 1 where a token is to be learned.
+            masks: of each, 1 where a token is to be learned, or as float32 how much it counts.
         """
         kept = [document for document in documents if len(document)]
         if kept:
@@ -127,7 +132,8 @@ class ShardWriter:
             self._lengths += map(len, kept)
         if self._masks is not None:
             for mask in masks:
-                self._masks.write(np.ascontiguousarray(mask).data)
+                self._weighted |= mask.dtype == np.float32
+                self._masks.write(np.ascontiguousarray(mask, np.float32).data)
         self._bytes += size
 
     def close(self) -> Header:
@@ -138,15 +144,18 @@ class ShardWriter:
         if self._masks is not None:
             self._masks.seek(0)
             while chunk := self._masks.read(1 << 20):
-                self._file.write(chunk)
+                self._file.write(chunk if self._weighted else np.frombuffer(chunk, np.float32).astype(np.uint8).data)
         self._file.flush()
         header = Header(
             *(self._dtype.name, self._tokens, len(ends), self._bytes, self._largest),
-            *(self._trained, self._tokenizer, content(self._file)),
+            *(self._trained, self._tokenizer, content(self._file), self._weighted),
         )
-        text = json.dumps(dataclasses.asdict(header)).encode()
+        table = dataclasses.asdict(header)
+        if not self._weighted:
+            del table["weighted"]
+        text = json.dumps(table).encode()
         self._file.seek(0)
-        self._file.write((MAGIC + struct.pack("<II", VERSION, len(text)) + text).ljust(START))
+        self._file.write((MAGIC + struct.pack("<II", VERSION if self._weighted else 1, len(text)) + text).ljust(START))
         self._file.flush()
         self._file.close()
         self._part.replace(self.path)
@@ -203,7 +212,8 @@ def open_shard(path: Path) -> tuple[Shard, Header]:
     # Plain views spare np.memmap's work on every slice; an empty stretch can't be mapped.
     tokens = _map(path, header.dtype, START, header.tokens)
     ends = _map(path, "<i8", header.ends_at, header.documents)
-    trained = _map(path, "u1", header.mask_at, header.tokens) if header.trained else None
+    dtype = "<f4" if header.weighted else "u1"
+    trained = _map(path, dtype, header.mask_at, header.tokens) if header.trained else None
     return Shard(path, tokens, ends, trained), header
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import MASKED, Batch, Evaluator, Loader, Metric
+from forge_train.contract.losses import LABEL_WEIGHTS
 from forge_train_kit import metrics
 from forge_train_kit.data.loader import SOURCE, StreamLoader
 from forge_train_kit.data.stream import HELD_OUT_SEED, Ordered
@@ -60,8 +61,10 @@ class Losses:
             return
         # A product, because adding by index adds in any order on a GPU.
         mine = (source == torch.arange(self._count, device=source.device)[:, None]).double()
-        tokens = mine @ (batch.labels != MASKED).sum(1).double()
-        self.loss.update(mine @ losses.double(), tokens)
+        kept, weights = batch.labels != MASKED, batch.targets.get(LABEL_WEIGHTS)
+        tokens = mine @ kept.sum(1).double()
+        counted = tokens if weights is None else mine @ (weights.double() * kept).sum(1)
+        self.loss.update(mine @ losses.double(), counted)
         self.tokens.update(tokens)
 
 
@@ -72,7 +75,7 @@ def held_out_loss(name: str, rows: Rows, job: Job) -> Evaluator:
     def measure(part: nn.Module, hidden: Tensor, batch: Batch) -> None:
         weight = task.weight(batch)
         loss = full_tensor(task.loss(part, hidden, batch).detach())
-        mean.update(loss / max(weight, 1), weights=loss.new_tensor(weight))
+        mean.update(loss / (weight or 1), weights=loss.new_tensor(weight))
 
     def data() -> Loader:
         return StreamLoader(Ordered(rows, HELD_OUT_SEED, key="mixture", fixed=True), job)

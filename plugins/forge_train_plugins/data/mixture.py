@@ -35,6 +35,7 @@ from forge_train_kit.data.plugin import (
     bucket_values,
     check_buckets,
     check_prefetch,
+    check_weights,
 )
 
 if TYPE_CHECKING:
@@ -281,8 +282,10 @@ class Mixture(DataPlugin):
     def _rows(self, name: str, job: Job, split: Side) -> Rows:
         from forge_train_kit.data.tokens import rows_of
 
+        documents = self._open(job)[name][split]
+        check_weights(documents, job, "mixture")
         return rows_of(
-            self._open(job)[name][split],
+            documents,
             job.config.train.sequence,
             packing=self.config.packing,
             isolate=self.config.isolate,

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
-from forge_train_kit.data.plugin import DataPlugin, Prefetch, ahead, bucket_values, check_buckets, check_prefetch
+from forge_train_kit.data.plugin import (
+    DataPlugin,
+    Prefetch,
+    ahead,
+    bucket_values,
+    check_buckets,
+    check_prefetch,
+    check_weights,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +97,7 @@ class SFT(DataPlugin):
         from forge_train_kit.data.tokens import laid_out
 
         documents, sequence = self._open(job)[split], job.config.train.sequence
+        check_weights(documents, job, "sft")
         packing = self.config.packing
         pieces = fitted(documents, sequence, long=self.config.long, packing=packing, key="sft")
         if split == "train":

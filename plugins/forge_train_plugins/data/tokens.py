@@ -19,6 +19,7 @@ from forge_train_kit.data.plugin import (
     bucket_values,
     check_buckets,
     check_prefetch,
+    check_weights,
 )
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Tokens(DataPlugin):
         from forge_train_kit.data.tokens import rows_of
 
         found = self._open(job)
+        check_weights(found[split], job, "tokens")
         rows = rows_of(
             found[split],
             job.config.train.sequence,

@@ -40,6 +40,20 @@ class ChunkedCrossEntropy:
         """The same, and each sequence's share of it, `[batch]`, without a graph."""
         return sum_in_chunks(partial(self._sums, head), head, self.chunk, hidden, labels)
 
+    def weighted(self, hidden: Tensor, head: nn.Module, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of each token's loss times its weight, and each sequence's share of it, `[batch]`, without a graph.
+
+        `weights [batch, sequence]` fp32.
+        """
+        return sum_in_chunks(partial(self._weighted, head), head, self.chunk, hidden, labels, weights)
+
+    def _weighted(self, head: nn.Module, hidden: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(hidden).float().flatten(0, 1)
+        each = (
+            self._loss(head, logits, F.log_softmax(logits, -1), labels.flatten(), "none").view(labels.shape) * weights
+        )
+        return each.sum(), each.detach().sum(1)
+
     def _sum(self, head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
         logits = head(hidden).float().flatten(0, 1)
         return self._loss(head, logits, F.log_softmax(logits, -1), labels.flatten(), "sum")

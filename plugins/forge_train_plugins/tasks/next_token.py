@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forge_train import MASKED, Batch, LossFunction, Plugin, Task, hookimpl
+from forge_train import Batch, LossFunction, Plugin, Task, hookimpl
+from forge_train.contract.losses import batch_loss, batch_weight
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -19,6 +20,7 @@ class NextToken(Plugin):
     api = (1, 0)
     requires = ("loss",)
     per_unit = True
+    weighs_labels = True
 
     @hookimpl
     def task(self, job: Job) -> Task:
@@ -27,16 +29,14 @@ class NextToken(Plugin):
 
 @dataclass(frozen=True)
 class NextTokenTask:
-    """Calls the `loss` slot; every unmasked label counts once."""
+    """Calls the `loss` slot; every unmasked label counts once, or as much as its weight says."""
 
     loss_function: LossFunction
 
-    def weight(self, batch: Batch) -> int:
-        return int((batch.labels != MASKED).sum())
+    def weight(self, batch: Batch) -> int | float:
+        return batch_weight(batch)
 
     def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-        from forge_train.contract.losses import batch_loss
-
         return batch_loss(self.loss_function, hidden, part.get_submodule("head"), batch)
 
     def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:

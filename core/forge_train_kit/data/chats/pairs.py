@@ -65,6 +65,8 @@ def preference(record: Mapping[str, Any], where: str = "this record") -> Prefere
     chosen, rejected = answers
     if chosen == rejected:
         raise ConfigError(f"{where}: chosen and rejected are the same.")
+    if any(message.get("weight", 1) not in (0, 1) for message in (*chosen, *rejected)):
+        raise ConfigError(f"{where}: a message of a pair has a weight of 0 or 1: answers are compared as a whole.")
     context, tools = common(chosen, rejected), tools_of(fields.get("tools"), where)
     return Preference(*(checked(Conversation(tuple(answer), tools, context, where)) for answer in answers))
 

@@ -27,7 +27,9 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 _LISTS = ("messages", "conversations", "tools", "history")
 """Fields that are lists; in CSV, an empty text is none."""
 _LEARNED = ("train", "training", "loss_mask", "weight")
-"""Names of a message's flag that keeps it from being learned."""
+"""Names of a message's flag that keeps it from being learned; `weight` may also say how much its tokens count."""
+_LIGHT, _HEAVY = 1e-6, 1e6
+"""Weights beyond these are taken for mistakes."""
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"} | {r: r for r in ROLES}
 _SPEAKERS["observation"] = "tool"
 """Who speaks in ShareGPT's `from`, and the role that it is."""
@@ -58,6 +60,10 @@ class Conversation:
             if message["role"] == "assistant" and at >= self.context and message.get("weight", 1)
         ]
 
+    def weight(self, turn: int) -> float:
+        """How much the tokens of a learned message count."""
+        return float(self.messages[turn].get("weight", 1))
+
     @property
     def silent(self) -> bool:
         """Whether the assistant neither says, nor thinks, nor calls anything."""
@@ -70,7 +76,8 @@ def conversation(record: Mapping[str, Any], where: str = "this record", shape: s
     """A record as messages.
 
     - `messages`: `{"messages": [{"role", "content", "tool_calls"?, …}], "tools"?}`. A `weight` of 0 on an assistant's
-      message keeps it from being learned, and so does `train`, `training` or `loss_mask` of false or 0.
+      message keeps it from being learned, and so does `train`, `training` or `loss_mask` of false or 0; another
+      weight, such as 0.5, multiplies the loss of its tokens.
     - `sharegpt`: `{"conversations": [{"from", "value"}], "system"?, "tools"?}`.
     - `prompt`: `{"prompt", "completion"}`, both strings (what the user says, what the assistant answers) or both lists
       of messages; only the completion is learned.
@@ -176,12 +183,14 @@ def _message(entry: Any, where: str) -> Message:
         message.pop("tool_calls", None)
     flags = {name: message.pop(name) for name in _LEARNED if name in message}
     for name, value in flags.items():
-        if value not in (0, 1):
-            raise ConfigError(f"{where}: {name} is {value!r}; expected 0 (not learned) or 1.")
+        heavy = name == "weight" and isinstance(value, int | float) and _LIGHT <= value <= _HEAVY
+        if value not in (0, 1) and not heavy:
+            other = f" or a weight from {_LIGHT:g} to {_HEAVY:g}" if name == "weight" else " or 1"
+            raise ConfigError(f"{where}: {name} is {value!r}; expected 0 (not learned){other}.")
     if len({bool(value) for value in flags.values()}) > 1:
         raise ConfigError(f"{where}: {' and '.join(flags)} contradict each other.")
-    if not all(flags.values()):
-        message["weight"] = 0
+    if (weight := flags.get("weight", 1) if all(flags.values()) else 0) != 1:
+        message["weight"] = weight
     if "content" in message:
         message["content"] = _content(message["content"], where)
     elif not calls or role != "assistant":

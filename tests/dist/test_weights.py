@@ -1,0 +1,53 @@
+"""Weights of messages on layouts: the mean is over the sum of the weights of all ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weight_cases
+from forge_train_tools.testing import Pool
+
+pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
+
+
+def record(number: int) -> dict[str, Any]:
+    weights = (0.1 * (1 + number % 5), 0.5, 2.5)
+    turns = [
+        ({"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "x" * at, "weight": weight})
+        for at, weight in enumerate(weights, start=1 + number % 3)
+    ]
+    return {"messages": [message for turn in turns for message in turn]}
+
+
+@pytest.mark.parametrize(
+    ("world", "plugins", "layout"),
+    [
+        (2, ("fsdp2",), {}),
+        (2, ("ddp",), {}),
+        (2, ("cp",), {"parallel.cp": 2}),
+        (2, ("tp",), {"parallel.tp": 2}),
+        (2, ("pp",), {"parallel.pp": 2}),
+        (4, ("fsdp2", "cp"), {"parallel.cp": 2}),
+    ],
+)
+def test_every_layout_weighs_alike(
+    ranks: Pool, tmp_path: Path, world: int, plugins: tuple[str, ...], layout: dict[str, Any]
+) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(record(number)) + "\n" for number in range(17)), encoding="utf-8")
+    config = {
+        "sft": {"path": str(file), "cache": str(tmp_path / "cache"), "template": "plain", "held_out": 0.0},
+        "train.sequence": 128,
+        "decoder.max_sequence": 128,
+        "train.evaluate_every": 0,
+    }
+    arguments = {"folder": str(tmp_path)}
+    ((*one,),) = ranks.run(weight_cases.trained, 1, plugins=(), config=config, **arguments)
+    several = ranks.run(weight_cases.trained, world, plugins=plugins, config={**config, **layout}, **arguments)
+    for found in several:
+        for step, expected in zip(found, one, strict=True):
+            assert step == pytest.approx(expected, rel=1e-5)
