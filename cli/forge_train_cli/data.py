@@ -14,6 +14,7 @@ from forge_train.ground.errors import ConfigError
 
 from . import screen
 from .lazy import LazyGroup
+from .options import OF_CHATS, chat_options, named_values
 
 if TYPE_CHECKING:
     from forge_train_kit.data.manifest import Manifest
@@ -47,6 +48,7 @@ def data() -> None:
               help="Share of the documents to keep for evaluation.")  # fmt: skip
 @click.option("--chat", is_flag=True, help="Records are conversations: render them, and mark the learned tokens.")
 @click.option("--template", metavar="T", help="The chat template; by default the tokenizer's own.")
+@chat_options
 @click.option("--map", "maps", multiple=True, metavar="NAME[:OPTION=VALUE,…]",
               help="Change the documents, in the order given: length:least=200, fim:rate=0.5.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Number of processes; all cores by default.")
@@ -63,8 +65,8 @@ def prepare(
 
     if tokenizer and train_tokenizer is not None:
         raise ConfigError("--tokenizer and --train-tokenizer exclude each other; give only one.")
-    if more["template"] and not more["chat"]:
-        raise ConfigError("--template: has no effect without --chat.")
+    if not more["chat"] and (lost := next((name for name in ("template", *OF_CHATS) if more[name]), "")):
+        raise ConfigError(f"--{lost.replace('_', '-')}: has no effect without --chat.")
     if more["chat"] and (more["maps"] or train_tokenizer is not None or more["fields"]):
         raise ConfigError("--chat: conversations take no --map, --field or --train-tokenizer.")
     if tokenizer and tokenizer != "bytes" and not Path(tokenizer).expanduser().exists():
@@ -83,6 +85,10 @@ def prepare(
         skip=more["skip_broken"],
         chat=more["chat"],
         template=more["template"] or "",
+        rename=named_values("--rename", more["rename"]),
+        roles=named_values("--roles", more["roles"]),
+        each_turn=more["each_turn"],
+        split_special_tokens=more["split_special_tokens"],
         maps=more["maps"],
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that its workers end as on Ctrl-C

@@ -12,7 +12,7 @@ import click
 from forge_train.ground.strict_json import dumps
 
 from . import screen
-from .options import json_option
+from .options import chat_options, json_option, named_values
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -40,6 +40,7 @@ BORDER, UNLEARNED = "│", ("⟦", "⟧")
 @click.option(
     "--learn", type=click.Choice(["assistant", "last", "all"]), help="Which part of a conversation is learned."
 )
+@chat_options
 @click.option("--samples", "count", type=click.IntRange(0, 1000), default=3, show_default=True, metavar="N",
               help="How many stretches of tokens to show.")  # fmt: skip
 @click.option("--html", metavar="FILE", callback=screen.page, help="Also write an HTML page.")
@@ -56,6 +57,7 @@ def inspect(sources: tuple[str, ...], count: int, html: str | None, as_json: boo
     from forge_train_kit.data.inspection import Asked
     from forge_train_kit.data.inspection import inspect as look
 
+    asked |= {name: named_values(f"--{name}", asked[name]) for name in ("rename", "roles")}
     given = {name: value for name, value in asked.items() if value is not None}
     try:
         findings = look(Asked(sources, **given), count=count, told=_told)

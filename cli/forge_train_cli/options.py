@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from forge_train.ground.errors import ConfigError
+
 if TYPE_CHECKING:
     from forge_train.config.layers import Request
 
@@ -111,6 +113,43 @@ def hugging_face(request: Request, run_dir: str) -> Request:
             Folder.open(path)  # says what the path is instead
         return request
     return imported(request, Path(run_dir), lambda text: click.echo(text, err=True))
+
+
+OF_CHATS = ("rename", "roles", "each_turn", "split_special_tokens")
+"""What `chat_options` gives."""
+
+
+def chat_options(function: _F) -> _F:
+    """How conversations are read, as `sft` has it: `OF_CHATS`."""
+    for option in (
+        click.option("--split-special-tokens", is_flag=True,
+                     help="With --chat: keep special tokens in what messages say as text."),
+        click.option("--each-turn", is_flag=True,
+                     help="With --chat: each turn of the assistant is a document that ends with it."),
+        click.option("--roles", multiple=True, metavar="OWN=ROLE",
+                     help="With --chat: the records' name of a role, and the role, as in bot=assistant."),
+        click.option("--rename", multiple=True, metavar="NAME=OWN",
+                     help="With --chat: the name to read, and the records' own, as in prompt=question."),
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def named_values(option: str, given: tuple[str, ...]) -> dict[str, str]:
+    """`NAME=OTHER` as a table.
+
+    Raises:
+        ConfigError: one is something else, or a name is there twice.
+    """
+    found: dict[str, str] = {}
+    for one in given:
+        name, _, other = one.partition("=")
+        if not name or not other:
+            raise ConfigError(f"{option} {one}: expected two names with = between them, like prompt=question.")
+        if name in found:
+            raise ConfigError(f"{option} {one}: {name} is given twice.")
+        found[name] = other
+    return found
 
 
 def json_option(function: _F) -> _F:

@@ -197,3 +197,21 @@ def test_show_of_pairs(forge: Forge, folder: Path) -> None:
     assert found["render"] == ["texts as they are"]
     assert found["pack"] == ["one text in a row; a pair is two rows, anchor, positive"]
     assert "1 file (1 .jsonl)" in found["source"][0]
+
+
+def test_prepare_takes_other_names_of_fields_and_roles(forge: Forge, folder: Path) -> None:
+    chat = [{"who": "user", "text": "hi"}, {"who": "bot", "text": "ho"}, {"who": "user", "text": "so"}]
+    record = {"chat": [*chat, {"who": "bot", "text": "lo"}]}
+    (folder / "named.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    names = ("--rename", "messages=chat", "--rename", "role=who", "--rename", "content=text")
+    base = ("data", "prepare", "named.jsonl", "--held-out", "0", "--chat", "--template", "plain")
+    forge(*base, "--out", "whole", *names, "--roles", "bot=assistant")
+    forge(*base, "--out", "turns", *names, "--roles", "bot=assistant", "--each-turn")
+    documents = [json.loads((folder / out / "manifest.json").read_text()) for out in ("whole", "turns")]
+    assert [sum(one["documents"] for one in each["shards"]["train"]) for each in documents] == [1, 2]
+    seen = forge("data", "inspect", "named.jsonl", *base[5:], *names, "--roles", "bot=assistant", "--json").json
+    assert seen["documents"] == 1
+    said = forge(*base, "--out", "x", *names, "--roles", "bot=assistant", "--roles", "boot=user", fails=2).err
+    assert "--roles: boot = 'user' is of no use: no message has the role 'boot'" in said
+    assert "expected two names with = between them" in forge(*base, "--out", "x", "--rename", "chat", fails=2).err
+    assert "--roles: has no effect without --chat" in forge(*base[:5], "--out", "x", "--roles", "a=b", fails=2).err

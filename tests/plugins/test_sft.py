@@ -320,3 +320,23 @@ def test_a_run_s_copy_of_the_tokenizer_gives_the_same_tokens(here: Path) -> None
     assert TURN_END in open_tokenizer(str(folder)).stops
     again = sft(here, cache=str(here / "other"))
     assert [batch.inputs.tolist() for batch in epoch(again.build_data(job(here), "train"))] == before
+
+
+def test_a_row_for_each_turn(here: Path) -> None:
+    turns = [message for at in ("one", "two", "three") for message in chat_model.chat(f"say {at}", at)["messages"]]  # type: ignore[attr-defined]
+    write(here, {"messages": turns})
+    plugin = sft(here, each_turn=True, packing="pad")
+    loader = plugin.build_data(job(here), "train")
+    assert learned(here, epoch(loader)) == Counter(f"{at}<|im_end|>" for at in ("one", "two", "three"))
+    (problem,) = SFT(SFT.Config(path="x", each_turn=True, learn="last")).check_config(SimpleNamespace())  # type: ignore[arg-type]
+    assert problem.key == "sft.learn"
+
+
+def test_special_tokens_of_users_stay_text(here: Path) -> None:
+    write(here, chat_model.chat("say <|im_end|>", "one"))
+    counts = []
+    for split in (False, True):
+        plugin = sft(here, split_special_tokens=split, packing="pad")
+        (batch,) = epoch(plugin.build_data(job(here), "train"))
+        counts.append((batch.inputs == TURN_END).sum().item())
+    assert counts == [3, 2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ..ground.errors import ConfigError
 from .batch import MASKED
@@ -23,7 +23,6 @@ Listener = Callable[["Batch", "Tensor"], None]
 _listeners: tuple[Listener, ...] = ()
 
 
-@runtime_checkable
 class RowLosses(Protocol):
     """A loss function that can tell the loss of each sequence; it need not."""
 
@@ -32,7 +31,6 @@ class RowLosses(Protocol):
         ...
 
 
-@runtime_checkable
 class WeightedLosses(Protocol):
     """A loss function that can multiply the loss of each label by its weight; it need not."""
 
@@ -53,18 +51,19 @@ def batch_loss(function: LossFunction, hidden: Tensor, head: nn.Module, batch: B
     Raises:
         ConfigError: labels have weights, and the function can't take them.
     """
-    weights = batch.targets.get(LABEL_WEIGHTS)
-    if weights is not None:
-        if not isinstance(function, WeightedLosses):
+    # A guarded function has these through __getattr__, which isinstance does not ask since Python 3.12.
+    by_row, weighted = getattr(function, "by_row", None), getattr(function, "weighted", None)
+    if (weights := batch.targets.get(LABEL_WEIGHTS)) is not None:
+        if weighted is None:
             raise ConfigError("The loss plugin can't weigh labels, and the data has weights other than 0 and 1.")
-        loss, rows = function.weighted(hidden, head, batch.labels, weights)
-    elif not _listeners or not isinstance(function, RowLosses):
+        loss, rows = weighted(hidden, head, batch.labels, weights)
+    elif not _listeners or by_row is None:
         return function(hidden, head, batch.labels)
     else:
-        loss, rows = function.by_row(hidden, head, batch.labels)
+        loss, rows = by_row(hidden, head, batch.labels)
     for listener in _listeners:
         listener(batch, rows)
-    return loss
+    return cast("Tensor", loss)
 
 
 @contextmanager

@@ -182,6 +182,10 @@ class Completion:
 
     def _encode(self, prompt: str, *, whole: bool) -> list[int]:
         """Token ids of the prompt; if documents have no beginning token, the end of another document precedes it."""
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"The prompt is not UTF-8 at character {error.start}; give it as UTF-8.") from error
         if ids := [*(() if whole else self._tokenizer.begin), *self._tokenizer.encode(prompt)]:
             return ids
         if self._tokenizer.end is None:

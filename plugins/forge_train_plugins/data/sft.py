@@ -51,6 +51,12 @@ class SFT(DataPlugin):
         """Options of the template: `{ enable_thinking = false }`; the saved template has them as its defaults."""
         learn: Literal["assistant", "last", "all"] = "assistant"
         """Tokens to learn: every turn of the assistant, its last one, or all tokens."""
+        each_turn: bool = False
+        """Make each turn of the assistant a row of its own, of which only that turn is learned: thoughts of earlier
+        turns are then removed as the template removes them when the model is used."""
+        split_special_tokens: bool = False
+        """Keep special tokens that stand in what messages say as text; otherwise `<|im_end|>` in a user's message ends
+        the turn."""
         rename: Mapping[str, str] = field(default_factory=dict)
         """The name to read, and the records' own: `{ prompt = "question", completion = "row.answer" }`; `role` and
         `content` rename the fields of messages."""
@@ -83,6 +89,8 @@ class SFT(DataPlugin):
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         yield from check_prefetch(self.config.prefetch, "sft")
         yield from check_buckets(self.config.packing, config)
+        if self.config.each_turn and self.config.learn != "assistant":
+            yield Problem("sft.learn", "has no effect with sft.each_turn: a row's last turn is learned.")
         if not self.config.path:
             yield Problem("sft.path", "required: your conversations, such as chats.jsonl.", data=True)
 
@@ -119,6 +127,8 @@ class SFT(DataPlugin):
 
         config, rows = self.config, None
         yield "render", f"chat template: {config.template or 'of the tokenizer'}; learned: {config.learn}"
+        if config.each_turn:
+            yield "render", "each turn of the assistant is a document that ends with it, and alone is learned"
         yield "filter", held_out(config.held_out, "conversations by their hash")
         yield "filter", f"conversations longer than a row: {config.long}"
         yield "order", order(job, shuffle=config.shuffle)
@@ -154,7 +164,7 @@ class SFT(DataPlugin):
         from forge_train_kit.data.learned import tell_learned
 
         if job.dist.main and self._sides is not None and self._epoch is not None:
-            tell_learned("sft", "conversations", self._sides, self._epoch, job)
+            tell_learned("sft", "turns" if self.config.each_turn else "conversations", self._sides, self._epoch, job)
         folder, choice = job.run.dir / model_files.FOLDER, self.config.template
         options = self.config.template_options
         found = model_files.files(folder)  # a SentencePiece model may lie there alone
@@ -200,4 +210,6 @@ class SFT(DataPlugin):
             rename=config.rename,
             roles=config.roles,
             learn=config.learn,
+            each_turn=config.each_turn,
+            split_special_tokens=config.split_special_tokens,
         )

@@ -46,6 +46,8 @@ class TextPairs(Plugin):
         """The chat template for preference pairs; see `sft.template`."""
         template_options: Mapping[str, Any] = field(default_factory=dict)
         """See `sft.template_options`."""
+        split_special_tokens: bool = False
+        """See `sft.split_special_tokens`."""
         rename: Mapping[str, str] = field(default_factory=dict)
         """See `sft.rename`."""
         roles: Mapping[str, str] = field(default_factory=dict)
@@ -72,6 +74,8 @@ class TextPairs(Plugin):
             yield Problem("text_pairs.template", "has no effect on texts (text_pairs.kind = 'embedding').")
         if self.config.template_options and self.config.kind == "embedding":
             yield Problem("text_pairs.template_options", "has no effect on texts (text_pairs.kind = 'embedding').")
+        if self.config.split_special_tokens and self.config.kind == "embedding":
+            yield Problem("text_pairs.split_special_tokens", "has no effect on texts (text_pairs.kind = 'embedding').")
         if config.train.micro_batch % 2:
             yield Problem("train.micro_batch", "must be even: a pair is two sequences of one micro-batch.")
 
@@ -182,4 +186,5 @@ class TextPairs(Plugin):
             template_options=config.template_options,
             rename=config.rename,
             roles=config.roles,
+            split_special_tokens=config.split_special_tokens,
         )

@@ -7,9 +7,10 @@ ids, trained = tokenise(tokenizer, segments)
 
 from .beside import turn_end, write_beside
 from .faithful import check_written
+from .literal import LiteralEncoder, literal_spans
 from .pairs import EmbeddingTexts, Preference, embedding_texts, preference, render_preference
 from .records import SHAPES, Conversation, conversation
-from .rename import check_names, renamed
+from .rename import check_names, check_used, renamed
 from .render import Learn, Segments, render, tokenise, tokenise_ended
 from .sources import BUILT_IN, open_template
 from .template import Template
@@ -20,13 +21,16 @@ __all__ = [
     "Conversation",
     "EmbeddingTexts",
     "Learn",
+    "LiteralEncoder",
     "Preference",
     "Segments",
     "Template",
     "check_names",
+    "check_used",
     "check_written",
     "conversation",
     "embedding_texts",
+    "literal_spans",
     "open_template",
     "preference",
     "renamed",

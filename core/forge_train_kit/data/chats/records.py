@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from forge_train import ConfigError
@@ -30,8 +30,8 @@ _LEARNED = ("train", "training", "loss_mask", "weight")
 """Names of a message's flag that keeps it from being learned; `weight` may also say how much its tokens count."""
 _LIGHT, _HEAVY = 1e-6, 1e6
 """Weights beyond these are taken for mistakes."""
-_SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"} | {r: r for r in ROLES}
-_SPEAKERS["observation"] = "tool"
+SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"} | {r: r for r in ROLES}
+SPEAKERS["observation"] = "tool"
 """Who speaks in ShareGPT's `from`, and the role that it is."""
 
 
@@ -58,6 +58,13 @@ class Conversation:
             at
             for at, message in enumerate(self.messages)
             if message["role"] == "assistant" and at >= self.context and message.get("weight", 1)
+        ]
+
+    def by_turn(self) -> list[Conversation]:
+        """The conversation up to each learned message of the assistant, of which only that is learned."""
+        return [
+            replace(self, messages=self.messages[: at + 1], context=at, where=f"{self.where}: messages[{at}]")
+            for at in self.learned
         ]
 
     def weight(self, turn: int) -> float:
@@ -227,10 +234,10 @@ def _sharegpt(entries: Any, where: str) -> list[Message]:
         if speaker == "function_call":
             turns.append({**rest, "role": "assistant", "tool_calls": _called(entry["value"], f"{where}[{at}]")})
             continue
-        if speaker not in _SPEAKERS:
-            known = ", ".join(_SPEAKERS)
+        if speaker not in SPEAKERS:
+            known = ", ".join(SPEAKERS)
             raise ConfigError(f"{where}[{at}]: from is {speaker!r}; expected one of {known}.")
-        turns.append({**rest, "role": _SPEAKERS[speaker], "content": entry["value"]})
+        turns.append({**rest, "role": SPEAKERS[speaker], "content": entry["value"]})
     return messages_of(turns, where)
 
 

@@ -13,6 +13,7 @@ from forge_train import ConfigError
 from forge_train.contract.protocols import OffsetEncoder, Tokenizer
 
 from ..shard import Learned
+from .literal import LiteralEncoder
 from .records import Conversation
 from .template import Span, Template
 from .turns import Turns
@@ -29,11 +30,13 @@ class Segments:
         text: as the template wrote it, special tokens included.
         learned: start and end (exclusive) of what is learned, in characters, in order and apart.
         weights: how much each of these counts; empty if each counts 1.
+        literal: start and end of special tokens that are text.
     """
 
     text: str
     learned: tuple[Span, ...]
     weights: tuple[float, ...] = ()
+    literal: tuple[Span, ...] = ()
 
 
 def render(template: Template, conversation: Conversation, *, learn: Learn = "assistant") -> Segments:
@@ -133,7 +136,12 @@ def _encoded(tokenizer: Tokenizer, segments: Segments) -> tuple[NDArray[np.uint3
             f"{type(tokenizer).__name__} does not tell which characters a token stands for (encode_with_offsets), "
             "which masks of chats need."
         )
-    ids, offsets = tokenizer.encode_with_offsets(segments.text)
+    if not segments.literal:
+        ids, offsets = tokenizer.encode_with_offsets(segments.text)
+    elif isinstance(tokenizer, LiteralEncoder):
+        ids, offsets = tokenizer.encode_with_literals(segments.text, segments.literal)
+    else:
+        raise ConfigError(f"{type(tokenizer).__name__} can't leave special tokens as text (split_special_tokens).")
     weights = segments.weights or (1,) * len(segments.learned)
     learned: Learned = np.zeros(len(segments.text) + 1, np.float32 if segments.weights else np.uint8)
     for (start, stop), weight in zip(segments.learned, weights, strict=True):

@@ -34,12 +34,10 @@ from forge_train import ConfigError
 
 from .records import Message, common
 from .template import Span, Template
-from .variations import Variations
+from .variations import THOUGHT_MARKS, Variations
 
 _RESULTS = ("tool_responses", "tool_results")
 """Keys of an assistant's message that hold what tools answered, which is not learned."""
-_THOUGHT_MARKS = re.compile(r"(?:\s|<[^<>]*think[^<>]*>|\[/?think\])*", re.IGNORECASE)
-"""Marks that may surround thoughts: `<think>`, `[/THINK]`, `<|START_THINKING|>` and spaces."""
 
 
 class Turns:
@@ -226,7 +224,7 @@ class Turns:
             header = both[len(both) - len(left[1]) : len(right[0])]
             headers += [header] if header and prompt[1].startswith(header) else []
         shared = self._snapped(here[1], self._snapped(prompt[1], common(prompt[1], here[1])))
-        if shared and _THOUGHT_MARKS.fullmatch(prompt[1][shared:]):
+        if shared and THOUGHT_MARKS.fullmatch(prompt[1][shared:]):
             headers.append(prompt[1][:shared])
         fits = [len(header) for header in headers if here[1].startswith(header)]
         return len(self._text) - len(here[1]) + fits[0] if fits else None
@@ -237,6 +235,6 @@ class Turns:
         for end in range(len(header), 0, -1):
             at = before.rfind(header[:end])
             rests = header[end:], before[at + end :]
-            if at >= 0 and all(_THOUGHT_MARKS.fullmatch(rest) for rest in rests):
+            if at >= 0 and all(THOUGHT_MARKS.fullmatch(rest) for rest in rests):
                 return at + end
         return None

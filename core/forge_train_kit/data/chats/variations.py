@@ -14,6 +14,8 @@ from .template import Template
 
 _KEPT = ("role", "type", "id", "tool_call_id", "name")
 """Keys whose strings templates compare or check; sentinels leave them."""
+THOUGHT_MARKS = re.compile(r"(?:\s|<[^<>]*think[^<>]*>|\[/?think\])*", re.IGNORECASE)
+"""Marks that may stand around thoughts: `<think>`, `[/THINK]`, `<|START_THINKING|>` and spaces."""
 
 
 class Variations:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,9 @@ from ..formats import lookup
 from ..held_out import SIDES
 from ..manifest import FILE, WORK, Prepared, open_prepared
 from ..prepare import Preparation
+from ..prepare.encoding import Maker, chats, documents
 from ..prepare.tasks import Piece
-from ..prepare.worker import BATCH, Maker, chats, documents
+from ..prepare.worker import BATCH
 from ..shard import Ids, Shard
 from ..store import content, read_header
 from ..tokenizers import BYTES, encode_documents, open_tokenizer
@@ -55,6 +57,7 @@ class Asked:
         chat: whether records are conversations.
         template: the template that renders them; empty for the tokenizer's own.
         learn: the part of them that is learned; None for the assistant's turns.
+        rename, roles, each_turn, split_special_tokens: see `Preparation`.
     """
 
     sources: tuple[str, ...]
@@ -64,6 +67,10 @@ class Asked:
     chat: bool = False
     template: str = ""
     learn: Learn | None = None
+    rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    each_turn: bool = False
+    split_special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,12 +106,13 @@ def open_material(asked: Asked, told: Callable[[str], None] = lambda text: None)
     prepared, foreign = (first / FILE).is_file() or (first / WORK).is_dir(), first.suffix in FOREIGN or asked.dtype
     if (prepared or foreign) and len(asked.sources) > 1:
         raise ConfigError(f"{KEY}: {first} holds tokens already: inspect it alone.")
-    made = ("field", "chat", "template", "learn", *(("dtype", "tokenizer") if prepared else ()))
-    useless = made if prepared or foreign else () if asked.chat else ("template", "learn")
+    of_chats = ("template", "learn", "rename", "roles", "each_turn", "split_special_tokens")
+    made = ("field", "chat", *of_chats, *(("dtype", "tokenizer") if prepared else ()))
+    useless = made if prepared or foreign else () if asked.chat else of_chats
     for option in useless:
         if getattr(asked, option):
             why = f"{first} holds tokens" if prepared or foreign else "it is for --chat"
-            raise ConfigError(f"--{option}: has no effect: {why}.")
+            raise ConfigError(f"--{option.replace('_', '-')}: has no effect: {why}.")
     if asked.chat and asked.field:
         raise ConfigError("--field: has no effect: conversations have fields of their own.")
     if prepared:
@@ -180,6 +188,10 @@ def _source(asked: Asked, told: Callable[[str], None]) -> Material:
         chat=asked.chat,
         template=asked.template,
         learn=asked.learn or "assistant",
+        rename=asked.rename,
+        roles=asked.roles,
+        each_turn=asked.each_turn,
+        split_special_tokens=asked.split_special_tokens,
     )
     maker = Maker.of(wanted, path)
     reading = _Reading(files, wanted, maker, told)
@@ -242,7 +254,8 @@ class _Reading:
     def _of(self, piece: Piece) -> Iterator[tuple[bytes, Any, Any]]:
         maker = self._maker
         if maker.template is not None:
-            yield from chats(piece, self._wanted, maker, maker.template)
+            for text, members in chats(piece, self._wanted, maker, maker.template):
+                yield from ((text, ids, trained) for ids, trained, _ in members)
         else:
             for text in documents(piece, self._wanted.field):
                 yield text, None, None

@@ -19,15 +19,17 @@ from forge_train import ConfigError
 from forge_train.storage import model_files
 
 from ..cache import cache_folder
+from ..chats import check_used
 from ..files import File, find
 from ..held_out import SIDES
 from ..manifest import FILE, TOKENIZER, WORK, Listed, Manifest, read_manifest
 from ..maps import Maps
 from ..tokenizers import BYTES, open_tokenizer, pieces, special
 from . import pool, training
+from .encoding import Maker
 from .progress import Report, Told
 from .tasks import TEXT, Preparation, Task, divide, matches
-from .worker import Done, Maker, done, task_name
+from .worker import Done, done, task_name
 
 __all__ = ["Preparation", "Report", "Told", "cache_folder", "prepare", "settled"]
 
@@ -65,6 +67,9 @@ def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: b
         if left:
             pool.run(wanted, tokenizer, left, report)
         results = [_required(done(work, wanted.out, task), task) for task in tasks]
+        if all(result.used is not None for result in results):
+            used = {name for result in results for name in result.used or ()}
+            check_used(wanted.rename, wanted.roles, used, key.removesuffix("path") if "." in key else "--")
         manifest = Manifest(
             tokenizer=_described(tokenizer),
             settings=wanted.public(),

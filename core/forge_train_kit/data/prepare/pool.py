@@ -13,9 +13,10 @@ from forge_train import ConfigError
 from forge_train.ground.errors import describe
 
 from ..tokenizers.pretrained import SERIAL
+from .encoding import Maker
 from .progress import Report
 from .tasks import Preparation, Task
-from .worker import Maker, perform, task_name
+from .worker import perform, task_name
 
 EVERY = 0.5
 """Seconds between two reports."""

@@ -47,6 +47,8 @@ class Preparation:
         template_options: of that template.
         rename, roles: see `chats.renamed`.
         learn: the part of a conversation that is learned.
+        each_turn: whether each turn of the assistant is a document of its own, which ends with it.
+        split_special_tokens: whether special tokens in the words of messages stay text.
         pairs: whether records are pairs, each of which becomes two consecutive documents: preferences, which are
             conversations too, or texts.
         maps: changes of texts, in order, as `Maps` takes them.
@@ -69,6 +71,8 @@ class Preparation:
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
     roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
     learn: Learn = "assistant"
+    each_turn: bool = False
+    split_special_tokens: bool = False
     pairs: Literal["", "preference", "embedding"] = ""
     maps: tuple[str, ...] = ()
     labels: Labels | None = None
@@ -79,7 +83,10 @@ class Preparation:
         if self.labels is not None:
             return {**made, **self.labels.public()}
         if self.pairs or self.chat:
-            named = {"rename": dict(self.rename), "roles": dict(self.roles)} if self.rename or self.roles else {}
+            named: dict[str, Any] = {}
+            if self.rename or self.roles:
+                named = {"rename": dict(self.rename), "roles": dict(self.roles)}
+            named |= {key: True for key in ("each_turn", "split_special_tokens") if getattr(self, key)}
             chosen = {
                 "template": self.template,
                 "template_options": dict(self.template_options),

@@ -12,9 +12,9 @@ from pathlib import Path
 from forge_train import ConfigError
 
 from ..tokenizers.parts import PART
+from .encoding import documents
 from .progress import Report
 from .tasks import Preparation, Task
-from .worker import documents
 
 SAMPLE = 64 << 20
 """Bytes of text that it is trained on at most, taken evenly from all of it."""

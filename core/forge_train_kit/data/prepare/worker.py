@@ -3,49 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forge_train import ConfigError, Tokenizer
 
-from ..chats import (
-    Template,
-    check_names,
-    check_written,
-    conversation,
-    embedding_texts,
-    open_template,
-    preference,
-    renamed,
-    render,
-    render_preference,
-    tokenise_ended,
-    turn_end,
-)
-from ..formats import lookup, text_of, utf8
 from ..held_out import SIDES, Side, divided, side_of
-from ..labels import labelled
 from ..manifest import WORK
-from ..maps import Maps
-from ..shard import Ids
+from ..shard import Ids, Learned
 from ..store import SUFFIX, Header, ShardWriter, content, read_header
-from ..tokenizers import BYTES, encode_documents, open_tokenizer
-from .tasks import Piece, Preparation, Task
+from ..tokenizers import encode_documents
+from .encoding import Maker, documents, encoded
+from .tasks import Preparation, Task
 
 BATCH = 1 << 20
 """Bytes of text that are tokenised at a time."""
-
-
-TODAY = datetime.datetime(2024, 7, 26)  # noqa: DTZ001 - a template knows no time zones
-"""Date for templates that ask for it, so that tokens do not change from day to day; Llama 3.1's default."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +33,13 @@ class Done:
         number: of the task.
         headers: of its shards, by side; a side without documents has none.
         skipped: files that were left out, and why.
+        used: keys of `rename` and `roles` that its records needed; None in a note that says nothing of them.
     """
 
     number: int
     headers: dict[str, Header]
     skipped: dict[str, str]
+    used: tuple[str, ...] | None = None
 
 
 def task_name(task: Task | int) -> str:
@@ -80,7 +59,8 @@ def done(work: Path, out: Path, task: Task, *, verify: bool = False) -> Done | N
             return None
         if verify and any(not _intact(shard_path(out, side, task.number), headers[side]) for side in headers):
             return None
-        return Done(task.number, headers, table["skipped"])
+        used = table.get("used")
+        return Done(task.number, headers, table["skipped"], None if used is None else tuple(used))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError):
         return None
 
@@ -101,6 +81,7 @@ def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told:
         told: is given the bytes of each piece that was read.
     """
     skipped: dict[str, str] = {}
+    maker.used.clear()
     with ExitStack() as stack:
         sides: dict[Side, _Side] = {}
 
@@ -116,8 +97,8 @@ def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told:
             try:
                 if wanted.labels or wanted.pairs or wanted.chat:
                     for text, members in encoded(piece, wanted, maker):
-                        for ids, trained in members:
-                            side(side_of(text, wanted.held_out)).add_encoded(ids, trained, len(text))
+                        for ids, trained, size in members:
+                            side(side_of(text, wanted.held_out)).add_encoded(ids, trained, size)
                 else:
                     for document in documents(piece, wanted.field_of(piece.file)):
                         for name, text in divided(document, wanted.held_out, whole=whole):
@@ -131,128 +112,8 @@ def perform(task: Task, wanted: Preparation, maker: Maker, *, whole: bool, told:
         headers = {name: dataclasses.asdict(sides[name].close()) for name in SIDES if name in sides}
     note = wanted.out / WORK / f"{task_name(task)}.json"
     part = note.with_suffix(".part")
-    part.write_text(json.dumps({"headers": headers, "skipped": skipped}), encoding="utf-8")
+    part.write_text(json.dumps({"headers": headers, "skipped": skipped, "used": sorted(maker.used)}), encoding="utf-8")
     part.replace(note)
-
-
-@dataclass(frozen=True)
-class Maker:
-    """Converts records to tokens.
-
-    Args:
-        tokenizer: of the preparation.
-        template: renders conversations; None if records are texts.
-        maps: changes of texts.
-        ends: ids at which generation stops: the tokenizer's, and the one that ends a turn of the template. A run's copy
-            of the tokenizer has the latter too, and gives the same tokens.
-    """
-
-    tokenizer: Tokenizer
-    template: Template | None
-    maps: Maps
-    ends: frozenset[int] = frozenset()
-
-    @classmethod
-    def of(cls, wanted: Preparation, tokenizer: str) -> Maker:
-        """Build the requirements of a preparation, given its tokenizer's path.
-
-        Raises:
-            ConfigError: there is no such tokenizer, template or map, or they don't fit each other.
-        """
-        opened, maps = open_tokenizer(tokenizer), Maps(wanted.maps)
-        maps.check(opened)
-        check_names(wanted.rename)
-        folder = None if tokenizer == BYTES else Path(tokenizer)
-        template = (
-            open_template(wanted.template, folder, options=wanted.template_options, now=TODAY) if wanted.chat else None
-        )
-        ends = {*opened.stops, *([] if template is None else [turn_end(template, opened)])}
-        return cls(opened, template, maps, frozenset(id for id in ends if id is not None))
-
-
-def encoded(
-    piece: Piece, wanted: Preparation, maker: Maker
-) -> Iterator[tuple[bytes, list[tuple[Ids, NDArray[np.uint8] | None]]]]:
-    """The text of each record of a piece, and its documents, each with what of it is learned, if not all."""
-    if wanted.labels is not None:
-        for text, two in labelled(_placed(piece), wanted.labels, maker.tokenizer):
-            yield text, [(ids, None) for ids in two]
-    elif wanted.pairs:
-        for text, members in pairs(piece, wanted, maker):
-            yield text, [*members]
-    elif maker.template is not None:
-        for text, ids, trained in chats(piece, wanted, maker, maker.template):
-            yield text, [(ids, trained)]
-
-
-def chats(
-    piece: Piece, wanted: Preparation, maker: Maker, template: Template
-) -> Iterator[tuple[bytes, Ids, NDArray[np.uint8]]]:
-    """Text, token ids and what is learned of each conversation of a piece."""
-    for where, record in _named(piece, wanted):
-        found = conversation(record, where)
-        if found.silent:
-            raise ConfigError(f"{found.where}: the assistant's turn is empty; a model would learn to say nothing.")
-        segments = render(template, found, learn=wanted.learn)
-        check_written(template, found, segments.text)
-        text = utf8(segments.text, found.where)
-        ids, trained = tokenise_ended(maker.tokenizer, template, segments, maker.ends)
-        if not trained.any():
-            raise ConfigError(f"{found.where}: no token is learned of this conversation.")
-        yield text, ids, trained
-
-
-def pairs(
-    piece: Piece, wanted: Preparation, maker: Maker
-) -> Iterator[tuple[bytes, list[tuple[Ids, NDArray[np.uint8]]]]]:
-    """The first text of each pair of a piece, and of both the token ids and what is learned.
-
-    Args:
-        piece: of a file.
-        wanted: the preparation.
-        maker: with a template for preferences; without one for pairs of texts, which are learned as a whole.
-    """
-    tokenizer, template = maker.tokenizer, maker.template
-    for where, record in _named(piece, wanted):
-        if template is not None:
-            pair = preference(record, where)
-            both = render_preference(template, pair)
-            for answer, segments in zip((pair.chosen, pair.rejected), both, strict=True):
-                check_written(template, answer, segments.text)
-            texts = [utf8(segments.text, where) for segments in both]
-            yield texts[0], [tokenise_ended(tokenizer, template, segments, maker.ends) for segments in both]
-            continue
-        found = embedding_texts(record, where)
-        if found.negatives:
-            raise ConfigError(f"{where}: negative: texts that do not belong together are not read; leave them out.")
-        encoded: list[tuple[Ids, NDArray[np.uint8]]] = []
-        for name, text in (("anchor", found.anchor), ("positive", found.positive)):
-            utf8(text, f"{where}: {name}")
-            if not (ids := tokenizer.encode(text)):
-                raise ConfigError(f"{where}: {name} has no token.")
-            whole = [*tokenizer.begin, *ids, *([] if tokenizer.end is None else [tokenizer.end])]
-            encoded.append((np.asarray(whole, np.uint32), np.ones(len(whole), np.uint8)))
-        yield found.anchor.encode(), encoded
-
-
-def _named(piece: Piece, wanted: Preparation) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The records of a piece under the names that are read, each after its place."""
-    for where, record in _placed(piece):
-        yield where, renamed(record, wanted.rename, wanted.roles, where)
-
-
-def _placed(piece: Piece) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The records of a piece, each after the file and the place where it stands."""
-    for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
-        yield piece.file.at(place), record
-
-
-def documents(piece: Piece, field: str) -> Iterator[bytes]:
-    """The texts of a piece, as UTF-8; empty ones left out."""
-    for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
-        text = text_of(record, field, piece.file.at(place), "--field")
-        if text:
-            yield utf8(text, f"{piece.file.at(place)}: {field!r}")
 
 
 class _Side:
@@ -272,7 +133,7 @@ class _Side:
         if self._size >= BATCH:
             self._flush()
 
-    def add_encoded(self, ids: Ids, trained: NDArray[np.uint8] | None, size: int) -> None:
+    def add_encoded(self, ids: Ids, trained: Learned | None, size: int) -> None:
         """A document that is tokens already, and begins and ends as it should."""
         self._writer.add([ids], size, [] if trained is None else [trained])
 

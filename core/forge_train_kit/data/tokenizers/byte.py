@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..formats import utf8
+
 
 class ByteTokenizer:
     """UTF-8 bytes, 0…255, and 256 for the end of a document."""
@@ -18,11 +20,17 @@ class ByteTokenizer:
     digest = "bytes"
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8", errors="replace"))
+        """The bytes of a text.
+
+        Raises:
+            ConfigError: there is half a surrogate pair in it.
+        """
+        return list(utf8(text, "the text"))
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        sizes = [len(character.encode("utf-8", errors="replace")) for character in text]
-        return self.encode(text), [(at, at + 1) for at, size in enumerate(sizes) for _ in range(size)]
+        ids = self.encode(text)
+        sizes = [len(character.encode("utf-8")) for character in text]
+        return ids, [(at, at + 1) for at, size in enumerate(sizes) for _ in range(size)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text; bytes that are not UTF-8 become U+FFFD, ids that are no bytes are left out."""

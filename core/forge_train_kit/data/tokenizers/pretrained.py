@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from forge_train.storage.model_files import pointer
 
 from . import special
 from .converted import converted
+from .literals import Literals
 from .parts import PART, parts
 
 Ids = NDArray[np.unsignedinteger]
@@ -130,6 +132,27 @@ class PretrainedTokenizer:
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
+
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Special tokens by their text."""
+        return tuple(one.content for one in self._tokenizer.get_added_tokens_decoder().values() if one.special)
+
+    def encode_with_literals(
+        self, text: str, literal: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids and the characters of each, where special tokens in the spans `literal` are text like any other.
+
+        Raises:
+            ConfigError: the tokenizer takes no other names for its special tokens.
+        """
+        if self._tokenizer.encode_special_tokens:
+            return self.encode_with_offsets(text)
+        return self._literals.encode(text, literal)
+
+    @cached_property
+    def _literals(self) -> Literals:
+        return Literals(self._tokenizer)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""

@@ -1,0 +1,188 @@
+"""Records to token ids, and which of these are learned."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge_train import ConfigError, Tokenizer
+
+from ..chats import (
+    Conversation,
+    LiteralEncoder,
+    Segments,
+    Template,
+    check_names,
+    check_written,
+    conversation,
+    embedding_texts,
+    literal_spans,
+    open_template,
+    preference,
+    renamed,
+    render,
+    render_preference,
+    tokenise_ended,
+    turn_end,
+)
+from ..formats import lookup, text_of, utf8
+from ..labels import labelled
+from ..maps import Maps
+from ..shard import Ids, Learned
+from ..tokenizers import BYTES, open_tokenizer
+from .tasks import Piece, Preparation
+
+TODAY = datetime.datetime(2024, 7, 26)  # noqa: DTZ001 - a template knows no time zones
+"""Date for templates that ask for it, so that tokens do not change from day to day; Llama 3.1's default."""
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Converts records to tokens.
+
+    Args:
+        tokenizer: of the preparation.
+        template: which renders conversations; None where records are texts.
+        maps: changes of texts.
+        ends: the ids at which generation stops: the tokenizer's, and the one that ends a turn of the template. A run's
+            copy of the tokenizer has that too, and gives the same tokens.
+        special: tokens that stay text in the words of messages.
+        used: keys of `rename` and `roles` that records needed.
+    """
+
+    tokenizer: Tokenizer
+    template: Template | None
+    maps: Maps
+    ends: frozenset[int] = frozenset()
+    special: tuple[str, ...] = ()
+    used: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, wanted: Preparation, tokenizer: str) -> Maker:
+        """Build the requirements of a preparation, given its tokenizer's path.
+
+        Raises:
+            ConfigError: there is no such tokenizer, template or map, or they don't fit each other.
+        """
+        opened, maps = open_tokenizer(tokenizer), Maps(wanted.maps)
+        maps.check(opened)
+        check_names(wanted.rename, wanted.roles)
+        folder = None if tokenizer == BYTES else Path(tokenizer)
+        template = (
+            open_template(wanted.template, folder, options=wanted.template_options, now=TODAY) if wanted.chat else None
+        )
+        ends = {*opened.stops, *([] if template is None else [turn_end(template, opened)])}
+        special: tuple[str, ...] = ()
+        if wanted.split_special_tokens:
+            if not isinstance(opened, LiteralEncoder):
+                raise ConfigError(
+                    f"split_special_tokens: {type(opened).__name__} has no special tokens that a text could hold; "
+                    "leave it out."
+                )
+            special = tuple(opened.special_tokens)
+        return cls(opened, template, maps, frozenset(id for id in ends if id is not None), special)
+
+    def literal(self, segments: Segments, conversation: Conversation) -> Segments:
+        """The same rendering, with the special tokens that stay text."""
+        if not self.special or self.template is None:
+            return segments
+        found = literal_spans(self.template, conversation, segments.text, self.special)
+        return replace(segments, literal=tuple(found))
+
+
+def encoded(
+    piece: Piece, wanted: Preparation, maker: Maker
+) -> Iterator[tuple[bytes, list[tuple[Ids, Learned | None, int]]]]:
+    """The text of each record of a piece, and its documents, each with what of it is learned, if not all, and the bytes
+    of its text."""
+    if wanted.labels is not None:
+        for text, two in labelled(_placed(piece), wanted.labels, maker.tokenizer):
+            yield text, [(ids, None, len(text)) for ids in two]
+    elif wanted.pairs:
+        for text, both in pairs(piece, wanted, maker):
+            yield text, [(*one, len(text)) for one in both]
+    elif maker.template is not None:
+        for text, turns in chats(piece, wanted, maker, maker.template):
+            yield text, [*turns]
+
+
+def chats(
+    piece: Piece, wanted: Preparation, maker: Maker, template: Template
+) -> Iterator[tuple[bytes, list[tuple[Ids, Learned, int]]]]:
+    """Text of each conversation of a piece, and token ids, what is learned and bytes of its documents: one, or one for
+    each turn."""
+    for where, record in _named(piece, wanted, maker):
+        found = conversation(record, where)
+        samples = found.by_turn() if wanted.each_turn else []
+        text, members = b"", list[tuple[Ids, Learned, int]]()
+        for one in samples or [found]:
+            if one.silent:
+                raise ConfigError(f"{one.where}: the assistant's turn is empty; a model would learn to say nothing.")
+            segments = maker.literal(render(template, one, learn=wanted.learn), one)
+            check_written(template, one, segments.text)
+            text = utf8(segments.text, one.where)
+            ids, trained = tokenise_ended(maker.tokenizer, template, segments, maker.ends)
+            if not trained.any():
+                raise ConfigError(f"{one.where}: no token is learned of this conversation.")
+            members.append((ids, trained, len(text)))
+        yield text, members
+
+
+def pairs(piece: Piece, wanted: Preparation, maker: Maker) -> Iterator[tuple[bytes, list[tuple[Ids, Learned]]]]:
+    """The first text of each pair of a piece, and of both the token ids and what is learned.
+
+    Args:
+        piece: of a file.
+        wanted: the preparation.
+        maker: with a template for preferences; without one for pairs of texts, which are learned as a whole.
+    """
+    tokenizer, template = maker.tokenizer, maker.template
+    for where, record in _named(piece, wanted, maker):
+        if template is not None:
+            pair = preference(record, where)
+            answers = (pair.chosen, pair.rejected)
+            both = [
+                maker.literal(segments, answer)
+                for segments, answer in zip(render_preference(template, pair), answers, strict=True)
+            ]
+            for answer, segments in zip(answers, both, strict=True):
+                check_written(template, answer, segments.text)
+            texts = [utf8(segments.text, where) for segments in both]
+            yield texts[0], [tokenise_ended(tokenizer, template, segments, maker.ends) for segments in both]
+            continue
+        found = embedding_texts(record, where)
+        if found.negatives:
+            raise ConfigError(f"{where}: negative: texts that do not belong together are not read; leave them out.")
+        encoded: list[tuple[Ids, Learned]] = []
+        for name, text in (("anchor", found.anchor), ("positive", found.positive)):
+            utf8(text, f"{where}: {name}")
+            if not (ids := tokenizer.encode(text)):
+                raise ConfigError(f"{where}: {name} has no token.")
+            whole = [*tokenizer.begin, *ids, *([] if tokenizer.end is None else [tokenizer.end])]
+            encoded.append((np.asarray(whole, np.uint32), np.ones(len(whole), np.uint8)))
+        yield found.anchor.encode(), encoded
+
+
+def _named(piece: Piece, wanted: Preparation, maker: Maker) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The records of a piece under the names that are read, each after its place."""
+    for where, record in _placed(piece):
+        yield where, renamed(record, wanted.rename, wanted.roles, where, maker.used)
+
+
+def _placed(piece: Piece) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The records of a piece, each after the file and the place where it stands."""
+    for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
+        yield piece.file.at(place), record
+
+
+def documents(piece: Piece, field: str) -> Iterator[bytes]:
+    """The texts of a piece, as UTF-8; empty ones left out."""
+    for place, record in lookup(piece.file.suffix, piece.file.label).read(piece.file, piece.part):
+        text = text_of(record, field, piece.file.at(place), "--field")
+        if text:
+            yield utf8(text, f"{piece.file.at(place)}: {field!r}")
