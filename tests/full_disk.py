@@ -67,7 +67,7 @@ def refused(
     from forge_train_tools.testing import run_forge
 
     config = {"train.global_batch": 12, "train.micro_batch": 1, "checkpoint.every": 1}
-    config |= {"checkpoint.format": "safetensors"} if "safetensors" in ending else {}
+    config |= {"checkpoint.format": "safetensors"} if "-of-" in ending or "model" in ending else {}
     with full_for(*((ending,) if dist.get_rank() == rank else ()), below=below):
         try:
             run_forge(plugins, config, steps=2, name="run", folder=Path(folder))

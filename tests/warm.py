@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = (
-    *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    *("torch._dynamo", "torch.distributed.fsdp"),
     *("forge_train.engine", "forge_train_tools.launching.agent"),
 )
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36

@@ -1,4 +1,4 @@
-"""`forge checkpoint import`, `export` and `convert`: weights from and to Hugging Face layout."""
+"""`forge checkpoint import`, `export` and `convert`: checkpoints from and to other programs."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def shard_option(function: _F) -> _F:
     )
 
 
-@click.command("import", short_help="Make a checkpoint from a model in Hugging Face layout.")
-@click.argument("hf_dir", type=PATH)
+@click.command("import", short_help="Make a checkpoint from a model in Hugging Face layout, or from a DCP folder.")
+@click.argument("source", type=PATH)
 @click.argument("path", type=PATH)
 @plugin_options
 @set_option
@@ -82,18 +82,18 @@ def shard_option(function: _F) -> _F:
     "--allow-missing",
     multiple=True,
     metavar="PATTERN",
-    help="Tensors that HF_DIR may lack or have in another shape; their weights start as in a new model.",
+    help="Tensors that SOURCE may lack or have in another shape; their weights start as in a new model.",
 )
 @click.option(
     "--allow-extra",
     multiple=True,
     metavar="PATTERN",
-    help="Tensors that HF_DIR may have in addition to the model's; they are left out.",
+    help="Tensors that SOURCE may have in addition to the model's; they are left out.",
 )
 @nproc_option()
 @json_option
 def import_(
-    hf_dir: Path,
+    source: Path,
     path: Path,
     plugins: tuple[str, ...],
     without: tuple[str, ...],
@@ -104,16 +104,25 @@ def import_(
     nproc: int | None,
     as_json: bool,
 ) -> None:
-    """Make the checkpoint PATH from HF_DIR, which holds config.json and safetensors files.
+    """Make the checkpoint PATH from SOURCE, which holds config.json and safetensors files.
 
     \b
     forge checkpoint import Qwen3-0.6B qwen
     forge train qwen/config.toml -s text.path=my-texts
+
+    SOURCE may also be a folder of torch.distributed.checkpoint (DCP), such as a checkpoint of torchtitan or of an older
+    Forge. torch reads its pickles, with weights_only; no option but --json applies.
     """
+    from forge_train_tools.offline.dcp import import_dcp, is_dcp
     from forge_train_tools.offline.hf_import import import_checkpoint
 
+    if is_dcp(source):
+        if any((plugins, without, assignments, dtype, allow_missing, allow_extra, nproc)):
+            raise click.UsageError(f"{source} is a DCP folder, and is imported as it is: only --json applies.")
+        _say(import_dcp(source, path), as_json)
+        return
     done = import_checkpoint(
-        hf_dir,
+        source,
         path,
         plugins=plugins,
         without=without,
@@ -126,24 +135,37 @@ def import_(
     _say(done, as_json, f"Train it further with: forge train {path / 'config.toml'} -s {done.data}=…")
 
 
-@click.command(short_help="Write a model in Hugging Face layout.")
+@click.command(short_help="Write a model in Hugging Face layout, or a checkpoint as torch's DCP.")
 @click.argument("path", type=FETCHED)
-@click.argument("hf_dir", type=PATH)
+@click.argument("out", type=PATH)
+@click.option(
+    "--format", "layout", type=click.Choice(["hf", "dcp"]), default="hf", show_default=True, help="Layout of OUT."
+)
 @dtype_option
 @shard_option
 @nproc_option()
 @json_option
 def export(
-    path: Path, hf_dir: Path, dtype: torch.dtype | None, shard_size: int, nproc: int | None, as_json: bool
+    path: Path, out: Path, layout: str, dtype: torch.dtype | None, shard_size: int, nproc: int | None, as_json: bool
 ) -> None:
-    """Write the model of PATH to HF_DIR: config.json, safetensors files, and the files of the run's tokenizer."""
+    """Write the model of PATH to OUT: config.json, safetensors files, and the files of the run's tokenizer.
+
+    With --format dcp, OUT gets the whole checkpoint, optimizer and all, as torch.distributed.checkpoint writes it.
+    """
+    if layout == "dcp":
+        from forge_train_tools.offline.dcp import export_dcp
+
+        if dtype is not None or nproc is not None:
+            raise click.UsageError("--format dcp writes a checkpoint as it is: --dtype and --nproc don't apply.")
+        _say(export_dcp(path, out), as_json)
+        return
     from forge_train.ground.artifacts import Recorder
     from forge_train.storage import checkpoint
     from forge_train.storage.run import is_run
     from forge_train_tools.offline.huggingface import export_checkpoint
     from forge_train_tools.offline.opening import run_folder
 
-    done = export_checkpoint(path, hf_dir, dtype=dtype, shard_bytes=shard_size, nproc=nproc or 1)
+    done = export_checkpoint(path, out, dtype=dtype, shard_bytes=shard_size, nproc=nproc or 1)
     if is_run(run := run_folder(checkpoint.resolve(path))):
         recorder = Recorder(run)
         for file in done.files:

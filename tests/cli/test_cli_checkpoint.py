@@ -47,7 +47,7 @@ def steps(run: Path) -> list[int]:
 
 
 def flip(path: Path) -> None:
-    data = next(path.glob("*.distcp"))
+    data = next(path.glob("rank-*.safetensors"))
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
@@ -160,7 +160,7 @@ def test_what_can_not_be_moved_stays(forge: Forge, run: Path, folder: Path, monk
 
     monkeypatch.setattr(shutil, "copytree", rots)
     said = forge("checkpoint", "move", str(path), str(new), fails=1).err
-    assert "the copy can't be read back: __0_0.distcp has other contents" in said
+    assert "the copy can't be read back: rank-00000-0.safetensors has other contents" in said
 
     def full(*arguments: Any, **more: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -257,13 +257,13 @@ def test_diff_holds_one_tensor_of_each_in_memory(forge: Forge, folder: Path, mon
     model = {f"layer{n}": torch.ones(1000) for n in range(10)}
     a, b = save(folder / "a", 1, model=model), save(folder / "b", 1, model=model)
     read: list[str] = []
-    real: Callable[..., Any] = differences.dcp.read_one
+    real: Callable[..., Any] = differences.read_range
 
-    def read_one(path: Path, name: str, *arguments: Any) -> Any:
+    def read_range(path: Path, name: str, *arguments: Any) -> Any:
         read.append(name)
         return real(path, name, *arguments)
 
-    monkeypatch.setattr(differences.dcp, "read_one", read_one)
+    monkeypatch.setattr(differences, "read_range", read_range)
     monkeypatch.setattr(checkpoint, "load", None)
     diff(a, b)
     assert read == [name for name in sorted(f"model.{name}" for name in model) for _ in range(2)]

@@ -50,7 +50,7 @@ def test_listing_and_verifying_a_run_at_an_address(folder: Path) -> None:
     four, two = ("step-00000004", "", True), ("step-00000002", "", False)
     assert rows(forge("checkpoint", "list", RUN, "--json")) == [four, two]
     assert forge("checkpoint", "verify", RUN).out.splitlines() == [f"{FOUR}: whole", f"{TWO}: whole"]
-    damage(folder, "step-00000004%2F__0_0.distcp")
+    damage(folder, "step-00000004%2Frank-00000-0.safetensors")
     assert rows(forge("checkpoint", "list", f"{RUN}/checkpoints", "--json")) == [four, two]
     assert "has other contents than were saved" in (shown := forge("checkpoint", "verify", FOUR)).out
     assert shown.code == 1
@@ -115,9 +115,9 @@ def test_a_checkpoint_at_an_address_starts_a_new_run(folder: Path) -> None:
 
 
 def test_a_damaged_checkpoint_at_an_address_is_passed_over_or_refused(folder: Path) -> None:
-    damage(folder, "step-00000004%2F__0_0.distcp")
+    damage(folder, "step-00000004%2Frank-00000-0.safetensors")
     message = one_message(forge("train", "--resume", FOUR), 2)
-    assert message == f"{FOUR}: not a whole checkpoint: __0_0.distcp has other contents than were saved."
+    assert message == f"{FOUR}: not a whole checkpoint: rank-00000-0.safetensors has other contents than were saved."
     ended = resumed(folder, "--resume", RUN)
     assert "has other contents than were saved" in ended.err
     assert ended.json["step"] == 6

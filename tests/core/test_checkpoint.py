@@ -108,7 +108,7 @@ def test_what_is_no_checkpoint_is_not_found(tmp_path: Path) -> None:
 
 
 def data_of(path: Path) -> Path:
-    return next(path.glob("*.distcp"))
+    return next(path.glob("rank-*.safetensors"))
 
 
 def flip(path: Path) -> None:
@@ -118,8 +118,11 @@ def flip(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda path: data_of(path).write_bytes(data_of(path).read_bytes()[:-1]), "__0_0.distcp has "),
-    "missing": (lambda path: data_of(path).unlink(), "__0_0.distcp is missing"),
+    "truncated": (
+        lambda path: data_of(path).write_bytes(data_of(path).read_bytes()[:-1]),
+        "rank-00000-0.safetensors has ",
+    ),
+    "missing": (lambda path: data_of(path).unlink(), "rank-00000-0.safetensors is missing"),
     "empty manifest": (lambda path: (path / MANIFEST).write_text(""), "manifest.json can't be read"),
     "no manifest": (lambda path: (path / MANIFEST).unlink(), "manifest.json is missing"),
     "half a manifest": (lambda path: (path / MANIFEST).write_text('{"files": {"a"'), "manifest.json can't be read"),
@@ -133,10 +136,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "manifest.json does not list state.json",
     ),
     "a file elsewhere": (
-        lambda path: (path / MANIFEST).write_text((path / MANIFEST).read_text().replace("__0_0", "../__0_0")),
-        "manifest.json names '../__0_0.distcp', which is not in this folder",
+        lambda path: (path / MANIFEST).write_text((path / MANIFEST).read_text().replace("rank-", "../rank-")),
+        "manifest.json names '../rank-00000-0.safetensors', which is not in this folder",
     ),
-    "flipped": (flip, "__0_0.distcp has other contents than were saved"),
+    "flipped": (flip, "rank-00000-0.safetensors has other contents than were saved"),
     "emptied": (lambda path: [file.unlink() for file in path.iterdir()], "manifest.json is missing"),
 }
 
@@ -165,7 +168,7 @@ def test_changed_contents_are_found_where_they_are_looked_for(tmp_path: Path) ->
     path = write(tmp_path, 1)
     flip(path)
     assert check(path) == ""
-    assert "__0_0.distcp has other contents than were saved" in check(path, contents=True)
+    assert "rank-00000-0.safetensors has other contents than were saved" in check(path, contents=True)
 
 
 def test_what_a_path_means(tmp_path: Path) -> None:
@@ -180,7 +183,7 @@ def test_what_a_path_means(tmp_path: Path) -> None:
         resolve(tmp_path / "absent")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "5", '{"format": 3}', '{"step": 1}', "{"])
+@pytest.mark.parametrize("text", ["", "[]", "5", '{"format": 2}', '{"format": 4}', '{"step": 1}', "{"])
 def test_a_format_that_is_not_ours(tmp_path: Path, text: str) -> None:
     (tmp_path / "state.json").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match="format|not a checkpoint of forge"):
@@ -251,7 +254,7 @@ def test_what_can_not_be_read_back_is_never_committed(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(writing, "seal", rots)
     with pytest.raises(
-        ForgeError, match="what was saved can't be read back: __0_0.distcp has other contents"
+        ForgeError, match="what was saved can't be read back: rank-00000-0.safetensors has other contents"
     ) as caught:
         write(tmp_path, 2)
     assert caught.value.code == 1
@@ -290,7 +293,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(small_disk: Path) -> N
     with pytest.raises(ForgeError) as caught:
         save(small_disk, 2, {"a": torch.zeros(100_000)}, ALONE, beside=[])
     assert re.fullmatch(
-        rf"{small_disk}/step-00000002: can't save the checkpoint: it takes 392 KiB "
+        rf"{small_disk}/step-00000002: can't save the checkpoint: it takes 391 KiB "
         rf"\(the disk at {small_disk} has .* of 300 KiB left\)\. The newest whole checkpoint is step-00000001\. "
         r"Make room there, then go on\.",
         str(caught.value),

@@ -92,6 +92,7 @@ def test_everything_is_flushed_before_it_is_relied_on(tmp_path: Path, form: Any)
     assert disk.done == [
         "rm .step-00000002.partial",
         *index,
+        ".tensors.json.partial → tensors.json",
         ".state.json.partial → state.json",
         ".manifest.json.partial → manifest.json",
         ".step-00000002.partial → step-00000002",

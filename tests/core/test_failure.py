@@ -27,7 +27,7 @@ from forge_train import (
 from forge_train.contract.run import Run
 from forge_train.ground import records
 from forge_train.ground.errors import Where, locate
-from forge_train.storage import dcp
+from forge_train.storage import tensors
 from forge_train.storage.save_plan import Shards
 from forge_train_tools.launching.launch import WorkerResult
 
@@ -188,7 +188,7 @@ def test_a_checkpoint_that_can_t_be_read(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.EIO, "no")
 
     toys.run(tmp_path, name="a", stop_at=2)
-    monkeypatch.setattr(dcp, "read", refuse)
+    monkeypatch.setattr(tensors, "read", refuse)
     with pytest.raises(OSError, match="no"):
         toys.run(tmp_path, name="a")
     error = Run(tmp_path / "a").outcome()["error"]

@@ -377,7 +377,7 @@ def test_what_is_no_checkpoint_is_said_so(run: Path, tmp_path: Path, capsys: pyt
     shutil.copytree(run, started, ignore=shutil.ignore_patterns("step-*", "latest"))
     damaged = tmp_path / "damaged"
     shutil.copytree(run / "checkpoints" / "step-00000003", damaged)
-    with next(damaged.glob("*.distcp")).open("r+b") as file:
+    with next(damaged.glob("rank-*.safetensors")).open("r+b") as file:
         file.truncate(100)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")

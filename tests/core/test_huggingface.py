@@ -572,7 +572,7 @@ def test_training_another_model_from_a_folder_of_transformers_says_what_to_do(
 @pytest.mark.unit
 def test_checkpoints_of_a_run_are_listed_with_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tiny_models.trained(tmp_path, "checkpoint.every=1", "checkpoint.keep=5")
-    truncate(next((run / "checkpoints" / "step-00000002").glob("*.distcp")))
+    truncate(next((run / "checkpoints" / "step-00000002").glob("rank-*.safetensors")))
     assert forge(["checkpoint", "list", str(run), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["step"], row["latest"], bool(row["problem"])) for row in rows] == [

@@ -15,17 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 import toys
-from forge_train import DivergedError, ForgeError, Plugin, hookimpl
+from forge_train import DivergedError, ForgeError, Plugin, PluginError, hookimpl
 from forge_train.ground.disk import DiskError
 from forge_train.storage import save_plan, writing
 from forge_train.storage.background import NICENESS, Background
 from forge_train.storage.checkpoint import check, found, load, save
 from forge_train.storage.save_plan import Shards, balanced
 from forge_train.storage.seal import ALONE
+from forge_train.storage.shards import Shard
 from full_disk import full_for
 from saving import ASYNC, contents, overwritten, slow_disk, stepping
 
@@ -247,33 +246,27 @@ def test_the_size_that_is_checked_is_what_the_tensors_take(tmp_path: Path, monke
     monkeypatch.setattr(writing, "_check_room", lambda target, size: sizes.append(size))
     run = toys.run(tmp_path, steps=1).run
     (one,) = found(run / "checkpoints")
-    tensors = sum(file.stat().st_size for file in one.path.glob("*.distcp"))
+    tensors = sum(file.stat().st_size for file in one.path.glob("rank-*.safetensors"))
     assert tensors <= sizes[0] <= 1.5 * tensors
 
 
 # -- shares -----------------------------------------------------------------------------------------------------------
 
 
-def plan(*tensors: tuple[str, int, int]) -> SavePlan:
-    """A rank's plan: names, offsets and numbers of values of 1 byte of its shards."""
-
-    def item(name: str, offset: int, size: int) -> WriteItem:
-        chunk = ChunkStorageMetadata(torch.Size([offset]), torch.Size([size]))
-        data = TensorWriteData(chunk, TensorProperties(torch.uint8), torch.Size([10**9]))
-        return WriteItem(MetadataIndex(name, torch.Size([offset])), WriteItemType.SHARD, tensor_data=data)
-
-    return SavePlan([item(*one) for one in tensors])
+def held(*shards: tuple[str, int, int]) -> list[Shard]:
+    """A rank's shards: names, offsets and numbers of values of 1 byte."""
+    return [Shard(name, ((offset, offset + size),), (10**9,), torch.uint8) for name, offset, size in shards]
 
 
-def written(plans: list[SavePlan]) -> list[list[tuple[str, int]]]:
-    return [[(item.index.fqn, item.index.offset[0]) for item in plan.items] for plan in plans]  # type: ignore[index]
+def written(everybody: list[list[Shard]]) -> list[list[tuple[str, int]]]:
+    return [[(shard.name, shard.box[0][0]) for shard in shards] for shards in everybody]
 
 
 def test_each_shard_is_written_once_and_all_ranks_write_about_as_much() -> None:
     million = 10**6
     replicated = [("small", 0, 1), ("large", 0, 4 * million), ("middle", 0, 3 * million)]
-    first = plan(*replicated, ("own", 0, 5 * million))
-    second = plan(*replicated, ("own", 5 * million, 2 * million))
+    first = held(*replicated, ("own", 0, 5 * million))
+    second = held(*replicated, ("own", 5 * million, 2 * million))
     assert written(balanced([first, second])) == [
         [("middle", 0), ("own", 0)],
         [("small", 0), ("large", 0), ("own", 5 * million)],
@@ -283,8 +276,8 @@ def test_each_shard_is_written_once_and_all_ranks_write_about_as_much() -> None:
 def test_replicas_of_shards_write_half_each() -> None:
     """Two replicas, each of two shards."""
     shards = [[(f"p{n}", half * 10**6, 10**6) for n in range(8)] for half in (0, 1)]
-    plans = balanced([plan(*shards[rank % 2]) for rank in range(4)])
-    assert [len(one.items) for one in plans] == [4, 4, 4, 4]
+    plans = balanced([held(*shards[rank % 2]) for rank in range(4)])
+    assert [len(one) for one in plans] == [4, 4, 4, 4]
     everything = [one for rank in written(plans) for one in rank]
     assert sorted(everything) == sorted((name, offset) for half in shards for name, offset, _ in half)
 
@@ -296,8 +289,8 @@ def test_a_large_state_is_written_by_several_threads_whose_refusals_are_all_hear
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3), raising=False)
     state = {"model": {f"p{n}": torch.full((500,), float(n)) for n in range(8)}}
     path = save(tmp_path, 1, state, ALONE, beside=[]).path
-    names = ["__0_0.distcp", "__0_1_0.distcp", "__0_2_0.distcp"]
-    assert sorted(file.name for file in path.glob("*.distcp")) == names
+    names = [f"rank-00000-{thread}.safetensors" for thread in range(3)]
+    assert sorted(file.name for file in path.glob("rank-*.safetensors")) == names
     assert check(path, contents=True) == ""
     assert all(value.eq(int(name[1:])).all() for name, value in load(path, {}, ALONE)["model"].items())
     for name in names:
@@ -318,14 +311,14 @@ def test_training_goes_first(tmp_path: Path) -> None:
     assert niceness() == before
 
 
-def test_threads_copy_shards_without_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's loader that copies ahead waits for the current device of its thread, which is device 0 on every rank."""
-
-    def ahead(*arguments: Any, **options: Any) -> Any:
-        raise AssertionError("copies ahead")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._OverlappingCpuLoader", ahead)
-    state = {"model": {"a": torch.ones(3)}}
-    path = save(tmp_path, 1, state, ALONE, beside=[]).path
-    assert load(path, {}, ALONE)["model"]["a"].eq(1).all()
+@pytest.mark.parametrize(
+    ("everybody", "problem"),
+    [
+        ([held(("w", 0, 10**9)), held(("w", 0, 5))], "shards that do not add up to the tensor"),
+        ([held(("w", 0, 10)), held(("w", 12, 10**9 - 12))], "shards that do not add up to the tensor"),
+        ([held(("w", 0, 10)), held(("w", 5, 10**9 - 10))], "shards that overlap"),
+    ],
+)
+def test_shards_that_are_not_the_tensor_are_not_saved(everybody: list[list[Shard]], problem: str) -> None:
+    with pytest.raises(PluginError, match=f"The state 'w' can't be saved: the ranks hold {problem}"):
+        save_plan._check_tiled({"w": ((10**9,), torch.uint8)}, everybody)

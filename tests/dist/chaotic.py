@@ -88,7 +88,7 @@ class _Fate:
         elif deed == "full":
             from full_disk import full_for
 
-            full_for(".distcp", below=".partial").__enter__()
+            full_for(".safetensors", below=".partial").__enter__()
         elif deed == "clock":
             real = time.time
             time.time = lambda: real() - BACK
@@ -120,19 +120,19 @@ def _watch(owner: Any, name: str, moment: str, fate: _Fate) -> None:
 
 def _slow_down(seconds: float) -> None:
     """A disk that takes its time."""
-    from forge_train.storage.shard_files import Writer
+    from forge_train.storage import save_plan
 
-    flush, write = os.fsync, Writer.write_data
+    flush, write = os.fsync, save_plan.write_shards
 
     def fsync(handle: int) -> None:
         time.sleep(seconds)
         flush(handle)
 
-    def write_data(self: Any, *arguments: Any) -> Any:
+    def write_shards(*arguments: Any) -> Any:
         time.sleep(seconds)
-        return write(self, *arguments)
+        return write(*arguments)
 
-    os.fsync, Writer.write_data = fsync, write_data  # type: ignore[assignment,method-assign]
+    os.fsync, save_plan.write_shards = fsync, write_shards
 
 
 FATE = _mine()

@@ -16,7 +16,7 @@ from forge_train import Plugin, hookimpl
 from forge_train.ground.disk import DiskError
 from forge_train.loop.saver import Saver
 from forge_train.storage.background import Background
-from forge_train.storage.save_plan import Shards, _size
+from forge_train.storage.save_plan import Shards
 from forge_train_tools.testing import run_forge
 from full_disk import full_for
 from saving import ASYNC, contents, overwritten, slow_disk
@@ -81,7 +81,7 @@ def shares() -> Iterator[list[int]]:
     real = Shards.write
 
     def write(self: Shards, *arguments: Any) -> Any:
-        found.append(sum(map(_size, self.plan.mine.items)))
+        found.append(sum(shard.bytes for shard in self.plan.mine))
         return real(self, *arguments)
 
     with patch.object(Shards, "write", write):

@@ -46,7 +46,7 @@ def test_overwritten_on_every_rank_the_files_hold_the_old_values(ranks: Pool, tm
         assert [(one.step, check(one.path, contents=True)) for one in whole] == [(6, ""), (4, ""), (2, "")]
 
 
-@pytest.mark.parametrize(("ending", "rank"), [("__1_0.distcp", 1), ("manifest.json", 0)])
+@pytest.mark.parametrize(("ending", "rank"), [("rank-00001-0.safetensors", 1), ("manifest.json", 0)])
 def test_a_refusal_ends_every_rank_in_the_same_step_with_one_message(
     ranks: Pool, tmp_path: Path, ending: str, rank: int
 ) -> None:

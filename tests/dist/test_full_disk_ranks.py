@@ -23,16 +23,16 @@ TESTS = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     ("world", "ending", "rank", "below"),
     [
-        (1, ".distcp", 0, ".partial"),
-        (2, "__1_0.distcp", 1, ".partial"),  # an exception loses what caused it on its way to another rank
-        (2, ".metadata.tmp", 0, ".partial"),
+        (1, "rank-00000-0.safetensors", 0, ".partial"),
+        (2, "rank-00001-0.safetensors", 1, ".partial"),  # an exception loses what caused it on its way to another rank
+        (2, "tensors.json", 0, ".partial"),
         (2, "state.json", 0, ".partial"),
         (2, "plugins.json", 0, ".partial"),
         (2, "manifest.json", 0, ".partial"),
         (2, "latest", 0, "checkpoints"),
-        (2, ".safetensors", 1, ".partial"),
+        (2, "-of-00001.safetensors", 1, ".partial"),
         (2, "model.safetensors.index.json", 0, ".partial"),
-        (3, ".distcp", 2, ".partial"),
+        (3, "rank-00002-0.safetensors", 2, ".partial"),
         (4, "state.json", 0, ".partial"),
     ],
 )

@@ -317,7 +317,7 @@ def test_a_foreign_checkpoint(here: Path, content: str) -> None:
 
 def test_a_damaged_checkpoint_that_was_named() -> None:
     whole = toy_run() / "checkpoints" / "step-00000002"
-    (data,) = whole.glob("*.distcp")
+    (data,) = whole.glob("rank-*.safetensors")
     data.write_bytes(data.read_bytes()[:-1])
     message = one_message(train("--resume", whole), 2)
     assert message.startswith(f"{whole}: not a whole checkpoint: {data.name} has ")
@@ -360,7 +360,7 @@ def test_a_finished_run_is_not_said_to_be_finished_where_it_would_be_another(her
 def test_a_truncated_newest_checkpoint_falls_back_with_a_warning() -> None:
     run = toy_run("-s", "checkpoint.keep=5", "-s", "train.steps=6")
     newest = run / "checkpoints" / "step-00000006"
-    (data,) = newest.glob("*.distcp")
+    (data,) = newest.glob("rank-*.safetensors")
     data.write_bytes(data.read_bytes()[:-10])
     ended = train("--name", "toy", "-s", "checkpoint.every=2", "-s", "checkpoint.keep=5", "-s", "train.steps=8")
     assert ended.code == 0

@@ -139,7 +139,7 @@ def test_what_was_saved_is_read_back_before_anything_is_removed(
         size = real(path, *arguments, **more)
         saves.append(path)
         if len(saves) == 3:
-            data = next(path.glob("*.distcp"))
+            data = next(path.glob("rank-*.safetensors"))
             content = bytearray(data.read_bytes())
             content[-200] ^= 1
             data.write_bytes(content)

@@ -134,7 +134,7 @@ def read(weights: Mapping[str, Tensor], fit: Fit, dist: DistributedContext, *, b
         }
         with torch.no_grad():
             checkpoint.load(path, like, dist, only=MODEL, elsewhere=elsewhere)
-            evaluated.put_in(path, {n.removeprefix(MODEL): one for n, one in like.items()}, alone=dist.world == 1)
+            evaluated.put_in(path, {n.removeprefix(MODEL): one for n, one in like.items()}, dist)
 
 
 def places(path: Path, dist: DistributedContext, base: str = "") -> dict[str, Path]:

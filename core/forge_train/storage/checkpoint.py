@@ -1,6 +1,6 @@
 """Checkpoints: one fresh folder per step, whole or invisible, verified before it replaces anything.
 
-It holds tensors (torch.distributed.checkpoint), `state.json` with everything else, the run's `config.toml` and
+It holds tensors (safetensors files and their index), `state.json` with everything else, the run's `config.toml` and
 `plugins.json`, and `manifest.json` with the size and hash of each.
 """
 
@@ -14,7 +14,7 @@ from .found import Saved as Saved  # noqa: PLC0414  # what this module offers to
 from .found import found as found  # noqa: PLC0414
 from .found import newest as newest  # noqa: PLC0414
 from .found import remove as remove  # noqa: PLC0414
-from .manifest import MANIFEST, NEEDED
+from .manifest import DCP_INDEX, MANIFEST, NEEDED
 from .not_a_model import advice
 from .reading import load as load  # noqa: PLC0414
 from .reading import read_state as read_state  # noqa: PLC0414
@@ -57,6 +57,10 @@ def _is_run(path: Path) -> bool:
     if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
         raise ConfigError(
             f"{path} is in Hugging Face layout. Make a checkpoint of it first: forge checkpoint import {path} NEW"
+        )
+    if (path / DCP_INDEX).is_file() and not (path / MANIFEST).is_file():
+        raise ConfigError(
+            f"{path} was written by torch.distributed.checkpoint. Import it first: forge checkpoint import {path} NEW"
         )
     if not any((path / name).exists() for name in (MANIFEST, *NEEDED)):
         raise ConfigError(f"{path} is neither a run nor a checkpoint.{advice(path)}")

@@ -6,24 +6,20 @@ Each rank writes its shards to their places in the full tensors, so no rank hold
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from ..ground.files import write_json
-from ..ground.strict_json import dumps
+from ..state_map.views import whole
 from .in_place import Place, as_bytes, fill, pieces, size_of, write_at
+from .index import Placed
+from .shards import Shard
+from .tensor_files import DTYPES, Shapes, header
 from .tree import MODEL
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import WriteItem
-    from torch.distributed.checkpoint.storage import WriteResult
 
 Format = Literal["sharded", "safetensors", "both"]
 INDEX = "model.safetensors.index.json"
@@ -31,27 +27,6 @@ INDEX = "model.safetensors.index.json"
 ENDING = ".safetensors"
 SHARD_BYTES = 5_000_000_000
 """Largest file that is written, if its tensors are not larger."""
-DTYPES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""What a safetensors file can hold. Tensors of other dtypes stay in shards."""
-_PAGE = 4096
-"""Where values begin: whole pages are written in half the time, and NFS clients may write whole pages, so the one with
-the header must not hold values of another rank."""
-
-Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -95,40 +70,18 @@ class Files:
 
     # -- which shards ---------------------------------------------------------------------------------------------
 
-    def full(self, items: Sequence[WriteItem]) -> list[WriteItem]:
+    def full(self, shards: Sequence[Shard]) -> list[Shard]:
         """The shards that are parts of these tensors."""
-        return [item for item in items if item.index.fqn in self.places]
+        return [shard for shard in shards if shard.name in self.places]
 
-    def shards(self, items: Sequence[WriteItem]) -> list[WriteItem]:
-        """The shards that are written as shards."""
-        return [item for item in items if not (self.alone and item.index.fqn in self.places)]
+    def others(self, shards: Sequence[Shard]) -> list[Shard]:
+        """The shards that are written to the files of shards."""
+        return [shard for shard in shards if not (self.alone and shard.name in self.places)]
 
-    def results(self) -> list[WriteResult]:
-        """Where the index is to find the tensors."""
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
-        from torch.distributed.checkpoint.metadata import MetadataIndex
-        from torch.distributed.checkpoint.storage import WriteResult
-
-        return [
-            WriteResult(
-                MetadataIndex(name, torch.Size([0] * len(place.shape))),
-                place.bytes,
-                _StorageInfo(place.file, place.start, place.bytes),
-            )
-            for name, place in self.places.items()
-        ]
-
-    def pointed_to(self, index: Metadata) -> Metadata:
-        """An index in which each of the tensors is a single shard."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-
-        entries = dict(index.state_dict_metadata)
-        for name in self.places:
-            entry = entries[name]
-            assert isinstance(entry, TensorStorageMetadata)
-            chunk = ChunkStorageMetadata(torch.Size([0] * len(entry.size)), entry.size)
-            entries[name] = replace(entry, chunks=[chunk])
-        return replace(index, state_dict_metadata=entries)
+    def placed(self) -> list[tuple[str, Placed]]:
+        """Where the index is to find the tensors, each as one shard."""
+        full = ((name, place) for name, place in self.places.items() if place.bytes)
+        return [(name, Placed(whole(place.shape), place.file, place.start)) for name, place in full]
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -154,25 +107,24 @@ class Files:
             folder, self.headers, self.places, lambda name: as_bytes(values(name)), rank=rank, world=world, hashed=True
         )
 
-    def write(self, folder: Path, items: Sequence[WriteItem], values: Callable[[WriteItem], Any]) -> None:
+    def write(self, folder: Path, shards: Sequence[Shard], values: Callable[[Shard], Tensor]) -> None:
         """Write shards to their places, and flush them.
 
         Args:
             folder: holds the files that `create` made.
-            items: the shards.
+            shards: the shards.
             values: gives the tensor of a shard.
         """
-        by_file: dict[str, list[WriteItem]] = {}
-        for item in sorted(items, key=lambda item: self.places[item.index.fqn].start):
-            by_file.setdefault(self.places[item.index.fqn].file, []).append(item)
+        by_file: dict[str, list[Shard]] = {}
+        for shard in sorted(shards, key=lambda shard: self.places[shard.name].start):
+            by_file.setdefault(self.places[shard.name].file, []).append(shard)
         for name, mine in by_file.items():
             # Not for reading too: an NFS client would then write back the rest of a page, which may be another rank's.
             handle = os.open(folder / name, os.O_WRONLY)
             try:
-                for item in mine:
-                    assert item.tensor_data is not None
-                    place, chunk = self.places[item.index.fqn], item.tensor_data.chunk
-                    for offset, piece in pieces(place, chunk.offsets, chunk.sizes, as_bytes(values(item))):
+                for shard in mine:
+                    place, begin = self.places[shard.name], [low for low, _ in shard.box]
+                    for offset, piece in pieces(place, begin, shard.sizes, as_bytes(values(shard))):
                         write_at(handle, piece, offset)
                 os.fsync(handle)
             finally:
@@ -198,22 +150,6 @@ def cut(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
         files[-1].append(name)
         room -= size
     return files
-
-
-def header(tensors: Shapes) -> bytes:
-    """What a file begins with (https://github.com/huggingface/safetensors#format), filled up to whole pages.
-
-    Args:
-        tensors: name → shape and dtype, in the order in which they lie in the file.
-    """
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (shape, dtype) in tensors.items():
-        start, end = end, end + size_of(shape, dtype)
-        described[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = dumps(described).encode()
-    text += b" " * (-(len(text) + 8) % _PAGE)
-    return struct.pack("<Q", len(text)) + text
 
 
 def write_index(folder: Path, files: Mapping[str, str], total: int) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..ground.errors import PluginError
-from . import checkpoint, dcp
+from ..processes.distributed import DistributedContext
+from . import checkpoint, tensors
 from .tree import MODEL as MODEL  # noqa: PLC0414  # what this module offers too
 
 
@@ -23,13 +24,13 @@ def sums(path: Path) -> dict[str, dict[str, float]]:
     return {name: terms for name, terms in found.items() if terms.keys() <= known.keys()}
 
 
-def put_in(path: Path, weights: Mapping[str, Tensor], *, alone: bool) -> None:
+def put_in(path: Path, weights: Mapping[str, Tensor], dist: DistributedContext) -> None:
     """Turn weights that were read from a checkpoint into those that are evaluated, in place. All processes call this.
 
     Args:
         path: the checkpoint.
         weights: parameters by name (this rank's shards of them).
-        alone: whether this is the only process.
+        dist: all processes.
     """
     wanted = {name: terms for name, terms in sums(path).items() if name in weights}
     saved = checkpoint.shapes(path)
@@ -39,7 +40,7 @@ def put_in(path: Path, weights: Mapping[str, Tensor], *, alone: bool) -> None:
         for term in terms
         if term != f"{MODEL}{name}"
     }
-    dcp.read(path, others, alone=alone)
+    tensors.read(path, others, dist)
     with torch.no_grad():
         for name, terms in wanted.items():
             weight = weights[name]
@@ -47,13 +48,6 @@ def put_in(path: Path, weights: Mapping[str, Tensor], *, alone: bool) -> None:
             for term, by in terms.items():
                 if term in others:
                     weight.add_(others[term], alpha=by)
-
-
-def read_one(path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """One whole parameter or buffer as it is evaluated, on the CPU."""
-    weight = dcp.read_one(path, f"{MODEL}{name}", shape, dtype)
-    put_in(path, {name: weight}, alone=True)
-    return weight
 
 
 def check(declared: Mapping[str, float], tensors: Mapping[str, Tensor], whose: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..ground.files import write_whole
 from ..processes.distributed import DistributedContext
-from .manifest import NAME, NEWER
+from .manifest import NAME, way_out
 from .noted import noted_roll_back
 from .reading import unusable
 from .seal import ALONE, verify
@@ -44,7 +44,7 @@ def whole(folder: Path, dist: DistributedContext, *, warn: bool = False) -> Iter
         problem = verify(saved.path, dist)
         if not problem:
             yield saved
-        elif warn and problem.startswith(NEWER):
+        elif warn and way_out(problem, saved.path):
             raise unusable(saved.path, problem)
         elif warn and dist.main:
             log.warning("%s is not whole (%s); falling back to the checkpoint before it.", saved.path, problem)

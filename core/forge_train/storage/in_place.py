@@ -36,7 +36,7 @@ class Place:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The values of a tensor, in the order of a contiguous one."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

@@ -12,24 +12,27 @@ from ..ground.untrusted import load_json, regular_size
 from . import digest
 
 MANIFEST = "manifest.json"
-FORMAT, READ = 2, (1, 2)
-"""Of a checkpoint that is written, and of those that are read, as `docs/checkpoint-format.md` describes them."""
+FORMAT = 3
+"""Of a checkpoint, as `docs/checkpoint-format.md` describes it. Formats 1 and 2 can be imported."""
 NAME = re.compile(r"step-(\d{8,})$")
 """How a checkpoint in a run's folder is called."""
-STATE, INDEX = "state.json", ".metadata"
+STATE, INDEX = "state.json", "tensors.json"
+DCP_INDEX = ".metadata"
+"""The index of torch.distributed.checkpoint, which formats 1 and 2 had."""
 NEEDED = (STATE, INDEX)
 """Files without which nothing is a checkpoint."""
 EDITABLE = "config.toml"
 """What may be edited: a run that continues compares its values with those in `state.json`, which is sealed."""
-LARGEST = {MANIFEST: 64 << 20, STATE: 256 << 20, INDEX: 1 << 30, EDITABLE: 4 << 20}
-"""Bytes that are read at most; an index of a million shards takes about 200 MB."""
-SHARDS = (".distcp", ".safetensors")
+LARGEST = {MANIFEST: 64 << 20, STATE: 256 << 20, INDEX: 256 << 20, EDITABLE: 4 << 20}
+"""Bytes that are read at most; an index of a million shards takes about 80 MB."""
+_LARGEST_OTHER = 1 << 30
+SHARDS = ".safetensors"
 """How names of files end that may be of any size."""
 _LONGEST_NAME = 1000
-NEWER = "written by a newer forge:"
-"""How a format of the future is told."""
-FORMATS = " and ".join(map(str, READ))
-"""In words."""
+NEWER, OLDER = "written by a newer forge:", "written by an older forge:"
+"""How another format is told."""
+OTHER = {NEWER: "Update forge-train to read it.", OLDER: "Import it: forge checkpoint import {path} NEW"}
+"""What to do about one."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def listed(read: Callable[[], Any], path: Path) -> Sealed | str:
     """
     try:
         table = read()
-        if problem := newer(table.get("format", 1)):
+        if problem := other_format(table.get("format", 1 if DCP_INDEX in table["files"] else FORMAT)):
             return problem
         if not digest.known(algorithm := table.get("hash", digest.FIRST)):
             return f"{MANIFEST} names the hash {str(algorithm)[:40]!r}; this forge knows {digest.names()}"
@@ -89,10 +92,16 @@ def listed(read: Callable[[], Any], path: Path) -> Sealed | str:
     )
 
 
-def newer(found: object) -> str:
-    """A phrase, if a format is one of the future."""
-    future = isinstance(found, int) and found > FORMAT
-    return f"{NEWER} format {str(found)[:20]}, this reads {FORMATS}" if future else ""
+def other_format(found: object) -> str:
+    """A phrase, if a format is not the one that is read."""
+    if type(found) is not int or found == FORMAT:
+        return ""
+    return f"{NEWER if found > FORMAT else OLDER} format {str(found)[:20]}, this reads {FORMAT}"
+
+
+def way_out(problem: str, path: object) -> str:
+    """What to do about a checkpoint of another format, in a sentence; empty if that is not the problem."""
+    return next((text.format(path=path) for start, text in OTHER.items() if problem.startswith(start)), "")
 
 
 def edited(path: Path) -> Iterator[str]:
@@ -164,7 +173,7 @@ def wrong_size(name: str, size: int, sealed: Sealed) -> str:
     """A phrase, if a file that is listed has another size, or may not be so large."""
     if name in sealed.files and size != sealed.files[name].bytes:
         return f"{name} has {size} bytes, not {sealed.files[name].bytes}"
-    if size > (most := LARGEST.get(name, size if name.endswith(SHARDS) else LARGEST[INDEX])):
+    if size > (most := LARGEST.get(name, size if name.endswith(SHARDS) else _LARGEST_OTHER)):
         return f"{name} has {size:,} bytes, and at most {most:,} are read"
     return ""
 

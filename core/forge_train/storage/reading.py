@@ -15,9 +15,9 @@ from torch import Tensor
 from ..ground.errors import ConfigError
 from ..ground.untrusted import load_json
 from ..processes.distributed import DistributedContext
-from . import dcp
-from .manifest import EDITABLE, FORMATS, LARGEST, NEWER, READ, STATE, newer
-from .metadata import read_index
+from . import tensors
+from .index import read_index
+from .manifest import EDITABLE, FORMAT, LARGEST, STATE, other_format, way_out
 from .placement import place
 from .tree import join, named, without
 
@@ -33,8 +33,8 @@ _FACTORS = 100
 
 def unusable(path: Path, problem: str) -> ConfigError:
     """A checkpoint that can't be used, and what to do about it."""
-    if problem.startswith(NEWER):
-        return ConfigError(f"{path}: {problem}. Update forge-train to read it.")
+    if other := way_out(problem, path):
+        return ConfigError(f"{path}: {problem}. {other}")
     return ConfigError(f"{path}: not a whole checkpoint: {problem}. {_way_out(path)}")
 
 
@@ -58,10 +58,10 @@ def read_state(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ConfigError(f"{path}: not a checkpoint of forge: {STATE} is no table.")
     found = state.get("format")
-    if problem := newer(found):
+    if problem := other_format(found):
         raise unusable(path, problem)
-    if found not in READ:
-        raise ConfigError(f"{path}: checkpoint format {str(found)[:20]!r}; this forge reads {FORMATS}.")
+    if found != FORMAT:
+        raise ConfigError(f"{path}: checkpoint format {str(found)[:20]!r}; this forge reads {FORMAT}.")
     if problem := _odd(state):
         raise ConfigError(f"{path}: {STATE} is not as forge writes it: {problem}.")
     return state
@@ -101,14 +101,7 @@ def _odd(state: Mapping[str, Any]) -> str:
 
 def shapes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name → global shape and dtype of every tensor in a checkpoint."""
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    metadata = read_index(path).state_dict_metadata
-    return {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    return {name: (entry.shape, entry.dtype) for name, entry in read_index(path).items()}
 
 
 def load(
@@ -137,7 +130,7 @@ def load(
         for name, (shape, dtype) in shapes(path).items()
         if name in here and name.startswith(only)
     }
-    dcp.read(path, targets, alone=dist.world == 1)
+    tensors.read(path, targets, dist)
     return {key: join(value, targets) for key, value in state.items()} if not only else {"tensors": targets}
 
 

@@ -1,7 +1,6 @@
 """The shards that each rank writes: chosen by all ranks together, copied to the host, and written with their hashes.
 
-These are the phases of torch.distributed.checkpoint's `save` (torch 2.13), called one by one: ranks agree while
-training waits, and the files may be written while it goes on.
+Ranks agree while training waits, and the files may be written while it goes on.
 """
 
 from __future__ import annotations
@@ -9,51 +8,44 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from ..ground.errors import ForgeError
+from ..ground.errors import ForgeError, PluginError
 from ..ground.world import cores
 from ..processes.distributed import DistributedContext
 from .consolidated import Files, Format
-from .shard_files import Writer
+from .index import Placed, entries_of, write_index
+from .shards import Shard, held, local, tiling_problem
+from .tensor_files import Shapes, file_of, write_shards
 
 log = logging.getLogger("forge_train")
 
 PER_THREAD = 64 * 2**20
 """Bytes from which a rank writes with another thread, into another file."""
-HEADER = 1600
-"""Bytes of a file that each shard takes beside its values, roughly."""
+HEADER = 300
+"""Bytes that each shard takes beside its values, in its file and in the index, roughly."""
 
-Copies = dict[MetadataIndex, Tensor]
-"""Shards on the host, by their places; given again, they are filled again."""
+Copies = dict[Shard, Tensor]
+"""Shards on the host; given again, they are filled again."""
 Fill = Callable[[Path, Files], Mapping[str, str]]
 """Writes full tensors into their files in a folder, where they have room; gives the hashes that it knows."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which shards are written by this rank, and, on rank 0, the index of all."""
+    """Which shards this rank writes, and on rank 0 all that the index needs."""
 
-    local: SavePlan
-    """What this rank holds."""
-    mine: SavePlan
-    """What it writes of that."""
-    index: Metadata | None
+    local: Sequence[Shard]
+    """The shards that this rank holds."""
+    mine: Sequence[Shard]
+    """Those that it writes."""
+    tensors: Shapes
+    """Of all ranks; known on rank 0."""
     files: Files | None
     """Of full tensors, if any are to be written."""
     bytes: int
@@ -63,10 +55,9 @@ class Plan:
 class Shards:
     """The tensors of a checkpoint, as far as this rank writes them."""
 
-    def __init__(self, plan: Plan, planner: _Planner, *, one_each: bool) -> None:
+    def __init__(self, plan: Plan, values: Callable[[Shard], Tensor]) -> None:
         self.plan = plan
-        self._planner = planner
-        self._one_each = one_each
+        self._values = values
 
     def copy(self, into: Copies) -> None:
         """Copy the shards to the host: what is written later is what they are now.
@@ -74,20 +65,18 @@ class Shards:
         Args:
             into: the copies of an earlier call, whose memory is used again; those that no longer fit are replaced.
         """
-        shards = {item.index: self._planner.resolve_data(item) for item in self.plan.mine.items}
-        for index in into.keys() - shards.keys():
-            del into[index]
+        for shard in into.keys() - set(self.plan.mine):
+            del into[shard]
         on_device = False
-        for index, shard in shards.items():
-            assert isinstance(shard, Tensor)
-            on_device |= shard.is_cuda
-            host = into.get(index)
-            if host is None or host.shape != shard.shape or host.dtype != shard.dtype:
-                host = into[index] = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
-            host.copy_(shard, non_blocking=shard.is_cuda)
+        for shard in self.plan.mine:
+            values = self._values(shard)
+            on_device |= values.is_cuda
+            if shard not in into:
+                into[shard] = torch.empty(shard.sizes, dtype=shard.dtype, pin_memory=values.is_cuda)
+            into[shard].copy_(values, non_blocking=values.is_cuda)
         if on_device:
             torch.cuda.current_stream().synchronize()
-        self._planner.take_from(into)
+        self._values = into.__getitem__
 
     def write(self, folder: Path, dist: DistributedContext, fill: Fill | None = None) -> dict[str, str]:
         """Write the shards' files, those of full tensors, and the index into a folder that is there.
@@ -103,49 +92,46 @@ class Shards:
         Raises:
             OSError: on every rank, if the disk refuses one of them.
         """
-        writer = Writer(folder, single_file_per_rank=not self._one_each)
-        writer.set_up_storage_writer(dist.main)
         files = self.plan.files
         if files is not None:
             dist.on_main(partial(files.create, folder))
-        hashes: dict[str, str] = {}
+        hashes = dict(fill(folder, files)) if fill and files else {}
 
         def gathered(everybody: list[_Written]) -> Sequence[None]:
             if failed := next((one.error for one in everybody if one.error), None):
                 raise failed
-            assert self.plan.index is not None
-            index, results = replace(self.plan.index), [one.results for one in everybody]
-            if files is not None and files.alone:
-                index, results = files.pointed_to(index), [*results, files.results()]
-            writer.finish(index, results)
+            placed = [one for written in everybody for one in written.placed]
+            full = files.placed() if files is not None and files.alone else []
+            write_index(folder, entries_of(self.plan.tensors, [*placed, *full]))
             for one in everybody:
                 hashes.update(one.hashes)
             return [None] * len(everybody)
 
-        hashes.update(fill(folder, files) if fill and files else {})
-        dist.through_main(self._write_mine(writer, folder, dist, filled=fill is not None), gathered)
+        dist.through_main(self._write_mine(folder, dist, filled=fill is not None), gathered)
         return hashes
 
-    def _write_mine(self, writer: Writer, folder: Path, dist: DistributedContext, *, filled: bool) -> _Written:
+    def _write_mine(self, folder: Path, dist: DistributedContext, *, filled: bool) -> _Written:
         """This rank's part. An error is kept: the other ranks must hear of it, or they would wait for ever."""
-        plan, files = self._planner.finish_plan(self.plan.mine), self.plan.files
-        threads = 1 if self._one_each else _threads(plan, dist)
-        full = _shares(files.full(plan.items), threads) if files and not filled else []
-        parts = _parts(replace(plan, items=files.shards(plan.items)) if files else plan, threads)
+        mine, files = self.plan.mine, self.plan.files
+        threads = _threads(mine, dist)
+        full = _shares(files.full(mine), threads) if files and not filled else []
+        parts = _shares(files.others(mine) if files else mine, threads)
 
-        def write_full(items: list[WriteItem]) -> list[Any]:
+        def write_part(number: int) -> tuple[list[tuple[str, Placed]], dict[str, str]]:
+            part, name = parts[number], file_of(dist.rank, number)
+            places, found = write_shards(folder / name, part, self._values)
+            return [(shard.name, place) for shard, place in zip(part, places, strict=True)], {name: found}
+
+        def write_full(shards: list[Shard]) -> None:
             assert files is not None
-            files.write(folder, items, self._planner.resolve_data)
-            return []
-
-        def write_shards(part: SavePlan) -> list[Any]:
-            results: list[Any] = writer.write_data(part, self._planner).wait()
-            return results
+            files.write(folder, shards, self._values)
 
         try:
             with ThreadPoolExecutor(threads) as pool:
-                written = [*pool.map(write_shards, parts), *pool.map(write_full, full)]
-            return _Written([result for results in written for result in results], writer.fs.hashes)
+                written = [*pool.map(write_part, range(len(parts)))]
+                list(pool.map(write_full, full))
+            placed = [one for some, _ in written for one in some]
+            return _Written(placed, {name: found for _, hashes in written for name, found in hashes.items()})
         except Exception as error:
             if dist.world == 1:
                 raise
@@ -157,7 +143,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class _Written:
-    results: list[Any]
+    placed: list[tuple[str, Placed]]
     hashes: dict[str, str]
     error: Exception | None = None
 
@@ -178,120 +164,78 @@ def choose(
         contents: gives a tensor by its name, when it is its turn; `tensors` then only describe them.
         before: the plan of an earlier checkpoint: where no rank holds anything else now, it is taken again.
         form: of the model's weights; that of `before` is the same.
+
+    Raises:
+        PluginError: on every rank, naming a tensor that the ranks' shards don't make up.
     """
-    planner = _Planner(contents)
-    planner.set_up_planner(dict(tensors), None, dist.main)
-    local = planner.create_local_plan()
+    here = [shard for name, tensor in tensors.items() if (shard := held(name, tensor)) is not None]
     plan = before
-    if before is None or not _everywhere(before.local == local, dist):
-        indices: list[Metadata] = []
+    if before is None or not _everywhere(before.local == here, dist):
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        size: list[int] = [0]
 
-        def together(everybody: list[SavePlan]) -> Sequence[tuple[SavePlan, Files | None]]:
-            plans, metadata = planner.create_global_plan(balanced(everybody))
-            indices.append(metadata)
-            files = None if form == "sharded" else Files.of(_shapes(metadata), alone=form == "safetensors")
-            # torch's writer (2.13) calls its files after this.
-            return [(plan, files) for plan in Writer(Path()).prepare_global_plan(plans)]
+        def together(everybody: list[list[Shard]]) -> Sequence[tuple[list[Shard], Files | None]]:
+            shapes.update({shard.name: (shard.shape, shard.dtype) for shards in everybody for shard in shards})
+            written = balanced(everybody)
+            _check_tiled(shapes, written)
+            files = None if form == "sharded" else Files.of(shapes, alone=form == "safetensors")
+            size[0] = _size_on_disk(written, files)
+            return [(shards, files) for shards in written]
 
-        mine, files = dist.through_main(local, together)
-        index = indices[0] if indices else None
-        plan = Plan(local, mine, index, files, _size_on_disk(index, files) if index else 0)
+        mine, files = dist.through_main(here, together)
+        plan = Plan(here, mine, shapes, files, size[0])
     assert plan is not None
-    # torch's writer keeps every tensor of a file until the file is written: contents get one file each.
-    return Shards(plan, planner, one_each=contents is not None)
+    return Shards(plan, lambda shard: contents(shard.name) if contents else local(tensors[shard.name]))
 
 
 def _everywhere(yes: bool, dist: DistributedContext) -> bool:
     return not bool(dist.all_reduce(torch.tensor(int(not yes)), "max"))
 
 
-def balanced(plans: Sequence[SavePlan]) -> list[SavePlan]:
+def balanced(everybody: Sequence[Sequence[Shard]]) -> list[list[Shard]]:
     """Leave each shard to one of the ranks that hold it, so that all write about as much: first those that one rank
-    alone holds, then the larger ones."""
-    holders: dict[MetadataIndex, list[int]] = {}
-    sizes: dict[MetadataIndex, int] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            holders.setdefault(item.index, []).append(rank)
-            sizes[item.index] = _size(item)
-    load, writes = [0] * len(plans), {}
-    for index in sorted(holders, key=lambda index: (len(holders[index]) > 1, -sizes[index])):
-        rank = min(holders[index], key=lambda rank: load[rank])
-        load[rank] += sizes[index] + HEADER
-        writes[index] = rank
-    return [
-        replace(plan, items=[item for item in plan.items if writes[item.index] == rank])
-        for rank, plan in enumerate(plans)
-    ]
+    alone holds, then the larger ones. Empty ones are left out."""
+    holders: dict[Shard, list[int]] = {}
+    for rank, shards in enumerate(everybody):
+        for shard in shards:
+            if shard.bytes:
+                holders.setdefault(shard, []).append(rank)
+    load, writes = [0] * len(everybody), {}
+    for shard in sorted(holders, key=lambda shard: (len(holders[shard]) > 1, -shard.bytes)):
+        rank = min(holders[shard], key=lambda rank: load[rank])
+        load[rank] += shard.bytes + HEADER
+        writes[shard] = rank
+    return [[shard for shard in shards if writes.get(shard) == rank] for rank, shards in enumerate(everybody)]
 
 
-def _size(item: WriteItem) -> int:
-    """Bytes of the part of a tensor that an item stands for."""
-    assert item.tensor_data is not None
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+def _check_tiled(tensors: Shapes, written: Sequence[Sequence[Shard]]) -> None:
+    """Check that shards make up each tensor: a placement that torch describes by one range may have gaps."""
+    boxes: dict[str, list[Shard]] = {name: [] for name in tensors}
+    for shard in (shard for shards in written for shard in shards):
+        boxes[shard.name].append(shard)
+    for name, (shape, dtype) in tensors.items():
+        if any((shard.shape, shard.dtype) != (shape, dtype) for shard in boxes[name]):
+            raise PluginError(f"The state {name!r} can't be saved: its shape or dtype differs from rank to rank.")
+        if problem := tiling_problem(shape, [shard.box for shard in boxes[name]]):
+            raise PluginError(f"The state {name!r} can't be saved: the ranks hold {problem}.")
 
 
-def _shapes(index: Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    entries = index.state_dict_metadata.items()
-    return {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in entries
-        if isinstance(entry, TensorStorageMetadata)
-    }
+def _size_on_disk(written: Sequence[Sequence[Shard]], files: Files | None) -> int:
+    shards = [shard for some in written for shard in (files.others(some) if files else some)]
+    return sum(shard.bytes + HEADER for shard in shards) + (files.bytes if files else 0)
 
 
-def _size_on_disk(index: Metadata, files: Files | None) -> int:
-    elsewhere = files.places.keys() if files and files.alone else ()
-    entries = index.state_dict_metadata.items()
-    tensors = [e for name, e in entries if isinstance(e, TensorStorageMetadata) and name not in elsewhere]
-
-    def size(tensor: TensorStorageMetadata, chunk: ChunkStorageMetadata) -> int:
-        return chunk.sizes.numel() * tensor.properties.dtype.itemsize + HEADER
-
-    return sum(size(tensor, chunk) for tensor in tensors for chunk in tensor.chunks) + (files.bytes if files else 0)
-
-
-def _threads(plan: SavePlan, dist: DistributedContext) -> int:
+def _threads(shards: Sequence[Shard], dist: DistributedContext) -> int:
     """Threads that a rank writes with: its share of the cores, and no more than there is work for."""
-    return max(min(cores() // dist.place.local_size, sum(map(_size, plan.items)) // PER_THREAD), 1)
+    return max(min(cores() // dist.place.local_size, sum(shard.bytes for shard in shards) // PER_THREAD), 1)
 
 
-def _parts(plan: SavePlan, count: int) -> list[SavePlan]:
-    """A rank's plan, cut into some of about the same size, one for each thread and file. The writer's own threads
-    (torch 2.13) lose the errors of all but one of them."""
-    if count == 1:
-        return [plan]
-    parts, prefix = _shares(plan.items, count), plan.storage_data.prefix
-    names = [prefix, *(f"{prefix}{number}_" for number in range(1, len(parts)))]
-    return [replace(plan, items=p, storage_data=_StoragePrefix(n)) for p, n in zip(parts, names, strict=True)]
-
-
-def _shares(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
-    """Items in lists of about the same size, none of which is empty."""
-    shares: list[list[WriteItem]] = [[] for _ in range(count)]
+def _shares(shards: Sequence[Shard], count: int) -> list[list[Shard]]:
+    """Shards in lists of about the same size, none of which is empty."""
+    shares: list[list[Shard]] = [[] for _ in range(count)]
     load = [0] * count
-    for item in sorted(items, key=_size, reverse=True) if count > 1 else items:
+    for shard in sorted(shards, key=lambda shard: -shard.bytes) if count > 1 else shards:
         least = min(range(count), key=lambda share: load[share])
-        load[least] += _size(item)
-        shares[least].append(item)
+        load[least] += shard.bytes
+        shares[least].append(shard)
     return [share for share in shares if share]
-
-
-# -- torch's parts ----------------------------------------------------------------------------------------------------
-
-
-class _Planner(DefaultSavePlanner):
-    """Takes a shard from the state, from the copies that were made of it, or from who gives it by its name."""
-
-    def __init__(self, contents: Callable[[str], Tensor] | None) -> None:
-        super().__init__()
-        self._contents = contents
-        self._copies: Copies | None = None
-
-    def take_from(self, copies: Copies) -> None:
-        self._copies, self.state_dict = copies, {}
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        if self._copies is not None:
-            return self._copies[index]
-        return self._contents(index.fqn) if self._contents else super().lookup_object(index)

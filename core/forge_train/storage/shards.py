@@ -1,160 +1,83 @@
-"""Shards of a checkpoint's tensors, each compared with what the index says of it."""
+"""The part of each tensor that a rank holds."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..ground.errors import ConfigError
-from ..ground.untrusted import parse_json
-from . import entries
-from .consolidated import DTYPES, ENDING
-from .in_place import Place, pieces, size_of
-from .metadata import read_index
-from .tree import MODEL
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+from ..state_map.views import Box, sizes, whole
 
 
-@contextmanager
-def reader(path: Path, name: str) -> Iterator[Callable[[MetadataIndex, _StorageInfo, tuple[slice, ...]], Tensor]]:
-    """A function that reads a part of a shard, on the CPU.
+class Shard(NamedTuple):
+    """A range of a tensor. Two ranks that hold the same range hold the same values."""
 
-    Args:
-        path: the checkpoint.
-        name: the file of it that holds the shards; only what is asked for is read.
+    name: str
+    box: Box
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: torch.dtype
 
-    Raises:
-        ConfigError: if one is damaged, or another one than the index says; by the function too.
-    """
-    if name.endswith(ENDING):
-        with _opened(path, name) as (file, tensors):
-            yield lambda index, place, part: _read_slice(file, _found(path, tensors, index, place), part)
-        return
-    with (path / name).open("rb") as file:
-        yield lambda index, place, part: _read_part(path, file, index, place, part)
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return sizes(self.box)
 
-
-def _read_part(
-    path: Path, file: BinaryIO, index: MetadataIndex, place: _StorageInfo, part: tuple[slice, ...]
-) -> Tensor:
-    """A part of a shard, on the CPU.
-
-    Args:
-        path: the checkpoint.
-        file: of it, open for reading.
-        index: which shard of which tensor.
-        place: where in the file it lies.
-        part: bounds in each dimension.
-
-    Raises:
-        ConfigError: if it is damaged, or another one than the index says.
-    """
-    try:
-        if found := entries.locate(file, place.offset, place.length):
-            start, shape, dtype = found
-            _compare(path, index, shape, dtype)
-            return _read_slice(file, Place(place.relative_path, start, shape, dtype), part)
-        tensor = entries.read_tensor(file, place.offset, place.length)
-        _compare(path, index, tuple(tensor.shape), tensor.dtype)
-    except ValueError as error:
-        raise _refused(path, index, place, error) from error
-    return tensor[part]
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.sizes)
 
 
-def check_shards(path: Path) -> None:
-    """Look at the description of every shard of a checkpoint; no values are read.
+def held(name: str, tensor: Tensor) -> Shard | None:
+    """This rank's shard of a tensor: all of it, unless it is a DTensor. None on a rank outside its mesh."""
+    shape = tuple(tensor.shape)
+    if not hasattr(tensor, "device_mesh"):
+        return Shard(name, whole(shape), shape, tensor.dtype)
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
+    # DTensor's own `__create_chunk_list__` (torch 2.13) gives the same, and imports all of its checkpoints.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    Raises:
-        ConfigError: if one is damaged, or another one than the index says.
-    """
-    files: dict[str, list[tuple[MetadataIndex, _StorageInfo]]] = {}
-    for index, place in (read_index(path).storage_data or {}).items():
-        files.setdefault(place.relative_path, []).append((index, place))
-    for name, shards in files.items():
-        ordered = sorted(shards, key=lambda shard: shard[1].offset)
-        if name.endswith(ENDING):
-            with _opened(path, name) as (_, tensors):
-                for index, place in ordered:
-                    _found(path, tensors, index, place)
-            continue
-        with (path / name).open("rb") as file:
-            for index, place in ordered:
-                try:
-                    _compare(path, index, *entries.describe(file, place.offset, place.length))
-                except ValueError as error:
-                    raise _refused(path, index, place, error) from error
+    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    length, begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+    return Shard(name, tuple((a, a + n) for a, n in zip(begin, length, strict=True)), shape, tensor.dtype)
 
 
-@contextmanager
-def _opened(path: Path, name: str) -> Iterator[tuple[BinaryIO, dict[str, Place]]]:
-    """A safetensors file, and the places of its tensors. It is not mapped into memory, where an error of the disk would
-    be a signal that ends the process."""
-    try:
-        with safe_open(path / name, framework="pt"):
-            pass  # the header is whole, and fits the file
-    except SafetensorError as error:
-        raise ConfigError(f"{path / name}: not a whole safetensors file: {error}.") from error
-    with (path / name).open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = parse_json(file.read(length).decode())
-        header.pop("__metadata__", None)
-        yield (
-            file,
-            {
-                tensor: Place(name, 8 + length + one["data_offsets"][0], tuple(one["shape"]), _DTYPES[one["dtype"]])
-                for tensor, one in header.items()
-                if one["dtype"] in _DTYPES
-            },
-        )
+def local(tensor: Tensor) -> Tensor:
+    """The values of this rank's shard, without their history."""
+    values: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return values.detach()
 
 
-def _found(path: Path, tensors: Mapping[str, Place], index: MetadataIndex, place: _StorageInfo) -> Place:
-    """The place of a tensor in a safetensors file."""
-    try:
-        if (found := tensors.get(index.fqn.removeprefix(MODEL))) is None:
-            raise ValueError("it is not in this file, or its dtype is unknown")
-        _compare(path, index, found.shape, found.dtype)
-        if found.start != place.offset:
-            raise ValueError(f"it begins at byte {found.start:,}, and at {place.offset:,} by the index")
-    except ValueError as error:
-        raise _refused(path, index, place, error) from error
-    return found
+def common(one: Box, other: Box) -> Box | None:
+    """The range that two ranges share; None if there is none."""
+    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return None if any(low >= high for low, high in found) else found
 
 
-def _read_slice(file: BinaryIO, place: Place, part: tuple[slice, ...]) -> Tensor:
-    offsets, sizes = [one.start for one in part], [one.stop - one.start for one in part]
-    values = torch.empty(size_of(sizes, place.dtype), dtype=torch.uint8)
-    for offset, piece in pieces(place, offsets, sizes, memoryview(values.numpy())):  # type: ignore[arg-type]
-        file.seek(offset)
-        if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
-            raise ConfigError(f"{place.file}: ends too early.")
-    return values.view(place.dtype).reshape(sizes)
+def within(outer: Box, inner: Box) -> tuple[slice, ...]:
+    """Where a range lies in one that contains it."""
+    return tuple(slice(low - begin, high - begin) for (low, high), (begin, _) in zip(inner, outer, strict=True))
 
 
-def _compare(path: Path, index: MetadataIndex, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    tensor = read_index(path).state_dict_metadata[index.fqn]
-    sizes = {chunk.offsets: tuple(chunk.sizes) for chunk in tensor.chunks}  # type: ignore[union-attr]
-    expected = sizes.get(index.offset), tensor.properties.dtype  # type: ignore[union-attr]
-    if (shape, dtype) != expected:
-        raise ValueError(f"it is {_words(shape, dtype)}, and {_words(*expected)} by the index")
+def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
+    """A phrase, if ranges that are not empty don't cover a tensor exactly once."""
+    if any(not 0 <= low < high <= size for box in boxes for (low, high), size in zip(box, shape, strict=True)):
+        return "a shard that does not lie in the tensor"
+    if sum(math.prod(sizes(box)) for box in boxes) != math.prod(shape):
+        return "shards that do not add up to the tensor"
+    return "shards that overlap" if len(boxes) > 1 and _overlap(boxes) else ""
 
 
-def _words(shape: tuple[int, ...] | None, dtype: torch.dtype) -> str:
-    sizes = " × ".join(map(str, shape)) or "a single number" if shape is not None else "nothing"
-    return f"{sizes} of {str(dtype).removeprefix('torch.')}"
-
-
-def _refused(path: Path, index: MetadataIndex, place: _StorageInfo, error: ValueError) -> ConfigError:
-    return ConfigError(f"{path / place.relative_path}: {index.fqn!r} can't be read: {error}.")
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Sweeps along the dimension with the most cuts, so that few ranges have to be compared."""
+    dim = max(range(len(boxes[0])), key=lambda dim: len({box[dim][0] for box in boxes}))
+    open_: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[dim]):
+        open_ = [one for one in open_ if one[dim][1] > box[dim][0]]
+        if any(common(one, box) for one in open_):
+            return True
+        open_.append(box)
+    return False

@@ -22,7 +22,7 @@ from ..ground.new_folder import alone, check_new, claimed
 from ..ground.present import gib
 from ..ground.untrusted import parse_json
 from .found import is_kept
-from .manifest import LARGEST, MANIFEST, NAME, NEWER, Sealed, inspect, listed, wrong_size
+from .manifest import LARGEST, MANIFEST, NAME, Sealed, inspect, listed, way_out, wrong_size
 from .remote_folder import RemoteFolder
 from .seal import moved, sync, verify
 
@@ -102,7 +102,7 @@ class Store:
                 continue
             if not (problem := self.check(stored)):
                 yield stored
-            elif problem.startswith(NEWER):
+            elif way_out(problem, stored.name):
                 raise self._unusable(stored, problem)
             else:
                 log.warning("%s is not whole (%s), and is left out.", self.at(stored.name), problem)
@@ -271,8 +271,8 @@ class Store:
                 raise ForgeError(f"{self.at(target)}/{name} has {there.get(name, 0):,} bytes, not {size:,}.")
 
     def _unusable(self, stored: Stored, problem: str) -> ConfigError:
-        if problem.startswith(NEWER):
-            return ConfigError(f"{self.at(stored.name)}: {problem}. Update forge-train to read it.")
+        if other := way_out(problem, self.at(stored.name)):
+            return ConfigError(f"{self.at(stored.name)}: {problem}. {other}")
         return ConfigError(f"{self.at(stored.name)}: not a whole checkpoint: {problem}.")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -22,15 +22,13 @@ from ..ground.files import put, remove_remains, write_json, write_whole
 from ..ground.new_folder import check_new
 from ..ground.present import gib
 from ..processes.distributed import DistributedContext
+from .consolidated import Format
 from .found import Saved, found, is_kept, name_latest, remove, whole
 from .manifest import FORMAT
 from .reading import read_state
+from .save_plan import Fill, Plan, Shards, choose
 from .seal import ALONE, moved, seal, sync, verify
 from .tree import merged, split
-
-if TYPE_CHECKING:
-    from .consolidated import Format
-    from .save_plan import Fill, Plan, Shards
 
 
 class Copies:
@@ -135,8 +133,6 @@ def stage(
     Raises:
         ForgeError: on every process, if the disk has no room for it.
     """
-    from .save_plan import choose  # which takes half a second to import
-
     tensors: dict[str, Tensor] = {}
     rest = {key: split(value, key, tensors) for key, value in state.items()}
     shards = choose(tensors, dist, contents=contents, before=before, form=form)

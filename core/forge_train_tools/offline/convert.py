@@ -19,8 +19,9 @@ from forge_train.state_map import Plan, StateMap
 from forge_train.state_map.named import named
 from forge_train.state_map.views import Stored
 from forge_train.storage import hf_fit, model_files
-from forge_train.storage.consolidated import DTYPES, SHARD_BYTES
+from forge_train.storage.consolidated import SHARD_BYTES
 from forge_train.storage.hf_folder import CONFIG, PACKED, Folder, indented
+from forge_train.storage.tensor_files import DTYPES
 
 from .hf_files import Exchanged, TensorFiles, appearing, common_dtype, described, in_order, put_beside, special_tokens
 from .hf_request import ANY, PRESET, bring

@@ -11,7 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forge_train.storage import checkpoint, dcp
+from forge_train.state_map.views import whole
+from forge_train.storage import checkpoint
+from forge_train.storage.tensors import read_range
 from forge_train.storage.tree import TENSOR
 
 PIECE = 1 << 22
@@ -80,8 +82,8 @@ def _compare(name: str, paths: tuple[Path, Path], shapes: tuple[dict[str, Any], 
         return TensorDifference(kind="only in the second", **about)
     if shape_a != shape_b:
         return TensorDifference(kind="shape", **about)
-    a = dcp.read_one(paths[0], name, shape_a, dtype_a).reshape(-1)
-    b = dcp.read_one(paths[1], name, shape_b, dtype_b).reshape(-1)
+    a = read_range(paths[0], name, whole(shape_a)).reshape(-1)
+    b = read_range(paths[1], name, whole(shape_b)).reshape(-1)
     if dtype_a == dtype_b and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         return None
     max_abs, relative, values = _distance(a, b)

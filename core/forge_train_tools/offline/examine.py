@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forge_train.ground.errors import ConfigError
 from forge_train.storage import checkpoint, manifest, seal
-from forge_train.storage.shards import check_shards
+from forge_train.storage.tensors import check_shards
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from forge_train.ground import disk
 from forge_train.ground.errors import ConfigError, ForgeError
 from forge_train.ground.new_folder import check_new, claimed
 from forge_train.state_map import Plan
-from forge_train.storage.consolidated import Shapes, cut, header, write_index
+from forge_train.storage.consolidated import cut, write_index
 from forge_train.storage.hf_folder import CONFIG, SINGLE, table
 from forge_train.storage.in_place import Place, as_bytes, fill, size_of
 from forge_train.storage.seal import sync
+from forge_train.storage.tensor_files import Shapes, header
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of a `config.json` that come from the tokenizer or from the imported model."""

@@ -41,7 +41,7 @@ def main() -> None:
 def _start_ranks(control: socket.socket) -> dict[str, Any] | None:
     """Do what the pool asks for until it is gone; in a rank that was forked, what `_serve` is to be given."""
     if FORKS:
-        for name in ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "forge_train.engine"):
+        for name in ("torch._dynamo", "torch.distributed.fsdp", "forge_train.engine"):
             importlib.import_module(name)
         gc.freeze()  # half a million objects, which no collection has to look at again
     while (got := socket.recv_fds(control, 4096, 3))[0]:

@@ -1,0 +1,216 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP): written from Forge's, and turned into Forge's.
+
+torch reads and writes its pickles here, in a process that was asked for it, and nowhere else in Forge: tensors with
+`weights_only`, their index by an unpickler that knows only the classes of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forge_train.ground.errors import ConfigError, describe
+from forge_train.ground.new_folder import check_new, claimed
+from forge_train.ground.present import few
+from forge_train.ground.untrusted import load_json, regular_size
+from forge_train.state_map.views import whole
+from forge_train.storage import checkpoint, digest
+from forge_train.storage.manifest import (
+    DCP_INDEX,
+    EDITABLE,
+    LARGEST,
+    MANIFEST,
+    NEWER,
+    SHARDS,
+    STATE,
+    other_format,
+    way_out,
+)
+from forge_train.storage.model_files import FOLDER
+from forge_train.storage.seal import ALONE
+from forge_train.storage.tensors import read_range
+from forge_train.storage.tree import MODEL, join, named
+
+from .dcp_folder import Folder, alone
+from .hf_files import Exchanged, appearing
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+BESIDE = (EDITABLE, "plugins.json", FOLDER)
+"""What a checkpoint holds next to its tensors and its state."""
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a folder was written by torch.distributed.checkpoint, as older checkpoints of Forge were."""
+    return (path / DCP_INDEX).is_file()
+
+
+def export_dcp(path: Path, target: Path) -> Exchanged:
+    """Write a checkpoint as DCP does, under the same names, with its state beside it.
+
+    Args:
+        path: a run, which means its newest whole checkpoint, or a checkpoint.
+        target: the folder, which must not exist yet.
+
+    Raises:
+        ConfigError: if there is no whole checkpoint, or the target is in use.
+        ForgeError: if the disk reports an error.
+    """
+    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    path = checkpoint.resolve(path)
+    shapes = checkpoint.shapes(path)
+
+    class Planner(DefaultSavePlanner):
+        """Reads each tensor when it is its turn."""
+
+        def lookup_object(self, index: MetadataIndex) -> Tensor:
+            return read_range(path, index.fqn, whole(shapes[index.fqn][0]))
+
+    class Writer(FileSystemWriter):
+        def storage_meta(self) -> StorageMeta:
+            return StorageMeta()  # without the path: the folder may be moved
+
+    described = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
+    with appearing(target) as part, alone():
+        # torch's writer (2.13) keeps every tensor of a file until the file is written: each gets a file of its own.
+        writer = Writer(part, single_file_per_rank=False, per_thread_copy_ahead=0)
+        save(described, storage_writer=writer, planner=Planner(), no_dist=True)
+        for name in (STATE, *BESIDE):
+            if (one := path / name).exists():
+                shutil.copytree(one, part / name) if one.is_dir() else shutil.copyfile(one, part / name)
+    files = tuple(sorted(file.name for file in target.iterdir()))
+    return Exchanged(target, _parameters(shapes), files)
+
+
+def import_dcp(source: Path, target: Path) -> Exchanged:
+    """Make a checkpoint from a DCP folder; tensors pass through memory one at a time.
+
+    A folder that Forge wrote gives the whole checkpoint again. Of any other, the tensors outside its optimizer become
+    a checkpoint of weights, from which `train.init_from` starts.
+
+    Args:
+        source: the folder.
+        target: the checkpoint's folder, which must not exist yet.
+
+    Raises:
+        ConfigError: if the folder is damaged, or holds anything but tensors and plain values.
+        ForgeError: if the disk reports an error.
+    """
+    check_new(target)
+    folder, notes = Folder(source), tuple[str, ...]()
+    editable = _compare_hashes(source)
+    tensors = folder.tensors
+    if (source / STATE).is_file():
+        state = _state_of(source, tensors)
+    else:
+        names = folder.choose_weights()
+        tensors = {f"{MODEL}{name}": tensors[own] for name, own in names.items()}
+        weights = {name: tensors[f"{MODEL}{name}"] for name in names}
+        made = {"from": str(source.absolute())}
+        state = {"model": weights, "progress": {"step": 0, "tokens": 0}, "config": {}, "enabled": [], "imported": made}
+        if left := sorted(folder.index.state_dict_metadata.keys() - set(names.values())):
+            notes = (f"{few(left, 8)}: left out.",)
+        notes = (*notes, f"Start from its weights with train.init_from={target}; train.init_map renames them.")
+    step = state.pop("step", 0)
+    beside = [source / name for name in BESIDE if (source / name).exists()]
+    with claimed(target) as place:
+        try:
+            checkpoint.write(
+                place, step, state, ALONE, beside=beside, contents=folder.read, editable=editable, replace=False
+            )
+        finally:
+            shutil.rmtree(place.with_name(f".{place.name}.partial"), ignore_errors=True)
+    shapes = {name: (tuple(one.shape), one.dtype) for name, one in tensors.items()}
+    return Exchanged(target, _parameters(shapes), tuple(sorted(folder.files)), notes)
+
+
+def _parameters(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    return sum(torch.Size(shape).numel() for name, (shape, _) in shapes.items() if name.startswith(MODEL))
+
+
+# -- older checkpoints of Forge ---------------------------------------------------------------------------------------
+
+
+def _state_of(source: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state of a checkpoint, with its tensors on the meta device."""
+    try:
+        saved = load_json(source / STATE, most=LARGEST[STATE])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source / STATE}: can't be read: {describe(error).rstrip('.')}.") from error
+    if not isinstance(saved, dict):
+        raise ConfigError(f"{source / STATE}: is no table.")
+    if lacking := next((name for name in map(str, named(saved)) if name not in tensors), None):
+        raise ConfigError(f"{source / STATE}: names the tensor {lacking[:100]!r}, which is not in {DCP_INDEX}.")
+    if (problem := other_format(saved.pop("format", None))).startswith(NEWER):
+        raise ConfigError(f"{source}: {problem}. {way_out(problem, source)}")
+    if base := saved.get("base"):
+        saved["base"] = {**base, "digest": _digest_of_base(source, base)}
+    if (source / MANIFEST).is_file():
+        saved["imported"] = {"from": str(source.absolute()), "digest": old_digest(source)}
+    state: dict[str, Any] = join(saved, tensors)
+    return state
+
+
+def _hashes(source: Path) -> tuple[dict[str, tuple[int, str]], str, tuple[str, ...]]:
+    try:
+        table = load_json(source / MANIFEST, most=LARGEST[MANIFEST])
+        if not digest.known(algorithm := table.get("hash", digest.FIRST)):
+            raise ValueError(f"it names the hash {str(algorithm)[:40]!r}; this forge knows {digest.names()}")
+        files = {name: (one["bytes"], one[algorithm]) for name, one in table["files"].items()}
+        return files, algorithm, tuple(table.get("editable", ()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{source / MANIFEST}: can't be read: {describe(error).rstrip('.')}.") from error
+
+
+def _compare_hashes(source: Path) -> tuple[str, ...]:
+    """Compare an older checkpoint with its manifest, if it has one; the names of files that may be edited."""
+    if not (source / MANIFEST).is_file():
+        return ()
+    files, algorithm, editable = _hashes(source)
+    for name, (size, expected) in files.items():
+        if name == EDITABLE:
+            continue
+        try:
+            inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+            if not inside or regular_size(source / name) != size:
+                raise ConfigError(f"{source}: not a whole checkpoint: {name[:100]!r} is not as it was saved.")
+            with (source / name).open("rb") as data:
+                found = digest.of_file(data, algorithm)
+        except OSError as error:
+            raise ConfigError(f"{source}: {name} can't be read: {error.strerror or error}.") from error
+        if found != expected:
+            raise ConfigError(f"{source}: not a whole checkpoint: {name} has other contents than were saved.")
+    return editable
+
+
+def old_digest(source: Path) -> str:
+    """The hash that a checkpoint of format 1 or 2 has as the base of a partial one."""
+    ends = (".distcp", SHARDS)
+    files = sorted((n, one) for n, (_, one) in _hashes(source)[0].items() if n == DCP_INDEX or n.endswith(ends))
+    return hashlib.sha256(repr(files).encode()).hexdigest()
+
+
+def _digest_of_base(source: Path, base: Mapping[str, str]) -> str:
+    """The hash of the checkpoint beneath a partial one, once it was imported to the place of the old one."""
+    from forge_train.storage.seal import weights_digest
+
+    try:
+        beneath = checkpoint.resolve(Path(base["path"]))
+        now, imported = weights_digest(beneath), checkpoint.read_state(beneath).get("imported", {})
+        if base["digest"] in (now, imported.get("digest")):
+            return now
+    except ConfigError:
+        pass
+    raise ConfigError(
+        f"{source}: holds a part of the weights, and the others are those of {base['path']}. Import that one first, "
+        "move the result to its place, and import this one again."
+    )
