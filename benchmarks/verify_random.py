@@ -104,7 +104,7 @@ def page(found: Iterable[Outcome], seeds: str) -> str:
     said: dict[Kind, list[str]] = {kind: [] for kind in get_args(Kind)}
     minutes = 0.0
     for one in found:
-        said[one.kind].append(one.says)
+        said[one.kind].append(one.says if one.kind == "refused" else f"seed {one.seed}, {one.says}")
         minutes += one.seconds / 60
     counts = {kind: len(says) for kind, says in said.items()}
     drawn = sum(counts.values())

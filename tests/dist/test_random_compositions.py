@@ -132,5 +132,5 @@ def test_a_run_goes_on_with_its_outcomes_and_tries_again_what_was_at_fault(
     ):
         assert f"| {row} |" in page
     assert 'SEED="7 8"' in page
-    assert "## Within jitter\n\n- 0: it" in page
+    assert "## Within jitter\n\n- seed 7, 0: it" in page
     assert "| 1 | p: … are too many |" in page
