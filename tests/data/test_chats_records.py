@@ -115,6 +115,36 @@ def test_says_what_is_wrong_with_a_record_and_where_it_is(record: dict[str, Any]
         conversation(record, "chats.jsonl, line 7")
 
 
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(("record", "context"), [({"messages": TURNS}, 0), ({"prompt": "a", "completion": "b"}, 2)])
+def test_a_system_prompt_beside_the_messages_is_read(record: dict[str, Any], context: int) -> None:
+    found = conversation({"system": "Be kind.", **record})
+    assert [message["content"] for message in found.messages] == ["Be kind.", "a", "b"]
+    assert found.context == context
+    assert [found.messages[at]["content"] for at in found.learned] == ["b"]
+    with pytest.raises(ConfigError, match=r"^here: one system prompt is beside the messages and another among them"):
+        conversation({"system": "Be kind.", "messages": [{"role": "system", "content": "No."}, *TURNS]}, "here")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"functions": [{"name": "f"}]}, "functions is not read: name it tools, or leave it out."),
+        ({"images": ["a.png"]}, "images is not read: only text is read"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs is not read: template_options"),
+        ({"weight": 0}, "weight of a whole record is not read: give it to messages"),
+        ({"train": False}, "train of a whole record is not read"),
+    ],
+)
+def test_what_stands_beside_the_messages_is_not_ignored(more: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^here: {says}"):
+        conversation({"messages": TURNS, **more}, "here")
+    empty = {"functions": [], "images": None, "chat_template_kwargs": {"tools": None, "prompt": ""}, "weight": 1.0}
+    assert len(conversation({"messages": TURNS, **empty, "train": "yes"}).messages) == 2
+
+
 def test_takes_the_shape_that_is_chosen() -> None:
     record = {"messages": [USER, ASSISTANT], "prompt": "c", "completion": "d"}
     assert conversation(record, shape="prompt").messages[0]["content"] == "c"

@@ -28,6 +28,12 @@ _LISTS = ("messages", "conversations", "tools", "history")
 """Fields that are lists; in CSV, an empty text is none."""
 _LEARNED = ("train", "training", "loss_mask", "weight")
 """Names of a message's flag that keeps it from being learned; `weight` may also say how much its tokens count."""
+_UNREAD = {
+    "functions": "name it tools",
+    "chat_template_kwargs": "template_options sets options for all records",
+    **dict.fromkeys(("images", "videos", "audios"), "only text is read"),
+}
+"""Fields beside the messages that would change a rendering and are not read, and what to do."""
 _LIGHT, _HEAVY = 1e-6, 1e6
 """Weights beyond these are taken for mistakes."""
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"} | {r: r for r in ROLES}
@@ -82,12 +88,12 @@ class Conversation:
 def conversation(record: Mapping[str, Any], where: str = "this record", shape: str = "") -> Conversation:
     """A record as messages.
 
-    - `messages`: `{"messages": [{"role", "content", "tool_calls"?, …}], "tools"?}`. A `weight` of 0 on an assistant's
-      message keeps it from being learned, and so does `train`, `training` or `loss_mask` of false or 0; another
-      weight, such as 0.5, multiplies the loss of its tokens.
+    - `messages`: `{"messages": [{"role", "content", "tool_calls"?, …}], "system"?, "tools"?}`. A `weight` of 0 on
+      an assistant's message keeps it from being learned, and so does `train`, `training` or `loss_mask` of false or 0;
+      another weight, such as 0.5, multiplies the loss of its tokens.
     - `sharegpt`: `{"conversations": [{"from", "value"}], "system"?, "tools"?}`.
-    - `prompt`: `{"prompt", "completion"}`, both strings (what the user says, what the assistant answers) or both lists
-      of messages; only the completion is learned.
+    - `prompt`: `{"prompt", "completion", "system"?}`, both strings (what the user says, what the assistant answers) or
+      both lists of messages; only the completion is learned.
     - `alpaca`: `{"instruction", "input"?, "output", "system"?, "history"?}`. The input follows the instruction after an
       empty line.
 
@@ -98,25 +104,29 @@ def conversation(record: Mapping[str, Any], where: str = "this record", shape: s
 
     Raises:
         ConfigError: the record has another shape, or two of them; a role or a content is not one; nobody or no
-            assistant speaks.
+            assistant speaks; a field beside the messages means something and is not read.
     """
     fields = {
         name: value for name, value in record.items() if value is not None and (value != "" or name not in _LISTS)
     }
     shape = _shape(fields, [name for name, value in record.items() if value is None], where, shape)
-    context = 0
+    _check_read(fields, where)
+    system, context = _system(fields, where), 0
     if shape == "messages":
         found = messages_of(fields["messages"], f"{where}: messages")
     elif shape == "sharegpt":
-        found = [*_system(fields, where), *_sharegpt(fields["conversations"], f"{where}: conversations")]
+        found = _sharegpt(fields["conversations"], f"{where}: conversations")
     elif shape == "prompt":
         if fields.get("label") is False:
             raise ConfigError(f"{where}: label is false: an answer that was judged bad would be learned; leave it out.")
         prompt = said(fields["prompt"], "user", f"{where}: prompt")
         found, context = [*prompt, *said(fields["completion"], "assistant", f"{where}: completion")], len(prompt)
     else:
-        found = [*_system(fields, where), *_alpaca(fields, where)]
-    return checked(Conversation(tuple(found), tools_of(fields.get("tools"), where), context, where))
+        found = _alpaca(fields, where)
+    if system and any(message["role"] == "system" for message in found):
+        raise ConfigError(f"{where}: one system prompt is beside the messages and another among them; keep one.")
+    context += len(system) if context else 0
+    return checked(Conversation((*system, *found), tools_of(fields.get("tools"), where), context, where))
 
 
 def checked(found: Conversation) -> Conversation:
@@ -261,6 +271,18 @@ def _alpaca(fields: Mapping[str, Any], where: str) -> list[Message]:
     pairs = [*history, (asked, fields["output"])]
     texts = [message for question, answer in pairs for message in (("user", question), ("assistant", answer))]
     return messages_of([{"role": role, "content": content} for role, content in texts], where)
+
+
+def _check_read(fields: Mapping[str, Any], where: str) -> None:
+    """Refuse what stands beside the messages, changes what is said or learned, and is not read."""
+    for name, advice in _UNREAD.items():
+        value = plain(fields.get(name) or [])
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        if any(part not in (None, "", [], {}) for part in parts):
+            raise ConfigError(f"{where}: {name} is not read: {advice}, or leave it out.")
+    for name in _LEARNED:
+        if isinstance(value := fields.get(name), int | float) and value != 1:
+            raise ConfigError(f"{where}: {name} of a whole record is not read: give it to messages, or leave it out.")
 
 
 def _system(fields: Mapping[str, Any], where: str) -> list[Message]:
