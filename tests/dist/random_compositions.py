@@ -171,6 +171,8 @@ def _model(chance: random.Random) -> tuple[dict[str, Any], list[str]]:
     optimizer = pick(("adamw",) * 3 + ("lion", "muon", "schedule_free", "normuon"))
     if optimizer != "adamw":
         plugins.append(optimizer)
+    if optimizer == "muon":
+        found["muon.dtype"] = "fp32"  # in bf16, products of other stacks of matrices round differently
     if maybe(0.2) and optimizer != "schedule_free":  # which evaluates an average of its own
         plugins.append("ema")
     words = [f"{name}={value}" for name, value in found.items() if value not in (False, 0, 0.0) and value != "fp32"]
