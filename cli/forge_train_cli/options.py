@@ -116,11 +116,11 @@ def hugging_face(request: Request, run_dir: str) -> Request:
 
 
 OF_CHATS = ("rename", "roles", "each_turn", "split_special_tokens")
-"""What `chat_options` gives."""
+"""Values of `chat_options`."""
 
 
 def chat_options(function: _F) -> _F:
-    """How conversations are read, as `sft` has it: `OF_CHATS`."""
+    """Add the options for reading conversations, as in `sft`: `OF_CHATS`."""
     for option in (
         click.option("--split-special-tokens", is_flag=True,
                      help="With --chat: keep special tokens in what messages say as text."),

@@ -127,7 +127,7 @@ def all_reduce(dist: DistributedContext) -> tuple[int, float]:
 
 
 def stopwatch(device: torch.device) -> Callable[[], float]:
-    """What gives the seconds from now until the device has done what it was given by then, by its own clock if it is a
+    """Start a clock that returns the seconds until the device has done its work so far, by its own clock if it is a
     CUDA device: a busy host is late to launch what it is given, and late to see that it is done."""
     if device.type != "cuda":
         began = time.perf_counter()

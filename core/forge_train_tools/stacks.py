@@ -45,7 +45,7 @@ def dump(file: Path) -> None:
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """What torch's flight recorders hold, in order: the last collectives, as many as TORCH_FR_BUFFER_SIZE says.
+    """Return the contents of torch's flight recorders, in order: the last TORCH_FR_BUFFER_SIZE collectives.
 
     NCCL's process groups have a recorder of their own, which the one of all others knows nothing of (torch 2.13).
     """

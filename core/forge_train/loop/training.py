@@ -173,7 +173,7 @@ class Training:
         return None
 
     def _rolled_back(self) -> bool:
-        """Whether all processes had agreed to roll back, and so have done."""
+        """Roll back if all processes have agreed to; return True if they had."""
         if asked := self.job.control.take_agreed():
             self._roll_back(asked)
         return asked is not None

@@ -39,12 +39,12 @@ class Base:
 
 @dataclass(frozen=True)
 class Fit:
-    """How the weights of a checkpoint, and what lies beneath it, fit a model."""
+    """Match between a model and the weights of a checkpoint and its base."""
 
     files: Mapping[str, Path]
     """Name → the checkpoint that holds it, for what this rank has to read."""
     ignored: frozenset[str]
-    """What is there and is not this rank's."""
+    """Weights that exist and are not this rank's."""
     missing: tuple[str, ...] = ()
     """Of all stages: keep the values they start with."""
     unexpected: tuple[str, ...] = ()
@@ -138,15 +138,15 @@ def read(weights: Mapping[str, Tensor], fit: Fit, dist: DistributedContext, *, b
 
 
 def places(path: Path, dist: DistributedContext, base: str = "") -> dict[str, Path]:
-    """Which checkpoint holds each of a model's tensors: this one, or one that lies beneath it.
+    """Return the checkpoint that holds each of a model's tensors: this one, or one beneath it.
 
     Args:
         path: a checkpoint.
-        dist: the processes that look together.
-        base: the run or checkpoint beneath a partial one; by default the one that it was saved with.
+        dist: the processes, which all call this.
+        base: the run or checkpoint beneath a partial one; by default, the one that it was saved with.
 
     Raises:
-        ConfigError: if what should lie beneath it is gone, or is another one.
+        ConfigError: if the base is missing or has changed.
     """
     own = {name.removeprefix(MODEL): path for name in checkpoint.shapes(path) if name.startswith(MODEL)}
     saved = base_of(checkpoint.read_state(path))
@@ -164,7 +164,7 @@ def places(path: Path, dist: DistributedContext, base: str = "") -> dict[str, Pa
 
 
 def base_of(state: Mapping[str, Any]) -> Base | None:
-    """What lies beneath a checkpoint, if it holds a part of the weights."""
+    """Return the base of a checkpoint that holds only part of the weights; None for others."""
     return Base(**state["base"]) if state.get("base") else None
 
 
@@ -203,17 +203,17 @@ def compare_shapes(
     unexpected: Sequence[str] = (),
     free: Sequence[str] = (),
 ) -> Fit:
-    """Whether a checkpoint holds the weights of all stages of a pipeline.
+    """Check that a checkpoint holds the weights of all stages of a pipeline.
 
     Args:
         path: the checkpoint.
-        weights: of this rank.
-        dist: all processes compare together.
-        found: see `places`; what is not in `path` itself may hold more than the model.
-        missing: see `load_weights`, as for `unexpected` and `free`.
+        weights: those of this rank.
+        dist: the processes, which all call this.
+        found: see `places`; checkpoints other than `path` may hold more than the model.
+        missing: see `load_weights`, also for `unexpected` and `free`.
 
     Raises:
-        ConfigError: naming those that differ.
+        ConfigError: naming the weights that differ.
     """
     shapes = {where: checkpoint.shapes(where) for where in set(found.values())}
     stages = dist.gather_stages({name: tuple(tensor.shape) for name, tensor in weights.items()})
@@ -252,10 +252,10 @@ def kept(model: Model, job: Job) -> dict[str, Tensor]:
 
 
 def check_kept(model: Model, job: Job, base: Base | None) -> None:
-    """Whether a run can go on from the checkpoints that `checkpoint.only` leaves.
+    """Check that a run can resume from the checkpoints that `checkpoint.only` leaves.
 
     Raises:
-        ConfigError: for a pattern that fits nothing, and for parameters that would be lost.
+        ConfigError: for a pattern that matches nothing, and for parameters that would be lost.
     """
     if not (only := job.config.checkpoint.only):
         return

@@ -100,7 +100,7 @@ def _contributed() -> Iterator[SpecModule]:
 
 
 SOURCES: list[Callable[[], Iterable[SpecModule]]] = [_entry_points, _contributed]
-"""Where modules of specs are looked for. The test kit puts others beside them."""
+"""Places in which modules of specs are searched. The test kit puts others beside them."""
 KERNEL = SpecModule(DISTRIBUTION, own_version(), hookspecs.__name__)
 
 

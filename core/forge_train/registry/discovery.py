@@ -42,7 +42,7 @@ def plugin_name(spec: str) -> str:
 
 
 def is_name(spec: str) -> bool:
-    """Whether this is the name of an installed plugin, and neither a dotted one nor a file."""
+    """Return True for an installed plugin's name, as opposed to a dotted name or a file."""
     return ":" not in spec and not is_file(spec)
 
 
@@ -82,7 +82,7 @@ def in_file(spec: str, folder: Path | None = None) -> PluginRef:
 
 
 def instead(name: str, known: Iterable[str]) -> str:
-    """What to do about a name that no installed plugin has."""
+    """Suggest what to do about a name that no installed plugin has."""
     if hint := nearest(canonical(name), known):
         return hint
     if "." in name:
@@ -169,7 +169,7 @@ def contributed() -> Iterator[PluginRef]:
 
 
 SOURCES: list[Callable[[], Iterable[PluginRef]]] = [_entry_points, contributed]
-"""Where plugins are looked for. The test kit puts others in their place."""
+"""Functions that find plugins. The test kit replaces them."""
 
 
 def own_version() -> str:

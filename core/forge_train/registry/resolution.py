@@ -1,4 +1,4 @@
-"""Which plugins a request enables, and why."""
+"""Selection of the plugins that a request enables, with reasons."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .inspection import check_hooks
 
 @dataclass
 class Resolution:
-    """Which plugins are enabled, and why."""
+    """Enabled plugins, and why they are enabled."""
 
     tree: Tree
     request: Request
@@ -31,7 +31,7 @@ class Resolution:
     specs: Specs = field(init=False)
     """The hooks that the run knows."""
     hints: list[str] = field(default_factory=list)
-    """What to tell beside mistakes: it may be why there are any."""
+    """Hints to show with mistakes, which they may explain."""
     known: dict[str, list[PluginRef]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     """Plugins that were asked for, as they were written."""
@@ -248,7 +248,7 @@ def _refused(where: Origin, spec: str) -> str:
 
 
 def _came_with(folder: str, found: PluginRef, spec: str) -> bool:
-    """Whether a plugin lies in a folder, or is named by where it lies beside the folder's configuration."""
+    """Return True if a plugin is inside a folder, or is named relative to the folder's configuration."""
     if not folder or found.file is None:
         return False
     beside = is_file(spec) and not Path(split(spec)[0]).is_absolute()

@@ -87,5 +87,5 @@ def _unchanged(section: object, field: dataclasses.Field[object]) -> bool:
 
 
 def _written_by_forge(origin: Origin) -> bool:
-    """Whether a file describes a run or a checkpoint."""
+    """Return True if a file describes a run or a checkpoint."""
     return (Path(origin.where.rpartition(":")[0]).parent / "plugins.json").is_file()

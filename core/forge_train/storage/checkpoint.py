@@ -48,7 +48,7 @@ def resolve(path: Path, dist: DistributedContext = ALONE) -> Path:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a path is a run; else it is a checkpoint, whole or not. It is an error if it is neither."""
+    """Return True for a run, False for a checkpoint, complete or not. Any other path is an error."""
     if (path / "checkpoints").is_dir():
         return True
     if not path.is_dir():

@@ -39,7 +39,7 @@ class Files:
     places: Mapping[str, Place]
     """Tensor, by its name in the checkpoint → place."""
     alone: bool
-    """Whether these tensors are in no shards."""
+    """True if these tensors are not also in shards."""
 
     @classmethod
     def of(cls, tensors: Shapes, *, alone: bool) -> Files:
@@ -79,7 +79,7 @@ class Files:
         return [shard for shard in shards if not (self.alone and shard.name in self.places)]
 
     def placed(self) -> list[tuple[str, Placed]]:
-        """Where the index is to find the tensors, each as one shard."""
+        """Return the tensors' places for the index, each as one shard."""
         full = ((name, place) for name, place in self.places.items() if place.bytes)
         return [(name, Placed(whole(place.shape), place.file, place.start)) for name, place in full]
 

@@ -51,15 +51,15 @@ def put_in(path: Path, weights: Mapping[str, Tensor], dist: DistributedContext) 
 
 
 def check(declared: Mapping[str, float], tensors: Mapping[str, Tensor], whose: str) -> None:
-    """Whether there is what a plugin says that evaluations take.
+    """Check that the tensors a plugin declares for evaluations exist.
 
     Args:
-        declared: as `evaluation_weights` gave it.
+        declared: as returned by `evaluation_weights`.
         tensors: of the model, the optimizer and the plugins, by their names in a checkpoint.
         whose: the plugin and its hook.
 
     Raises:
-        PluginError: naming what there is not.
+        PluginError: naming what does not exist.
     """
     names = [key.removeprefix(MODEL) for key in tensors if key.startswith(MODEL)]
     for pattern in declared:

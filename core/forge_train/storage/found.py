@@ -81,12 +81,12 @@ def name_latest(folder: Path, saved: Saved | None) -> None:
 
 
 def is_kept(step: int, keep_every: int, spared: Set[int]) -> bool:
-    """Whether a checkpoint stays that is none of the newest."""
+    """Return True if a checkpoint is kept even though it is not among the newest."""
     return bool(keep_every and step % keep_every == 0) or step in spared
 
 
 def aside(path: Path) -> Path:
-    """What a checkpoint is called while it is removed."""
+    """Return a checkpoint's name during its removal."""
     return path.with_name(f".{path.name}.removed")
 
 

@@ -35,7 +35,7 @@ def plan(
     unexpected: Choose = lambda _: (),
     ignored: Choose = lambda _: (),
 ) -> Plan:
-    """How to make a model's weights from a folder's tensors, if it holds exactly those. Reads only duplicates of tied
+    """Plan how a folder's tensors become a model's weights, if it holds exactly those. Reads only duplicates of tied
     ones.
 
     Args:
@@ -244,7 +244,7 @@ def _words(shape: Shape) -> str:
 
 
 def plan_export(source: Path, layout: HFModel, stored: Mapping[str, View]) -> Plan:
-    """How to make a folder's tensors from a model's.
+    """Plan how to make a folder's tensors from a model's.
 
     Args:
         source: the run, checkpoint or folder, for errors.

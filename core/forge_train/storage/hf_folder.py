@@ -43,7 +43,7 @@ SIZES = (
 )
 """Keys of a `config.json` that give the size of a dimension of some tensor."""
 _QUANTISED = (".qweight", ".qzeros", ".SCB", ".absmax", ".weight_packed", ".weight_scale")
-"""How names of quantised weights end, or of their scales."""
+"""Endings of the names of quantised weights, or of their scales."""
 _DOWNLOAD = " Download the weights too."
 HARMLESS = 10_000
 """A size that any machine can handle, even if no tensor is that large."""
@@ -141,7 +141,7 @@ class Folder:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether a path is a folder in Hugging Face layout and not a checkpoint."""
+    """Return True if a path is a folder in Hugging Face layout and not a checkpoint."""
     return (path / CONFIG).is_file() and not any((path / name).exists() for name in ("config.toml", "manifest.json"))
 
 
@@ -194,7 +194,7 @@ def _header(file: Path) -> dict[str, Entry]:
 
 
 def _cut_short(file: Path) -> str:
-    """Which tensors a truncated file lacks in part; empty if that is unknown."""
+    """Describe which tensors a truncated file cuts off; empty if that is unknown."""
     try:
         size = regular_size(file, links=True)
         with file.open("rb") as opened:

@@ -21,7 +21,7 @@ there when the system copies them."""
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies."""
+    """Location of a tensor."""
 
     file: str
     start: int

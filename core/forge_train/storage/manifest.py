@@ -15,24 +15,24 @@ MANIFEST = "manifest.json"
 FORMAT = 3
 """Of a checkpoint, as `docs/checkpoint-format.md` describes it. Formats 1 and 2 can be imported."""
 NAME = re.compile(r"step-(\d{8,})$")
-"""How a checkpoint in a run's folder is called."""
+"""Name of a checkpoint in a run's folder."""
 STATE, INDEX = "state.json", "tensors.json"
 DCP_INDEX = ".metadata"
 """The index of torch.distributed.checkpoint, which formats 1 and 2 had."""
 NEEDED = (STATE, INDEX)
 """Files without which nothing is a checkpoint."""
 EDITABLE = "config.toml"
-"""What may be edited: a run that continues compares its values with those in `state.json`, which is sealed."""
+"""File that may be edited: a resumed run compares its values with those in `state.json`, which is sealed."""
 LARGEST = {MANIFEST: 64 << 20, STATE: 256 << 20, INDEX: 256 << 20, EDITABLE: 4 << 20}
 """Bytes that are read at most; an index of a million shards takes about 80 MB."""
 _LARGEST_OTHER = 1 << 30
 SHARDS = ".safetensors"
-"""How names of files end that may be of any size."""
+"""Suffixes of files that may have any size."""
 _LONGEST_NAME = 1000
 NEWER, OLDER = "written by a newer forge:", "written by an older forge:"
-"""How another format is told."""
+"""Message about another format."""
 OTHER = {NEWER: "Update forge-train to read it.", OLDER: "Import it: forge checkpoint import {path} NEW"}
-"""What to do about one."""
+"""Advice about one."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Sealed:
-    """What a manifest lists."""
+    """Entries of a manifest."""
 
     files: Mapping[str, Entry]
     """Files that must be as they were saved."""
@@ -56,17 +56,17 @@ class Sealed:
 
 
 def inspect(path: Path) -> Sealed | str:
-    """What is sealed, or a phrase on what is wrong, as far as sizes show."""
+    """Return the sealed entries, or a phrase on what is wrong, judging by sizes."""
     sealed = listed(lambda: load_json(path / MANIFEST, most=LARGEST[MANIFEST]), path)
     return sealed if isinstance(sealed, str) else _wrong_file(path, sealed) or _added(path, sealed) or sealed
 
 
 def listed(read: Callable[[], Any], path: Path) -> Sealed | str:
-    """What a manifest lists, or a phrase on what is wrong with it.
+    """Return the entries of a manifest, or a phrase on what is wrong with it.
 
     Args:
-        read: gives its JSON, or raises an `OSError` or a `ValueError`.
-        path: the checkpoint that it is of.
+        read: returns its JSON, or raises an `OSError` or a `ValueError`.
+        path: the checkpoint that it belongs to.
     """
     try:
         table = read()
@@ -100,7 +100,7 @@ def other_format(found: object) -> str:
 
 
 def way_out(problem: str, path: object) -> str:
-    """What to do about a checkpoint of another format, in a sentence; empty if that is not the problem."""
+    """Advise on a checkpoint of another format, in a sentence; empty if that is not the problem."""
     return next((text.format(path=path) for start, text in OTHER.items() if problem.startswith(start)), "")
 
 
@@ -179,7 +179,7 @@ def wrong_size(name: str, size: int, sealed: Sealed) -> str:
 
 
 def _added(path: Path, sealed: Sealed) -> str:
-    """Whether a file was put into a sealed folder, as beside a tokenizer, which would read it."""
+    """Describe a file added to a sealed folder, such as a tokenizer's, which would be read; empty if there is none."""
     folders = {Path(name).parent for name in sealed.files} - {Path()}
     beside = (file for folder in sorted(folders) for file in sorted((path / folder).iterdir()))
     names = (str(file.relative_to(path)) for file in beside if file.is_file() and not file.name.startswith("."))

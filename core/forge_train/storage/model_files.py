@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..contract.hooks import Hooks
 
 FOLDER = "tokenizer"
-"""Where they lie, beside `config.toml`."""
+"""Folder that holds them, beside `config.toml`."""
 TOKENIZER, MODEL_CONFIG = "tokenizer.json", "config.json"
 VOCABULARIES = (
     *(TOKENIZER, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model"),
@@ -136,7 +136,7 @@ def copy(found: Mapping[str, Path], target: Path) -> None:
 
 
 def _path(config: Config, hooks: Hooks) -> Path | None:
-    """What the configuration names; None for a word, such as `bytes`."""
+    """Return the path that the configuration names; None for a keyword such as `bytes`."""
     place = option(hooks)
     value = getattr(config.sections[place[0]], place[1]) if place else ""
     marked = mark(type(config.sections[place[0]]), (place[1],), FilePath) if place else None

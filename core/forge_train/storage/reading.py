@@ -1,6 +1,6 @@
-"""What a checkpoint holds: `state.json`, the shapes of its tensors, the tensors.
+"""Content of a checkpoint: `state.json`, the shapes of its tensors, and the tensors.
 
-All of it may come from anybody: its size and its shape are checked before anything is made of it.
+All of it is untrusted: its size and its shape are checked before anything is built from it.
 """
 
 from __future__ import annotations

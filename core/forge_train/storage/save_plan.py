@@ -38,7 +38,7 @@ Fill = Callable[[Path, Files], Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Plan:
-    """Which shards this rank writes, and on rank 0 all that the index needs."""
+    """Shards that this rank writes and, on rank 0, all that the index needs."""
 
     local: Sequence[Shard]
     """The shards that this rank holds."""

@@ -58,7 +58,7 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def within(outer: Box, inner: Box) -> tuple[slice, ...]:
-    """Where a range lies in one that contains it."""
+    """Return the place of a range in one that contains it."""
     return tuple(slice(low - begin, high - begin) for (low, high), (begin, _) in zip(inner, outer, strict=True))
 
 

@@ -66,7 +66,7 @@ class Store:
 
     @classmethod
     def of_run(cls, address: str, run: str, key: str = "") -> Store:
-        """Where the checkpoints of a run lie under an address."""
+        """Return the store of a run's checkpoints under an address."""
         return cls(f"{address.rstrip('/')}/{run}/checkpoints", key)
 
     def at(self, name: str) -> str:
@@ -108,7 +108,7 @@ class Store:
                 log.warning("%s is not whole (%s), and is left out.", self.at(stored.name), problem)
 
     def check(self, stored: Stored) -> str:
-        """What is wrong with a checkpoint, in a phrase, as far as its manifest and sizes show; empty if nothing is."""
+        """Describe what is wrong with a checkpoint, in a phrase, judging by manifest and sizes; empty if nothing is."""
         sealed = self._sealed(stored)
         return sealed if isinstance(sealed, str) else ""
 
@@ -126,7 +126,7 @@ class Store:
     # -- changing it --------------------------------------------------------------------------------------------------
 
     def has(self, checkpoint: Path) -> bool:
-        """Whether the same checkpoint is here, whole.
+        """Return True if the store holds the same checkpoint, complete.
 
         Raises:
             ConfigError: if the store can't be read.
@@ -250,7 +250,7 @@ class Store:
         ]
 
     def _sealed(self, stored: Stored) -> Sealed | str:
-        """What a manifest lists, or what is wrong as far as sizes show."""
+        """Return the entries of a manifest, or what is wrong, judging by sizes."""
         if stored.files[MANIFEST] > LARGEST[MANIFEST]:
             return f"{MANIFEST} has {stored.files[MANIFEST]:,} bytes, and at most {LARGEST[MANIFEST]:,} are read"
         sealed = listed(lambda: parse_json(self.text(stored, MANIFEST).decode()), Path(stored.name))
@@ -264,7 +264,7 @@ class Store:
         return sealed
 
     def _compare(self, checkpoint: Path, target: str, names: list[str]) -> None:
-        """Whether files have arrived."""
+        """Check that files have arrived in full."""
         there = dict(self._folder.files(target))
         for name in names:
             if there.get(name) != (size := (checkpoint / name).stat().st_size):

@@ -42,8 +42,8 @@ DTYPES: Mapping[torch.dtype, str] = {
 }
 """The dtypes that readers of safetensors know. Tensors of others are only in files of shards, as bytes."""
 PAGE = 4096
-"""Where values begin: whole pages are written in half the time, and NFS clients may write whole pages, so the one with
-the header must not hold values of another rank."""
+"""Alignment of the first value: whole pages are written in half the time, and NFS clients may write whole pages, so the
+page with the header must not hold values of another rank."""
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 Described = tuple[str, tuple[int, ...], int]

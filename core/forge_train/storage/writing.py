@@ -45,7 +45,7 @@ class Staged:
     target: Path
     step: int
     state: Any
-    """What is not tensors, as JSON."""
+    """Everything but the tensors, as JSON."""
     shards: Shards
 
 
@@ -203,7 +203,7 @@ def _make_anew(folder: Path) -> None:
 
 
 def _describe(part: Path, state: Mapping[str, Any], beside: list[Path]) -> None:
-    """What lies beside the tensors."""
+    """Write the files beside the tensors."""
     write_json(part / "state.json", state)
     for path in beside:
         shutil.copytree(path, part / path.name) if path.is_dir() else shutil.copyfile(path, part / path.name)

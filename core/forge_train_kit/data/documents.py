@@ -36,14 +36,14 @@ class Documents:
         self.count = self._firsts[-1]
         """Number of documents."""
         self.masked = any(shard.trained is not None for shard in self.shards)
-        """Whether some tokens are not to be learned."""
+        """True if some tokens are excluded from learning."""
         self.weighted = any(shard.trained is not None and shard.trained.dtype == np.float32 for shard in self.shards)
-        """Whether some tokens count more than others."""
+        """True if some tokens count more than others."""
         self._digest = digest
 
     @cached_property
     def digest(self) -> str:
-        """What tells this content from other content."""
+        """Digest that identifies this content."""
         if self._digest:
             return self._digest
         found = hashlib.blake2b(digest_size=16)
@@ -87,7 +87,7 @@ class Documents:
                 )
 
     def learned(self, start: int, out: NDArray[np.bool_]) -> None:
-        """Whether each token from `start` on is to be learned, into `out`."""
+        """Write to `out` whether each token from `start` on is learned."""
         at, stop, done = self._shard_of(start), min(start + len(out), self.tokens), 0
         while start + done < stop:
             shard, inside = self.shards[at], start + done - self._starts[at]
@@ -96,7 +96,7 @@ class Documents:
             done, at = done + size, at + 1
 
     def weights(self, start: int, out: NDArray[np.float32]) -> None:
-        """How much the loss of each token from `start` on counts, into `out`."""
+        """Write the weight of each token's loss from `start` on into `out`."""
         at, stop, done = self._shard_of(start), min(start + len(out), self.tokens), 0
         while start + done < stop:
             shard, inside = self.shards[at], start + done - self._starts[at]
@@ -119,7 +119,7 @@ class Documents:
         return np.concatenate([np.diff(shard.ends, prepend=0) for shard in self.shards] or [np.empty(0, np.int64)])
 
     def span(self, document: int) -> tuple[int, int]:
-        """Where a document begins and ends."""
+        """Return the start and end of a document."""
         at = bisect_right(self._firsts, document) - 1
         base, inside, ends = self._starts[at], document - self._firsts[at], self.shards[at].ends
         return base + (int(ends[inside - 1]) if inside else 0), base + int(ends[inside])

@@ -59,7 +59,7 @@ class Mixture:
         return {name: self._parts[name].stream.digest for name in self._recipe.names}
 
     def given(self, samples: int) -> dict[str, int]:
-        """How many of the first samples each source has given."""
+        """Return how many of the first samples come from each source."""
         counts = self._phases.counts(samples - self._start) + self._offset
         return dict(zip(self._recipe.names, counts.tolist(), strict=True))
 
@@ -101,7 +101,7 @@ class Mixture:
         return np.stack([place[0], self._streams[int(place[0])].after(place[1])])
 
     def state_dict(self, samples: int) -> dict[str, Any]:
-        """What each source has given, what it is, and since when these proportions hold."""
+        """Return each source's count and digest, and the sample from which these proportions hold."""
         since = {"recipe": self._recipe.digest, "sample": self._start, "given": self._before}
         return {"given": self.given(samples), "sources": self._digests, "since": since}
 

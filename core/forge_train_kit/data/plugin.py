@@ -1,4 +1,4 @@
-"""What data plugins have in common: reading ahead, samples that can't be read, and packing. Imports no torch."""
+"""Common parts of data plugins: reading ahead, handling of unreadable samples, and packing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Packing = Literal["split", "best_fit", "pad", "buckets"]
 
 @section
 class Prefetch:
-    """How training data is read ahead of the step that uses it. Evaluations do not read ahead."""
+    """Reading of training data ahead of the step that uses it. Evaluations do not read ahead."""
 
     workers: Annotated[int, Ge(0)] = 0
     """Threads or processes of each rank that read ahead. With 0, data is read when a step needs it, which is fastest
@@ -43,7 +43,7 @@ class Prefetch:
     deadline: Annotated[float, Gt(0)] = 300.0
     """Seconds that a worker may take for a micro-batch; a worker that takes longer counts as hung."""
     on_error: Literal["stop", "skip"] = "stop"
-    """What happens if a sample can't be read. `stop` ends the run. With `skip`, the next sample of the same source
+    """Response to a sample that can't be read. `stop` ends the run. With `skip`, the next sample of the same source
     replaces it, and the metric `skipped` counts it; a process that dies or hangs is restarted, once per micro-batch."""
 
 
@@ -100,12 +100,12 @@ class DataPlugin(Plugin):
 
 
 def bucket_values(packing: str) -> dict[str, Any]:
-    """What follows from packing in buckets: for `brings`."""
+    """Return the values implied by packing in buckets: for `brings`."""
     return {"train.micro_batch": 1} if packing == "buckets" else {}
 
 
 def check_buckets(packing: str, config: RunConfig) -> Iterator[Problem]:
-    """Whether micro-batches are buckets, where buckets are asked for: for `check_config`."""
+    """Check that micro-batches are buckets if packing is `buckets`: for `check_config`."""
     if packing == "buckets" and config.train.micro_batch != 1:
         yield Problem(
             "train.micro_batch",
@@ -133,7 +133,7 @@ def check_weights(documents: Documents, job: Job, key: str) -> None:
 
 
 def check_prefetch(prefetch: Prefetch, key: str) -> Iterator[Problem]:
-    """Whether options are given that only workers would read: for `check_config`; `key` is the plugin's section."""
+    """Check that options for workers are not set without any: for `check_config`; `key` is the plugin's section."""
     for name in ("kind", "batches", "deadline"):
         if not prefetch.workers and getattr(prefetch, name) != getattr(Prefetch(), name):
             yield Problem(
@@ -142,7 +142,7 @@ def check_prefetch(prefetch: Prefetch, key: str) -> Iterator[Problem]:
 
 
 def ahead(prefetch: Prefetch, job: Job) -> Iterator[tuple[str, str]]:
-    """What `forge data show` says of reading ahead."""
+    """Describe reading ahead for `forge data show`."""
     if prefetch.workers:
         kind = prefetch.kind if prefetch.workers > 1 else {"threads": "thread", "processes": "process"}[prefetch.kind]
         yield (

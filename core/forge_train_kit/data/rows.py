@@ -30,7 +30,7 @@ class Arrays:
     """Source of each row in a mixture, or its place in its pair, `[rows]`; -1 in rows that do not
     count."""
     weights: Weights | None = None
-    """How much each label's loss counts, `[rows, sequence]`; None where all count 1."""
+    """Weight of each label's loss, `[rows, sequence]`; None if all weigh 1."""
 
 
 class Rows(Protocol):

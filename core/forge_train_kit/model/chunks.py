@@ -83,7 +83,7 @@ def _cast_once(head: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 
 def _is_cast(read: Tensor, parameter: Tensor) -> bool:
-    """Whether a tensor is a parameter in another dtype, and nothing else."""
+    """Return True if a tensor is just a parameter in another dtype."""
     node = read.grad_fn
     if read.dtype is parameter.dtype or node is None:
         return read.dtype is not parameter.dtype

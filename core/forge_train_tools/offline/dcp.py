@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
 BESIDE = (EDITABLE, "plugins.json", FOLDER)
-"""What a checkpoint holds next to its tensors and its state."""
+"""Contents of a checkpoint next to its tensors and its state."""
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether a folder was written by torch.distributed.checkpoint, as older checkpoints of Forge were."""
+    """Return True if torch.distributed.checkpoint wrote a folder, as it did for older checkpoints of Forge."""
     return (path / DCP_INDEX).is_file()
 
 

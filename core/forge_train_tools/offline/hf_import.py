@@ -132,7 +132,7 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Import:
-    """What an import will write; no tensor is in memory."""
+    """Import to be written; no tensor is in memory."""
 
     folder: Folder
     setup: Setup
@@ -253,7 +253,7 @@ def import_share(asked: dict[str, Any], part: str) -> dict[str, Any]:
 
 
 def _understand(folder: Folder, target: Path, request: Request) -> tuple[HFModel, Setup]:
-    """How the model is built and named, and the configuration that trains it."""
+    """Return how the model is built and named, and the configuration that trains it."""
     request, layout = bring(folder, request)
     train = {**request.sections["train"], "init_from": str(target.absolute())}
     return layout, resolve(dataclasses.replace(request, sections={**request.sections, "train": train}), data=False)

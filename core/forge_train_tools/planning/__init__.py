@@ -1,4 +1,4 @@
-"""What a run would be, found without giving memory to a single tensor.
+"""Planning of a run without memory for a single tensor.
 
 The model is composed on the meta device for one rank of a world that does not exist; a step of it is then rehearsed on
 fake tensors, which have shapes and dtypes but no data, and everything that step keeps, sends and computes is counted.
@@ -76,8 +76,8 @@ class Plan:
     flops_per_token: float | None
     """The model's own, as FLOPS_CONVENTION says; repeated operations (recompute) are no part of it."""
     kernel_flops: float
-    """What the kernels of one rank's step do (of the busiest stage of a pipeline), repeated ones too; where a mask says
-    what is seen, all is counted."""
+    """FLOPs of the kernels in one rank's step (in the busiest stage of a pipeline), recomputed ones included; masked
+    attention counts in full."""
     roofline: Roofline | None
     pipeline: Pipeline | None
     """Its stages and its timeline, where there is one. `memory` is of the stage that needs most, and `communication`
@@ -183,7 +183,7 @@ def _in_order(looks: Sequence[Look]) -> list[Look]:
 
 
 def _phases(looks: Sequence[Look]) -> list[dict[str, Any]]:
-    """What the transforms did, on all stages."""
+    """Merge the transforms' reports of all stages."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for look in looks:
         for entry in look.report:

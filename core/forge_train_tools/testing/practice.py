@@ -1,4 +1,4 @@
-"""What can be said of a plugin only by running it: configured, composed, called slot by slot, trained and resumed."""
+"""Checks that run a plugin: it is configured, composed, called slot by slot, trained and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank the others wait for in their steps: how much of them each rank works."""
+"""Detection of the rank that others wait for, from each rank's share of working time."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _LIGHT, _HEAVY = 1e-6, 1e6
 """Weights beyond these are taken for mistakes."""
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"} | {r: r for r in ROLES}
 SPEAKERS["observation"] = "tool"
-"""Who speaks in ShareGPT's `from`, and the role that it is."""
+"""Speakers in ShareGPT's `from`, and the role of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,12 @@ class Conversation:
         ]
 
     def weight(self, turn: int) -> float:
-        """How much the tokens of a learned message count."""
+        """Weight of the tokens of a learned message."""
         return float(self.messages[turn].get("weight", 1))
 
     @property
     def silent(self) -> bool:
-        """Whether the assistant neither says, nor thinks, nor calls anything."""
+        """True if the assistant neither says nor thinks nor calls anything."""
         turns = [message for message in self.messages[self.context :] if message["role"] == "assistant"]
         said = (str(turn.get(name) or "") for turn in turns for name in ("content", *REASONING))
         return not any(turn.get("tool_calls") for turn in turns) and not any(map(str.strip, said))
@@ -154,7 +154,7 @@ def messages_of(entries: Any, where: str) -> list[Message]:
 
 
 def common(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many elements two sequences begin with alike."""
+    """Return the length of the common prefix of two sequences."""
     return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -1,4 +1,4 @@
-"""Where a chat template comes from: a Hugging Face folder, a file, or one of those written here."""
+"""Sources of chat templates: a Hugging Face folder, a file, or one of those defined here."""
 
 from __future__ import annotations
 

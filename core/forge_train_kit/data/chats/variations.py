@@ -44,7 +44,7 @@ class Variations:
             return None
 
     def header(self) -> str:
-        """What a generation prompt adds to a user's message; empty if it adds nothing."""
+        """Return the text that a generation prompt adds to a user's message; empty if it adds nothing."""
         user = [{"role": "user", "content": "And then?"}]
         closed, prompt = self.render(user), self.render(user, prompt=True)
         return prompt[len(closed) :] if closed and prompt and prompt.startswith(closed) else ""
@@ -78,7 +78,7 @@ class Variations:
         return f"{self._mark(turn)}{number}x"
 
     def around(self, text: str | None, turn: int) -> tuple[str, str] | None:
-        """What stands before and after all sentinels of a message; None if one of them is there twice, or none is."""
+        """Return the text around all sentinels of a message; None if one of them is there twice, or none is."""
         found = list(re.finditer(rf"{self._mark(turn)}\d+x", text or ""))
         if text is None or not found or len({match.group() for match in found}) < len(found):
             return None

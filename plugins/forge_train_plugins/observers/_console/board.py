@@ -1,4 +1,4 @@
-"""What is known of a run: facts at its start, and the newest of everything since."""
+"""The state of a run for display: facts from its start, and the latest of everything since."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Board:
     size: str
     """Device, parameters, how much is to be done."""
     plugins: list[str]
-    """What fills the slots, each with the options that are not its defaults."""
+    """Plugins in the slots, each with its non-default options."""
     phases: list[str]
-    """What was done to the model, in order."""
+    """Transforms applied to the model, in order."""
     steps: int
     first: int = 0
     """The step it went on from."""
@@ -88,7 +88,7 @@ class Board:
 
     @property
     def held_out(self) -> list[tuple[str, float]]:
-        """What the newest evaluation found, best known first: words and value."""
+        """Return the latest evaluation as words and values, the best-known metric first."""
         if self.evaluation is None:
             return []
         lasts = ["loss", *(key.rpartition(".")[2] for key in self.evaluation.metrics)]

@@ -220,7 +220,7 @@ class Family:
         return sections
 
     def tied(self, table: Mapping[str, Any]) -> bool:
-        """Whether a causal model of this `config.json` shares the weights of embedding and head."""
+        """Return True if a causal model of this `config.json` shares the weights of embedding and head."""
         name = "tie_word_embeddings"
         return bool({**self.common, **self.keys}[name].read(Reader(table), name)["tied"])
 
