@@ -22,16 +22,13 @@ if TYPE_CHECKING:
     from .contract.attention import Recurrence as Recurrence
     from .contract.auxiliary import attach_loss as attach_loss
     from .contract.batch import MASKED as MASKED
+    from .contract.batch import Axes as Axes
     from .contract.batch import Batch as Batch
     from .contract.batch import BatchPhase as BatchPhase
+    from .contract.batch import CurrentStep as CurrentStep
     from .contract.batch import Preparation as Preparation
     from .contract.batch import PrepareBatch as PrepareBatch
     from .contract.batch import PrepareStep as PrepareStep
-    from .contract.cuts import Axes as Axes
-    from .contract.cuts import Replicate as Replicate
-    from .contract.cuts import Spec as Spec
-    from .contract.cuts import Split as Split
-    from .contract.cuts import Stack as Stack
     from .contract.events import CheckpointEvent as CheckpointEvent
     from .contract.events import Evaluation as Evaluation
     from .contract.events import Finished as Finished
@@ -48,10 +45,6 @@ if TYPE_CHECKING:
     from .contract.layers import Layer as Layer
     from .contract.metric import Bins as Bins
     from .contract.metric import Metric as Metric
-    from .contract.micro_state import POSITIONS as POSITIONS
-    from .contract.micro_state import SAMPLES as SAMPLES
-    from .contract.micro_state import MicroState as MicroState
-    from .contract.micro_state import StateKey as StateKey
     from .contract.model import Model as Model
     from .contract.plugin import Plugin as Plugin
     from .contract.plugin import hookimpl as hookimpl
@@ -72,7 +65,6 @@ if TYPE_CHECKING:
     from .contract.specs import HookSpec as HookSpec
     from .contract.specs import hookspec as hookspec
     from .contract.state_dtypes import StateDtypes as StateDtypes
-    from .contract.step_state import StepState as StepState
     from .contract.tail import Drafting as Drafting
     from .contract.tail import Tail as Tail
     from .contract.tail import Trunk as Trunk
@@ -82,9 +74,6 @@ if TYPE_CHECKING:
     from .contract.transform import Specialisation as Specialisation
     from .contract.transform import Transform as Transform
     from .contract.transform import swap as swap
-    from .contract.trees import shard_of_tree as shard_of_tree
-    from .contract.trees import shard_tree as shard_tree
-    from .contract.trees import unshard_tree as unshard_tree
     from .ground.errors import CommunicationError as CommunicationError
     from .ground.errors import ConfigError as ConfigError
     from .ground.errors import DivergedError as DivergedError
@@ -99,14 +88,12 @@ _HOME = {
     "config.schema": "FilePath Ge Gt Le Lt Volatile section",
     "contract.attention": "Attention AttentionKernel KernelCapabilities Recurrence",
     "contract.auxiliary": "attach_loss",
-    "contract.batch": "Batch BatchPhase MASKED Preparation PrepareBatch PrepareStep",
-    "contract.cuts": "Axes Replicate Spec Split Stack",
+    "contract.batch": "Axes Batch BatchPhase CurrentStep MASKED Preparation PrepareBatch PrepareStep",
     "contract.events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
     "contract.extra": "ExtraModel",
     "contract.groups": "ParameterGroup",
     "contract.job": "Job",
     "contract.metric": "Bins Metric",
-    "contract.micro_state": "MicroState POSITIONS SAMPLES StateKey",
     "contract.model": "Model",
     "contract.plugin": "Plugin hookimpl",
     "contract.layers": "FeedForward Head HeadSpec Init Layer",
@@ -114,10 +101,8 @@ _HOME = {
     " Loader LossFunction LossScale RolloutLoader Schedule Span SpanName Task TokenDispatch Tokenizer",
     "contract.specs": "HookSpec hookspec",
     "contract.state_dtypes": "StateDtypes",
-    "contract.step_state": "StepState",
     "contract.tail": "Drafting Tail Trunk",
     "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
-    "contract.trees": "shard_of_tree shard_tree unshard_tree",
     "ground.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",
     "ground.failure": "Failure",
 }

@@ -8,7 +8,7 @@ import logging
 import pickle
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import isfunction
@@ -34,8 +34,6 @@ from forge_train import (
     PluginError,
     PrepareBatch,
     PrepareStep,
-    StateKey,
-    StepState,
     Transform,
     hookimpl,
 )
@@ -472,7 +470,7 @@ def test_batches_are_prepared_phase_by_phase_and_in_a_phase_by_one_plugin_after_
         return PrepareBatch(phase, lambda batch: replace(batch, inputs=batch.inputs * k + 1))
 
     def prepared(made: Hooks) -> Tensor:
-        made._job = SimpleNamespace(step_state=StepState())  # type: ignore[assignment]
+        made._job = SimpleNamespace(dist=SimpleNamespace(data_rank=0, data_ranks=1))  # type: ignore[assignment]
         return made.prepare_batch()([Batch(ones, ones)])[0].inputs
 
     made = hooks(plugin("B", times(10)), plugin("A", times(2)), plugin("C"))
@@ -485,27 +483,31 @@ def test_batches_are_prepared_phase_by_phase_and_in_a_phase_by_one_plugin_after_
         PluginError, match=r"hook prepare_batch \(.*\): the function \(.*\) must return a Batch, found None\."
     ):
         prepared(hooks(plugin("A", PrepareBatch(BatchPhase.MAKE, lambda batch: None))))
-    key: StateKey[Tensor] = StateKey("own.rows")
-
-    def write(batches: Any) -> None:
-        made._job.step_state[key] = ones[0, 0]
-
-    for given in (PrepareStep(write), PrepareBatch(BatchPhase.MASK, lambda batch: batch.spec("seq"))):  # type: ignore[arg-type]
-        made = hooks(plugin("A", given))
-        with pytest.raises(
-            PluginError, match=r"^Plugin 'a' .* prepare_batch \(.*\): (The step's state|A batch)"
-        ) as caught:
-            prepared(made)
+    for wrong in (
+        PrepareStep(lambda batches: [one.slice("seq", (0, 1)) for one in batches]),  # type: ignore[arg-type]
+        PrepareBatch(BatchPhase.MASK, lambda batch: batch.slice("seq", (0, 1))),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(PluginError, match=r"^Plugin 'a' .* prepare_batch \(.*\): A batch is cut along") as caught:
+            prepared(hooks(plugin("A", wrong)))
         assert (caught.value.where.plugin, caught.value.where.hook) == ("a", "prepare_batch")
     seen: list[int] = []
-    look = PrepareStep(lambda batches: seen.append(batches[0].inputs.item()))
+
+    def see(batches: Sequence[Batch]) -> Sequence[Batch]:
+        seen.append(int(batches[0].inputs.item()))
+        return batches
+
+    look = PrepareStep(see)
     halve = PrepareBatch(BatchPhase.SLICE, lambda batch: batch.map(lambda tensor: tensor // 2))
     assert prepared(hooks(plugin("A", halve, look), plugin("B", times(6)))).item() == 3
     assert seen == [7], "between masking and slicing"
-    with pytest.raises(
-        PluginError, match=r"hook prepare_batch \(.*\): the function \(.*\) must return None, found 3\."
+    for given, says in (
+        (None, r"the function \(.*\) must return a list of Batch, found None\."),
+        ([None], r"must return a list of Batch, found None\."),
+        ([Batch(ones, ones, sample_ids=torch.ones(2))], r"found one that does not fit together: 'sample_ids' is"),
+        ([], r"a PrepareStep must return as many batches as it is given, 1; found 0\."),
     ):
-        prepared(hooks(plugin("A", PrepareStep(lambda batches: 3))))
+        with pytest.raises(PluginError, match=rf"hook prepare_batch .*{says}"):
+            prepared(hooks(plugin("A", PrepareStep(lambda batches, given=given: given))))  # type: ignore[misc]
 
 
 def test_spans_nest_in_the_order_of_names() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_train import Axes, Batch, BatchPhase, Job, Plugin, PrepareBatch, hookimpl, shard_of_tree
+from forge_train import Axes, Batch, BatchPhase, Job, Plugin, PrepareBatch, hookimpl
 
 WINDOW = 4
 """Tokens ahead that a soft label is made of: at the end of a slice they come from beyond it."""
@@ -65,7 +65,7 @@ class Weigh(Plugin):
     def prepare_batch(self, job: Job) -> PrepareBatch:
         def weigh(batch: Batch) -> Batch:
             weights = (batch.inputs % 3 > 0).float().T
-            return replace(batch, targets={"weights": weights}, axes={"weights": Axes(batch=1, sequence=0)})
+            return batch.with_targets({"weights": weights}, Axes(batch=1, sequence=0))
 
         return PrepareBatch(BatchPhase.MASK, weigh)
 
@@ -78,9 +78,7 @@ class Shorten(Plugin):
     @hookimpl
     def prepare_batch(self, job: Job) -> PrepareBatch:
         half = job.config.train.sequence // 2
-        return PrepareBatch(
-            BatchPhase.SLICE, lambda batch: shard_of_tree(batch, batch.spec("sequence", [half, half]), 2, 0)
-        )
+        return PrepareBatch(BatchPhase.SLICE, lambda batch: batch.slice("sequence", (0, half)))
 
 
 class AShorten(Shorten):

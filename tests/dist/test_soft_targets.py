@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import soft_targets
-from forge_train import Axes, Batch, PluginError, shard_of_tree, shard_tree
+from forge_train import Axes, Batch, PluginError
 from forge_train_tools.testing import Pool, RunForge
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]
@@ -71,14 +71,15 @@ def test_axes_of_a_batch() -> None:
     assert "say which it is with Batch(axes={'scores'" in batch.problem()
     batch = Batch(ids, classes, ids, targets={"scores": torch.ones(8, 4, 2)}, axes={"scores": Axes(2, 0)})
     assert not batch.problem()
-    cut = shard_of_tree(batch, batch.spec("sequence", [3, 5]), 2, 0)
+    cut = batch.slice("sequence", (0, 3))
     assert {name: list(tensor.shape) for name, tensor in cut.tensors().items()} == {
         "inputs": [2, 3],
         "labels": [2],
         "position_ids": [2, 3],
+        "positions": [3],
         "scores": [3, 4, 2],
     }
-    assert [list(t.shape) for t in shard_tree(batch, batch.spec("batch"), 2)[1].tensors().values()] == [
+    assert [list(t.shape) for t in batch.slice("batch", (1, 2)).tensors().values()] == [
         [1, 8],
         [1],
         [1, 8],

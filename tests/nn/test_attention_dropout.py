@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_train import Batch, ConfigError, PluginError, StepState
+from forge_train import Batch, ConfigError, CurrentStep, PluginError
 from forge_train_kit.model import AttentionDropout, DroppedWeights
 from forge_train_plugins.attention.eager import Eager
 from forge_train_plugins.attention.mla import MLA
@@ -22,14 +22,9 @@ ROWS, LENGTH, HEADS = 4, 64, 6
 
 def passing(first: int = 0, rows: int = ROWS, seed: int = 0) -> Any:
     """A job, a micro-batch of which passes through the model."""
-    state = StepState()
-    state.number_samples()
     ids = torch.zeros(rows, LENGTH, dtype=torch.int64)
-    batches = state.begin([Batch(ids, ids)], sliced=False)
-    state.use(batches)
-    state.number(batches, [first])
-    state.passes(batches[0])
-    return SimpleNamespace(seed=seed, step_state=state)
+    batch = Batch(ids, ids, sample_ids=torch.arange(first, first + rows))
+    return SimpleNamespace(seed=seed, step=CurrentStep([batch], batch))
 
 
 def dropped(job: Any, rate: float = 0.5, name: str = "a", rows: int = ROWS, piece: tuple[int, int] = (0, 1)) -> Any:
@@ -87,7 +82,7 @@ def test_what_is_kept_is_divided_by_the_rest() -> None:
 
 
 def test_evaluation_drops_nothing_and_needs_no_step() -> None:
-    module, x = AttentionDropout(0.5, 2, SimpleNamespace(seed=0, step_state=StepState()), "a"), torch.zeros(2, 3, 4)
+    module, x = AttentionDropout(0.5, 2, SimpleNamespace(seed=0, step=CurrentStep()), "a"), torch.zeros(2, 3, 4)
     assert module.eval()(x) is None
     with pytest.raises(PluginError, match="An AttentionDropout in training does not know which samples pass"):
         module.train()(x)

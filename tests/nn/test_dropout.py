@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_train import SAMPLES, Batch, Job, Plugin, PluginError, StepResult, StepState, hookimpl
+from forge_train import Batch, BatchPhase, CurrentStep, Job, Plugin, PluginError, PrepareBatch, StepResult, hookimpl
 from forge_train_kit.model import Dropout
 from forge_train_kit.model.dropout import mixed
 from forge_train_tools.testing import RunForge
@@ -22,14 +22,9 @@ ROWS, LENGTH, FEATURES = 8, 64, 96
 
 def passing(first: int = 0, rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> Any:
     """A job, a micro-batch of which passes through the model."""
-    state = StepState()
-    state.number_samples()
     ids = torch.zeros(rows, length, dtype=torch.int64)
-    batches = state.begin([Batch(ids, ids)], sliced=False)
-    state.use(batches)
-    state.number(batches, [first])
-    state.passes(batches[0])
-    return SimpleNamespace(seed=seed, step_state=state)
+    batch = Batch(ids, ids, sample_ids=torch.arange(first, first + rows))
+    return SimpleNamespace(seed=seed, step=CurrentStep([batch], batch))
 
 
 def kept(job: Any, rate: float = 0.5, name: str = "a", shape: tuple[int, ...] = (ROWS, LENGTH, FEATURES)) -> Tensor:
@@ -98,7 +93,7 @@ def test_any_features_and_a_copy() -> None:
 
 
 def test_evaluation_drops_nothing_and_needs_no_step() -> None:
-    module, x = Dropout(0.5, SimpleNamespace(seed=0, step_state=StepState()), "a"), torch.randn(2, 3, 4)
+    module, x = Dropout(0.5, SimpleNamespace(seed=0, step=CurrentStep()), "a"), torch.randn(2, 3, 4)
     assert module.eval()(x) is x
     with pytest.raises(PluginError, match="does not know which samples pass"):
         module.train()(x)
@@ -138,32 +133,45 @@ def test_a_resumed_run_goes_on_with_the_masks(run_forge: RunForge) -> None:
 
 
 class Numbers(Plugin):
-    """Keeps the numbers of samples that each step had."""
+    """Keeps the numbers of samples that each step had; a preparation reads them, and makes two rows of each."""
 
     api = (1, 0)
-    ask = True
+    twice = False
+
+    @hookimpl
+    def prepare_batch(self, job: Job) -> PrepareBatch:
+        self.prepared: list[int] = []
+
+        def double(batch: Batch) -> Batch:
+            assert batch.sample_ids is not None
+            self.prepared += batch.sample_ids.tolist()
+            rows = torch.arange(len(batch.inputs)).repeat_interleave(1 + self.twice)
+            return Batch(batch.inputs[rows], batch.labels[rows])
+
+        return PrepareBatch(BatchPhase.MAKE, double)
 
     @hookimpl
     def on_start(self, job: Job) -> None:
         self.job, self.found = job, []
-        if self.ask:
-            job.step_state.number_samples()
 
     @hookimpl
     def on_step(self, step: StepResult) -> None:
-        numbers = self.job.step_state[SAMPLES].tolist() if SAMPLES in self.job.step_state else None
-        self.found.append((step.data_range, numbers))
+        ids = torch.cat([batch.sample_ids for batch in self.job.step.batches if batch.sample_ids is not None])
+        self.found.append((step.data_range, ids.tolist()))
 
 
-class Silent(Numbers):
-    ask = False
+class Twice(Numbers):
+    twice = True
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_samples_are_numbered_through_the_run(run_forge: RunForge, size: int) -> None:
-    found = run_forge([Numbers], {"train.micro_batch": size}).plugin("numbers").found
-    assert found == [((at, at + 4), [at, at + 1, at + 2, at + 3]) for at in (0, 4, 8)]
+    plugin = run_forge([Numbers], {"train.micro_batch": size}).plugin("numbers")
+    assert plugin.found == [((at, at + 4), [at, at + 1, at + 2, at + 3]) for at in (0, 4, 8)]
+    assert plugin.prepared == [*range(12)]
 
 
-def test_nothing_is_numbered_where_nobody_asks(run_forge: RunForge) -> None:
-    assert {numbers for _, numbers in run_forge([Silent]).plugin("silent").found} == {None}
+def test_rows_made_of_a_sample_are_numbered_each(run_forge: RunForge) -> None:
+    plugin = run_forge([Twice], {"train.micro_batch": 2}).plugin("twice")
+    assert plugin.found == [((at, at + 4), [*range(2 * at, 2 * at + 8)]) for at in (0, 4, 8)]
+    assert plugin.prepared == [*range(12)]

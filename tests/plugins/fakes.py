@@ -12,6 +12,7 @@ from torch import nn
 from forge_train import (
     Attention,
     AttentionKernel,
+    CurrentStep,
     FeedForward,
     Head,
     HeadSpec,
@@ -19,7 +20,6 @@ from forge_train import (
     Layer,
     LossFunction,
     Plugin,
-    StepState,
     Trunk,
 )
 from forge_train_plugins.attention.gqa import GQA
@@ -82,7 +82,7 @@ def job(**hooks: Any) -> Any:
     """A job with the defaults behind its hooks."""
     dist = SimpleNamespace(rank=0, complete=True, gather_stages=lambda value: [value])
     made = SimpleNamespace(steps=10, seed=0, dist=dist, device=torch.device("cpu"), config=SimpleNamespace(sections={}))
-    made.step_state = StepState()
+    made.step = CurrentStep()
     made.hooks = Hooks(made, **hooks)
     return made
 

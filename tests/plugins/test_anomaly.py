@@ -268,7 +268,8 @@ def test_the_batch_and_the_parameter_are_kept(tmp_path: Path) -> None:
     run = train(tmp_path, anomaly__not_finite="skip", poison__at=7, poison__parameter="layers.1.up")
     folder = run.run / "artifacts" / "anomaly"
     tensors = load_file(folder / "step-00000007-sequence-24-data-0.safetensors")
-    assert sorted(tensors) == ["0.inputs", "0.labels", "1.inputs", "1.labels"]
+    assert sorted(tensors) == [f"{n}.{name}" for n in range(2) for name in ("inputs", "labels", "sample_ids")]
+    assert [tensors[f"{n}.sample_ids"].tolist() for n in range(2)] == [[24, 25], [26, 27]]
     loader = toys.ToyLoader(run.job, True, 0)
     expected = [loader.batch(torch.arange(first, first + 2)) for first in (24, 26)]
     assert all(torch.equal(tensors[f"{n}.inputs"], batch.inputs) for n, batch in enumerate(expected))

@@ -69,6 +69,6 @@ def _job(job: Job, spec: ExtraModel) -> Job:
     hooks = Hooks(made, defaults, job.hooks.specs)
     if problems := hooks.check_config(config):
         raise ConfigError("\n".join(f"{problem.key}: {problem.message}" for problem in problems))
-    other = Job(config, hooks, job.run, job.dist, job.control, step_state=job.step_state)
+    other = Job(config, hooks, job.run, job.dist, job.control, step=job.step)
     hooks.bind(other)
     return other

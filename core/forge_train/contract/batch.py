@@ -1,4 +1,4 @@
-"""One micro-batch: what the model is given, what the task compares it with, and how plugins prepare it."""
+"""One micro-batch: the model's inputs, the task's targets, and the functions by which plugins prepare it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,45 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from .cuts import ROWS, TOKENS, Axes, Leaf, Replicate, Span, Spec
-from .micro_state import MicroState
+from ..ground.errors import PluginError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from .transform import MicroBatch
 
 MASKED = -100
 """The label of a position that is not trained on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """One micro-batch of one rank: inputs of the model, and targets of the task, which the model never sees.
+class Axes:
+    """Axes of a tensor that index sequences and positions."""
 
-    Everything is cut along its own axes. `axes` names those of labels, extras and targets where they differ from what
-    is taken for granted: labels are `[batch, sequence, …]`, or `[batch]` if they have one axis; extras and targets are
+    batch: int | None = 0
+    sequence: int | None = None
+
+
+TOKENS = Axes(batch=0, sequence=1)
+ROWS = Axes(batch=0)
+_OWN = {
+    "inputs": TOKENS,
+    "labels": TOKENS,
+    "position_ids": TOKENS,
+    "document_ids": TOKENS,
+    "sample_ids": ROWS,
+    "positions": Axes(batch=None, sequence=0),
+}
+"""Field that holds a tensor → its axes; those of labels may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch of one rank: inputs of the model, and targets of the task, which the model's forward never gets.
+
+    Every tensor is cut along its own axes. `axes` names those of labels, extras and targets where they differ from the
+    defaults: labels are `[batch, sequence, …]`, or `[batch]` if they have one axis; extras and targets are
     `[batch, …]`, without an axis of positions.
     """
 
@@ -39,11 +61,17 @@ class Batch:
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     """More inputs of the model (images, …), which gets each as a keyword argument of its name."""
     targets: Mapping[str, Tensor] = field(default_factory=dict)
-    """More of what the task compares outputs with (weights, rewards, a teacher's logits)."""
+    """More tensors for the task and for modules inside the model (weights, rewards, a teacher's logits), by name."""
     axes: Mapping[str, Axes] = field(default_factory=dict)
     """`labels`, or the name of an extra or a target → its axes."""
-    state: MicroState = field(default_factory=MicroState)
-    """State that plugins keep for this micro-batch during a step."""
+    sample_ids: Tensor | None = None
+    """The number of each sequence in the stream of all training data, `[batch]` int64: the same on every layout, and
+    never repeated in a run. The loop sets it."""
+    positions: Tensor | None = None
+    """Positions of a slice within the whole rows, `[sequence]` int64; None if rows are whole. `slice` sets it."""
+    intermediates: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors that a task or a module records while the micro-batch is computed, by name. They stay on their rank until
+    the step ends. A tensor keeps its graph: detach it if it is only read."""
 
     def model_inputs(self) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward beside the token ids; what is None is left out."""
@@ -51,50 +79,77 @@ class Batch:
         return {name: value for name, value in {**known, **self.extras}.items() if value is not None}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name."""
-        return {"inputs": self.inputs, "labels": self.labels, **self.model_inputs(), **self.targets}
+        """Every tensor by name, but the intermediates."""
+        own = {name: tensor for name in _OWN if (tensor := getattr(self, name)) is not None}
+        return {**own, **self.extras, **self.targets}
 
     def axes_of(self, name: str) -> Axes:
         """The axes of one of `tensors()`."""
         if name in self.axes:
             return self.axes[name]
-        if name == "labels":
-            return TOKENS if self.labels.dim() > 1 else ROWS
-        return ROWS if name in self.extras or name in self.targets else TOKENS
+        if name == "labels" and self.labels.dim() == 1:
+            return ROWS
+        return _OWN.get(name, ROWS)
+
+    def with_targets(self, targets: Mapping[str, Tensor], axes: Axes = ROWS) -> Batch:
+        """The same batch with more targets, which all have the same axes.
+
+        Args:
+            targets: by name, by custom `plugin.name`.
+            axes: `Axes(batch=0, sequence=1)` for a value at each position, `Axes(batch=None)` for a value of the whole
+                micro-batch.
+        """
+        return replace(self, targets={**self.targets, **targets}, axes={**self.axes, **dict.fromkeys(targets, axes)})
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch of changed tensors."""
-        new: dict[str, Any] = {
-            name: change(tensor)
-            for name in ("inputs", "labels", "position_ids", "document_ids")
-            if (tensor := getattr(self, name)) is not None
-        }
-        for group in ("extras", "targets"):
-            new[group] = {name: change(tensor) for name, tensor in getattr(self, group).items()}
-        return replace(self, **new, state=self.state.map(change))
+        made = self._changed(lambda name, tensor: change(tensor))
+        return replace(made, intermediates={name: change(tensor) for name, tensor in self.intermediates.items()})
 
-    def spec(
-        self,
-        axis: Literal["batch", "sequence"],
-        sizes: Sequence[int] | None = None,
-        spans: Sequence[Sequence[Span]] | None = None,
-    ) -> Spec:
-        """Return the spec by which `shard_tree` splits each tensor along an axis; tensors without it are replicated.
+    def slice(self, axis: Literal["batch", "sequence"], *spans: tuple[int, int]) -> Batch:
+        """The sequences or the positions of some spans, in their order; tensors without that axis stay whole.
+
+        A part of one span shares the tensors' memory. It has intermediates of its own.
 
         Args:
-            axis: of sequences, or of positions.
-            sizes: see `Split`.
-            spans: see `Split`.
+            axis: `batch` selects sequences, `sequence` positions.
+            spans: `(start, stop)` each. Context parallelism gives a rank one from the front of a row and one from its
+                end.
+
+        Raises:
+            PluginError: if the batch is inconsistent or the spans lie outside it.
         """
+        import torch
 
-        def one(axes: Axes) -> Leaf:
-            return axes.along(axis, sizes, spans)
+        if axis not in ("batch", "sequence"):
+            raise PluginError(f"A batch is cut along its axis 'batch' or 'sequence', not {axis!r}.")
+        if text := self.problem():
+            raise PluginError(f"A batch that does not fit together can't be cut: {text}.")
+        length = self.inputs.shape[axis == "sequence"]
+        if not spans or any(not 0 <= start <= stop <= length for start, stop in spans):
+            raise PluginError(f"Batch.slice({axis!r}) takes spans (start, stop) within 0 and {length}, found {spans}.")
 
-        own = {name: one(self.axes_of(name)) for name in ("inputs", "labels", "position_ids", "document_ids")}
-        more = {
-            group: {name: one(self.axes_of(name)) for name in getattr(self, group)} for group in ("extras", "targets")
+        def cut(name: str, tensor: Tensor) -> Tensor:
+            axes = self.axes_of(name)
+            dim = axes.batch if axis == "batch" else axes.sequence
+            if dim is None:
+                return tensor
+            pieces = [tensor.narrow(dim, start, stop - start) for start, stop in spans]
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+        whole = self
+        if axis == "sequence" and self.positions is None:
+            whole = replace(self, positions=torch.arange(length, device=self.inputs.device))
+        return whole._changed(cut)
+
+    def _changed(self, change: Callable[[str, Tensor], Tensor]) -> Batch:
+        own: dict[str, Any] = {
+            name: change(name, tensor) for name in _OWN if (tensor := getattr(self, name)) is not None
         }
-        return {**own, **more, "axes": Replicate(), "state": self.state.spec(one)}
+        extras, targets = (
+            {name: change(name, tensor) for name, tensor in group.items()} for group in (self.extras, self.targets)
+        )
+        return replace(self, **own, extras=extras, targets=targets, intermediates={})
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; copies from pinned memory do not wait."""
@@ -105,8 +160,7 @@ class Batch:
         return next(self._problems(), "")
 
     def _problems(self) -> Iterator[str]:
-        own = {"inputs", "labels", "position_ids", "document_ids"}
-        if twice := sorted((self.extras.keys() & self.targets.keys()) | (own & {*self.extras, *self.targets})):
+        if twice := sorted((self.extras.keys() & self.targets.keys()) | (_OWN.keys() & {*self.extras, *self.targets})):
             yield f"two of its tensors are named {twice[0]!r}"
         if unknown := sorted(self.axes.keys() - {"labels", *self.extras, *self.targets}):
             yield f"`axes` names {unknown[0]!r}, which is none of labels, extras and targets"
@@ -116,16 +170,40 @@ class Batch:
         if not self.inputs.numel():
             yield f"inputs are {list(self.inputs.shape)}: there is no token"
         for name, tensor in self.tensors().items():
-            axes = self.axes_of(name)
+            axes, dims = self.axes_of(name), tensor.dim()
             for axis, dim, size in (
                 ("batch", axes.batch, self.inputs.shape[0]),
                 ("sequence", axes.sequence, self.inputs.shape[1]),
             ):
-                if dim is not None and (tensor.dim() <= dim or tensor.shape[dim] != size):
+                if dim is not None and (not -dims <= dim < dims or tensor.shape[dim] != size):
                     yield (
                         f"{name!r} is {list(tensor.shape)}, and its {axis} axis is said to be {dim}, of {size}: "
                         f"say which it is with Batch(axes={{{name!r}: Axes(batch=…, sequence=…)}})"
                     )
+
+
+@dataclass(eq=False)
+class CurrentStep:
+    """The step under way: `job.step`. It lasts from the first forward pass until `on_step` has returned; in an
+    evaluation, each global batch is a step."""
+
+    batches: Sequence[Batch] = ()
+    """This rank's micro-batches, on the device; none outside a step."""
+    batch: Batch | None = None
+    """The micro-batch that passes through the model, forward or backward, for modules, which are not given it. None
+    outside a step (text is generated), and if the executor does not say which it is."""
+
+    def __deepcopy__(self, _: object) -> CurrentStep:
+        """A copied module shares it with the original."""
+        return self
+
+    def passes(self, micro: MicroBatch) -> None:
+        """A micro-batch begins to pass through the model; the loop calls this."""
+        self.batch = micro.batch
+
+    def end(self) -> None:
+        """Release the batches; the loop calls this."""
+        self.batches, self.batch = (), None
 
 
 class BatchPhase(enum.IntEnum):
@@ -149,13 +227,13 @@ class PrepareBatch:
 
 @dataclass(frozen=True, slots=True)
 class PrepareStep:
-    """A look at all micro-batches of this rank in a step, of whole sequences, before any of them is cut or computed.
+    """A change of all micro-batches of this rank in a step, of whole sequences, after the phases before `SLICE`.
 
-    They went through the phases before `SLICE`. What it writes to `job.step_state` is cut with them. It is called in an
-    evaluation too, for each global batch; data-parallel ranks call it equally often, so it may communicate.
+    It returns as many batches as it is given. `batch.with_targets` adds tensors, which are cut with the batch. An
+    evaluation calls it too, for each global batch. Data-parallel ranks call it equally often, so it may communicate.
     """
 
-    apply: Callable[[Sequence[Batch]], None]
+    apply: Callable[[Sequence[Batch]], Sequence[Batch]]
 
 
 Preparation: TypeAlias = PrepareBatch | PrepareStep

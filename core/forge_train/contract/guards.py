@@ -5,20 +5,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..ground.errors import PluginError, locate
 from ..ground.places import place
 from .batch import Batch, BatchPhase, Preparation, PrepareStep
 from .blame import pass_through
 from .calls import Calls, Whose
-from .micro_state import POSITIONS
 from .protocols import Span
-from .returns import CONTEXT, Kind, kind_of, results
-from .step_state import StepState
+from .returns import CONTEXT, Kind, found, kind_of, results
 
-Prepare = Callable[[Sequence[Batch]], list[Batch]]
-"""Function that prepares a loader's micro-batches for a step."""
+if TYPE_CHECKING:
+    from ..processes.distributed import DistributedContext
+
+
+class Prepare(Protocol):
+    """Function that prepares a loader's micro-batches for a step; `first` is the number of its first sequence."""
+
+    def __call__(self, batches: Sequence[Batch], first: int = 0) -> list[Batch]: ...
 
 
 class Guarded:
@@ -71,15 +76,19 @@ def first_state(stateful: Any, whose: Whose) -> dict[str, Any]:
     return state
 
 
-def preparing(source: Whose, given: Sequence[tuple[str, Preparation]], calls: Calls, state: StepState) -> Prepare:
+def preparing(
+    source: Whose, given: Sequence[tuple[str, Preparation]], calls: Calls, dist: DistributedContext
+) -> Prepare:
     """Combine what plugins do to the batches of a step into one function.
 
     Args:
         source: plugin and hook that supply the loader, for messages.
         given: changes, each with its plugin's name, ordered by that name.
         calls: the calls of plugins, which blame them for failures.
-        state: of the step; it begins once batches are made and masked, before they are sliced.
+        dist: says which of a step's sequences this rank has.
     """
+    import torch
+
     hook, loaded = "prepare_batch", _first_batch()
 
     def checked(name: str, one: Preparation, kind: Kind) -> Callable[..., Any]:
@@ -89,32 +98,48 @@ def preparing(source: Whose, given: Sequence[tuple[str, Preparation]], calls: Ca
     steps = [(phase, calls.whose(hook, name), checked(name, one, _first_batch())) for phase, name, one in changes]
     making = [step for phase, _, step in steps if phase < BatchPhase.SLICE]
     slicing = [(whose, step) for phase, whose, step in steps if phase >= BatchPhase.SLICE]
-    looks = [checked(name, one, kind_of(None)) for name, one in given if isinstance(one, PrepareStep)]
+    together = [
+        (calls.whose(hook, name), checked(name, one, _several_batches()))
+        for name, one in given
+        if isinstance(one, PrepareStep)
+    ]
 
     def made(batch: Batch) -> Batch:
-        if text := loaded.problem(batch):
-            raise PluginError(f"{source}: the loader must give {loaded.words}, {text}.")
         for step in making:
             batch = step(batch)
         return batch
 
     def sliced(batch: Batch) -> Batch:
         for whose, step in slicing:
-            batch = step(batch)
-            if POSITIONS.name not in batch.state.keys or len(batch.state[POSITIONS]) != batch.inputs.shape[1]:
+            before, batch = batch, step(batch)
+            length, kept = before.inputs.shape[1], batch.inputs.shape[1]
+            known = -1 if batch.positions is None else len(batch.positions)
+            if known != kept and (kept != length or before.positions is not None):
                 raise PluginError(
-                    f"{whose}: the function cut a batch without the state of its step; cut it with "
-                    'shard_of_tree(batch, batch.spec("sequence", …), …).'
+                    f"{whose}: the function cut a batch from {length} to {kept} positions by hand; cut it with "
+                    'batch.slice("sequence", (start, stop), …), which cuts every tensor.'
                 )
         return batch
 
-    def prepare(batches: Sequence[Batch]) -> list[Batch]:
-        batches = state.begin([made(batch) for batch in batches], sliced=bool(slicing))
-        for look in looks:
-            look(batches)
-        ready = [sliced(batch) for batch in batches]
-        state.use(ready)
-        return ready
+    def prepare(batches: Sequence[Batch], first: int = 0) -> list[Batch]:
+        for batch in batches:
+            if text := loaded.problem(batch):
+                raise PluginError(f"{source}: the loader must give {loaded.words}, {text}.")
+        rows = [len(batch.inputs) for batch in batches]
+
+        def numbered(at: int, batch: Batch) -> Batch:
+            now = len(batch.inputs)  # a preparation may have made several rows of a sequence
+            start = first * now // (rows[at] or 1) + (at * dist.data_ranks + dist.data_rank) * now
+            return replace(batch, sample_ids=torch.arange(start, start + now))
+
+        ready = [numbered(at, made(numbered(at, batch))) for at, batch in enumerate(batches)]
+        for whose, change in together:
+            count, ready = len(ready), list(change(ready))
+            if len(ready) != count:
+                raise PluginError(
+                    f"{whose}: a PrepareStep must return as many batches as it is given, {count}; found {len(ready)}."
+                )
+        return [numbered(at, sliced(batch)) for at, batch in enumerate(ready)]
 
     return prepare
 
@@ -163,3 +188,14 @@ def _first_batch() -> Kind:
         return f"found one that does not fit together: {wrong}" if (wrong := value.problem()) else ""
 
     return Kind(kind.words, problem)
+
+
+def _several_batches() -> Kind:
+    one = _first_batch()
+
+    def problem(value: Any) -> str:
+        if not isinstance(value, (list, tuple)):
+            return found(value)
+        return next((text for item in value if (text := one.problem(item))), "")
+
+    return Kind("a list of Batch", problem)

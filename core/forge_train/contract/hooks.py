@@ -116,7 +116,7 @@ class Hooks(Caller):
     def prepare_batch(self) -> Prepare:
         """All preparations as one function, for what a loader gives in a step: by phase, then by plugin name."""
         answers: list[tuple[str, Preparation]] = self._each("prepare_batch", (PrepareBatch, PrepareStep))
-        return preparing(self.whose("build_data"), answers, self._calls, self.job.step_state)
+        return preparing(self.whose("build_data"), answers, self._calls, self.job.dist)
 
     def span(self, name: SpanName) -> Span:
         """All context managers around a span, nested in order of plugin names, as one factory."""

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..ground.errors import PluginError
+from .batch import CurrentStep
 from .calls import at_home
 from .control import Control
 from .extra import Extra
 from .hooks import Hooks
-from .step_state import StepState
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +56,8 @@ class Job:
     control: Control
     extra: dict[str, Extra] = field(default_factory=dict)
     """Models that `extra_models` asked for, once they are composed."""
-    step_state: StepState = field(default_factory=StepState)
-    """State that plugins keep during a step."""
+    step: CurrentStep = field(default_factory=CurrentStep)
+    """The step under way, with its micro-batches."""
 
     @property
     def models(self) -> Mapping[str, Model]:

@@ -118,7 +118,7 @@ class Model:
         self, last: bool, part: int = 0, direction: Direction = "both", batch: Batch | None = None
     ) -> None:
         """Tell a part's transforms that a micro-batch begins; an executor calls it before each (see `MicroBatch`)."""
-        micro = MicroBatch(last, part, direction, batch.state if batch else None)
+        micro = MicroBatch(last, part, direction, batch)
         for whose, switch in self._switches:
             if whose in (None, part):
                 switch(micro)

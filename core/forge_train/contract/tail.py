@@ -37,7 +37,7 @@ class Tail(Protocol):
     """`tail`: what follows a model's last layer in training, an `nn.Module`, which the model keeps as `tail`.
 
     In training mode, the model calls it with the hidden states for the head. It finds whatever else it needs of the
-    batch in `job.step_state.micro`; outside a step, it returns its input. Like a model, it declares `units` (the names
+    batch in `job.step.batch`; outside a step, it returns its input. Like a model, it declares `units` (the names
     of its layers), `tensor_plan()` and `flops_per_token(sequence)`.
     """
 

@@ -12,7 +12,7 @@ from ..ground.errors import PluginError
 if TYPE_CHECKING:
     from torch import nn
 
-    from .micro_state import MicroState
+    from .batch import Batch
 
 
 class Phase(enum.IntEnum):
@@ -45,8 +45,8 @@ class MicroBatch:
     part: int = 0
     """Index of the part on this rank."""
     direction: Direction = "both"
-    state: MicroState | None = None
-    """State that plugins keep for the micro-batch, if the executor identifies it."""
+    batch: Batch | None = None
+    """The micro-batch itself, if the executor says which it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class Forward:
         self.executor: Executor = job.hooks.executor(model, self.task)
         self._prepare = job.hooks.prepare_batch()
         self._transfer = Transfer(job.device)
-        model.watch(job.step_state.passes)
+        model.watch(job.step.passes)
         self.metrics = Metrics(job, job.hooks.metrics(model))
         self.waited = 0.0
         """Seconds that were spent in loaders, so far."""
@@ -55,23 +55,14 @@ class Forward:
         return self.job.dist.layout.micro_batches(train.batch_at(step), train.micro_batch)
 
     def take_batches(self, loader: Loader, count: int, whose: str = "") -> list[Batch]:
-        """A loader's next micro-batches, prepared, on the CPU: a step begins."""
-        state, dist = self.job.step_state, self.job.dist
-        before = int(loader.state_dict()["sequences"]) if state.numbers_samples else 0
+        """A loader's next micro-batches, prepared, on the CPU."""
+        first = int(loader.state_dict()["sequences"])
         try:
             batches = [self._next(loader) for _ in range(count)]
         except StopIteration as error:
             who = whose or self.job.hooks.whose("build_data")
             raise PluginError(f"{who}: the loader ended. A loader never ends.") from error
-        prepared = self._prepare(batches)
-        if state.numbers_samples:
-            # A preparation may have made several rows of a sequence.
-            rows = [len(batch.inputs) for batch in prepared]
-            each = [len(batch.inputs) for batch in batches]
-            places = range(dist.data_rank, count * dist.data_ranks, dist.data_ranks)
-            first = [before * now // own + at * now for at, own, now in zip(places, each, rows, strict=True)]
-            state.number(prepared, first)
-        return prepared
+        return self._prepare(batches, first)
 
     def _next(self, loader: Loader) -> Batch:
         began = time.perf_counter()
@@ -90,20 +81,19 @@ class Forward:
         return self._on_device(batches), Counts(*map(float, counts))
 
     def _on_device(self, batches: list[Batch]) -> list[Batch]:
-        """From here on, the state of the step lies with them on the device."""
-        moved = self._transfer(batches)
-        self.job.step_state.use(moved)
+        """A step begins."""
+        self.job.step.batches = moved = self._transfer(batches)
         return moved
 
     def _global_batches(self, count: int) -> Iterator[int]:
         """The sizes of an evaluation's steps, each a global batch."""
         for start in range(0, count, self.accumulation):
             yield min(self.accumulation, count - start)
-            self.job.step_state.end()
+            self.job.step.end()
 
     def _evaluated(self, executor: Executor, batch: Batch) -> Tensor:
         """A batch's loss sum."""
-        self.job.step_state.passes(batch)
+        self.job.step.batch = batch
         return executor.evaluate(batch)
 
     def show_model(self, loader: Loader) -> None:

@@ -110,9 +110,9 @@ class Stepper(Forward):
         )
 
     def tell(self, result: StepResult) -> None:
-        """Tell the plugins of a step; its state ends."""
+        """Tell the plugins of a step, which then ends."""
         self.job.hooks.on_step(result)
-        self.job.step_state.end()
+        self.job.step.end()
 
     def leave_out(self, progress: Progress) -> None:
         """Move the loader past data that a roll-back left out."""
@@ -147,7 +147,7 @@ class Stepper(Forward):
         power = 1 << (ranks - 1).bit_length() if self.loss_scale is None else 1
         with self._around_backward(), loss_scaling(factor * (power / counts.tokens)):
             total = self.executor.train(batches, factor * (power / (counts.weight or 1.0)))
-        self.job.step_state.passes(None)
+        self.job.step.batch = None
         self.model.after_backward()
         gradients = present(self.parameters)
         if self.loss_scale is not None or power != ranks:

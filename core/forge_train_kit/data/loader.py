@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from forge_train import Batch
-from forge_train.contract.cuts import TOKENS
+from forge_train.contract.batch import TOKENS, Batch
 from forge_train.contract.losses import LABEL_WEIGHTS
 
 from .documents import Int64

@@ -24,6 +24,7 @@ from .dtypes import dtype_borders
 from .pooling import POOLING, Pooling, gather_rows, pair_weights, pool, prepare_pooling
 from .rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YarnScaling
 from .rope_by_length import DynamicRoPE, LengthRoPE, LongRoPE
+from .samples import gather_samples
 from .spans import PerBatch, document_bounds, first_visible, is_imagined, neighbours
 from .tiled import LargestLogit, TiledAttention
 
@@ -58,6 +59,7 @@ __all__ = [
     "flops_per_token",
     "full_tensor",
     "gather_rows",
+    "gather_samples",
     "is_imagined",
     "neighbours",
     "pair_weights",

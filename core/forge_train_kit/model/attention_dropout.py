@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from forge_train.contract.micro_state import SAMPLES
 from forge_train.ground.errors import PluginError
 
 from .dropout import Salted, check_rate, mixed
@@ -90,7 +89,7 @@ class AttentionDropout(Salted):
         """
         if not self.training or not self.rate:
             return None
-        samples = self.micro("An AttentionDropout")[SAMPLES]
+        _, samples = self.batch("An AttentionDropout")
         if len(samples) != len(x):
             raise PluginError(
                 f"An AttentionDropout was given {len(x)} sequences, but the micro-batch has {len(samples)}."

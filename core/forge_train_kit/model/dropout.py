@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_train.contract.micro_state import POSITIONS, SAMPLES, MicroState
+from forge_train.contract.batch import Batch
 from forge_train.ground.errors import PluginError
 
 if TYPE_CHECKING:
@@ -28,30 +28,29 @@ class Salted(nn.Module):
 
     def __init__(self, job: Job, name: str) -> None:
         super().__init__()
-        self._step_state = job.step_state
+        self._step = job.step
         self._salt = int.from_bytes(hashlib.blake2b(f"{job.seed} {name}".encode(), digest_size=4).digest(), signed=True)
         # A tensor, so that one layer's compiled code serves all layers.
         self.register_buffer("salt", torch.empty((), dtype=torch.int32), persistent=False)
         self.reset_buffers()
-        self._step_state.number_samples()
 
     def reset_buffers(self) -> None:
         """Set the number that makes this module's random numbers different from those of other modules."""
         self.salt = torch.full_like(self.salt, self._salt)
 
-    def micro(self, whose: str) -> MicroState:
-        """The state of the micro-batch that passes through the model, with its samples' numbers.
+    def batch(self, whose: str) -> tuple[Batch, Tensor]:
+        """The micro-batch that passes through the model, and the numbers of its samples.
 
         Raises:
             PluginError: if there is none.
         """
-        micro = self._step_state.micro
-        if micro is None or micro.extent is None or SAMPLES not in micro:
+        batch = self._step.batch
+        if batch is None or batch.sample_ids is None:
             raise PluginError(
                 f"{whose} in training does not know which samples pass through it: call it while a step trains the "
                 "model, or put the model into evaluation mode."
             )
-        return micro
+        return batch, batch.sample_ids
 
 
 def check_rate(whose: str, rate: float) -> float:
@@ -107,20 +106,20 @@ class Dropout(Salted):
 
     def _place(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers of samples, and their positions in the rows."""
-        micro = self.micro("A Dropout")
-        length = cast(Tensor, micro.extent).shape[1]
+        batch, samples = self.batch("A Dropout")
+        length = batch.inputs.shape[1]
         piece, pieces = self.sequence_piece
         each = -(-length // pieces)
-        if x.shape[:2] != (len(micro[SAMPLES]), each):
+        if x.shape[:2] != (len(samples), each):
             raise PluginError(
                 f"A Dropout was given {list(x.shape[:2])} sequences and positions, but the micro-batch has "
-                f"{[len(micro[SAMPLES]), each]}; where tensor parallelism splits sequences, the model's tensor_plan() "
+                f"{[len(samples), each]}; where tensor parallelism splits sequences, the model's tensor_plan() "
                 "must name it as 'sequence'."
             )
-        positions = micro[POSITIONS] if POSITIONS in micro else torch.arange(length, device=x.device)
+        positions = torch.arange(length, device=x.device) if batch.positions is None else batch.positions
         if pieces > 1:  # the last piece may be padded with positions that are never read
             positions = F.pad(positions, (0, each * pieces - length))[piece * each : (piece + 1) * each]
-        return micro[SAMPLES], positions
+        return samples, positions
 
 
 def mixed(x: Tensor) -> Tensor:

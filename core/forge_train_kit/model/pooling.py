@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -10,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge_train.contract.batch import Batch, BatchPhase, PrepareBatch
-from forge_train.contract.cuts import TOKENS
+from forge_train.contract.batch import TOKENS, Batch, BatchPhase, PrepareBatch
 
 if TYPE_CHECKING:
     from forge_train.contract.job import Job
@@ -46,7 +44,7 @@ def _weigh(pooling: Pooling, batch: Batch) -> Batch:
     else:
         place = torch.zeros_like(length) if pooling == "cls" else length - 1
         weights = (torch.arange(text.shape[1]) == place).float()
-    return replace(batch, targets={**batch.targets, POOLING: weights}, axes={**batch.axes, POOLING: TOKENS})
+    return batch.with_targets({POOLING: weights}, TOKENS)
 
 
 def pair_weights(batch: Batch) -> Tensor:

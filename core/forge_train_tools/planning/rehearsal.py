@@ -176,7 +176,7 @@ class _Rehearsal(Watcher):
         with fake, _unseen_metadata(), watches, unsharded_gradients(ledger) as unsharded:
             own = ledger.numbers(resident)
             batches = [batch.map(fake.from_tensor) for batch in batches]
-            stepper.job.step_state.use(batches)
+            stepper.job.step.batches = batches
             update = stepper.gradients(1, batches, counts)
             end = len(ledger.changes)
             gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -21,7 +21,6 @@ from forge_train.contract.model import Model
 from forge_train.contract.protocols import Loader
 from forge_train.contract.run import Run
 from forge_train.contract.transform import Transform
-from forge_train.contract.trees import shard_tree
 from forge_train.ground.layout import Layout
 from forge_train.ground.world import World
 from forge_train.processes.distributed import DistributedContext
@@ -58,7 +57,7 @@ class Bench:
     def model(self) -> Model:
         """A model with its initial weights."""
         model = compose(self.job).model
-        model.watch(self.job.step_state.passes)
+        model.watch(self.job.step.passes)
         return model
 
     def batches(self, count: int) -> list[Batch]:
@@ -180,7 +179,7 @@ def hidden_states(model: Model, batch: Batch) -> Tensor:
 
 def cut_at(batch: Batch, row: int) -> list[Batch]:
     """A batch's sequences before one, and from it on."""
-    return shard_tree(batch, batch.spec("batch", [row, len(batch.inputs) - row]), 2)
+    return [batch.slice("batch", span) for span in ((0, row), (row, len(batch.inputs)))]
 
 
 def draw_gradients(model: Model, seed: int, *, every: int = 1) -> None:

@@ -64,7 +64,7 @@ class MultiTokenPrediction(Plugin):
         from ._mtp.modules import Depths
 
         self._asked = True
-        return Depths(trunk, self.config.depths, job.step_state)
+        return Depths(trunk, self.config.depths, job.step)
 
     @hookimpl
     def prepare_batch(self, job: Job) -> Preparation:

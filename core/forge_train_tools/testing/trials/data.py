@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -163,12 +162,14 @@ def prepares(bench: Bench) -> None:
         require(isinstance(done, Batch), f"expected a Batch, found {type(done).__name__}")
         require(not done.problem(), done.problem())
         require(done.inputs.device.type == "cpu", "it moved the batch off the CPU, which is core's to do")
-    for look in answers:
-        if isinstance(look, PrepareStep):
-            apply: Callable[..., object] = look.apply
-            found = apply(bench.job.step_state.begin([batch], sliced=False))
-            require(found is None, f"a look at a step's batches gives nothing back, found {type(found).__name__}")
-    bench.job.step_state.end()
+    for change in answers:
+        if isinstance(change, PrepareStep):
+            found = change.apply([batch])
+            require(
+                isinstance(found, (list, tuple)) and len(found) == 1, f"expected one batch for one, found {found!r:.40}"
+            )
+            require(isinstance(found[0], Batch), f"expected a Batch, found {type(found[0]).__name__}")
+            require(not found[0].problem(), found[0].problem())
     now = batch.tensors()
     changed = [name for name, tensor in before.items() if not torch.equal(tensor, now[name])]
     if changed:

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from forge_train import MASKED, Axes, Batch, PluginError, PrepareStep, StateKey
+from forge_train import MASKED, Axes, Batch, PluginError, PrepareStep
 
-IDS: StateKey[Tensor] = StateKey("mtp.ids", Axes(batch=0, sequence=1))
-"""`[batch, sequence, depths]` int64: the tokens 1, 2, … after each position."""
-LABELS: StateKey[Tensor] = StateKey("mtp.labels", Axes(batch=0, sequence=1))
-"""Of the same shape: the tokens after those, or −100."""
+IDS = "mtp.ids"
+"""Target: `[batch, sequence, depths]` int64: the tokens 1, 2, … after each position."""
+LABELS = "mtp.labels"
+"""Target of the same shape: the tokens after those, or −100."""
 
 
 def look_ahead(depths: int) -> PrepareStep:
-    """Writes both to each micro-batch's state before sequences are cut: the next tokens may be on another rank."""
-    return PrepareStep(partial(_write, depths))
+    """Adds both to each micro-batch before sequences are cut: the next tokens may be on another rank."""
+    return PrepareStep(lambda batches: [_with_following(batch, depths) for batch in batches])
 
 
-def _write(depths: int, batches: Sequence[Batch]) -> None:
-    for batch in batches:
-        if batch.labels.shape != batch.inputs.shape:
-            raise PluginError(
-                f"mtp predicts tokens: it needs a label for each of the {list(batch.inputs.shape)} input tokens, found "
-                f"labels of {list(batch.labels.shape)}."
-            )
-        both = [following(batch, depth) for depth in range(1, depths + 1)]
-        batch.state[IDS] = torch.stack([ids for ids, _ in both], dim=-1)
-        batch.state[LABELS] = torch.stack([labels for _, labels in both], dim=-1)
+def _with_following(batch: Batch, depths: int) -> Batch:
+    if batch.labels.shape != batch.inputs.shape:
+        raise PluginError(
+            f"mtp predicts tokens: it needs a label for each of the {list(batch.inputs.shape)} input tokens, found "
+            f"labels of {list(batch.labels.shape)}."
+        )
+    ids, labels = zip(*(following(batch, depth) for depth in range(1, depths + 1)), strict=True)
+    return batch.with_targets({IDS: torch.stack(ids, -1), LABELS: torch.stack(labels, -1)}, Axes(batch=0, sequence=1))
 
 
 def following(batch: Batch, by: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_train import StepState, Trunk
+from forge_train import CurrentStep, Trunk
 from forge_train_kit.model import Linear, TensorStyle, flops_per_token
 
 from .ahead import IDS
@@ -57,22 +57,22 @@ class Depths(nn.Module):
     Args:
         trunk: of the model.
         depths: number of modules.
-        state: the state of the step, which holds the following tokens.
+        step: the step under way, whose batches hold the following tokens.
     """
 
-    def __init__(self, trunk: Trunk, depths: int, state: StepState) -> None:
+    def __init__(self, trunk: Trunk, depths: int, step: CurrentStep) -> None:
         super().__init__()
         self.depths = depths
         self.embedding = trunk.embedding()
         self.layers = nn.ModuleList(Depth(trunk, trunk.layer(index, depths)) for index in range(depths))
-        self._state = state
+        self._step = step
 
     def forward(self, hidden: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor:
         """See `forge_train.Tail`."""
-        micro = self._state.micro
-        if micro is None or IDS not in micro:
+        batch = self._step.batch
+        if batch is None or IDS not in batch.targets:
             return hidden
-        looked_up = self.embedding(torch.cat(micro[IDS].unbind(-1)))
+        looked_up = self.embedding(torch.cat(batch.targets[IDS].unbind(-1)))
         # One tensor joins all embeddings to the trunk: a pipeline that separates input and weight gradients (torch
         # 2.13) would otherwise traverse the graph between two uses of a weight twice.
         hidden, *embedded = torch.cat((hidden, looked_up)).chunk(1 + self.depths)

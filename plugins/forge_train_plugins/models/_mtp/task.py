@@ -45,7 +45,7 @@ class MultiTokenTask:
                 f"{1 + depths} for each were expected. The model must call its tail, and the executor must call "
                 "model.on_micro_batch(…, batch=batch)."
             )
-        labels = torch.cat(batch.state[LABELS].unbind(-1))
+        labels = torch.cat(batch.targets[LABELS].unbind(-1))
         total, seen = sum_in_chunks(partial(_sums, head, depths), head, self.chunk, hidden[rows:], labels)
         self.observe(seen)
         further = self.share / depths * total

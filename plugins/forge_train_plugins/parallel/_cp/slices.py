@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from forge_train import Batch, ConfigError, shard_of_tree
+from forge_train import Batch, ConfigError
 
 from .cut import cut_of, document_starts
 
@@ -34,4 +34,4 @@ def sliced(batch: Batch, rank: int, ranks: int) -> Batch:
     if places is None:
         places = torch.arange(length).expand(len(batch.inputs), -1)
     whole = replace(batch, position_ids=places, document_ids=starts)
-    return shard_of_tree(whole, whole.spec("sequence", spans=cut.spans), ranks, rank)
+    return whole.slice("sequence", *cut.spans[rank])

@@ -1,4 +1,4 @@
-"""A task and an observer of third parties that keep something during a step. As `step_states:Weighing` and the like."""
+"""A task and an observer of third parties that add tensors to a step. As `step_tensors:Weighing` and the like."""
 
 from __future__ import annotations
 
@@ -18,28 +18,25 @@ from forge_train import (
     Metric,
     Model,
     Plugin,
-    PluginError,
     PrepareBatch,
     PrepareStep,
-    Stack,
-    StateKey,
     Update,
     hookimpl,
 )
 from forge_train_kit import metrics
+from forge_train_kit.model import gather_samples
 
-WEIGHTS: StateKey[dict[str, Tensor]] = StateKey(
-    "weighing.weights", {"tokens": Axes(batch=0, sequence=1), "mean": Axes(batch=None)}
-)
+WEIGHTS, MEAN = "weighing.weights", "weighing.mean"
 """Of each token the weight of its document, `[batch, sequence]`, and the mean that these are relative to."""
-DOCUMENTS: StateKey[Tensor] = StateKey("weighing.documents", Stack())
+DOCUMENTS = "weighing.documents"
 """How many documents a micro-batch has."""
-LOSSES: StateKey[Tensor] = StateKey("weighing.losses", Axes(batch=0, sequence=1))
+LOSSES = "weighing.losses"
 """Of each token, as the loss found it."""
-LEFT: StateKey[Tensor] = StateKey("leaving.norms", Axes(batch=0, sequence=1))
+LEFT = "leaving.norms"
 """A feature of what the final norm gives."""
-FIRST: StateKey[Tensor] = StateKey("leaving.first", Axes(batch=0, sequence=1))
+FIRST = "leaving.first"
 """The same of the first layer, which a pipeline has on its first stage."""
+TOKENS, WHOLE = Axes(batch=0, sequence=1), Axes(batch=None)
 
 
 class Weighing(Plugin):
@@ -50,15 +47,16 @@ class Weighing(Plugin):
 
     @hookimpl
     def prepare_batch(self, job: Job) -> PrepareStep:
-        def weigh(batches: Sequence[Batch]) -> None:
-            weights = torch.cat([_by_document(batch) for batch in batches])
-            begins = torch.cat([_begins(batch) for batch in batches])
-            sums = torch.stack([(weights * begins).sum(), begins.sum().float()])
+        def weigh(batches: Sequence[Batch]) -> list[Batch]:
+            pairs = [(_by_document(batch), _begins(batch)) for batch in batches]
+            sums = torch.stack([torch.stack([(w * b).sum(), b.sum().float()]) for w, b in pairs]).sum(0)
             if self.everywhere:
                 job.dist.all_reduce(sums, axis="dp")
             mean = sums[0] / sums[1]
-            job.step_state[WEIGHTS] = {"tokens": weights / mean, "mean": mean}
-            job.step_state[DOCUMENTS] = torch.stack([_begins(batch).sum() for batch in batches])
+            return [
+                batch.with_targets({WEIGHTS: w / mean}, TOKENS).with_targets({MEAN: mean, DOCUMENTS: b.sum()}, WHOLE)
+                for batch, (w, b) in zip(batches, pairs, strict=True)
+            ]
 
         return PrepareStep(weigh)
 
@@ -91,14 +89,14 @@ def _by_document(batch: Batch) -> Tensor:
 
 class WeighingTask:
     def weight(self, batch: Batch) -> float:
-        return float((batch.state[WEIGHTS]["tokens"] * (batch.labels != MASKED)).sum())
+        return float((batch.targets[WEIGHTS] * (batch.labels != MASKED)).sum())
 
     def loss(self, part: Any, hidden: Tensor, batch: Batch) -> Tensor:
         logits = self.outputs(part, hidden, batch).float().flatten(0, 1)
         each = F.cross_entropy(logits, batch.labels.flatten(), ignore_index=MASKED, reduction="none")
         each = each.view(batch.labels.shape)
-        batch.state[LOSSES] = each.detach()
-        return (each * batch.state[WEIGHTS]["tokens"]).sum()
+        batch.intermediates[LOSSES] = each.detach()
+        return (each * batch.targets[WEIGHTS]).sum()
 
     def outputs(self, part: Any, hidden: Tensor, batch: Batch) -> Tensor:
         outputs: Tensor = part.get_submodule("head")(hidden)
@@ -112,10 +110,10 @@ class Leaving(Plugin):
 
     @hookimpl
     def on_start(self, model: Model, job: Job) -> None:
-        def leave(key: StateKey[Tensor]) -> Any:
+        def leave(key: str) -> Any:
             def hook(module: Any, args: Any, out: Tensor) -> None:
-                if (micro := job.step_state.micro) is not None:
-                    micro[key] = out.detach().float()[..., 0]
+                if (batch := job.step.batch) is not None:
+                    batch.intermediates[key] = out.detach().float()[..., 0]
 
             return hook
 
@@ -145,40 +143,42 @@ class Watching(Plugin):
 
     @hookimpl
     def on_gradients(self, update: Update) -> None:
-        state, layout = self.job.step_state, self.job.dist.layout
-        self.mean.update(state[WEIGHTS]["mean"])
-        self.documents.update(state[DOCUMENTS] / (layout.pp * layout.cp))  # which all of these ranks know
-        assert (FIRST in state) == (layout.pp == 1 or self.job.dist.mesh("dense", "pp").get_local_rank() == 0)
-        if LOSSES not in state:  # an earlier stage of a pipeline
+        batches, layout = self.job.step.batches, self.job.dist.layout
+        for batch in batches:
+            self.documents.update(batch.targets[DOCUMENTS] / (layout.pp * layout.cp))  # which all of these ranks know
+        self.mean.update(batches[0].targets[MEAN])
+        first = layout.pp == 1 or self.job.dist.mesh("dense", "pp").get_local_rank() == 0
+        assert (FIRST in batches[0].intermediates) == first
+        if LOSSES not in batches[0].intermediates:  # an earlier stage of a pipeline
             return
-        losses = state[LOSSES]
-        self.loss.update(losses, state[WEIGHTS]["tokens"])
+        losses = torch.cat([batch.intermediates[LOSSES] for batch in batches])
+        self.loss.update(losses, torch.cat([batch.targets[WEIGHTS] for batch in batches]))
         self.worst.update(losses)
         self.ordered.update(self._in_order(LOSSES))
         self.left.update(self._in_order(LEFT))
-        assert len(state.gather(DOCUMENTS, self.job.dist)) == layout.dp * len(state[DOCUMENTS])
 
-    def _in_order(self, key: StateKey[Tensor]) -> Tensor:
+    def _in_order(self, key: str) -> Tensor:
         """A sum over the global batch that shows the order of what is gathered; this rank's share."""
         train, layout = self.job.config.train, self.job.dist.layout
-        whole = self.job.step_state.gather(key, self.job.dist).double()
+        values = [batch.intermediates[key] for batch in self.job.step.batches]
+        whole = gather_samples(values, self.job).double()
         assert list(whole.shape) == [train.global_batch, train.sequence]
         places = torch.arange(whole.numel()).view(whole.shape) % 97 - 48
         return ((whole - whole.mean()) * places).sum() / (layout.dp * layout.cp)
 
 
 class Peeking(Plugin):
-    """Asks for what was kept when the step, or the evaluation, is over."""
+    """Looks for batches when the step, or the evaluation, is over."""
 
     api = (1, 0)
 
     @hookimpl
     def on_start(self, job: Job) -> None:
-        self.job, self.found = job, list[str]()
+        self.job, self.found = job, list[int]()
 
     @hookimpl
     def on_step(self, step: Any) -> None:
-        step.add("documents", self.job.step_state[DOCUMENTS].sum())
+        step.add("documents", sum(batch.targets[DOCUMENTS] for batch in self.job.step.batches))
 
     @hookimpl
     def on_log(self, record: Any) -> None:
@@ -189,14 +189,12 @@ class Peeking(Plugin):
         self._ask()
 
     def _ask(self) -> None:
-        try:
-            self.found.append(f"{self.job.step_state[DOCUMENTS]}")
-        except PluginError as error:
-            self.found.append(str(error).partition(",")[0])
+        assert self.job.step.batch is None
+        self.found.append(len(self.job.step.batches))
 
 
 class HandCut(Plugin):
-    """Cuts every sequence itself, and forgets what is kept for the batch."""
+    """Cuts every sequence itself, and forgets where its positions are."""
 
     api = (1, 0)
 

@@ -1,4 +1,4 @@
-"""What an outside task keeps during a step is the same on one process, in micro-batches, and along every axis."""
+"""What an outside task adds to batches and records is the same on one process, in micro-batches, along every axis."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 import compositions
-import step_states
+import step_tensors
 from forge_train import PluginError
 from forge_train_tools.testing import RunForge, Verifier
 
 pytestmark = [pytest.mark.dist]
 
-OWN = ("step_states:Weighing", "step_states:Leaving", "step_states:Watching")
+OWN = ("step_tensors:Weighing", "step_tensors:Leaving", "step_tensors:Watching")
 TEXT = {"text.isolate": True}
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "dp2": (2, ("fsdp2",), {"parallel.dp_shard": 2, "train.micro_batch": 6}),
@@ -40,7 +40,7 @@ def test_a_step_keeps_the_same_on_every_layout(verify: Verifier, composition_fil
 
 @pytest.mark.accept("axes", 3)
 def test_weights_of_a_rank_s_own_documents_are_found_out(verify: Verifier, composition_file: Path) -> None:
-    own = ("step_states:WeighingHere",)
+    own = ("step_tensors:WeighingHere",)
     reference = compositions._request(composition_file, own, TEXT)
     _, plugins, settings = LAYOUTS["dp2"]
     verdict = verify(
@@ -53,7 +53,7 @@ def test_three_micro_batches_are_one_batch(run_forge: RunForge) -> None:
     found = []
     for size in (12, 4):
         config = {"train.global_batch": 12, "train.micro_batch": size, "train.evaluate_every": 3, **TEXT}
-        run = run_forge([step_states.Weighing, step_states.Leaving, step_states.Watching], config)
+        run = run_forge([step_tensors.Weighing, step_tensors.Leaving, step_tensors.Watching], config)
         evaluated = [event["loss"] for event in run.events if event["event"] == "evaluation"]
         lines = [{key: value for key, value in line.items() if "watching" in key} for line in run.metrics]
         found.append((run.losses, [line["grad_norm"] for line in run.metrics], evaluated, lines))
@@ -65,12 +65,12 @@ def test_three_micro_batches_are_one_batch(run_forge: RunForge) -> None:
     assert other[3] == [pytest.approx(line, rel=1e-4) for line in lines]
 
 
-def test_the_state_ends_with_the_step_and_with_the_evaluation(run_forge: RunForge) -> None:
-    run = run_forge([step_states.Weighing, step_states.Peeking], {"train.evaluate_every": 1, **TEXT}, steps=2)
+def test_its_batches_end_with_the_step_and_with_the_evaluation(run_forge: RunForge) -> None:
+    run = run_forge([step_tensors.Weighing, step_tensors.Peeking], {"train.evaluate_every": 1, **TEXT}, steps=2)
     assert all(line["peeking.documents"] >= 4 for line in run.metrics)
-    assert run.plugin("peeking").found == ["job.step_state was asked for 'weighing.documents'"] * 4
+    assert run.plugin("peeking").found == [0] * 4
 
 
-def test_a_batch_that_is_cut_without_its_state_is_refused(run_forge: RunForge) -> None:
-    with pytest.raises(PluginError, match=r"Plugin 'hand_cut' .*: the function cut a batch without the state of its"):
-        run_forge([step_states.HandCut])
+def test_a_batch_that_is_cut_by_hand_is_refused(run_forge: RunForge) -> None:
+    with pytest.raises(PluginError, match=r"Plugin 'hand_cut' .* cut a batch from 32 to 8 positions by hand; cut it"):
+        run_forge([step_tensors.HandCut])
