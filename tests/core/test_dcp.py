@@ -104,6 +104,9 @@ def test_the_command_says_what_is_left_out_and_what_is_next(tmp_path: Path) -> N
     state = theirs(tmp_path / "theirs")
     ended = forge("checkpoint", "inspect", tmp_path / "theirs")
     assert f"Import it first: forge checkpoint import {tmp_path / 'theirs'} NEW" in ended.err
+    for option in ("--from", "--resume"):
+        ended = forge("train", option, tmp_path / "theirs", "--run-dir", tmp_path, "-q")
+        assert (ended.code, "import the folder first: forge checkpoint import FOLDER NEW" in ended.err) == (2, True)
     ended = forge("checkpoint", "import", tmp_path / "theirs", tmp_path / "ours")
     assert ended.code == 0, ended.err
     assert "optimizer.state.tok_embeddings.weight.exp_avg" in ended.err

@@ -8,6 +8,10 @@ from ..ground.present import few
 
 _OTHERS = (
     (
+        ".metadata",
+        "It is an index of torch.distributed.checkpoint; import the folder first: forge checkpoint import FOLDER NEW",
+    ),
+    (
         "adapter_config.json",
         "It holds an adapter of PEFT, not a model; name the folder of its model, or merge the two first.",
     ),

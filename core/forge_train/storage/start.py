@@ -24,6 +24,7 @@ from ..ground.layout import Layout
 from ..ground.lock import Lock, take
 from . import model_files
 from .copies import AwayError, stores
+from .not_a_model import advice
 from .run import is_checkpoint, is_run
 
 log = logging.getLogger("forge_train")
@@ -114,7 +115,9 @@ def begin(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = 
         if not is_checkpoint(path):
             if not path.exists() and is_run(run := path.parent.parent):
                 raise ConfigError(f"--resume {resume}: there is no such checkpoint; {_kept(run)}.")
-            raise ConfigError(f"--resume {resume}: expected auto, never, or the path of a run or a checkpoint.")
+            raise ConfigError(
+                f"--resume {resume}: expected auto, never, or the path of a run or a checkpoint.{advice(path)}"
+            )
         return Start(_unused(folder / (config.run.name or run_id(config, notable)), config), checkpoint=path, new=True)
     if not config.run.name:
         return Start(_unused(folder / run_id(config, notable), config), new=True)
