@@ -7,14 +7,14 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 
-from forge_train.contract import hookspecs
+from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import DISTRIBUTION, discover
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for entry in typing.cast(list[dict[str, Any]], config.nav):
         if "Hooks" in entry:
-            entry["Hooks"] += [{name: f"hooks/{name}.md"} for name in hookspecs.SPECS]
+            entry["Hooks"] += [{name: f"hooks/{name}.md"} for name in Specs([])]
         if "Plugins" in entry:
             names = [found.name for found in discover() if found.distribution == DISTRIBUTION]
             entry["Plugins"] += [{name: f"plugins/{name}.md"} for name in names]

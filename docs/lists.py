@@ -13,14 +13,16 @@ from typing import Any
 import forge_train_kit.metrics
 from forge_train import Plugin
 from forge_train.config.sections import CORE_SECTIONS
-from forge_train.contract import hookspecs
 from forge_train.contract.plugin import PROJECT
 from forge_train.contract.reference import PluginRef
+from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from forge_train.registry.write import describe_type, field_docs
 from forge_train_kit.tracking import Tracker
 
 ROOT = Path(__file__).parents[1]
+HOOKS = Specs([])
+"""Those that Forge's own packages declare."""
 ELSEWHERE = {2: "tests/dist/test_compositions.py", 7: "tests/core/test_conformance.py"}
 """Laws whose tests need several ranks, or every plugin."""
 
@@ -31,7 +33,7 @@ def builtin() -> list[PluginRef]:
 
 def plugin_page(found: PluginRef, plugin: type[Plugin]) -> str:
     summary, _, rest = inspect.cleandoc(plugin.__doc__ or "").partition("\n")
-    hooks = [name for name in hookspecs.SPECS if hasattr(getattr(plugin, name, None), f"{PROJECT}_impl")]
+    hooks = [name for name in HOOKS if hasattr(getattr(plugin, name, None), f"{PROJECT}_impl")]
     facts = [
         f"Hooks: {', '.join(f'[`{name}`](../hooks/{name}.md)' for name in hooks)}.",
         f'Enable it with `--plugins {found.name}` or `plugins = ["{found.name}"]`.',
@@ -53,10 +55,10 @@ def plugin_page(found: PluginRef, plugin: type[Plugin]) -> str:
 
 
 def hooks() -> str:
-    rows = ["| hook | kind | what it is |", "|---|---|---|"]
-    for name, spec in hookspecs.SPECS.items():
+    rows = ["| hook | kind | declared by | what it is |", "|---|---|---|---|"]
+    for name, spec in HOOKS.items():
         kind = f"{spec.kind}, may stay empty" if spec.optional else spec.kind
-        rows.append(f"| [`{name}`]({name}.md) | {kind} | {first_line(spec.function)} |")
+        rows.append(f"| [`{name}`]({name}.md) | {kind} | `{spec.function.__module__}` | {first_line(spec.function)} |")
     return "\n".join(rows)
 
 

@@ -20,6 +20,7 @@ from .roles import ROLES, defaults, role
 COMMANDS = {
     "list": (".plugins:list_plugins", "List installed plugins, without importing them."),
     "info": (".plugins:info", "Describe a plugin, its hooks and its options."),
+    "hooks": (".hooks:hooks", "List hooks: who declares, calls and implements each."),
     "check": (".check:check", "Try plugins against the contract."),
     "new": (".new:new", "Write a new plugin, ready to be installed."),
     "install": (".plugins:install", "Install plugins with pip, in this environment."),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import toys
 from forge_train import MASKED, Batch, Classes, Job, Model, Plugin, Task, hookimpl
+from forge_train_kit import hookspecs
 
 VOCABULARY = 256
 
@@ -37,7 +38,7 @@ class OutsideData(Outside):
     @hookimpl
     def build_data(self, job: Job, split: Literal["train", "validation"]) -> Any:
         if job.hooks.provider("classes"):
-            assert len(job.hooks.classes().names) == 2
+            assert len(hookspecs.classes(job).names) == 2
         return OutsideLoader(job, self)
 
 
@@ -95,7 +96,7 @@ class OutsideTask(Outside):
 
     @hookimpl
     def task(self, job: Job) -> Any:
-        owner, loss = self, job.hooks.loss()
+        owner, loss = self, hookspecs.loss(job)
 
         class Halved:
             def weight(self, batch: Batch) -> float:

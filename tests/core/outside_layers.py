@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import HeadSpec, Init, Job, KernelCapabilities, Layer, Trunk, attach_loss, hookimpl
+from forge_train_kit import hookspecs
 from forge_train_kit.model import Embedding, Linear, RMSNorm
+from forge_train_plugins.experts.hookspecs import token_dispatch
 from outside import VOCABULARY, Outside
 
 
@@ -21,8 +23,9 @@ class OutsideModel(Outside):
     def build_model(self, job: Job) -> nn.Module:
         layer = Layer(index=0, num_layers=1, dim=16, heads=2, kv_heads=2, head_dim=8, ffn_dim=24)
         vocabulary = job.hooks.tokenizer().vocabulary if job.hooks.provider("tokenizer") else VOCABULARY
-        head = job.hooks.head(HeadSpec(16, vocabulary))
-        made = OutsideDecoder(vocabulary, head, job.hooks.attention(layer), job.hooks.feed_forward(layer), self)
+        head = hookspecs.head(HeadSpec(16, vocabulary), job)
+        mixers = hookspecs.attention(layer, job), hookspecs.feed_forward(layer, job)
+        made = OutsideDecoder(vocabulary, head, *mixers, self)
 
         def again() -> nn.Module:
             other = Embedding(vocabulary, 16)
@@ -32,7 +35,8 @@ class OutsideModel(Outside):
         def more(index: int, count: int) -> nn.Module:
             return Linear(16, 16)
 
-        made.tail = job.hooks.tail(Trunk(16, 1, partial(RMSNorm, 16), again, more))
+        trunk = Trunk(16, 1, partial(RMSNorm, 16), again, more)
+        made.tail = hookspecs.tail(trunk, job) if job.hooks.provider("tail") else None
         return made
 
 
@@ -98,7 +102,7 @@ class OutsideAttention(Outside):
 
     @hookimpl
     def attention(self, layer: Layer, job: Job) -> Any:
-        return OutsideMixer(layer, job.hooks.attention_kernel(), self)
+        return OutsideMixer(layer, hookspecs.attention_kernel(job), self)
 
 
 class OutsideMixer(nn.Module):
@@ -152,7 +156,7 @@ class OutsideFeedForward(Outside):
 
     @hookimpl
     def feed_forward(self, layer: Layer, job: Job) -> Any:
-        transport = job.hooks.token_dispatch() if job.hooks.provider("token_dispatch") else None
+        transport = token_dispatch(job) if job.hooks.provider("token_dispatch") else None
         return OutsideExperts(layer, transport, self)
 
 

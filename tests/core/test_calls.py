@@ -44,8 +44,12 @@ from forge_train.contract.hooks import Hooks
 from forge_train.contract.hookspecs import OBSERVERS, SPECS
 from forge_train.contract.layers import Layer
 from forge_train.contract.reference import PluginRef
+from forge_train.registry.declared import Specs
 from forge_train.state_map import Rename
+from forge_train_kit import hookspecs
 
+ALL = Specs([])
+"""Forge's own hooks."""
 pytestmark = pytest.mark.unit
 
 
@@ -60,7 +64,7 @@ def hooks(*plugins: Plugin, defaults: dict[str, str] | None = None) -> Hooks:
         )
         for plugin in plugins
     ]
-    made = Hooks(pairs, defaults or {})
+    made = Hooks(pairs, defaults or {}, ALL)
     made._job = SimpleNamespace(hooks=made)  # type: ignore[assignment]
     return made
 
@@ -430,17 +434,17 @@ def test_a_chain_takes_the_one_claim_else_the_default() -> None:
         return Mixer("claimed") if layer.index % 2 else None
 
     made = hooks(giving("Zdefault", Mixer("default")), giving("Claims", odd), defaults={"attention": "zdefault"})
-    assert [made.attention(layer(index)).name for index in range(3)] == ["default", "claimed", "default"]  # type: ignore[attr-defined]
+    assert [hookspecs.attention(layer(index), made.job).name for index in range(3)] == ["default", "claimed", "default"]  # type: ignore[attr-defined]
     mixer = Mixer("its own")
-    assert hooks(giving("Only", mixer)).attention(layer()) is mixer
+    assert hookspecs.attention(layer(), hooks(giving("Only", mixer)).job) is mixer
 
 
 def test_two_claims_for_a_layer_are_an_error_that_names_both() -> None:
     made = hooks(*(giving(name, Mixer(name)) for name in "ABC"), defaults={"attention": "c"})
     with pytest.raises(ConfigError, match="Plugins 'a' and 'b' both build attention for layer 1"):
-        made.attention(layer(1))
+        hookspecs.attention(layer(1), made.job)
     with pytest.raises(ConfigError, match="No enabled plugin builds attention for layer 1"):
-        hooks(giving("A", None)).attention(layer(1))
+        hookspecs.attention(layer(1), hooks(giving("A", None)).job)
 
 
 # -- phases, steps, spans, questions --------------------------------------------------------------

@@ -16,7 +16,6 @@ import toys
 from forge_cli import forge, one_message
 from forge_train import ConfigError, Plugin, PluginError, hookimpl
 from forge_train.contract.calls import EnabledPlugin
-from forge_train.contract.hookspecs import SPECS
 from forge_train.contract.reference import PluginRef
 from forge_train.ground.places import place
 from forge_train.registry.declared import Specs
@@ -24,6 +23,8 @@ from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from forge_train.registry.inspection import check_hooks
 from forge_train_tools.testing import Installed, installed
 
+SPECS = Specs([])
+"""Forge's own hooks."""
 pytestmark = pytest.mark.unit
 HERE = Path(__file__).name
 

@@ -28,6 +28,7 @@ from forge_train import (
     hookimpl,
     section,
 )
+from forge_train_kit import hookspecs
 
 pytestmark = pytest.mark.unit
 
@@ -134,7 +135,7 @@ class Weighted(Plugin):
             def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
                 return super().loss(part, hidden, batch) / 1000
 
-        return Thousandth(job.hooks.loss())
+        return Thousandth(hookspecs.loss(job))
 
 
 def test_weights_below_one_weigh_what_they_say(tmp_path: Path) -> None:

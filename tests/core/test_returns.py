@@ -30,9 +30,11 @@ from forge_train import (
     hookimpl,
 )
 from forge_train.contract import protocols
-from forge_train.contract.hookspecs import SPECS
 from forge_train.contract.returns import kind_of, results, returned
+from forge_train.registry.declared import Specs
 
+SPECS = Specs([])
+"""Forge's own hooks."""
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 22)]
 HERE = Path(__file__).name
 

@@ -13,6 +13,7 @@ import torch
 import chat_model
 from forge_train import MASKED, Batch, ConfigError, Plugin, hookimpl
 from forge_train.contract.losses import LABEL_WEIGHTS, batch_weight
+from forge_train_kit import hookspecs
 from forge_train_kit.data.chats import conversation, open_template, preference, render, tokenise
 from forge_train_kit.data.store import ShardWriter, open_shard
 from forge_train_kit.data.tokenizers.byte import ByteTokenizer
@@ -114,7 +115,7 @@ class Other(Plugin):
 
     @hookimpl
     def task(self, job: Any) -> Any:
-        return NextTokenTask(job.hooks.loss())
+        return NextTokenTask(hookspecs.loss(job))
 
 
 class Unweighted(Plugin):

@@ -31,7 +31,7 @@ def job(of: str = "text", path: str = "bytes", rank: int = 0, ranks: int = 1, **
     return SimpleNamespace(
         hooks=SimpleNamespace(
             tokenizer=lambda: open_tokenizer(path),
-            classes=lambda: Classes(NAMES, of),  # type: ignore[arg-type]
+            call=lambda spec, arguments: Classes(NAMES, of),  # type: ignore[arg-type]
             provider=lambda slot: slot,
             plugins={"tokenizer": plugin},
         ),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import toys
 from forge_train import Batch, HeadSpec, Job, Plugin, hookimpl
+from forge_train_kit import hookspecs
 from forge_train_kit.model import Linear
 
 CLASSES = 5
@@ -49,7 +50,7 @@ class ClassTask(Plugin):
 
     @hookimpl
     def task(self, job: Job) -> Any:
-        return Sequences(job.hooks.loss())
+        return Sequences(hookspecs.loss(job))
 
 
 class ClassLoss(Plugin):

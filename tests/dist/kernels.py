@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Job, KernelCapabilities, Layer, Plugin, hookimpl
+from forge_train_kit import hookspecs
 from forge_train_kit.model import DroppedWeights, Linear
 from forge_train_plugins.attention._auto import measure as measuring
 from forge_train_plugins.attention.auto import Auto
@@ -174,7 +175,7 @@ class Local(Plugin):
 
     @hookimpl
     def attention(self, layer: Layer, job: Job) -> Any:
-        return LocalMixer(layer, job.hooks.attention_kernel())
+        return LocalMixer(layer, hookspecs.attention_kernel(job))
 
 
 class LocalMixer(nn.Module):

@@ -15,10 +15,13 @@ from pathlib import Path
 import pytest
 
 from forge_train import Plugin
-from forge_train.contract import hookspecs
+from forge_train.contract.hookspecs import OBSERVERS
 from forge_train.contract.plugin import PROJECT
+from forge_train.registry.declared import Specs
 
 ROOT = Path(__file__).parents[2]
+HOOKS = Specs([])
+"""Those that Forge's own packages declare."""
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 
@@ -34,26 +37,26 @@ def blocks(language: str, folder: str = "") -> list[tuple[str, str]]:
 
 
 def signature(hook: str) -> str:
-    """`def hook(…) -> …` as it stands in hookspecs.py."""
-    source = ast.parse(inspect.getsource(hookspecs))
+    """`def hook(…) -> …` as it stands in its module."""
+    source = ast.parse(inspect.getsource(sys.modules[HOOKS[hook].function.__module__]))
     (node,) = (node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == hook)
     return f"def {hook}({ast.unparse(node.args)}) -> {ast.unparse(node.returns or ast.Constant(None))}"
 
 
-@pytest.mark.parametrize("hook", hookspecs.SPECS)
+@pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_has_a_page_with_its_signature_and_kind(hook: str) -> None:
     page = (DOCS / "hooks" / f"{hook}.md").read_text(encoding="utf-8").replace('"', "'")
     assert signature(hook) in page
-    assert f"**{hookspecs.SPECS[hook].kind}**" in page
-    assert (", may stay empty" in page) == hookspecs.SPECS[hook].optional
+    assert f"**{HOOKS[hook].kind}**" in page
+    assert (", may stay empty" in page) == HOOKS[hook].optional
     assert "## What goes wrong" in page
 
 
 def test_no_page_of_a_hook_that_does_not_exist() -> None:
-    assert {page.stem for page in (DOCS / "hooks").glob("*.md")} == {"index", *hookspecs.SPECS}
+    assert {page.stem for page in (DOCS / "hooks").glob("*.md")} == {"index", *HOOKS}
 
 
-@pytest.mark.parametrize("hook", hookspecs.SPECS)
+@pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_is_used_by_a_test(hook: str) -> None:
     used = re.compile(rf"def {hook}\(self|hooks\.{hook}\b|[\"']{hook}[\"']")
     tests = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
@@ -77,9 +80,9 @@ def test_examples_implement_hooks_as_they_are(where: str, text: str, monkeypatch
         if not isinstance(plugin, type) or not issubclass(plugin, Plugin) or plugin is Plugin:
             continue
         hooks = {name: value for name, value in vars(plugin).items() if hasattr(value, f"{PROJECT}_impl")}
-        assert hooks.keys() <= hookspecs.SPECS.keys()
+        assert hooks.keys() <= HOOKS.keys()
         for name, implementation in hooks.items():
-            given = set(hookspecs.SPECS[name].arguments)
+            given = set(HOOKS[name].arguments)
             assert set(inspect.signature(implementation).parameters) <= {"self"} | given, name
 
 
@@ -171,7 +174,7 @@ def test_the_order_of_phases_is_that_of_the_code() -> None:
 def test_the_observers_are_those_of_the_code() -> None:
     sentence = re.search(r"implements only (.+?) watches", page("hooks/index.md"), re.DOTALL)
     assert sentence
-    assert set(re.findall(r"`(\w+)`", sentence[1])) == hookspecs.OBSERVERS
+    assert set(re.findall(r"`(\w+)`", sentence[1])) == OBSERVERS
 
 
 def test_the_guarantees_name_tests_that_exist() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +16,11 @@ from forge_train import (
     FeedForward,
     Head,
     HeadSpec,
+    HookSpec,
     KernelCapabilities,
     Layer,
     LossFunction,
     Plugin,
-    Trunk,
 )
 from forge_train_plugins.attention.gqa import GQA
 from forge_train_plugins.attention.sdpa import SDPA
@@ -53,8 +53,8 @@ class Hooks:
     def gives(self, slot: str) -> str:
         return {"head": "token_logits"}[slot]
 
-    def tail(self, trunk: Trunk) -> None:
-        return None
+    def call(self, spec: HookSpec[..., Any], arguments: Mapping[str, Any]) -> Any:
+        return getattr(self, spec.name)(*(value for name, value in arguments.items() if name != "job"))
 
     def head(self, spec: HeadSpec) -> Head:
         return self.lm_head.head(spec, self._job)  # type: ignore[no-any-return]
@@ -65,7 +65,7 @@ class Hooks:
     def attention(self, layer: Layer) -> Attention:
         return self.gqa.attention(layer, self._job)  # type: ignore[no-any-return]
 
-    def attention_kernel(self, needs: object = None) -> AttentionKernel:
+    def attention_kernel(self) -> AttentionKernel:
         return self.sdpa.attention_kernel(self._job)  # type: ignore[no-any-return]
 
     def kernel_needs(self, config: object) -> list[tuple[str, KernelCapabilities]]:

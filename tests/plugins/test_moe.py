@@ -41,7 +41,7 @@ def block(*, transport: Any = None, layout: Any = None, **values: Any) -> MoEFee
         index=0, num_layers=1, dim=DIM, heads=4, kv_heads=4, head_dim=8, ffn_dim=2 * HIDDEN, std=0.3, output_std=0.3
     )
     sizes = layout or SimpleNamespace(tp=1, etp=1, cp=1)
-    hooks = SimpleNamespace(token_dispatch=lambda: transport or Local())
+    hooks = SimpleNamespace(call=lambda spec, arguments: transport or Local())
     job: Any = SimpleNamespace(hooks=hooks, dist=SimpleNamespace(layout=sizes))
     made = build(MoE.Config(**{"experts": EXPERTS, "hidden": HIDDEN, **values}), layer, job, of=1)
     torch.manual_seed(0)
@@ -266,7 +266,7 @@ def test_balance_is_one_where_the_load_is_even() -> None:
 def test_layers_share_the_weight_of_the_losses() -> None:
     layer = Layer(index=0, num_layers=4, dim=DIM, heads=4, kv_heads=4, head_dim=8, ffn_dim=64)
     plugin = fakes.make(MoE, balance=0.4, z_loss=0.2, dense_first=1, every=3)
-    hooks = SimpleNamespace(token_dispatch=Local)
+    hooks = SimpleNamespace(call=lambda spec, arguments: Local())
     job = SimpleNamespace(hooks=hooks, dist=SimpleNamespace(layout=SimpleNamespace(tp=1, etp=1, cp=1)))
     built = [plugin.feed_forward(_at(layer, index), job) for index in range(4)]
     assert [one is not None for one in built] == [False, False, False, True]

@@ -7,29 +7,24 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ..ground.errors import PluginError, Problem
 from . import hookspecs
-from .attention import Attention, AttentionKernel, KernelCapabilities
-from .batch import Batch, Preparation, PrepareBatch, PrepareStep
+from .attention import KernelCapabilities
+from .batch import Preparation, PrepareBatch, PrepareStep
 from .calling import Caller
 from .extra import ExtraModel
 from .guards import Guarded, Prepare, first_state, nesting, preparing
-from .layers import FeedForward, Head, HeadSpec, Layer
 from .metric import Metric
 from .protocols import (
-    Classes,
     Evaluator,
     Executor,
     HFModel,
     Loader,
-    LossFunction,
     LossScale,
     Schedule,
     Span,
     SpanName,
     Task,
-    TokenDispatch,
     Tokenizer,
 )
-from .tail import Tail, Trunk
 from .transform import Transform
 
 if TYPE_CHECKING:
@@ -49,20 +44,6 @@ class Hooks(Caller):
     def build_model(self) -> nn.Module:
         return hookspecs.build_model(self.job)
 
-    def head(self, spec: HeadSpec) -> Head:
-        return hookspecs.head(spec, self.job)
-
-    def tail(self, trunk: Trunk) -> Tail | None:
-        return hookspecs.tail(trunk, self.job) if self.provider("tail") else None
-
-    def attention_kernel(self, needs: KernelCapabilities | None = None) -> AttentionKernel:
-        """The kernel; `needs` is what it will be asked for beside what `kernel_needs` says."""
-        self.asked_of_kernel += [needs] if needs else []
-        return hookspecs.attention_kernel(self.job)
-
-    def token_dispatch(self) -> TokenDispatch:
-        return hookspecs.token_dispatch(self.job)
-
     def build_data(self, split: Literal["train", "validation"]) -> Loader:
         loader = hookspecs.build_data(self.job, split)
         state = first_state(loader, self.whose("build_data"))
@@ -78,14 +59,8 @@ class Hooks(Caller):
         guard.decode(guard.encode("a"))
         return tokenizer
 
-    def classes(self) -> Classes:
-        return hookspecs.classes(self.job)
-
     def task(self) -> Task:
         return hookspecs.task(self.job)
-
-    def loss(self) -> LossFunction:
-        return hookspecs.loss(self.job)
 
     def executor(self, model: Model, task: Task) -> Executor:
         return hookspecs.executor(model, task, self.job)
@@ -100,12 +75,6 @@ class Hooks(Caller):
 
     def loss_scale(self) -> LossScale | None:
         return hookspecs.loss_scale(self.job) if self.provider("loss_scale") else None
-
-    def attention(self, layer: Layer) -> Attention:
-        return hookspecs.attention(layer, self.job)
-
-    def feed_forward(self, layer: Layer) -> FeedForward:
-        return hookspecs.feed_forward(layer, self.job)
 
     # -- its other hooks --------------------------------------------------------------------------
 
@@ -134,9 +103,6 @@ class Hooks(Caller):
         idle = self.provider("build_data") if self.opened else None
         answers = dict(self._calls.collect("kernel_needs", {"config": config}))
         return [(f"plugin {name!r} asks for it", one) for name, one in answers.items() if one and name != idle]
-
-    def example_batch(self) -> Batch | None:
-        return dict(hookspecs.example_batch(self.job)).get(self.provider("build_data") or "")
 
     def import_hf(self, config: Mapping[str, Any]) -> HFModel | None:
         return cast("HFModel | None", self._only("import_hf", {"config": config}))

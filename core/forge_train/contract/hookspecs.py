@@ -22,28 +22,23 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..ground.errors import Problem
-from .attention import Attention, AttentionKernel, KernelCapabilities
-from .batch import Batch, Preparation
+from .attention import KernelCapabilities
+from .batch import Preparation
 from .extra import ExtraModel
-from .layers import FeedForward, Head, HeadSpec, Layer
 from .metric import Metric
 from .protocols import (
-    Classes,
     Evaluator,
     Executor,
     HFModel,
     Loader,
-    LossFunction,
     LossScale,
     Schedule,
     Span,
     SpanName,
     Task,
-    TokenDispatch,
     Tokenizer,
 )
 from .specs import hookspec, specs_of
-from .tail import Tail, Trunk
 from .transform import Transform
 
 if TYPE_CHECKING:
@@ -64,40 +59,6 @@ def build_model(job: Job) -> nn.Module:
 
     What a model declares about itself is in docs: “How to design a model”.
     """
-    raise AssertionError
-
-
-@hookspec("chain", asked="composition")
-def attention(layer: Layer, job: Job) -> Attention | None:
-    """The token mixer of one layer, or None to leave it to the default."""
-
-
-@hookspec("chain", asked="composition")
-def feed_forward(layer: Layer, job: Job) -> FeedForward | None:
-    """The channel mixer of one layer, or None to leave it to the default."""
-
-
-@hookspec("slot", optional=True, asked="composition", gives="token_logits")
-def head(spec: HeadSpec, job: Job) -> Head:
-    """The module that turns the model's hidden states into outputs."""
-    raise AssertionError
-
-
-@hookspec("slot", optional=True, asked="composition")
-def tail(trunk: Trunk, job: Job) -> Tail:
-    """More layers after the model's last one, in training."""
-    raise AssertionError
-
-
-@hookspec("slot", optional=True, asked="composition")
-def attention_kernel(job: Job) -> AttentionKernel:
-    """The function that computes attention."""
-    raise AssertionError
-
-
-@hookspec("slot", optional=True, asked="composition")
-def token_dispatch(job: Job) -> TokenDispatch:
-    """The transport of tokens to their experts."""
     raise AssertionError
 
 
@@ -130,21 +91,9 @@ def build_data(job: Job, split: Literal["train", "validation"]) -> Loader:
     raise AssertionError
 
 
-@hookspec("questions")
-def example_batch(job: Job) -> Batch | None:
-    """A micro-batch of the shape that `build_data` gives for training, without opening the data; `forge plan` asks it
-    of the plugin that fills that slot."""
-
-
 @hookspec("slot", optional=True)
 def tokenizer(job: Job) -> Tokenizer:
     """Text to token ids and back, for generation and evaluation."""
-    raise AssertionError
-
-
-@hookspec("slot", optional=True)
-def classes(job: Job) -> Classes:
-    """The classes that labels stand for, for the data and the head."""
     raise AssertionError
 
 
@@ -159,14 +108,6 @@ def prepare_batch(job: Job) -> Preparation | Iterable[Preparation] | None:
 @hookspec("slot", checked=True, gives="token_labels", takes={"head": ("token_logits",), "build_data": ("token_rows",)})
 def task(job: Job) -> Task:
     """The logic of a step."""
-    raise AssertionError
-
-
-@hookspec(
-    "slot", optional=True, checked=True, asked="step", takes={"head": ("token_logits",), "task": ("token_labels",)}
-)
-def loss(job: Job) -> LossFunction:
-    """The loss of hidden states against labels."""
     raise AssertionError
 
 

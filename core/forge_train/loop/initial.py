@@ -124,7 +124,8 @@ def described(folder: Folder, hooks: Hooks) -> HFModel | None:
 
 def _head(job: Job) -> tuple[str, ...]:
     """Patterns of parameters that a language model may lack, or have in addition to the model's."""
-    return () if job.hooks.gives("head") in ("", job.hooks.specs["head"].gives) else ("head.*",)
+    spec = job.hooks.specs.get("head")
+    return () if spec is None or job.hooks.gives("head") in ("", spec.gives) else ("head.*",)
 
 
 def _described_by(job: Job, path: Path, layout: HFModel) -> tuple[str, str]:

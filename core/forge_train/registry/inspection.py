@@ -14,6 +14,7 @@ from ..contract.plugin import MARK, Plugin
 from ..contract.specs import HookSpec
 from ..ground.errors import nearest
 from ..ground.places import place
+from .discovery import CONTRIB, DISTRIBUTION
 
 Specs = Mapping[str, HookSpec[..., Any]]
 _NO_METHODS = (property, functools.cached_property, functools.partial)
@@ -34,8 +35,10 @@ def unknown(enabled: EnabledPlugin, specs: Specs) -> list[str]:
     if not implemented(cls):
         where = f"class {cls.__qualname__} ({place(cls)})"
         return [f"Plugin {label} implements no hook: {where} has no method marked with @hookimpl.{_alike(cls, specs)}"]
+    own = enabled.ref.distribution == DISTRIBUTION and not enabled.ref.module.startswith(CONTRIB)
+    stale = " Forge's metadata is older than its code: install it again with `pip install -e .`." if own else ""
     return [
-        f"Plugin {label} implements unknown hook {name!r} ({place(getattr(cls, name))}).{nearest(name, specs)}"
+        f"Plugin {label} implements unknown hook {name!r} ({place(getattr(cls, name))}).{stale or nearest(name, specs)}"
         for name in sorted(implemented(cls) - specs.keys())
     ]
 

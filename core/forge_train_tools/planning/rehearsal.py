@@ -29,6 +29,7 @@ from forge_train.ground.tensors import held_bytes, local, state_of
 from forge_train.loop.assembly import equip
 from forge_train.loop.step import Watcher
 
+from ..hookspecs import example_batch
 from .communication import Collective, Collectives
 from .fewer import passes_of
 from .growth import Event
@@ -226,7 +227,7 @@ class _Examples:
     @cached_property
     def _batch(self) -> Batch:
         hooks, train = self._job.hooks, self._job.config.train
-        if batch := hooks.example_batch():
+        if batch := dict(example_batch(self._job)).get(hooks.provider("build_data") or ""):
             return batch
         self._found.notes.append(
             f"batches are taken for token ids and labels: plugin {hooks.provider('build_data')!r} says nothing of them "

@@ -25,11 +25,12 @@ from forge_train.ground.layout import Layout
 from forge_train.ground.world import World
 from forge_train.processes.distributed import DistributedContext
 from forge_train.registry.setup import Setup
+from forge_train_kit import hookspecs as kit
 
 from .conformance import SkippedError, require
 
 _T = TypeVar("_T")
-TOKENS, LABELS = SPECS["head"].gives, SPECS["task"].gives
+TOKENS, LABELS = kit.head.gives, SPECS["task"].gives
 """What heads and tasks give where nothing else is said."""
 
 

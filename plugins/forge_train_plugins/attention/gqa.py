@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forge_train import Attention, KernelCapabilities, Layer, Plugin, hookimpl
+from forge_train_kit.kernels import kernel_with
 
 if TYPE_CHECKING:
     from forge_train import Job
@@ -31,4 +32,4 @@ class GQA(Plugin):
         )
         rate, name = layer.attention_dropout, f"layers.{layer.index}.attention.weights"
         dropout = AttentionDropout(rate, layer.heads, job, name) if rate else None
-        return GroupedQueryAttention(layer, job.hooks.attention_kernel(needs), dropout)
+        return GroupedQueryAttention(layer, kernel_with(needs, job), dropout)

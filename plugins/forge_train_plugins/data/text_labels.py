@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from forge_train import Batch, ConfigError, Ge, KernelCapabilities, Lt, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Loader
+from forge_train_kit import hookspecs
 from forge_train_kit.data.plugin import DataPlugin, Prefetch, ahead, check_prefetch
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class TextLabels(DataPlugin):
         rows = LabelledRows(
             self._open(job)[split],
             job.config.train.sequence,
-            job.hooks.classes().of,
+            hookspecs.classes(job).of,
             long=config.long,
             packing=config.packing,
             key="text_labels",
@@ -148,7 +149,7 @@ class TextLabels(DataPlugin):
         """
         from forge_train_kit.data.labels import Labels
 
-        config, classes = self.config, job.hooks.classes()
+        config, classes = self.config, hookspecs.classes(job)
         usual = ("text", "label") if classes.of == "text" else ("tokens", "labels")
         if classes.of == "text" and config.align:
             raise ConfigError("text_labels.align: has no effect on labels of whole texts; remove it.")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_train import ConfigError, Ge, Gt, HFModel, KernelCapabilities, Le, Lt, Plugin, Problem, hookimpl, section
+from forge_train_kit import hookspecs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -220,7 +221,7 @@ class Decoder(Plugin):
             )
         head, model.head = model.head, None
         trunk = write(replace(self.config, tied=True), self._vocabulary(job), model, job.config.sections)
-        classes = job.hooks.classes() if job.hooks.provider("classes") else None
+        classes = hookspecs.classes(job) if job.hooks.provider("classes") else None
         # Texts to classify don't end with the token that ends documents; texts with a reward do.
         pad = job.hooks.tokenizer().end if classes and job.hooks.provider("tokenizer") else None
         return heads.exported(trunk, given, head, classes, pad, tied=self.config.tied)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from forge_train import ConfigError, FilePath, HFModel, Plugin, Problem, hookimpl, section
+from forge_train_kit import hookspecs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,7 +92,7 @@ class HF(Plugin):
     def export_hf(self, job: Job) -> HFModel:
         from ._hf.files import exported
 
-        classes = job.hooks.classes() if job.hooks.provider("classes") else None
+        classes = hookspecs.classes(job) if job.hooks.provider("classes") else None
         # As for the decoder: texts to classify don't end with the token that ends documents.
         pad = job.hooks.tokenizer().end if classes and job.hooks.provider("tokenizer") else None
         given = job.hooks.gives("head") if job.hooks.provider("head") else "token_logits"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 from forge_train import ConfigError, Ge, Gt, Metric, Plugin, Preparation, Problem, Tail, Task, Trunk, hookimpl, section
+from forge_train_kit.hookspecs import loss
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +78,7 @@ class MultiTokenPrediction(Plugin):
         from ._mtp.task import MultiTokenTask
 
         mine = self.config
-        return MultiTokenTask(job.hooks.loss(), mine.depths, mine.weight, mine.chunk, self._observe)
+        return MultiTokenTask(loss(job), mine.depths, mine.weight, mine.chunk, self._observe)
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:

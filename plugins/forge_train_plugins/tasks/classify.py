@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from forge_train import Classes, Head, HeadSpec, Plugin, Problem, Task, hookimpl, section
+from forge_train_kit.hookspecs import loss
 
 if TYPE_CHECKING:
     from forge_train import Job, Metric, Model
@@ -54,7 +55,7 @@ class _Classifier(Plugin):
     def task(self, job: Job) -> Task:
         from ._classify import Classification
 
-        return Classification(job.hooks.loss(), lambda: self._observed)
+        return Classification(loss(job), lambda: self._observed)
 
     @hookimpl
     def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:

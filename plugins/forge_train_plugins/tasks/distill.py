@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_train import ExtraModel, Ge, Gt, Le, Plugin, Problem, Task, hookimpl, section
 from forge_train.config.schema import FilePath
+from forge_train_kit.hookspecs import loss
 
 if TYPE_CHECKING:
     from forge_train import Job
@@ -54,4 +55,4 @@ class Distill(Plugin):
         from ._distill import Distillation
 
         mine = self.config
-        return Distillation(job.hooks.loss(), job.models, mine.share, mine.temperature, mine.chunk)
+        return Distillation(loss(job), job.models, mine.share, mine.temperature, mine.chunk)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from forge_train import Batch, LossFunction, Plugin, Task, hookimpl
 from forge_train.contract.losses import batch_loss, batch_weight
+from forge_train_kit.hookspecs import loss
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -24,7 +25,7 @@ class NextToken(Plugin):
 
     @hookimpl
     def task(self, job: Job) -> Task:
-        return NextTokenTask(job.hooks.loss())
+        return NextTokenTask(loss(job))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from forge_train import ConfigError, KernelCapabilities, Layer
+from forge_train_kit.kernels import kernel_with
 from forge_train_kit.model import AttentionDropout, LengthRoPE, RoPE, YarnScaling
 
 from .module import LatentAttention, Sizes
@@ -77,7 +78,7 @@ def build(config: MLA.Config, layer: Layer, job: Job, ropes: Ropes) -> LatentAtt
         rotated=config.rope_dim,
         value=config.v_dim or layer.head_dim,
     )
-    kernel = job.hooks.attention_kernel(KernelCapabilities(head_dims=(sizes.widest,)))
+    kernel = kernel_with(KernelCapabilities(head_dims=(sizes.widest,)), job)
     scale = sizes.head**-0.5 * temperature(config.mscale, rope)
     rate, name = layer.attention_dropout, f"layers.{layer.index}.attention.weights"
     dropout = AttentionDropout(rate, layer.heads, job, name) if rate else None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from forge_train import Layer, TokenDispatch, attach_loss
 from forge_train_kit.model import Linear, TensorStyle, flops_per_token, record_choices
+from forge_train_plugins.experts.hookspecs import token_dispatch
 
 from .experts import Experts, Gate, gate_of
 from .losses import balance, entropy, z_loss
@@ -58,7 +59,7 @@ def build(config: MoE.Config, layer: Layer, job: Job, *, of: int) -> MoEFeedForw
     routed = Routed(
         router,
         experts,
-        job.hooks.token_dispatch(),
+        token_dispatch(job),
         Slices.of(job),
         losses=Losses(config.balance / of, config.z_loss / of, config.balance_over == "sequence"),
         capacity=config.capacity,

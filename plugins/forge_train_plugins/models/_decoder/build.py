@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from forge_train import ConfigError, Head, HeadSpec, Layer, Trunk
+from forge_train_kit import hookspecs
 from forge_train_kit.model import (
     Dropout,
     DynamicRoPE,
@@ -67,13 +68,13 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
             sinks=config.sinks,
             attention_dropout=config.attention_dropout,
         )
-        attention = job.hooks.attention(layer)
+        attention = hookspecs.attention(layer, job)
         _check_obeyed("the attention", attention, layer, ("window", "soft_cap", "scale", "sinks"))
         if not hasattr(attention, "recurrence"):  # such layers have no attention weights to drop
             _check_obeyed("the attention", attention, layer, ("attention_dropout",))
         return Block(
             attention,
-            job.hooks.feed_forward(layer),
+            hookspecs.feed_forward(layer, job),
             partial(norm, config),
             norm_at=config.norm_at,
             dropout=[dropout(config.dropout, f"{name}.{one}") for one in ("attention", "feed_forward")],
@@ -86,7 +87,7 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
 
     embedding = Embedding(vocabulary, config.dim, std=config.std)
     spec = HeadSpec(config.dim, vocabulary, config.std, config.logit_divisor, config.logit_soft_cap or None)
-    head = job.hooks.head(spec)
+    head = hookspecs.head(spec, job)
     tied = config.tied and _ties(head, embedding)
     if job.hooks.gives("head") == "token_logits":
         whose = f"the head of plugin {job.hooks.provider('head')!r}"
@@ -105,6 +106,7 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
     def behind(index: int, more: int) -> Block:
         return block(config.layers + index, config.layers + more, f"tail.{index}")
 
+    trunk = Trunk(config.dim, config.layers, partial(norm, config), shared, behind, config.std)
     return Transformer(
         embedding,
         [block(index, config.layers, f"layers.{index}") for index in range(config.layers)],
@@ -115,7 +117,7 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
         embedding_multiplier=config.embedding_multiplier,
         dropout=dropout(config.embedding_dropout, "embedding"),
         positions=Embedding(config.max_sequence, config.dim, std=config.std) if config.positions == "learned" else None,
-        tail=job.hooks.tail(Trunk(config.dim, config.layers, partial(norm, config), shared, behind, config.std)),
+        tail=hookspecs.tail(trunk, job) if job.hooks.provider("tail") else None,
     )
 
 

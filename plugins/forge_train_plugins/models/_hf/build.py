@@ -14,6 +14,7 @@ from forge_train import ConfigError, HeadSpec, KernelCapabilities
 from forge_train.ground.errors import describe
 from forge_train.ground.present import few
 from forge_train.registry import kernels
+from forge_train_kit import hookspecs
 from forge_train_kit.model import Dropout
 
 from . import attention, experts, stages
@@ -74,13 +75,13 @@ def build(config: PreTrainedConfig, job: Job, weights: str) -> CausalLM:
             ways_out = _ways_out(job, asked.needs if asked is not None and reaches else None)
             raise ConfigError(f"{no_documents(name)}. {who[0].upper()}{who[1:]}.{ways_out}")
     if asked is not None and kernel:
-        attention.take(model, job.hooks.attention_kernel(), asked)
+        attention.take(model, hookspecs.attention_kernel(job), asked)
     experts.take(inner, job)
     drawn = Drawn(type(config).from_dict(config.to_dict()), units)
     given = job.hooks.gives("head") if job.hooks.provider("head") else "token_logits"
     text = config.get_text_config()
     spec = HeadSpec(text.hidden_size, text.vocab_size, getattr(text, "initializer_range", None) or 0.02)
-    head: Any = head_of(model, base) if given == "token_logits" else job.hooks.head(spec)
+    head: Any = head_of(model, base) if given == "token_logits" else hookspecs.head(spec, job)
     facts = Facts(kernel, isolates, widths, staging)
     tp = job.dist.layout.tp
     piece = (job.dist.mesh("dense", "tp").get_local_rank(), tp) if tp > 1 else (0, 1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from forge_train import ConfigError, Specialisation
 from forge_train.ground.present import few
 from forge_train.ground.tensors import local
+from forge_train_plugins.experts.hookspecs import token_dispatch
 
 if TYPE_CHECKING:
     from forge_train import Job
@@ -42,7 +43,7 @@ def take(inner: Any, job: Job) -> None:
         return
     if layout.etp > 1:
         raise ConfigError(f"hf: the experts of {name} of transformers can't be split within; set parallel.etp = 1.")
-    transport = job.hooks.token_dispatch() if job.hooks.provider("token_dispatch") else None
+    transport = token_dispatch(job) if job.hooks.provider("token_dispatch") else None
     declaring, travelling = Specialisation(_declaring), Specialisation(_travelling)
     for _, module in found:
         if transport is not None:
