@@ -22,8 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import Tensor, nn
 
-from forge_train import Job, Layer, Plugin, hookimpl
+from forge_train import Job, Plugin, hookimpl
 from forge_train.contract.protocols import Span, SpanName
+from forge_train_kit.layers import Layer
 from forge_train_plugins.experts._alltoall.transport import Local
 from forge_train_plugins.experts._moe.block import build
 from forge_train_plugins.experts._moe.experts import Experts

@@ -19,8 +19,8 @@ from attention import peak, seconds
 from run import Row, table
 from torch.profiler import profile
 
-from forge_train import Layer
 from forge_train.composition.initialise import materialise
+from forge_train_kit.layers import Layer
 from forge_train_kit.model import RoPE
 from forge_train_plugins.attention.delta_net import DeltaNet
 from forge_train_plugins.attention.gqa import GQA

@@ -63,7 +63,7 @@ def skeleton() -> Any:
     """The benchmark's model, 6 M parameters, made of forge's own modules but without forge's run; on meta."""
     import torch
 
-    from forge_train.contract.layers import Layer
+    from forge_train_kit.layers import Layer
     from forge_train_kit.model import Embedding, Linear, RMSNorm, RoPE
     from forge_train_plugins.attention._gqa import GroupedQueryAttention
     from forge_train_plugins.attention._sdpa import Kernel

@@ -15,13 +15,16 @@ from forge_train.registry.write import field_docs
 GROUPS = {
     "Plugins and their options": "Plugin hookimpl hookspec HookSpec section Gt Ge Lt Le Volatile FilePath Problem",
     "The run": "Job Metric Bins Finished LogRecord Evaluation CheckpointEvent StepResult Update",
-    "The model and what changes it": "Model Phase Transform Applied swap Init Layer",
+    "The model and what changes it": "Model Phase Transform Applied swap Init",
     "Inside the model": "attach_loss",
     "Errors": "ForgeError ConfigError PluginError CommunicationError DivergedError Failure",
 }
 """Heading → names; what no heading names comes under the last one."""
 REST = "Protocols of slots and chains"
 BESIDE = (
+    "forge_train_kit.layers",
+    "forge_train_kit.heads",
+    "forge_train_kit.losses",
     "forge_train_kit.model",
     "forge_train_kit.optim",
     "forge_train_kit.metrics",

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from .config.schema import Lt as Lt
     from .config.schema import Volatile as Volatile
     from .config.schema import section as section
-    from .contract.attention import Attention as Attention
-    from .contract.attention import AttentionKernel as AttentionKernel
     from .contract.attention import KernelCapabilities as KernelCapabilities
-    from .contract.attention import Recurrence as Recurrence
     from .contract.auxiliary import attach_loss as attach_loss
     from .contract.batch import MASKED as MASKED
     from .contract.batch import Axes as Axes
@@ -37,37 +34,27 @@ if TYPE_CHECKING:
     from .contract.events import Update as Update
     from .contract.extra import ExtraModel as ExtraModel
     from .contract.groups import ParameterGroup as ParameterGroup
+    from .contract.init import Init as Init
     from .contract.job import Job as Job
-    from .contract.layers import FeedForward as FeedForward
-    from .contract.layers import Head as Head
-    from .contract.layers import HeadSpec as HeadSpec
-    from .contract.layers import Init as Init
-    from .contract.layers import Layer as Layer
     from .contract.metric import Bins as Bins
     from .contract.metric import Metric as Metric
     from .contract.model import Model as Model
     from .contract.plugin import Plugin as Plugin
     from .contract.plugin import hookimpl as hookimpl
-    from .contract.protocols import Classes as Classes
     from .contract.protocols import Evaluator as Evaluator
     from .contract.protocols import Executor as Executor
     from .contract.protocols import HFModel as HFModel
     from .contract.protocols import Loader as Loader
-    from .contract.protocols import LossFunction as LossFunction
     from .contract.protocols import LossScale as LossScale
     from .contract.protocols import RolloutLoader as RolloutLoader
     from .contract.protocols import Schedule as Schedule
     from .contract.protocols import Span as Span
     from .contract.protocols import SpanName as SpanName
     from .contract.protocols import Task as Task
-    from .contract.protocols import TokenDispatch as TokenDispatch
     from .contract.protocols import Tokenizer as Tokenizer
     from .contract.specs import HookSpec as HookSpec
     from .contract.specs import hookspec as hookspec
     from .contract.state_dtypes import StateDtypes as StateDtypes
-    from .contract.tail import Drafting as Drafting
-    from .contract.tail import Tail as Tail
-    from .contract.tail import Trunk as Trunk
     from .contract.transform import Applied as Applied
     from .contract.transform import MicroBatch as MicroBatch
     from .contract.transform import Phase as Phase
@@ -86,7 +73,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "config.schema": "FilePath Ge Gt Le Lt Volatile section",
-    "contract.attention": "Attention AttentionKernel KernelCapabilities Recurrence",
+    "contract.attention": "KernelCapabilities",
     "contract.auxiliary": "attach_loss",
     "contract.batch": "Axes Batch BatchPhase CurrentStep MASKED Preparation PrepareBatch PrepareStep",
     "contract.events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
@@ -96,12 +83,11 @@ _HOME = {
     "contract.metric": "Bins Metric",
     "contract.model": "Model",
     "contract.plugin": "Plugin hookimpl",
-    "contract.layers": "FeedForward Head HeadSpec Init Layer",
-    "contract.protocols": "Classes Evaluator Executor HFModel"
-    " Loader LossFunction LossScale RolloutLoader Schedule Span SpanName Task TokenDispatch Tokenizer",
+    "contract.init": "Init",
+    "contract.protocols": "Evaluator Executor HFModel"
+    " Loader LossScale RolloutLoader Schedule Span SpanName Task Tokenizer",
     "contract.specs": "HookSpec hookspec",
     "contract.state_dtypes": "StateDtypes",
-    "contract.tail": "Drafting Tail Trunk",
     "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
     "ground.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",
     "ground.failure": "Failure",

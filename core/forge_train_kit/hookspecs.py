@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from forge_train.contract.attention import Attention, AttentionKernel
+from typing import Annotated
+
 from forge_train.contract.job import Job
-from forge_train.contract.layers import FeedForward, Head, HeadSpec, Layer
-from forge_train.contract.protocols import Classes, LossFunction
 from forge_train.contract.specs import hookspec
-from forge_train.contract.tail import Tail, Trunk
+
+from .heads import Classes, Head, HeadSpec, Tail, Trunk
+from .layers import Attention, AttentionKernel, FeedForward, Layer
+from .losses import LossFunction
 
 
 @hookspec("chain", asked="composition")
-def attention(layer: Layer, job: Job) -> Attention | None:
+def attention(layer: Layer, job: Job) -> Annotated[Attention, "nn.Module"] | None:
     """The token mixer of one layer, or None to leave it to the default."""
 
 
 @hookspec("chain", asked="composition")
-def feed_forward(layer: Layer, job: Job) -> FeedForward | None:
+def feed_forward(layer: Layer, job: Job) -> Annotated[FeedForward, "nn.Module"] | None:
     """The channel mixer of one layer, or None to leave it to the default."""
 
 
@@ -27,13 +29,13 @@ def attention_kernel(job: Job) -> AttentionKernel:
 
 
 @hookspec("slot", optional=True, asked="composition", gives="token_logits")
-def head(spec: HeadSpec, job: Job) -> Head:
+def head(spec: HeadSpec, job: Job) -> Annotated[Head, "nn.Module"]:
     """The module that turns the model's hidden states into outputs."""
     raise AssertionError
 
 
 @hookspec("slot", optional=True, asked="composition")
-def tail(trunk: Trunk, job: Job) -> Tail:
+def tail(trunk: Trunk, job: Job) -> Annotated[Tail, "nn.Module"]:
     """More layers after the model's last one, in training."""
     raise AssertionError
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from forge_train.contract.attention import AttentionKernel, KernelCapabilities
+from forge_train.contract.attention import KernelCapabilities
 from forge_train.contract.job import Job
 
 from .hookspecs import attention_kernel
+from .layers import AttentionKernel
 
 
 def kernel_with(needs: KernelCapabilities, job: Job) -> AttentionKernel:

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import toys
-from forge_train import MASKED, Batch, Classes, Job, Model, Plugin, Task, hookimpl
+from forge_train import MASKED, Batch, Job, Model, Plugin, Task, hookimpl
 from forge_train_kit import hookspecs
+from forge_train_kit.heads import Classes
 
 VOCABULARY = 256
 

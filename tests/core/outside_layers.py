@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_train import HeadSpec, Init, Job, KernelCapabilities, Layer, Trunk, attach_loss, hookimpl
+from forge_train import Init, Job, KernelCapabilities, attach_loss, hookimpl
 from forge_train_kit import hookspecs
+from forge_train_kit.heads import HeadSpec, Trunk
+from forge_train_kit.layers import Layer
 from forge_train_kit.model import Embedding, Linear, RMSNorm
 from forge_train_plugins.experts.hookspecs import token_dispatch
 from outside import VOCABULARY, Outside

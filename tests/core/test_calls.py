@@ -42,11 +42,11 @@ from forge_train.contract.calls import Calls, EnabledPlugin, implemented
 from forge_train.contract.events import Evaluation, StepResult
 from forge_train.contract.hooks import Hooks
 from forge_train.contract.hookspecs import OBSERVERS, SPECS
-from forge_train.contract.layers import Layer
 from forge_train.contract.reference import PluginRef
 from forge_train.registry.declared import Specs
 from forge_train.state_map import Rename
 from forge_train_kit import hookspecs
+from forge_train_kit.layers import Layer
 
 ALL = Specs([])
 """Forge's own hooks."""

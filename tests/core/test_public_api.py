@@ -24,7 +24,7 @@ from forge_train.ground.layout import Layout
 pytestmark = pytest.mark.unit
 
 ARCHITECTURE = """
-Plugin section hookimpl Phase Transform Applied swap attach_loss Init Job Model Layer Batch Update StepResult
+Plugin section hookimpl Phase Transform Applied swap attach_loss Init Job Model Batch Update StepResult
 CheckpointEvent Volatile Gt Ge Lt Le ForgeError ConfigError PluginError DivergedError
 """
 

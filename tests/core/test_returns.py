@@ -18,7 +18,6 @@ from forge_train import (
     Applied,
     Batch,
     BatchPhase,
-    Classes,
     ConfigError,
     HFModel,
     Phase,
@@ -32,6 +31,8 @@ from forge_train import (
 from forge_train.contract import protocols
 from forge_train.contract.returns import kind_of, results, returned
 from forge_train.registry.declared import Specs
+from forge_train_kit import losses
+from forge_train_kit.heads import Classes
 
 SPECS = Specs([])
 """Forge's own hooks."""
@@ -201,7 +202,7 @@ def test_every_hook_refuses_wrong_values(hook: str) -> None:
     assert accepted == functions.get(hook, [])
 
 
-PROTOCOLS = [protocols.Executor, protocols.Loader, protocols.LossFunction, protocols.LossScale, protocols.Task]
+PROTOCOLS = [protocols.Executor, protocols.Loader, losses.LossFunction, protocols.LossScale, protocols.Task]
 """Those whose results a run looks at."""
 
 

@@ -12,11 +12,11 @@ import torch
 
 import chat_model
 from forge_train import MASKED, Batch, ConfigError, Plugin, hookimpl
-from forge_train.contract.losses import LABEL_WEIGHTS, batch_weight
 from forge_train_kit import hookspecs
 from forge_train_kit.data.chats import conversation, open_template, preference, render, tokenise
 from forge_train_kit.data.store import ShardWriter, open_shard
 from forge_train_kit.data.tokenizers.byte import ByteTokenizer
+from forge_train_kit.losses import LABEL_WEIGHTS, batch_weight
 from forge_train_plugins.tasks._cross_entropy import ChunkedCrossEntropy
 from forge_train_plugins.tasks.next_token import NextTokenTask
 from forge_train_tools.testing import run_forge

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import heads_data
-from forge_train import MASKED, Batch, Classes, ConfigError
+from forge_train import MASKED, Batch, ConfigError
 from forge_train_kit.data.labels import Labels
 from forge_train_kit.data.tokenizers import open_tokenizer
+from forge_train_kit.heads import Classes
 from forge_train_plugins.data.text_labels import TextLabels
 from forge_train_plugins.data.tokenizer import Tokenizer
 from forge_train_tools.offline.huggingface import export_checkpoint

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import toys
-from forge_train import Batch, HeadSpec, Job, Plugin, hookimpl
+from forge_train import Batch, Job, Plugin, hookimpl
 from forge_train_kit import hookspecs
+from forge_train_kit.heads import HeadSpec
 from forge_train_kit.model import Linear
 
 CLASSES = 5

@@ -8,8 +8,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from forge_train import Job, KernelCapabilities, Layer, Plugin, hookimpl
+from forge_train import Job, KernelCapabilities, Plugin, hookimpl
 from forge_train_kit import hookspecs
+from forge_train_kit.layers import Layer
 from forge_train_kit.model import DroppedWeights, Linear
 from forge_train_plugins.attention._auto import measure as measuring
 from forge_train_plugins.attention.auto import Auto

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 import cases
 import tp_cases
-from forge_train import Job, LossFunction, Model, Plugin, hookimpl
+from forge_train import Job, Model, Plugin, hookimpl
 from forge_train.contract.protocols import Span, SpanName
+from forge_train_kit.losses import LossFunction
 from forge_train_tools.planning.communication import Collective, Collectives
 
 

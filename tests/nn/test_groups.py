@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from forge_train_kit.sections import ParameterGroup
 from torch import nn
 
-from forge_train import ConfigError, ParameterGroup
+from forge_train import ConfigError
 from forge_train_kit.optim import decay_groups, parameter_groups
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from forge_train_kit.sections import StateDtype
 from torch import nn
 
 from forge_train import PluginError
-from forge_train.contract.state_dtypes import StateDtype
 from forge_train_kit.optim import NarrowState, stochastic
 from forge_train_kit.optim.at_rest import AtRest
 from forge_train_kit.optim.stochastic import bits, numbers, rounded

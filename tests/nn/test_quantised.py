@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from forge_train_kit.sections import StateDtype
 from torch import nn
 
-from forge_train.contract.state_dtypes import StateDtype
 from forge_train_kit.optim import quantised as quantised_state
 from forge_train_kit.optim import stochastic
 from forge_train_kit.optim.at_rest import AtRest

@@ -9,19 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_train import (
-    Attention,
-    AttentionKernel,
-    CurrentStep,
-    FeedForward,
-    Head,
-    HeadSpec,
-    HookSpec,
-    KernelCapabilities,
-    Layer,
-    LossFunction,
-    Plugin,
-)
+from forge_train import CurrentStep, HookSpec, KernelCapabilities, Plugin
+from forge_train_kit.heads import Head, HeadSpec
+from forge_train_kit.layers import Attention, AttentionKernel, FeedForward, Layer
+from forge_train_kit.losses import LossFunction
 from forge_train_plugins.attention.gqa import GQA
 from forge_train_plugins.attention.sdpa import SDPA
 from forge_train_plugins.feed_forward.swiglu import SwiGLU

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fakes
-from forge_train import Layer
+from forge_train_kit.layers import Layer
 from forge_train_kit.model import RoPE
 from forge_train_plugins.attention._gqa import GroupedQueryAttention
 from forge_train_plugins.attention._sdpa import Kernel

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fakes
-from forge_train import ConfigError, Layer
+from forge_train import ConfigError
 from forge_train.composition.initialise import materialise
+from forge_train_kit.layers import Layer
 from forge_train_kit.optim import hidden_matrices
 from forge_train_plugins.attention._delta_net.module import GatedDeltaNet
 from forge_train_plugins.attention._delta_net.rule import in_chunks, in_steps

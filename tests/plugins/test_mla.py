@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fakes
-from forge_train import ConfigError, Layer
+from forge_train import ConfigError
+from forge_train_kit.layers import Layer
 from forge_train_kit.model import DynamicRoPE, LinearScaling, RoPE
 from forge_train_plugins.attention._mla.module import LatentAttention
 from forge_train_plugins.attention.mla import MLA

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fakes
-from forge_train import ConfigError, DivergedError, Layer, Plugin, hookimpl
+from forge_train import ConfigError, DivergedError, Plugin, hookimpl
 from forge_train.config import Request
 from forge_train.contract.auxiliary import loss_scaling
 from forge_train.registry.setup import resolve
+from forge_train_kit.layers import Layer
 from forge_train_kit.model.choices import heard_by
 from forge_train_plugins.experts._alltoall.transport import Local
 from forge_train_plugins.experts._moe import experts

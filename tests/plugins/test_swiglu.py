@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fakes
-from forge_train import Layer
+from forge_train_kit.layers import Layer
 from forge_train_plugins.feed_forward._swiglu import GATED, PLAIN
 from forge_train_plugins.feed_forward.swiglu import SwiGLU
 

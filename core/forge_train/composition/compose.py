@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from forge_train.contract.init import Init
+
 from ..contract.calls import EnabledPlugin, plugin_note, without
 from ..contract.extra import Extra, ExtraModel
 from ..contract.job import Job
-from ..contract.layers import Init
 from ..contract.model import Model
 from ..contract.returns import kind_of
 from ..contract.transform import HOOK_TABLES, Applied, Phase, Transform

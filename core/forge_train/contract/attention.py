@@ -1,13 +1,9 @@
-"""Attention: a layer's token mixer, the kernel that computes it, and what kernels can do."""
+"""Capabilities of attention kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,78 +58,3 @@ _PHRASES = {
     "head_dims": "heads of {} features",
     "devices": "the device {!r}",
 }
-
-
-class AttentionKernel(Protocol):
-    """`attention_kernel`: scaled dot-product attention, causal, with grouped queries."""
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Causal attention.
-
-        Args:
-            query: `[batch, sequence, heads, head_dim]`.
-            key: `[batch, key_sequence, kv_heads, head_dim]`; heads is a multiple of kv_heads, each serving
-                heads // kv_heads neighbouring query heads.
-            value: as `key`.
-
-        Keyword arguments, those but `scale` only for a kernel that declares them in `Plugin.kernel_capabilities`:
-            scale: of the logits, 1/√head_dim by default.
-            document_ids: `[batch, key_sequence]` int64 of the keys, and of the queries at their positions. A kernel may
-                count on the tokens of a document being neighbours.
-            offset: position of the first query, counted from the first key; key_sequence - sequence by default, so that
-                the last query sees every key of a cache. Keys beyond the last query are seen by none. Every query sees
-                a key at least, where a kernel is not asked for `blocks`.
-            window: positions that a query sees, itself included; all by default.
-            dropout: a `DroppedWeights`, which determines by positions which weights are zero; none by default.
-                The log-sum-exp is that of all weights.
-            soft_cap: none by default.
-            sinks: `[heads]`.
-            log_sum_exp: whether to return it.
-            query_document_ids: `[batch, sequence]` of the queries, or None without documents, where keys are a block
-                of all, and `document_ids` of the block alone. A query that sees no key gets 0, and as its log-sum-exp
-                −∞, without gradients.
-
-        Returns:
-            `[batch, sequence, heads, head_dim]`; with `log_sum_exp`, and `[batch, heads, sequence]` in float32.
-        """
-        ...
-
-
-class Recurrence(Protocol):
-    """A token mixer's `.recurrence`, if it has no kernel: everything it does along the sequence, per head.
-
-    The mixer has the attributes `heads` and `kv_heads`, counted over the whole model. Context parallelism wraps the
-    recurrence, so that each rank exchanges its slices of all heads for whole sequences of some heads.
-    """
-
-    def __call__(self, *inputs: Tensor, document_ids: Tensor | None = None, part: tuple[int, int] = (0, 1)) -> Tensor:
-        """Runs from the first position to the last; each document starts from its own state.
-
-        Args:
-            inputs: `[batch, sequence, heads, features]` each, of one dtype; heads and features may differ.
-            document_ids: `[batch, sequence]` int64.
-            part: index and number of equal parts of each input's heads; take the same part of the parameters.
-
-        Returns:
-            `[batch, sequence, heads, features]`, with the heads of one of the inputs.
-        """
-        ...
-
-
-class Attention(Protocol):
-    """`attention`: a layer's token mixer, an `nn.Module`. It exposes its kernel, if it has one, as `.kernel`. If it
-    carries a state along the sequence instead, it exposes that computation as `.recurrence`."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        *,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        cache: Any = None,
-    ) -> Tensor:
-        """`[batch, sequence, dim]` → the same; `position_ids`, `document_ids`: `[batch, sequence]` or None.
-
-        `cache` is what the model's `new_cache` made for this layer, or None.
-        """
-        ...

@@ -12,11 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from ..state_map import StateMap
-from .attention import Attention
 from .batch import Batch
-from .layers import FeedForward, Head
 from .metric import Metric
-from .tail import Tail
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -110,45 +107,6 @@ class OffsetEncoder(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Classes:
-    """The classes that labels stand for (`classes`)."""
-
-    names: tuple[str, ...]
-    """Names of the classes; label k is the k-th, from 0."""
-    of: Literal["text", "token"]
-    """Granularity of the labels: one for each text, or one for each token."""
-
-
-class TokenDispatch(Protocol):
-    """`token_dispatch`: the transport of tokens to the ranks of their experts, and back."""
-
-    def dispatch(
-        self, x: Tensor, experts: Tensor, count: int, *, meanwhile: Callable[[], None] | None = None
-    ) -> tuple[Tensor, Tensor, Any]:
-        """`x [tokens, dim]`, `experts [tokens, top_k]` in 0…count-1, or −1 for nowhere → rows sorted by local expert,
-        rows per local expert `[local experts]`, and a handle for `combine`.
-
-        There may be more rows than the sizes sum to; nobody looks at what comes of those. `meanwhile` is work that a
-        transport may do, once, while rows are under way.
-        """
-        ...
-
-    def combine(self, rows: Tensor, weights: Tensor, handle: Any) -> Tensor:
-        """Rows as `dispatch` gave them, `weights [tokens, top_k]` → `[tokens, dim]`."""
-        ...
-
-
-class LossFunction(Protocol):
-    """`loss`: sum of the losses of the unmasked positions, a 0-dim float32 tensor.
-
-    `hidden [batch, sequence, dim]`; `labels` as the task gives them, `[batch, sequence]` for token ids. It calls `head`
-    as a module, on whole or on chunks of `hidden`, and never touches its weights: they may be sharded.
-    """
-
-    def __call__(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> Scalar: ...
-
-
 class Task(Protocol):
     """`task`: the logic of a step, for training and for forward-only jobs.
 
@@ -231,9 +189,6 @@ class LossScale(Protocol):
 SpanName = Literal["step", "forward_backward", "optimizer", "evaluate", "save"]
 Span = Callable[[], AbstractContextManager[Any]]
 """`around`: makes a context manager for one pass through the span."""
-
-BASES: Mapping[type, str] = {Attention: "nn.Module", FeedForward: "nn.Module", Head: "nn.Module", Tail: "nn.Module"}
-"""Base class that an object must have, in addition to the methods of its protocol."""
 
 
 @dataclass(frozen=True, slots=True)

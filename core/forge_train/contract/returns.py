@@ -146,7 +146,15 @@ def _union(*members: Any) -> Kind:
     return Kind(" or ".join(filter(None, [", ".join(words[:-1]), words[-1]])), problem)
 
 
-def _scalar(tensor: Any, mark: str) -> Kind:
+def _marked(annotation: Any, mark: str) -> Kind:
+    """`Annotated[Tensor, "one value"]`, or `Annotated[Head, "nn.Module"]` for an object that must be that too."""
+    if mark == "one value":
+        return _scalar(annotation)
+    base, kind = kind_of(mark), kind_of(annotation)
+    return Kind(base.words, lambda value: base.problem(value) or kind.problem(value))
+
+
+def _scalar(tensor: Any) -> Kind:
     def problem(value: Any) -> str:
         return "" if isinstance(value, tensor) and value.dim() == 0 else found(value)
 
@@ -169,7 +177,7 @@ def _choice(*values: Any) -> Kind:
 _FORMS: dict[Any, Callable[..., Kind]] = {
     typing.Union: _union,
     types.UnionType: _union,
-    typing.Annotated: _scalar,
+    typing.Annotated: _marked,
     typing.Literal: _choice,
     Callable: _function,
 }
@@ -214,18 +222,16 @@ def _record(cls: type) -> Kind:
 def _protocol(cls: type) -> Kind:
     methods = _methods(cls)
     attributes = [name for name in vars(cls).get("__annotations__", ()) if not name.startswith("_")]
-    base = kind_of(protocols.BASES[cls]) if cls in protocols.BASES else None
 
     def problem(value: Any) -> str:
-        if isinstance(value, type) or (base and base.problem(value)):
+        if isinstance(value, type):
             return found(value)
         wanted = [*methods, *attributes]
         if missing := [name for name in wanted if not hasattr(value, name)]:
             return found(value) + ("" if missing == ["__call__"] else f", which lacks {', '.join(missing)}")
         return next((text for name, function in methods.items() if (text := _uncallable(value, name, function))), "")
 
-    words = "a function" if list(methods) == ["__call__"] and not base else ""
-    return Kind(words or (f"{base.words}" if base else _article(cls.__name__)), problem)
+    return Kind("a function" if list(methods) == ["__call__"] else _article(cls.__name__), problem)
 
 
 def _methods(cls: type) -> dict[str, Any]:

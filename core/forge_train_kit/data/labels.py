@@ -12,10 +12,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from forge_train import MASKED, Classes, ConfigError, Tokenizer
-from forge_train.contract.protocols import OffsetEncoder
+from forge_train import MASKED, ConfigError, Tokenizer
 from forge_train.ground.errors import nearest
 from forge_train.ground.present import few
+from forge_train_kit.data.encoders import OffsetEncoder
+from forge_train_kit.heads import Classes
 
 from .documents import Documents, Int64
 from .fit import Long, fitted

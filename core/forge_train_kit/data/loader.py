@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from forge_train.contract.batch import TOKENS, Batch
-from forge_train.contract.losses import LABEL_WEIGHTS
+from forge_train_kit.losses import LABEL_WEIGHTS
 
 from .documents import Int64
 from .plugin import Prefetch

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forge_train.contract.state_dtypes import StateDtype, StateDtypes
 from forge_train.ground.errors import ConfigError
 from forge_train.ground.tensors import local
+from forge_train_kit.sections import StateDtype, StateDtypes
 
 from .matrices import Box, full_box, stacked
 from .quantised import Codes, Rows, fits

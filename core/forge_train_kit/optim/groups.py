@@ -13,9 +13,9 @@ from forge_train.ground.present import few
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from forge_train.contract.groups import ParameterGroup
     from forge_train.contract.job import Job
     from forge_train.contract.model import Model
+    from forge_train_kit.sections import ParameterGroup
 
 Settings = Callable[[str, "nn.Parameter"], Mapping[str, Any]]
 """Global name and parameter → its settings (`lr`, `weight_decay`, …), all of them hashable."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from forge_train.contract.state_dtypes import StateDtypes
 from forge_train.ground.errors import PluginError
 from forge_train.ground.tensors import local
+from forge_train_kit.sections import StateDtypes
 
 from .at_rest import MASTER, AtRest, at_rest
 from .stochastic import rounded

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_train.contract import tail
 from forge_train.contract.job import Job
 from forge_train.ground.errors import ConfigError
+from forge_train_kit import heads
 
 from .logits import continues, logits_of, new_cache
 
@@ -36,7 +36,7 @@ def check(job: Job, part: nn.Module, drafts: int) -> None:
         ConfigError: explaining why not.
     """
     own = getattr(part, "tail", None)
-    if not isinstance(own, tail.Drafting):
+    if not isinstance(own, heads.Drafting):
         raise ConfigError("The model was trained without modules that predict further tokens; leave drafts out.")
     if drafts > own.depths:
         raise ConfigError(f"{drafts} drafts were requested; the model's modules can draft at most {own.depths} tokens.")
@@ -49,7 +49,7 @@ def check(job: Job, part: nn.Module, drafts: int) -> None:
         )
 
 
-def _caches(part: Any, own: tail.Drafting, job: Job) -> Iterable[Any]:
+def _caches(part: Any, own: heads.Drafting, job: Job) -> Iterable[Any]:
     cache = new_cache(part, 1) if continues(job) else None
     return [None] if not isinstance(cache, dict) else [*cache.values(), *own.new_cache(1, 1)]
 
@@ -73,7 +73,7 @@ class Drafting:
             told: counts drafted and accepted tokens.
         """
         self._part = part
-        self._tail: tail.Drafting = part.tail
+        self._tail: heads.Drafting = part.tail
         self._task, self._device = job.hooks.task(), job.device
         self._drafts, self._length, self._vocabulary, self.told = drafts, length, vocabulary, told
         self._cache: dict[str, Any] = part.new_cache(1, length)

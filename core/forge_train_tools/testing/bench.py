@@ -16,7 +16,6 @@ from forge_train.contract.calls import EnabledPlugin
 from forge_train.contract.control import Control
 from forge_train.contract.hookspecs import SPECS
 from forge_train.contract.job import Job
-from forge_train.contract.layers import Layer
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import Loader
 from forge_train.contract.run import Run
@@ -26,6 +25,7 @@ from forge_train.ground.world import World
 from forge_train.processes.distributed import DistributedContext
 from forge_train.registry.setup import Setup
 from forge_train_kit import hookspecs as kit
+from forge_train_kit.layers import Layer
 
 from .conformance import SkippedError, require
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_train import AttentionKernel, Init, Layer
+from forge_train import Init
+from forge_train_kit.layers import AttentionKernel, Layer
 from forge_train_kit.model import (
     AttentionDropout,
     KVCache,

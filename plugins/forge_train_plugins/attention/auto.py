@@ -8,16 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train import (
-    AttentionKernel,
-    ConfigError,
-    KernelCapabilities,
-    Plugin,
-    Problem,
-    Volatile,
-    hookimpl,
-    section,
-)
+from forge_train import ConfigError, KernelCapabilities, Plugin, Problem, Volatile, hookimpl, section
+from forge_train_kit.layers import AttentionKernel
 
 if TYPE_CHECKING:
     from forge_train import Job

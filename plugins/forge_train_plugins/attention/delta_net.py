@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Annotated
 
-from forge_train import Attention, ConfigError, Ge, Gt, Layer, Plugin, Problem, hookimpl, section
+from forge_train import ConfigError, Ge, Gt, Plugin, Problem, hookimpl, section
+from forge_train_kit.layers import Attention, Layer
 
 if TYPE_CHECKING:
     from forge_train import Job

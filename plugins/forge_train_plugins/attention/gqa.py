@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forge_train import Attention, KernelCapabilities, Layer, Plugin, hookimpl
+from forge_train import KernelCapabilities, Plugin, hookimpl
 from forge_train_kit.kernels import kernel_with
+from forge_train_kit.layers import Attention, Layer
 
 if TYPE_CHECKING:
     from forge_train import Job

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train import Attention, Ge, Gt, Layer, Plugin, Problem, hookimpl, section
+from forge_train import Ge, Gt, Plugin, Problem, hookimpl, section
+from forge_train_kit.layers import Attention, Layer
 
 if TYPE_CHECKING:
     from forge_train import Job

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import MASKED, Batch, Evaluator, Loader, Metric
-from forge_train.contract.losses import LABEL_WEIGHTS
 from forge_train_kit import metrics
 from forge_train_kit.data.loader import SOURCE, StreamLoader
 from forge_train_kit.data.stream import HELD_OUT_SEED, Ordered
+from forge_train_kit.losses import LABEL_WEIGHTS
 from forge_train_kit.model import full_tensor
 
 if TYPE_CHECKING:

@@ -232,7 +232,7 @@ class Mixture(DataPlugin):
 
     @hookimpl
     def around(self, span: SpanName, job: Job) -> Span | None:
-        from forge_train.contract.losses import losses_told_to
+        from forge_train_kit.losses import losses_told_to
 
         return partial(losses_told_to, self._observe) if span == "forward_backward" else None
 

@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
-from forge_train import Job, TokenDispatch, hookspec
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forge_train import Job, hookspec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TokenDispatch(Protocol):
+    """`token_dispatch`: the transport of tokens to the ranks of their experts, and back."""
+
+    def dispatch(
+        self, x: Tensor, experts: Tensor, count: int, *, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[Tensor, Tensor, Any]:
+        """`x [tokens, dim]`, `experts [tokens, top_k]` in 0…count-1, or −1 for nowhere → rows sorted by local expert,
+        rows per local expert `[local experts]`, and a handle for `combine`.
+
+        There may be more rows than the sizes sum to; nobody looks at what comes of those. `meanwhile` is work that a
+        transport may do, once, while rows are under way.
+        """
+        ...
+
+    def combine(self, rows: Tensor, weights: Tensor, handle: Any) -> Tensor:
+        """Rows as `dispatch` gave them, `weights [tokens, top_k]` → `[tokens, dim]`."""
+        ...
 
 
 @hookspec("slot", optional=True, asked="composition")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_train import ConfigError, FeedForward, Ge, Gt, Layer, Lt, Plugin, Problem, hookimpl, section
+from forge_train import ConfigError, Ge, Gt, Lt, Plugin, Problem, hookimpl, section
+from forge_train_kit.layers import FeedForward, Layer
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_train import Layer
+from forge_train_kit.layers import Layer
 from forge_train_kit.model import Linear, TensorStyle, flops_per_token
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from forge_train import HeadSpec
+from forge_train_kit.heads import HeadSpec
 from forge_train_kit.model import Linear, TensorStyle
 
 

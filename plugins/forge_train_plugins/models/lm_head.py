@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forge_train import Head, HeadSpec, Plugin, hookimpl
+from forge_train import Plugin, hookimpl
+from forge_train_kit.heads import Head, HeadSpec
 
 if TYPE_CHECKING:
     from forge_train import Job

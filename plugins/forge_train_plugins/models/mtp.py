@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated
 
-from forge_train import ConfigError, Ge, Gt, Metric, Plugin, Preparation, Problem, Tail, Task, Trunk, hookimpl, section
+from forge_train import ConfigError, Ge, Gt, Metric, Plugin, Preparation, Problem, Task, hookimpl, section
+from forge_train_kit.heads import Tail, Trunk
 from forge_train_kit.hookspecs import loss
 
 if TYPE_CHECKING:

@@ -6,20 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train import (
-    Ge,
-    Gt,
-    Lt,
-    ParameterGroup,
-    Plugin,
-    Problem,
-    Schedule,
-    Span,
-    SpanName,
-    StateDtypes,
-    hookimpl,
-    section,
-)
+from forge_train_kit.sections import ParameterGroup, StateDtypes
+
+from forge_train import Ge, Gt, Lt, Plugin, Problem, Schedule, Span, SpanName, hookimpl, section
 
 if TYPE_CHECKING:
     import torch

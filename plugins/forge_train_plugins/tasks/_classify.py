@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from forge_train import MASKED, Batch, LossFunction
-from forge_train.contract.losses import batch_loss
+from forge_train import MASKED, Batch
+from forge_train_kit.losses import LossFunction, batch_loss
 from forge_train_kit.metrics import Accuracy, ConfusionMatrix
 from forge_train_kit.model import Linear, full_tensor
 

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from forge_train import MASKED, Batch, ConfigError, LossFunction, Model
+from forge_train import MASKED, Batch, ConfigError, Model
+from forge_train_kit.losses import LossFunction
 from forge_train_kit.model import full_tensor, sum_in_chunks
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from forge_train import Classes, Head, HeadSpec, Plugin, Problem, Task, hookimpl, section
+from forge_train import Plugin, Problem, Task, hookimpl, section
+from forge_train_kit.heads import Classes, Head, HeadSpec
 from forge_train_kit.hookspecs import loss
 
 if TYPE_CHECKING:

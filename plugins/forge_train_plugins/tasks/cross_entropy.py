@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from forge_train import Ge, LossFunction, Lt, Plugin, hookimpl, section
+from forge_train import Ge, Lt, Plugin, hookimpl, section
+from forge_train_kit.losses import LossFunction
 
 if TYPE_CHECKING:
     from forge_train import Job

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from forge_train import ConfigError, Ge, Gt, Head, HeadSpec, Plugin, Preparation, Task, hookimpl, section
+from forge_train import ConfigError, Ge, Gt, Plugin, Preparation, Task, hookimpl, section
+from forge_train_kit.heads import Head, HeadSpec
 
 if TYPE_CHECKING:
     from forge_train import Job, Metric, Model

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forge_train import Batch, LossFunction, Plugin, Task, hookimpl
-from forge_train.contract.losses import batch_loss, batch_weight
+from forge_train import Batch, Plugin, Task, hookimpl
 from forge_train_kit.hookspecs import loss
+from forge_train_kit.losses import LossFunction, batch_loss, batch_weight
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from forge_train import Head, HeadSpec, Plugin, Preparation, Task, hookimpl
+from forge_train import Plugin, Preparation, Task, hookimpl
+from forge_train_kit.heads import Head, HeadSpec
 
 if TYPE_CHECKING:
     from forge_train import Job, Metric, Model

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forge_train import ConfigError
-from forge_train.contract.protocols import OffsetEncoder, Tokenizer
+from forge_train.contract.protocols import Tokenizer
+from forge_train_kit.data.encoders import OffsetEncoder
 
 from ..shard import Learned
 from .literal import LiteralEncoder

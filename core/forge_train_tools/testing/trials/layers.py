@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from forge_train.composition.initialise import materialise
-from forge_train.contract.layers import HeadSpec
-from forge_train.contract.tail import Trunk
 from forge_train.ground.present import few
+from forge_train_kit.heads import HeadSpec, Trunk
 from forge_train_kit.model import Embedding, Linear, RMSNorm, TensorStyle, flops_per_token
 
 from ..bench import TOKENS, Bench, Trials, close

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from forge_train import AttentionKernel, ConfigError, Job, KernelCapabilities
+from forge_train import ConfigError, Job, KernelCapabilities
 from forge_train.registry.discovery import find, load
+from forge_train_kit.layers import AttentionKernel
 
 KEYWORDS = {
     "document_ids": "documents",

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train import AttentionKernel, Job, KernelCapabilities
+from forge_train import Job, KernelCapabilities
+from forge_train_kit.layers import AttentionKernel
 from forge_train_kit.model import DroppedWeights
 
 from .choice import Choice

@@ -8,8 +8,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from forge_train import ConfigError, KernelCapabilities, Layer
+from forge_train import ConfigError, KernelCapabilities
 from forge_train_kit.kernels import kernel_with
+from forge_train_kit.layers import Layer
 from forge_train_kit.model import AttentionDropout, LengthRoPE, RoPE, YarnScaling
 
 from .module import LatentAttention, Sizes

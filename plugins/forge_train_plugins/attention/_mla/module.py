@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_train import AttentionKernel, Layer
+from forge_train_kit.layers import AttentionKernel, Layer
 from forge_train_kit.model import AttentionDropout, KVCache, Linear, RMSNorm, RoPE, TensorStyle, flops_per_token
 
 

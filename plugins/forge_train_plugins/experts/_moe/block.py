@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from forge_train import Layer, TokenDispatch, attach_loss
+from forge_train import attach_loss
+from forge_train_kit.layers import Layer
 from forge_train_kit.model import Linear, TensorStyle, flops_per_token, record_choices
-from forge_train_plugins.experts.hookspecs import token_dispatch
+from forge_train_plugins.experts.hookspecs import TokenDispatch, token_dispatch
 
 from .experts import Experts, Gate, gate_of
 from .losses import balance, entropy, z_loss

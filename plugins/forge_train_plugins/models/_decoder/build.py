@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from forge_train import ConfigError, Head, HeadSpec, Layer, Trunk
+from forge_train import ConfigError
 from forge_train_kit import hookspecs
+from forge_train_kit.heads import Head, HeadSpec, Trunk
+from forge_train_kit.layers import Layer
 from forge_train_kit.model import (
     Dropout,
     DynamicRoPE,

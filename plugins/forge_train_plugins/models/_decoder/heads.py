@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from forge_train import Classes, ConfigError, HFModel
+from forge_train import ConfigError, HFModel
 from forge_train.state_map import Rename, StateMap
+from forge_train_kit.heads import Classes
 
 from .families import FAMILIES
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from forge_train import Attention, FeedForward
+from forge_train_kit.layers import Attention, FeedForward
 from forge_train_kit.model import TensorStyle, flops_per_token
 
 from .renewed import RenewedCaches, renewed

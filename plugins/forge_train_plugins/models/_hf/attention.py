@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from forge_train import AttentionKernel, ConfigError, KernelCapabilities
+from forge_train import ConfigError, KernelCapabilities
 from forge_train.ground.errors import describe
+from forge_train_kit.layers import AttentionKernel
 
 log = logging.getLogger("forge_train")
 

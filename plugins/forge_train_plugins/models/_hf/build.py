@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from forge_train import ConfigError, HeadSpec, KernelCapabilities
+from forge_train import ConfigError, KernelCapabilities
 from forge_train.ground.errors import describe
 from forge_train.ground.present import few
 from forge_train.registry import kernels
 from forge_train_kit import hookspecs
+from forge_train_kit.heads import HeadSpec
 from forge_train_kit.model import Dropout
 
 from . import attention, experts, stages

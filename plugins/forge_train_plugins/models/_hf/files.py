@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from forge_train import Classes, ConfigError, HFModel
+from forge_train import ConfigError, HFModel
 from forge_train.ground.present import few
+from forge_train_kit.heads import Classes
 
 from .config import HEADS, LABELS, SPECIAL, VOCABULARY, listed, model_class, of
 from .model import HEAD

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_train import CurrentStep, Trunk
+from forge_train import CurrentStep
+from forge_train_kit.heads import Trunk
 from forge_train_kit.model import Linear, TensorStyle, flops_per_token
 
 from .ahead import IDS

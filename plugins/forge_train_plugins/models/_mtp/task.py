@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_train import MASKED, Batch, LossFunction, PluginError
-from forge_train.contract.losses import batch_loss
+from forge_train import MASKED, Batch, PluginError
+from forge_train_kit.losses import LossFunction, batch_loss
 from forge_train_kit.model import full_tensor, sum_in_chunks
 
 from .ahead import LABELS

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forge_train import AttentionKernel, ConfigError
+from forge_train import ConfigError
+from forge_train_kit.layers import AttentionKernel
 from forge_train_kit.model import PerBatch, is_imagined
 
 from .cut import Cut, Span, cut_of, gathered_starts, head_tail

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train import Recurrence
+from forge_train_kit.layers import Recurrence
 
 from .kernel import Ranks
 from .moving import HeadsForSequence, SequenceForHeads

@@ -1,4 +1,4 @@
-"""The loss of each sequence, told to whoever listens while a step runs."""
+"""Losses: what a loss function may offer, and what tasks call it by. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, cast
 
-from ..ground.errors import ConfigError
-from .batch import MASKED
+from forge_train.contract.batch import MASKED
+from forge_train.contract.protocols import Scalar
+from forge_train.ground.errors import ConfigError
+
+__all__ = [
+    "LABEL_WEIGHTS",
+    "LossFunction",
+    "RowLosses",
+    "WeightedLosses",
+    "batch_loss",
+    "batch_weight",
+    "losses_told_to",
+]
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from .batch import Batch
-    from .protocols import LossFunction
+    from forge_train.contract.batch import Batch
 
 LABEL_WEIGHTS = "label_weights"
 """Target with the weight of each label's loss, `[batch, sequence]` float32; without it, each counts 1."""
@@ -21,6 +31,16 @@ LABEL_WEIGHTS = "label_weights"
 Listener = Callable[["Batch", "Tensor"], None]
 
 _listeners: tuple[Listener, ...] = ()
+
+
+class LossFunction(Protocol):
+    """`loss`: sum of the losses of the unmasked positions, a 0-dim float32 tensor.
+
+    `hidden [batch, sequence, dim]`; `labels` as the task gives them, `[batch, sequence]` for token ids. It calls `head`
+    as a module, on whole or on chunks of `hidden`, and never touches its weights: they may be sharded.
+    """
+
+    def __call__(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> Scalar: ...
 
 
 class RowLosses(Protocol):

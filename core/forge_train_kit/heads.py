@@ -1,4 +1,4 @@
-"""Tail of a model in training: extra layers after the last one, which share its embedding and its head.
+"""What follows a model's layers: its head, further layers in training, and the classes of labels.
 
 Importing this module imports no torch.
 """
@@ -7,10 +7,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+__all__ = [
+    "Classes",
+    "Drafting",
+    "Head",
+    "HeadSpec",
+    "Tail",
+    "Trunk",
+]
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """Spec of a head, passed by a model to the plugin that builds it."""
+
+    dim: int
+    """Features of the hidden states that the head is given."""
+    vocabulary: int
+    """Number of token ids."""
+    std: float = 0.02
+    """Standard deviation of initial weights."""
+    divisor: float = 1.0
+    """Logits are divided by this. A head that does so has an attribute `divisor` with this value."""
+    soft_cap: float | None = None
+    """Logits, once divided, become `cap · tanh(logits / cap)` (Gemma 2, arXiv:2408.00118). A head that does so has an
+    attribute `soft_cap` with this value."""
+
+
+class Head(Protocol):
+    """`head`: what turns hidden states into outputs, an `nn.Module`: `[batch, sequence, dim]` → outputs.
+
+    Its plugin's `gives` says what the outputs are. It may declare `tensor_plan()`, module name → style, the empty name
+    for itself; without, tensor parallelism keeps it whole on every rank and hands it whole sequences.
+    """
+
+    def __call__(self, hidden: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +115,13 @@ class Drafting(Protocol):
             position.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The classes that labels stand for (`classes`)."""
+
+    names: tuple[str, ...]
+    """Names of the classes; label k is the k-th, from 0."""
+    of: Literal["text", "token"]
+    """Granularity of the labels: one for each text, or one for each token."""

@@ -1,0 +1,138 @@
+"""The layers of a model: what a plugin is told about the one it builds, and what its modules must offer.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+__all__ = ["Attention", "AttentionKernel", "FeedForward", "Layer", "Recurrence"]
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Spec of a layer, passed to a chain that builds one of its modules."""
+
+    index: int
+    num_layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    """Width of a dense feed-forward block."""
+    norm_eps: float = 1e-6
+    bias: bool = False
+    """True if the projections of a feed-forward block have biases."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    """True if attention's output projection has a bias."""
+    qk_norm: bool = False
+    qk_norm_over: Literal["head", "width"] = "head"
+    """Scope of the normalisation of queries and keys: each head, or the features of all heads together."""
+    unit_offset: bool = False
+    """True if RMSNorm multiplies by 1 + its weight."""
+    window: int | None = None
+    """Number of positions that a query sees: its own and those before it; None is all."""
+    soft_cap: float | None = None
+    """Attention's logits become `cap · tanh(logits / cap)`; None is no cap."""
+    scale: float | None = None
+    """Factor on attention's logits; None is 1/√head_dim."""
+    rope: nn.Module | None = None
+    """The rotary embedding shared by layers: `rope(x [batch, sequence, heads, head_dim], position_ids) → x`. None in a
+    layer without positions."""
+    std: float = 0.02
+    """Standard deviation of initial weights."""
+    output_std: float = 0.02
+    """The same for projections that write into the residual stream."""
+    sinks: bool = False
+    """True if each head has a learned logit that takes part in its softmax and has no value. Attention with such logits
+    sets its attribute `sinks` to true."""
+    attention_dropout: float = 0.0
+    """Share of attention's weights that is zeroed in training. Attention that does so has it as an attribute."""
+
+
+class FeedForward(Protocol):
+    """`feed_forward`: a layer's channel mixer, an `nn.Module`: `[batch, sequence, dim]` → the same."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Attention(Protocol):
+    """`attention`: a layer's token mixer, an `nn.Module`. It exposes its kernel, if it has one, as `.kernel`. If it
+    carries a state along the sequence instead, it exposes that computation as `.recurrence`."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """`[batch, sequence, dim]` → the same; `position_ids`, `document_ids`: `[batch, sequence]` or None.
+
+        `cache` is what the model's `new_cache` made for this layer, or None.
+        """
+        ...
+
+
+class AttentionKernel(Protocol):
+    """`attention_kernel`: scaled dot-product attention, causal, with grouped queries."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Causal attention.
+
+        Args:
+            query: `[batch, sequence, heads, head_dim]`.
+            key: `[batch, key_sequence, kv_heads, head_dim]`; heads is a multiple of kv_heads, each serving
+                heads // kv_heads neighbouring query heads.
+            value: as `key`.
+
+        Keyword arguments, those but `scale` only for a kernel that declares them in `Plugin.kernel_capabilities`:
+            scale: of the logits, 1/√head_dim by default.
+            document_ids: `[batch, key_sequence]` int64 of the keys, and of the queries at their positions. A kernel may
+                count on the tokens of a document being neighbours.
+            offset: position of the first query, counted from the first key; key_sequence - sequence by default, so that
+                the last query sees every key of a cache. Keys beyond the last query are seen by none. Every query sees
+                a key at least, where a kernel is not asked for `blocks`.
+            window: positions that a query sees, itself included; all by default.
+            dropout: a `DroppedWeights`, which determines by positions which weights are zero; none by default.
+                The log-sum-exp is that of all weights.
+            soft_cap: none by default.
+            sinks: `[heads]`.
+            log_sum_exp: whether to return it.
+            query_document_ids: `[batch, sequence]` of the queries, or None without documents, where keys are a block
+                of all, and `document_ids` of the block alone. A query that sees no key gets 0, and as its log-sum-exp
+                −∞, without gradients.
+
+        Returns:
+            `[batch, sequence, heads, head_dim]`; with `log_sum_exp`, and `[batch, heads, sequence]` in float32.
+        """
+        ...
+
+
+class Recurrence(Protocol):
+    """A token mixer's `.recurrence`, if it has no kernel: everything it does along the sequence, per head.
+
+    The mixer has the attributes `heads` and `kv_heads`, counted over the whole model. Context parallelism wraps the
+    recurrence, so that each rank exchanges its slices of all heads for whole sequences of some heads.
+    """
+
+    def __call__(self, *inputs: Tensor, document_ids: Tensor | None = None, part: tuple[int, int] = (0, 1)) -> Tensor:
+        """Runs from the first position to the last; each document starts from its own state.
+
+        Args:
+            inputs: `[batch, sequence, heads, features]` each, of one dtype; heads and features may differ.
+            document_ids: `[batch, sequence]` int64.
+            part: index and number of equal parts of each input's heads; take the same part of the parameters.
+
+        Returns:
+            `[batch, sequence, heads, features]`, with the heads of one of the inputs.
+        """
+        ...
