@@ -20,7 +20,10 @@ from forge_train.contract.calls import EnabledPlugin
 from forge_train.contract.hooks import Hooks
 from forge_train.contract.reference import PluginRef
 from forge_train.contract.specs import HookSpec
-from forge_train.registry.declared import spec_modules
+from forge_train.registry import declared
+from forge_train.registry.declared import SpecModule, Specs, spec_modules
+from forge_train.registry.discovery import DISTRIBUTION, discover, load
+from forge_train.registry.inspection import check_hooks
 from forge_train_tools.testing import TinyRun, check
 
 SPECS = '''
@@ -425,6 +428,24 @@ def test_two_hooks_of_one_name_are_told_apart_at_the_call() -> None:
     ours, theirs = made(), made()
     with pytest.raises(ConfigError, match="Two hooks are named 'size'"):
         theirs(hooks(ours, a=1)[1])
+
+
+def test_a_module_of_forges_own_that_was_deleted_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = SpecModule(DISTRIBUTION, "0", "forge_train_plugins.experts.gone")
+    monkeypatch.setattr(declared, "SOURCES", [*declared.SOURCES, lambda: [gone]])
+    mistakes: list[str] = []
+    assert {"optimizer", "attention", "token_dispatch"} <= Specs(mistakes).keys()
+    assert not mistakes
+
+
+def test_metadata_older_than_the_code_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(declared, "SOURCES", [])
+    mistakes: list[str] = []
+    (ref,) = (one for one in discover() if one.name == "gqa")
+    check_hooks(EnabledPlugin(ref, load(ref)), Specs(mistakes), mistakes)
+    (said,) = mistakes
+    assert "Plugin 'gqa' (forge-train " in said
+    assert said.endswith("Forge's metadata is older than its code: install it again with `pip install -e .`.")
 
 
 def test_the_kernels_hooks_go_through_the_same_door() -> None:

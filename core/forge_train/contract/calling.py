@@ -165,12 +165,14 @@ class Caller:
         others = [name for name in self.implementers(chain) if name not in default]
         claimed = self._given(chain, arguments, others) or self._given(chain, arguments, default)
         index = getattr(value, "index", None)
-        what = f"{chain} for {thing} {value if index is None or callable(index) else index}"
+        which = value if index is None or callable(index) else index
         if len(claimed) > 1:
             names, way_out = self._several(claimed)
-            raise ConfigError(f"Plugins {names} both build {what}; {way_out}.")
+            raise ConfigError(f"Plugins {names} both build {chain} for {thing} {which}; {way_out}.")
         if not claimed:
-            raise ConfigError(f"No enabled plugin builds {what}{spec.declared}; see `forge plugins list`.")
+            raise ConfigError(
+                f"No enabled plugin builds {chain} for {thing} {which}{spec.declared}; see `forge plugins list`."
+            )
         self.used.add((chain, claimed[0][0]))
         return claimed[0][1]
 
