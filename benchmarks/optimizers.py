@@ -21,11 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from forge_train_kit.sections import StateDtype
 from torch import nn
 
 from forge_train.ground.tensors import held_bytes, state_of
 from forge_train_kit.optim import AtRest, MatrixOptimizer, NarrowState
+from forge_train_kit.sections import StateDtype
 from forge_train_plugins.optimizers._muon.newton_schulz import orthogonalise
 from forge_train_plugins.optimizers._muon.rule import Orthogonal
 

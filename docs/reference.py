@@ -25,6 +25,7 @@ BESIDE = (
     "forge_train_kit.layers",
     "forge_train_kit.heads",
     "forge_train_kit.losses",
+    "forge_train_kit.sections",
     "forge_train_kit.model",
     "forge_train_kit.optim",
     "forge_train_kit.metrics",

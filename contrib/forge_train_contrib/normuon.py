@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train_kit.sections import ParameterGroup
-
 from forge_train import Ge, Gt, Le, Lt, Plugin, hookimpl, section
+from forge_train_kit.sections import ParameterGroup
 
 if TYPE_CHECKING:
     import torch

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from .contract.events import StepResult as StepResult
     from .contract.events import Update as Update
     from .contract.extra import ExtraModel as ExtraModel
-    from .contract.groups import ParameterGroup as ParameterGroup
     from .contract.init import Init as Init
     from .contract.job import Job as Job
     from .contract.metric import Bins as Bins
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from .contract.protocols import Tokenizer as Tokenizer
     from .contract.specs import HookSpec as HookSpec
     from .contract.specs import hookspec as hookspec
-    from .contract.state_dtypes import StateDtypes as StateDtypes
     from .contract.transform import Applied as Applied
     from .contract.transform import MicroBatch as MicroBatch
     from .contract.transform import Phase as Phase
@@ -78,7 +76,6 @@ _HOME = {
     "contract.batch": "Axes Batch BatchPhase CurrentStep MASKED Preparation PrepareBatch PrepareStep",
     "contract.events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
     "contract.extra": "ExtraModel",
-    "contract.groups": "ParameterGroup",
     "contract.job": "Job",
     "contract.metric": "Bins Metric",
     "contract.model": "Model",
@@ -87,7 +84,6 @@ _HOME = {
     "contract.protocols": "Evaluator Executor HFModel"
     " Loader LossScale RolloutLoader Schedule Span SpanName Task Tokenizer",
     "contract.specs": "HookSpec hookspec",
-    "contract.state_dtypes": "StateDtypes",
     "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
     "ground.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",
     "ground.failure": "Failure",

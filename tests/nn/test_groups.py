@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from forge_train_kit.sections import ParameterGroup
 from torch import nn
 
 from forge_train import ConfigError
 from forge_train_kit.optim import decay_groups, parameter_groups
+from forge_train_kit.sections import ParameterGroup
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from forge_train_kit.sections import StateDtype
 from torch import nn
 
 from forge_train import PluginError
 from forge_train_kit.optim import NarrowState, stochastic
 from forge_train_kit.optim.at_rest import AtRest
 from forge_train_kit.optim.stochastic import bits, numbers, rounded
+from forge_train_kit.sections import StateDtype
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from forge_train_kit.sections import StateDtype
 from torch import nn
 
 from forge_train_kit.optim import quantised as quantised_state
@@ -17,6 +16,7 @@ from forge_train_kit.optim import stochastic
 from forge_train_kit.optim.at_rest import AtRest
 from forge_train_kit.optim.narrow_state import NarrowState
 from forge_train_kit.optim.quantised import BLOCK, Codes, fits, table
+from forge_train_kit.sections import StateDtype
 from forge_train_plugins.optimizers._lion import SignMomentum
 from forge_train_plugins.optimizers._schedule_free import ScheduleFreeAdamW
 

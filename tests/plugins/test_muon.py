@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from forge_train_kit.sections import ParameterGroup
 from torch import nn
 
 import fakes
 from forge_train import ConfigError
 from forge_train_kit.optim import MatrixOptimizer, fused_rows
+from forge_train_kit.sections import ParameterGroup
 from forge_train_plugins.optimizers._muon.newton_schulz import orthogonalise
 from forge_train_plugins.optimizers._muon.rule import Orthogonal
 from forge_train_plugins.optimizers.muon import ForTheRest, Muon

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import schedulefree
 import torch
-from forge_train_kit.sections import ParameterGroup
 from torch import nn
 
 import fakes
+from forge_train_kit.sections import ParameterGroup
 from forge_train_plugins.optimizers._lion import SignMomentum
 from forge_train_plugins.optimizers._schedule_free import ScheduleFreeAdamW, averaged
 from forge_train_plugins.optimizers.adamw import AdamW

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from forge_train_kit.sections import StateDtypes
 
 import fakes
 from forge_train import ConfigError
+from forge_train_kit.sections import StateDtypes
 from forge_train_plugins.optimizers.torch_optimizer import TorchOptimizer
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("parts", 1)]

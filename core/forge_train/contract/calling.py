@@ -145,7 +145,8 @@ class Caller:
         if spec.kind == "questions":
             return answers
         if spec.kind == "spans":
-            return nesting(spec.name, [(self.whose(spec.name, name), span) for name, span in answers], self.inside)
+            what = next((one for one in arguments.values() if isinstance(one, str)), spec.name)
+            return nesting(what, [(self.whose(spec.name, name), span) for name, span in answers], self.inside)
         each = [(name, one) for name, answer in answers for one in ([answer] if hasattr(answer, "phase") else answer)]
         return sorted(each, key=lambda one: (one[1].phase, one[0]))
 

@@ -11,7 +11,7 @@ from .attention import KernelCapabilities
 from .batch import Preparation, PrepareBatch, PrepareStep
 from .calling import Caller
 from .extra import ExtraModel
-from .guards import Guarded, Prepare, first_state, nesting, preparing
+from .guards import Guarded, Prepare, first_state, preparing
 from .metric import Metric
 from .protocols import (
     Evaluator,
@@ -89,8 +89,7 @@ class Hooks(Caller):
 
     def span(self, name: SpanName) -> Span:
         """All context managers around a span, nested in order of plugin names, as one factory."""
-        answers = self._calls.collect("around", {"span": name, "job": self.job})
-        return nesting(name, [(self.whose("around", o), span) for o, span in answers if span is not None], self.inside)
+        return hookspecs.around(name, self.job)
 
     def check_config(self, config: Config) -> list[Problem]:
         return [one for _, found in self._calls.collect("check_config", {"config": config}) for one in found or ()]

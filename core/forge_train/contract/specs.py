@@ -13,7 +13,6 @@ from ..ground.places import place
 
 if TYPE_CHECKING:
     from .job import Job
-    from .protocols import Span
 
 Kind = Literal["slot", "chain", "phases", "steps", "spans", "event", "questions"]
 Stage = Literal["composition", "step", "run"]
@@ -92,15 +91,11 @@ class Options(TypedDict, total=False):
 
 
 @overload
-def hookspec(kind: Literal["slot"], **options: Unpack[Options]) -> Callable[[_F[P, R]], HookSpec[P, R]]: ...
-@overload
-def hookspec(kind: Literal["chain"], **options: Unpack[Options]) -> Callable[[_F[P, R | None]], HookSpec[P, R]]: ...
-@overload
-def hookspec(kind: Literal["event"], **options: Unpack[Options]) -> Callable[[_F[P, None]], HookSpec[P, None]]: ...
+def hookspec(kind: Literal["slot", "event"], **options: Unpack[Options]) -> Callable[[_F[P, R]], HookSpec[P, R]]: ...
 @overload
 def hookspec(
-    kind: Literal["spans"], **options: Unpack[Options]
-) -> Callable[[_F[P, Span | None]], HookSpec[P, Span]]: ...
+    kind: Literal["chain", "spans"], **options: Unpack[Options]
+) -> Callable[[_F[P, R | None]], HookSpec[P, R]]: ...
 @overload
 def hookspec(
     kind: Literal["questions"], **options: Unpack[Options]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from forge_train_kit.sections import ParameterGroup, StateDtypes
-
 from forge_train import Ge, Gt, Lt, Plugin, hookimpl, section
+from forge_train_kit.sections import ParameterGroup, StateDtypes
 
 if TYPE_CHECKING:
     import torch

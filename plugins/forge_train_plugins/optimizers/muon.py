@@ -6,9 +6,8 @@ import fnmatch
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from forge_train_kit.sections import ParameterGroup, StateDtypes
-
 from forge_train import ConfigError, Ge, Gt, Le, Lt, Plugin, hookimpl, section
+from forge_train_kit.sections import ParameterGroup, StateDtypes
 
 if TYPE_CHECKING:
     import torch

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train_kit.sections import ParameterGroup, StateDtypes
-
 from forge_train import Ge, Gt, Lt, Plugin, Problem, Schedule, Span, SpanName, hookimpl, section
+from forge_train_kit.sections import ParameterGroup, StateDtypes
 
 if TYPE_CHECKING:
     import torch

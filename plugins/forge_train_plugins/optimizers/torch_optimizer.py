@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train_kit.sections import ParameterGroup, StateDtypes
-
 from forge_train import ConfigError, Ge, Gt, Plugin, Problem, hookimpl, section
+from forge_train_kit.sections import ParameterGroup, StateDtypes
 
 if TYPE_CHECKING:
     import torch

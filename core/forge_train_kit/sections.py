@@ -1,10 +1,12 @@
-"""In what dtypes an optimizer holds its state, as its section says."""
+"""Sections that optimizers have in common. Importing this module imports no torch."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from ..config.schema import section
+from forge_train.config.schema import Ge, Gt, section
+
+__all__ = ["ParameterGroup", "StateDtype", "StateDtypes"]
 
 StateDtype = Literal["fp32", "bf16", "8bit", "4bit"]
 """`8bit` and `4bit` as in the names of bitsandbytes and torchao (`AdamW8bit`): codes of a table are no integers."""
@@ -22,3 +24,15 @@ class StateDtypes:
     masters: bool = True
     """With parameters that are bf16 at rest: whether fp32 copies of them are kept and updated. Without, updates are
     rounded into the parameters stochastically."""
+
+
+@section
+class ParameterGroup:
+    """Parameters whose names match a pattern, and what is different for them: an item of an optimizer's `groups`."""
+
+    match: str
+    """Names, with `*`, `?` and `[…]` as in a shell: `layers.*.attention.*`. `*` matches dots too."""
+    lr: Annotated[float, Gt(0)] = 1.0
+    """Factor on the learning rate, at every step of the schedule."""
+    weight_decay: Annotated[float, Ge(0)] | None = None
+    """Of all that match, vectors included; without it, they decay as they would without the group."""
