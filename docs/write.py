@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from forge_train.registry.discovery import load
@@ -79,9 +81,21 @@ def stale() -> dict[Path, str]:
     return found | dict.fromkeys(pages.keys() - wanted.keys(), "")
 
 
+def missing() -> set[str]:
+    """Entry points of `pyproject.toml` that the installed metadata lacks: pages would be written without them."""
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    groups = project["project"]["entry-points"]
+    wanted = {(group, *point) for group, points in groups.items() for point in points.items()}
+    installed = {(one.group, one.name, one.value) for group in groups for one in entry_points(group=group)}
+    return {f"{name} of {group}" for group, name, _ in wanted - installed}
+
+
 def main() -> int:
     """Write, or check."""
     check = "--check" in sys.argv
+    if lacking := sorted(missing()):
+        print(f"The installed metadata lacks {', '.join(lacking)}: run `pip install --no-deps -e .` and try again.")
+        return 1
     pages = stale()
     for page, text in pages.items():
         print(page.relative_to(DOCS.parent))

@@ -26,11 +26,14 @@ FILE = re.compile(r'^```\w+ title="(.+?)"\n(.*?)^```', re.MULTILINE | re.DOTALL)
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The packages `judge` and `length` of the page."""
+    """The packages `judge` and `text_length` of the page."""
     files = dict(FILE.findall(PAGE.read_text(encoding="utf-8")))
     points = tomllib.loads(files.pop("pyproject.toml"))["project"]["entry-points"]
     site = tmp_path / "site"
-    for name, groups in (("judge", points), ("length", {"forge_train.plugins": {"length": "length.plugin:Length"}})):
+    for name, groups in (
+        ("judge", points),
+        ("text_length", {"forge_train.plugins": {"length": "text_length.plugin:Length"}}),
+    ):
         metadata = site / f"{name}-1.0.dist-info"
         metadata.mkdir(parents=True)
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
@@ -41,7 +44,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (site / name).write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(site))
     yield site
-    for name in [one for one in sys.modules if one.split(".")[0] in ("judge", "length")]:
+    for name in [one for one in sys.modules if one.split(".")[0] in ("judge", "text_length")]:
         del sys.modules[name]
 
 
@@ -77,7 +80,7 @@ def test_it_lists_who_declares_calls_and_implements() -> None:
     assert rows["token_dispatch"]["called_by"] == ["hf", "moe"]
     assert rows["example_batch"]["called_by"] == ["forge_train_tools"]
     assert "csv" in rows["on_log"]["implemented_by"], "what its base implements"
-    assert not {"judge", "length", "judge.hookspecs"} & sys.modules.keys()
+    assert not {"judge", "text_length", "judge.hookspecs"} & sys.modules.keys()
 
 
 def test_nothing_is_imported_for_it(site: Path) -> None:

@@ -40,7 +40,8 @@ def signature(hook: str) -> str:
     """`def hook(…) -> …` as it stands in its module."""
     source = ast.parse(inspect.getsource(sys.modules[HOOKS[hook].function.__module__]))
     (node,) = (node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == hook)
-    return f"def {hook}({ast.unparse(node.args)}) -> {ast.unparse(node.returns or ast.Constant(None))}"
+    returns = re.sub(r"Annotated\[(\w+), '.*?'\]", r"\1", ast.unparse(node.returns or ast.Constant(None)))
+    return f"def {hook}({ast.unparse(node.args)}) -> {returns}"
 
 
 @pytest.mark.parametrize("hook", HOOKS)

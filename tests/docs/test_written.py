@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,17 @@ def test_no_page_is_stale() -> None:
 @pytest.mark.parametrize("page", transcripts.SESSIONS)
 def test_no_transcript_is_stale(page: str) -> None:
     transcripts.written(page, PAGES[f"docs/{page}"], quick=True)
+
+
+def test_pages_are_not_written_from_metadata_that_lacks_entry_points(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        write, "entry_points", lambda group: [one for one in entry_points(group=group) if one.name != "kit"]
+    )
+    monkeypatch.setattr(write, "stale", lambda: pytest.fail("pages are written"))
+    assert write.main() == 1
+    assert "lacks kit of forge_train.hookspecs: run `pip install --no-deps -e .`" in capsys.readouterr().out
 
 
 def test_every_transcript_is_checked() -> None:

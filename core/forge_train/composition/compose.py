@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_train.contract.init import Init
-
 from ..contract.calls import EnabledPlugin, plugin_note, without
 from ..contract.extra import Extra, ExtraModel
+from ..contract.init import Init
 from ..contract.job import Job
 from ..contract.model import Model
 from ..contract.returns import kind_of

@@ -15,8 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from forge_train.contract.init import Init
-
+from ..contract.init import Init
 from ..contract.model import Model
 from ..ground.errors import PluginError
 from ..ground.tensors import held_bytes, local

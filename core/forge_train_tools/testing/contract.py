@@ -68,10 +68,9 @@ def trials(enabled: EnabledPlugin) -> Iterator[tuple[str, Trial]]:
     cls, mistakes = enabled.cls, list[str]()
     specs = Specs(mistakes)
     specs.admit(enabled)
-    yield "its hooks are declared", lambda: _none(mistakes)
     yield "says what it is", lambda: _summary(cls)
     yield "says its plugin API", lambda: _api(enabled)
-    yield "hooks exist", lambda: _hooks(enabled, specs)
+    yield "hooks exist", lambda: _hooks(enabled, specs, mistakes)
     yield "no hook is left undecorated", lambda: _undecorated(enabled, specs)
     yield "arguments fit the hooks", lambda: _none(misfits(enabled, specs))
     yield "metadata has the right form", lambda: _none(malformed(enabled, specs))
@@ -119,8 +118,8 @@ def _api(enabled: EnabledPlugin) -> str:
     return f"{api[0]}.{api[1]}"
 
 
-def _hooks(enabled: EnabledPlugin, specs: Specs) -> str:
-    _none(unknown(enabled, specs))
+def _hooks(enabled: EnabledPlugin, specs: Specs, mistakes: list[str]) -> str:
+    _none([*mistakes, *unknown(enabled, specs)])
     return ", ".join(sorted(implemented(enabled.cls)))
 
 
