@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+import forge_train
 import tiny_models
 from forge_cli import forge
 from forge_train import ConfigError
@@ -212,3 +214,9 @@ for command in (
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_the_kernel_has_no_pickles() -> None:
+    kernel = Path(forge_train.__file__).parent
+    found = re.compile(r"import pickle|from pickle|from torch\.distributed\.checkpoint|torch\.(load|save)\(")
+    assert [str(file) for file in sorted(kernel.rglob("*.py")) if found.search(file.read_text(encoding="utf-8"))] == []
