@@ -375,6 +375,24 @@ def test_a_chain_takes_the_one_that_claims_the_thing() -> None:
         part("x", hooks(part, a=None)[1])
 
 
+def test_a_chain_is_asked_about_its_first_argument_beside_the_job() -> None:
+    @hookspec("chain")
+    def part(job: Any, layer: Any) -> int | None: ...
+
+    with pytest.raises(ConfigError, match="No enabled plugin builds part for layer 7"):
+        part(hooks(part, a=None)[1], SimpleNamespace(index=7))
+
+
+def test_results_are_checked_against_a_protocol_only() -> None:
+    @hookspec("slot", checked=True)
+    def size(job: Any) -> int | None: ...
+
+    with pytest.raises(
+        PluginError, match=r"Hook 'size': `checked=True` needs a protocol as annotation, found int \| None"
+    ):
+        size(hooks(size, a=3)[1])
+
+
 def test_spans_are_one_function_that_makes_a_context_manager() -> None:
     from contextlib import contextmanager
 

@@ -161,7 +161,7 @@ class Caller:
         return Guarded(answer, protocol_of(spec), self.whose(spec.name)) if spec.checked else answer
 
     def _chain(self, spec: HookSpec[..., Any], arguments: Mapping[str, Any]) -> Any:
-        chain, (thing, value) = spec.name, next(iter(arguments.items()))
+        chain, (thing, value) = spec.name, next((one for one in arguments.items() if one[0] != "job"), ("job", ""))
         default = [name for name in self.implementers(chain) if name == self.defaults.get(chain)]
         others = [name for name in self.implementers(chain) if name not in default]
         claimed = self._given(chain, arguments, others) or self._given(chain, arguments, default)

@@ -48,9 +48,17 @@ def returned(spec: HookSpec[..., Any]) -> Kind:
 
 
 def protocol_of(spec: HookSpec[..., Any]) -> type:
-    """Return the class that a spec's annotation names."""
-    cls: type = _evaluated(spec.function.__annotations__["return"], spec.function.__globals__)
-    return cls
+    """Return the protocol that the annotation of a spec names.
+
+    Raises:
+        PluginError: if it is none.
+    """
+    cls: Any = _evaluated(spec.function.__annotations__["return"], spec.function.__globals__)
+    if not getattr(cls, "_is_protocol", False):
+        raise PluginError(
+            f"Hook {spec.name!r}{spec.declared}: `checked=True` needs a protocol as annotation, found {cls}."
+        )
+    return typing.cast("type", cls)
 
 
 @cache
