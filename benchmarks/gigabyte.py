@@ -99,7 +99,7 @@ def prepare(source: Path, out: Path, tokenizer: Path | None) -> Made:
 
 
 def train(folder: Path) -> tuple[int, Path]:
-    """Train on 2 ranks, stop, and go on with 1; gives the step of the stop and the run's folder."""
+    """Train on 2 ranks, stop, and continue with 1; gives the step of the stop and the run's folder."""
     sources = ", ".join(
         f'{{ path = "{folder / "prepared" / name}", name = "{name}", weight = {weight} }}'
         for name, weight in WEIGHTS.items()
@@ -151,7 +151,7 @@ def report(made: dict[str, Made], stopped: int, run: Path) -> str:
         "",
         f"{text / 1e9:.2f} GB of text from {sum(map(len, SOURCES.values()))} of Debian's packages,",
         f"{tokens / 1e6:.0f} million tokens of a BPE tokenizer of {VOCABULARY:,} ids, trained on `manuals`.",
-        "Every preparation was killed with `kill -9`, workers too, and run again: it went on with the tasks that had",
+        "Every preparation was killed with `kill -9`, workers too, and run again: it continued with the tasks that had",
         "not been done.",
         "",
         "| source | packages | text | documents | tokens | tasks done at the kill | seconds | MB/s | peak memory |",
@@ -172,7 +172,7 @@ def report(made: dict[str, Made], stopped: int, run: Path) -> str:
         f"A decoder of width {MODEL['decoder.dim']} and {MODEL['decoder.layers']} layers was then trained on a mixture",
         f"of weights {', '.join(f'`{name}` {weight}' for name, weight in WEIGHTS.items())}, packed by best fit:",
         f"{STEPS} steps of {tokens_a_step:,} tokens. It ran on 2 ranks, was stopped by SIGTERM after step {stopped}",
-        "(exit 75), and went on with 1 rank.",
+        "(exit 75), and continued with 1 rank.",
         "",
         "| | tokens per second | wait for data, share of the time | training loss at the end |",
         "|---|---|---|---|",

@@ -402,7 +402,7 @@ def huggingface() -> list[Row]:
 
 
 def surviving() -> list[Row]:
-    """How soon a run goes on, and what it costs to watch one."""
+    """How soon a run continues, and what it costs to watch one."""
     sys.path.insert(0, str(HERE))
     from surviving import STEP, WATCHERS, restart, watching
 

@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--number", type=int, help="draw this one alone, and write no page")
     parser.add_argument("--first", type=int, default=0, help="number of the first composition")
     parser.add_argument("--most", type=int, default=8, help="processes of a layout, at most")
-    parser.add_argument("--outcomes", type=Path, help="a file with a line for each composition, to go on with")
+    parser.add_argument("--outcomes", type=Path, help="a file with a line for each composition, to continue with")
     arguments = parser.parse_args()
     alone, ends = arguments.number is not None, time.perf_counter() + 60 * arguments.minutes
     found = {} if alone else read(arguments.outcomes)

@@ -259,7 +259,7 @@ forge plugins check {dashed}
 - [ ] The class's first line and this file say what it does, and cite the paper.
 - [ ] Every option has its range and its unit, and a line about what it does.
 - [ ] The module imports without torch: torch is imported inside the hooks.
-- [ ] State that decides how a run goes on is in `state_dict`, and `forge plugins check` resumes exactly.
+- [ ] State that decides how a run continues is in `state_dict`, and `forge plugins check` resumes exactly.
 - [ ] A test compares it with a computation by hand, or with another implementation.
 - [ ] What it needs beyond forge is in `dependencies`, or in `needs` with the command that installs it.
 - [ ] `api` is the plugin API it was written for, and the range of `forge-train` in pyproject.toml was tested.

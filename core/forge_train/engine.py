@@ -176,7 +176,7 @@ def _describe_again(job: Job, *, fresh: bool) -> None:
 
 
 def _record_failure(job: Job, training: Training | None, error: BaseException) -> None:
-    """Write down how the run failed, and tell the plugins; the error goes on."""
+    """Write down how the run failed, and tell the plugins; the error propagates."""
     step, loss = (training.progress.step, training.loss) if training else (0, None)
     failure, code = Failure.of(error, job.dist.rank), getattr(error, "code", 1)
     refused = isinstance(error, ConfigError) and training is None  # and nothing of it is left in the folder
@@ -193,7 +193,7 @@ def _record_failure(job: Job, training: Training | None, error: BaseException) -
 
 
 def _found(config: Config, run: Run, start: Start, dist: DistributedContext) -> Path | None:
-    """The checkpoint that the run goes on from, of which every file was verified; one elsewhere, if it is newer."""
+    """The checkpoint that the run continues from, of which every file was verified; one elsewhere, if it is newer."""
     if start.checkpoint is not None:
         return checkpoint.resolve(start.checkpoint, dist)
     if start.continues:

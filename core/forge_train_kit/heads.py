@@ -1,4 +1,4 @@
-"""What follows a model's layers: its head, further layers in training, and the classes of labels.
+"""Modules after a model's layers: its head, further layers in training, and the classes of labels.
 
 Importing this module imports no torch.
 """

@@ -71,7 +71,7 @@ class Tracker(Plugin):
         raise NotImplementedError
 
     def rewind(self, step: int) -> None:
-        """The run goes on from a checkpoint: what comes after `step` will be logged again."""
+        """The run continues from a checkpoint: what comes after `step` will be logged again."""
 
     def text(self, name: str, text: str, step: int) -> None:
         """Take a text, such as a sample."""

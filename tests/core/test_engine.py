@@ -290,7 +290,7 @@ def test_roll_back_goes_to_the_newest_checkpoint_and_leaves_data_out(tmp_path: P
     assert kinds[kinds.index(("anomaly", 3)) + 1] == ("resumed", 2)
     if not skip:
         equal(run, toys.run(tmp_path, *ALL, steps=5, config=config))
-    # and one that is stopped after it goes on with the data it would have had
+    # and one that is stopped after it continues with the data it would have had
     stopped = toys.run(tmp_path, back, Ranges, *ALL, steps=5, config=config, name="b", stop_at=4)
     assert stopped.finished.step == 4
     resumed = toys.run(

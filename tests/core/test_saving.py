@@ -52,7 +52,7 @@ def test_every_tensor_is_overwritten_and_the_file_holds_the_old_values(tmp_path:
     other = toys.run(tmp_path / "b", *plugins, stepping(idle), steps=3, config=config).run
     second, third = "checkpoints/step-00000002", "checkpoints/step-00000003"
     assert contents(one / second) == contents(other / second)
-    assert contents(one / third) != contents(other / third), "it went on with what was overwritten"
+    assert contents(one / third) != contents(other / third), "it continued with what was overwritten"
 
 
 def test_a_run_is_resumed_from_what_was_written_in_the_background(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_a_run_with_checkpoints_goes_on_although_its_mirror_can_t_be_read(
 
     with bucket(tmp_path / "bucket", down):
         assert toys.run(tmp_path, name="a", steps=2, config=MIRROR).finished.step == 2
-    assert "no key. The run goes on from the newest checkpoint in its folder, of step 1." in caplog.text
+    assert "no key. The run continues from the newest checkpoint in its folder, of step 1." in caplog.text
 
 
 def test_nothing_else_is_left_in_the_store(tmp_path: Path, far: Path) -> None:

@@ -169,7 +169,9 @@ def test_a_stream_is_resumed_twice_bit_for_bit(sources: dict[str, Any], kind: st
         for loader in every.loaders:
             loader.close()  # type: ignore[attr-defined]
     assert found == expected
-    with pytest.raises(ConfigError, match=f"goes on with the number of data-parallel ranks .* {ranks}, and not with 4"):
+    with pytest.raises(
+        ConfigError, match=f"continues with the number of data-parallel ranks .* {ranks}, and not with 4"
+    ):
         Ranks(4, **settings).load(state)
 
 
@@ -336,6 +338,6 @@ def test_two_processes_stop_and_go_on(ranks: Pool, sources: dict[str, Any], tmp_
     common = {"folder": str(tmp_path / "runs"), "path": sources["saved"]["path"]}
     whole = ranks.run(train, 2, name="whole", **common)
     ranks.run(train, 2, name="parts", stop_at=3, **common)
-    with pytest.raises(PoolError, match="goes on with the number of data-parallel ranks"):
+    with pytest.raises(PoolError, match="continues with the number of data-parallel ranks"):
         ranks.run(train, 1, name="parts", **common)
     assert ranks.run(train, 2, name="parts", **common) == whole

@@ -172,7 +172,7 @@ class TestBrokenSamples:
             "sample 5 (odd.bin, document 5) can't be read: stage decode: ValueError: not a picture."
         )
         assert failed.value.type == "data"
-        assert loader.state_dict()["sequences"] == 4, "the run can go on from before it"
+        assert loader.state_dict()["sequences"] == 4, "the run can continue from before it"
 
     @pytest.mark.accept("data", 1)
     @MODES

@@ -10,6 +10,6 @@ from forge_train_tools.offline.generate import Completion, Sampling
 
 
 def generated(folder: str, plugins: Sequence[str], config: Mapping[str, Any]) -> str:
-    """Train for a step, and go on from a text."""
+    """Train for a step, and continue from a text."""
     run = tiny(folder, plugins, config, (), 1)
     return "".join(Completion(run.job, run.model, "the ", Sampling(tokens=16, temperature=0)))

@@ -195,5 +195,5 @@ def test_patterns_and_filters_that_do_not_fit_are_refused(
 
 def test_a_run_that_saved_everything_does_not_begin_to_save_less(ranks: Pool, tmp_path: Path, base: Path) -> None:
     train(ranks, tmp_path, config=start(base, **{"checkpoint.only": []}), name="run", stop_at=2)
-    with pytest.raises(PoolError, match="goes on from checkpoints that hold all weights"):
+    with pytest.raises(PoolError, match="continues from checkpoints that hold all weights"):
         train(ranks, tmp_path, config=start(base), name="run")

@@ -1,4 +1,4 @@
-"""Runs that go on with fewer processes after failures, and with all of them later."""
+"""Runs that continue with fewer processes after failures, and with all of them later."""
 
 from __future__ import annotations
 

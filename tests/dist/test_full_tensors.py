@@ -1,4 +1,4 @@
-"""`checkpoint.format` on ranks: full tensors are what the shards hold, and a run goes on from them anywhere."""
+"""`checkpoint.format` on ranks: full tensors are what the shards hold, and a run continues from them anywhere."""
 
 from __future__ import annotations
 

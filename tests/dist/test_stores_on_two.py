@@ -1,4 +1,4 @@
-"""Checkpoints elsewhere, of a run on two ranks: the main one copies, and all of them go on from what it fetched."""
+"""Checkpoints elsewhere, of a run on two ranks: the main one copies, and all of them continue from what it fetched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchrun's own elasticity: nodes that join, are lost, and join again, while one run goes on."""
+"""torchrun's own elasticity: nodes that join, are lost, and join again, while one run continues."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_what_fits_and_what_is_not_finite_stays() -> None:
 
 
 def test_the_bits_are_those_of_the_formula() -> None:
-    """In integers of any size; a checkpoint's run goes on with the same bits on every device."""
+    """In integers of any size; a checkpoint's run continues with the same bits on every device."""
     import hashlib
 
     places = torch.tensor([0, 1, 2, 12345, 2**31 - 1, 2**31, 2**31 + 5, 2**33 + 7, 5 * 2**40])

@@ -225,7 +225,7 @@ def test_what_was_saved_goes_on_to_the_bit(dtype: StateDtype) -> None:
 
 @pytest.mark.parametrize("then", ["bf16", "4bit", "fp32"])
 def test_state_of_other_bits_is_taken_over(then: StateDtype) -> None:
-    """A run may go on with another `state`: what was saved says how it is read."""
+    """A run may continue with another `state`: what was saved says how it is read."""
     weights = weights_of((64, 128))
     one = kept(torch.optim.AdamW(weights, lr=0.01), "8bit", "8bit")
     give(weights, 0)

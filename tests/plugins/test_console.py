@@ -219,7 +219,7 @@ def test_plain_lines(plugin: Console, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_reader_that_leaves_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`forge train | head`: the run goes on, and nothing is said of it."""
+    """`forge train | head`: the run continues, and nothing is said of it."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as pipe:

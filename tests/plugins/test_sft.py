@@ -248,7 +248,7 @@ class TestTemplates:
         }
         again = open_tokenizer(str(folder))
         assert again.stops == (END, TURN_END)
-        assert again.digest == tokenizer.digest, "a run goes on with the files that it wrote"
+        assert again.digest == tokenizer.digest, "a run continues with the files that it wrote"
         own = open_template("", folder).render([{"role": "user", "content": "a"}], generation_prompt=True)
         assert own[0] == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
 

@@ -169,7 +169,7 @@ class CheckpointSection:
     longer selected by `keep` and the like."""
     mirror: Annotated[str, Volatile()] = ""
     """Copy each whole checkpoint to this folder or fsspec address too, under the run's name, while training continues;
-    the same checkpoints are kept there. If the copy fails, a warning says so and the run goes on."""
+    the same checkpoints are kept there. If the copy fails, a warning says so and the run continues."""
     only: Annotated[tuple[str, ...], Volatile()] = ()
     """Patterns of parameters to save, which must include all trained parameters; at resume, `train.init_from` supplies
     the others. If empty, all are saved."""

@@ -74,12 +74,12 @@ def extra_models(job: Job) -> Iterable[ExtraModel] | None:
 
 @hookspec("questions")
 def import_hf(config: Mapping[str, Any]) -> HFModel | None:
-    """How a model with this `config.json` is built and named here, or None if it is not one of this plugin's."""
+    """Return the layout of a model with this `config.json`, or None if it is not one of this plugin's."""
 
 
 @hookspec("questions")
 def export_hf(job: Job) -> HFModel | None:
-    """How this job's model is configured and named in Hugging Face layout, or None."""
+    """Return the layout of this job's model in Hugging Face format, or None."""
 
 
 # -- the data -------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def task(job: Job) -> Task:
 
 @hookspec("slot", checked=True)
 def executor(model: Model, task: Task, job: Job) -> Executor:
-    """What runs forward and backward over the step's micro-batches."""
+    """Return the executor that runs forward and backward over the step's micro-batches."""
     raise AssertionError
 
 
@@ -157,7 +157,7 @@ def metrics(model: Model, job: Job) -> Mapping[str, Metric] | None:
 
 @hookspec("questions")
 def kernel_needs(config: Config) -> KernelCapabilities | None:
-    """What this plugin's part of the run will ask of the attention kernel. Called before anything slow is imported."""
+    """Return what this plugin will ask of the attention kernel. Called before any slow import."""
 
 
 # -- the run --------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class Plugin:
     them (`build_model`, `attention`, `feed_forward`, `task`, `executor`, `optimizer`, `parallelize`). False for
     gradients sent in buckets of a fixed size, or a layer that changes behaviour from some index on."""
     weighs_labels: ClassVar[bool] = False
-    """Whether the task that it provides multiplies the loss of each label by the target `label_weights`, as
+    """True if the task that it provides multiplies the loss of each label by the target `label_weights`, as
     `forge_train_kit.losses.batch_weight` and `batch_loss` do."""
     display: ClassVar[bool] = False
     """True if it only displays the progress of a run; `forge bench` leaves it out."""

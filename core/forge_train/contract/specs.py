@@ -32,16 +32,16 @@ class HookSpec(Generic[P, R]):
     function: Callable[..., Any]
     kind: Kind
     optional: bool = False
-    """Whether a slot may stay empty."""
+    """True if a slot may stay empty."""
     asked: Stage | None = "run"
     """By when a run calls the hook, if ever: once the model is composed, a step is ready, or the run is over. A plugin
     that implements it in vain is reported then; None if runs need not call it."""
     gives: str = ""
-    """What a slot's provider gives to others, unless `Plugin.gives` says something else."""
+    """Given by a slot's provider to others, unless `Plugin.gives` overrides it."""
     takes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What a slot's provider takes from the providers of other slots, unless `Plugin.takes` says something else."""
+    """Taken by a slot's provider from those of other slots, unless `Plugin.takes` overrides it."""
     checked: bool = False
-    """Whether the results of a returned object's methods are checked at every call, against its protocol."""
+    """True if the results of a returned object's methods are checked at every call, against its protocol."""
     trials: str = ""
     """The module whose `TRIALS` tell `forge plugins check` what to try: hook → pairs of a name and a function."""
     owner: str = ""
@@ -80,7 +80,7 @@ class HookSpec(Generic[P, R]):
 
 
 class Options(TypedDict, total=False):
-    """What a spec says besides its kind; see `HookSpec`."""
+    """Properties of a spec besides its kind; see `HookSpec`."""
 
     optional: bool
     asked: Stage | None

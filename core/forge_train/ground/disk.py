@@ -27,7 +27,7 @@ class DiskError(ForgeError):
 
 
 def refused(path: Path, error: OSError, what: str = "can't be written:", more: str = "") -> DiskError:
-    """The error that tells of a refusal.
+    """Build the error that describes a refusal.
 
     Args:
         path: what was written.

@@ -25,7 +25,7 @@ log = logging.getLogger("forge_train")
 
 @dataclass(frozen=True)
 class Initial:
-    """Where initial weights came from, and how they fit the model."""
+    """Source of the initial weights, and how they fit the model."""
 
     path: str
     base: Base | None
@@ -109,7 +109,7 @@ def _from_hugging_face(model: Model, job: Job, path: Path) -> Initial:
 
 
 def described(folder: Folder, hooks: Hooks) -> HFModel | None:
-    """How a folder's model is built and named; None for an architecture that no plugin knows.
+    """Describe how a folder's model is built and named; None for an architecture that no plugin knows.
 
     Raises:
         ConfigError: naming the keys that have no counterpart, or another type.
@@ -129,7 +129,7 @@ def _head(job: Job) -> tuple[str, ...]:
 
 
 def _described_by(job: Job, path: Path, layout: HFModel) -> tuple[str, str]:
-    """What the model of this job is described by, and what to do about a folder of another one."""
+    """Return what describes this job's model, and what to do if the folder holds another one, for error messages."""
     file, origins = path / CONFIG, job.config.origins
     theirs = {key for key, origin in origins.items() if origin.where and Path(origin.where).absolute() == file}
     if ("train", "init_from") not in theirs:

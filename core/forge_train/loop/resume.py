@@ -48,7 +48,7 @@ class Stateful(Protocol):
 
 
 def capture(stepper: Stepper, progress: Progress, base: Base | None = None) -> dict[str, Any]:
-    """Everything that decides how the run goes on.
+    """Everything that decides how the run continues.
 
     Args:
         stepper: what takes the run's steps.
@@ -216,7 +216,7 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
             + f"\nIf that is meant: checkpoint.allow_changes = [{keys}]; else use --resume never."
         )
     if not silent and (moved := changed_layout(path, saved["config"], job.dist.layout)):
-        log.warning("The layout changed: %s. The run goes on within rounding of the one before.", moved)
+        log.warning("The layout changed: %s. The run continues within rounding of the one before.", moved)
     then = saved["config"].get("train.steps")
     if then and then != job.config.train.steps and not silent:
         log.warning(
@@ -225,7 +225,7 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
     base, other = saved["config"].get("train.init_from"), job.config.train.init_from
     if base and other and Path(base) != Path(other) and not job.config.checkpoint.only and not silent:
         log.warning(
-            "train.init_from was %s and is %s: the run goes on from its checkpoint, and takes no weights from there.",
+            "train.init_from was %s and is %s: the run continues from its checkpoint, and takes no weights from there.",
             base,
             other,
         )

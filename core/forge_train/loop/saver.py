@@ -1,4 +1,4 @@
-"""Saving a run's state: at once, or copied at once and written while training goes on."""
+"""Saving a run's state: at once, or copied at once and written while training continues."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Flight:
 
 
 class Saver:
-    """Saves checkpoints, one after the other, and tells of them."""
+    """Saves checkpoints, one after the other, and reports them."""
 
     def __init__(self, job: Job, occasions: Occasions) -> None:
         self._job, self._occasions, self._config = job, occasions, job.config.checkpoint

@@ -52,7 +52,7 @@ class Watcher:
         """A micro-batch begins."""
 
     def on_backward(self, update: Update) -> Update:
-        """All gradients are there, and their norm; plugins are told next. The step goes on with what this returns."""
+        """All gradients are there, and their norm; plugins are told next. The step continues with what this returns."""
         return update
 
     def on_update(self, update: Update) -> None:

@@ -89,7 +89,7 @@ def load_extra(job: Job, found: Path | None = None) -> None:
 
     Args:
         job: whose extra models are composed.
-        found: the checkpoint that the run goes on from.
+        found: the checkpoint that the run continues from.
 
     Raises:
         ConfigError: if they are of another model, or are not those that the run began with.
@@ -260,7 +260,9 @@ def check_kept(model: Model, job: Job, base: Base | None) -> None:
     if not (only := job.config.checkpoint.only):
         return
     if base is None:
-        raise ConfigError("checkpoint.only: this run goes on from checkpoints that hold all weights; start a new run.")
+        raise ConfigError(
+            "checkpoint.only: this run continues from checkpoints that hold all weights; start a new run."
+        )
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     own = [name for name, _ in model.named_parameters()]
     stages = job.dist.gather_stages((trained, own))

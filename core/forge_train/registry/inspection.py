@@ -1,4 +1,4 @@
-"""What a plugin's class shows before it is used: whether its methods are hooks, and whether they fit them."""
+"""Checks of a plugin's class before it is used: its methods must be hooks, with matching signatures."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def misfits(enabled: EnabledPlugin, specs: Specs) -> list[str]:
 
 
 def malformed(enabled: EnabledPlugin, specs: Specs) -> list[str]:
-    """What the class says of itself in another form than core reads it in."""
+    """Return a message for each attribute of the class that is not in the form that core reads."""
     cls, found = enabled.cls, []
     for name in ("requires", "conflicts", "provides", "devices", "saves", "architectures", "example"):
         value: Any = getattr(cls, name)
@@ -86,7 +86,7 @@ def malformed(enabled: EnabledPlugin, specs: Specs) -> list[str]:
 
 
 def _constructor(enabled: EnabledPlugin) -> list[str]:
-    """Whether the class is made from its section alone."""
+    """Return an error if the class can't be constructed from its section alone."""
     try:
         inspect.signature(enabled.cls).bind("config")
     except TypeError as error:
@@ -103,7 +103,7 @@ def halved(enabled: EnabledPlugin) -> list[str]:
 
 
 def _undecorated(cls: type[Plugin], name: str) -> str:
-    """What is wrong with a member of a hook's name that would never be called; empty where nothing is."""
+    """Describe why a member named like a hook would never be called; empty if it would be."""
     member = inspect.getattr_static(cls, name, None)
     if not (callable(member) or isinstance(member, (staticmethod, classmethod, *_NO_METHODS))):
         return ""

@@ -1,4 +1,4 @@
-"""A task that runs in a thread of its own while training goes on."""
+"""A task that runs in a thread of its own while training continues."""
 
 from __future__ import annotations
 

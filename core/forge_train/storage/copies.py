@@ -1,4 +1,4 @@
-"""A run's checkpoints elsewhere: sent while training goes on, and brought back.
+"""A run's checkpoints elsewhere: sent while training continues, and brought back.
 
 `checkpoint.folder` and `checkpoint.mirror` are filled alike. A checkpoint is always written in the run's folder first;
 what a store refuses stays there, and is sent with the next one.
@@ -97,7 +97,7 @@ def bring(places: Sequence[Store], folder: Path, *, after: int = -1, before: int
                 if not store.key or error.__cause__ is None:  # of a newer format
                     raise
                 raise AwayError.of(store, error) from error
-            log.warning("%s. The run goes on from the newest checkpoint in its folder, of step %s.", error, after)
+            log.warning("%s. The run continues from the newest checkpoint in its folder, of step %s.", error, after)
     for stored, store in sorted(best, key=lambda pair: pair[0].step, reverse=True):
         log.info("Fetching %s.", store.at(stored.name))
         try:

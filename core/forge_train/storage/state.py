@@ -128,7 +128,7 @@ def by_group(
 
 
 def keep_rates(optimizer: torch.optim.Optimizer, schedule: Any, saved: Mapping[str, Any]) -> None:
-    """Have a resumed schedule go on from its place with the learning rates of this optimizer, not with those that it
+    """Have a resumed schedule continue from its place with the learning rates of this optimizer, not with those that it
     was saved with (torch's schedules keep them as `base_lrs`)."""
     old, groups = saved["param_groups"][0], optimizer.param_groups
     if hasattr(schedule, "base_lrs") and "initial_lr" in old:

@@ -1,7 +1,7 @@
 """Writing checkpoints: whole or invisible, verified before they replace anything.
 
 It goes in two halves. `stage` is what training waits for: ranks agree on who writes what, and the state is copied if
-training goes on meanwhile. `commit` writes, hashes, verifies and renames, in any thread.
+training continues meanwhile. `commit` writes, hashes, verifies and renames, in any thread.
 """
 
 from __future__ import annotations

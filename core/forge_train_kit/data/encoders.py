@@ -1,4 +1,4 @@
-"""What a tokenizer may offer beside `Tokenizer`."""
+"""Protocols that a tokenizer may implement beside `Tokenizer`."""
 
 from __future__ import annotations
 

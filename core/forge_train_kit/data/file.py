@@ -73,7 +73,7 @@ class File:
     def open(self, start: int = 0) -> BinaryIO:
         """The content from byte `start`, unpacked. What is not packed can be entered in the middle (`seek`).
 
-        Where a connection breaks, reading goes on at that byte after a pause, some times.
+        Where a connection breaks, reading continues at that byte after a pause, some times.
 
         Raises:
             ConfigError: there is no such file, or it can't be read; later, while reading, if a packed file is damaged

@@ -30,7 +30,7 @@ class Mixture:
     """Sample i comes from the source that its place in the proportions says, and is the next sample of that source.
 
     The state is the number of samples that each source has given, and where the proportions were last changed. A run
-    that goes on with other weights, caps or phases, or with a source more, takes up each source where it was; caps
+    that continues with other weights, caps or phases, or with a source more, takes up each source where it was; caps
     count what a source really gave.
 
     Args:

@@ -101,7 +101,7 @@ class StreamedLoader:
         places, ranks = state["places"], self._dist.data_ranks
         if len(places) != ranks:
             raise ConfigError(
-                f"{self._key}: a stream goes on with the number of data-parallel ranks that it was saved with, "
+                f"{self._key}: a stream continues with the number of data-parallel ranks that it was saved with, "
                 f"{len(places)}, and not with {ranks}; without {self._key}.streaming any number can."
             )
         mine = places[self._dist.data_rank]

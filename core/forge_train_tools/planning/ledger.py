@@ -18,7 +18,7 @@ from .watch import Watch
 
 
 class Ledger(Watch):
-    """Books every storage that an operation gives back, until nothing holds it, be it autograd's graph.
+    """Books every storage that an operation gives back, until nothing holds it, autograd's graph included.
 
     Works for fake and for real tensors. What a kernel takes in passing, and what an allocator rounds up, is not seen.
     Storages are numbered in the order in which they were first seen.

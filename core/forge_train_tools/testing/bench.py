@@ -31,7 +31,7 @@ from .conformance import SkippedError, require
 
 _T = TypeVar("_T")
 TOKENS, LABELS = kit.head.gives, SPECS["task"].gives
-"""What heads and tasks give where nothing else is said."""
+"""Names of what heads and tasks give by default."""
 
 
 class Bench:
@@ -51,7 +51,7 @@ class Bench:
             return trial(self)
 
     def answer(self, hook: str, **arguments: Any) -> Any:
-        """What the plugin itself answers to a hook."""
+        """Return the plugin's own answer to a hook."""
         ((_, answer),) = self.job.hooks._calls.collect(hook, {"job": self.job, **arguments}, only=self.enabled.name)
         return answer
 
@@ -97,7 +97,7 @@ class Bench:
         )
 
     def transforms(self, layout: Layout) -> list[Transform]:
-        """What the plugin would apply on the processes of a layout; nothing is applied."""
+        """Return the transforms that the plugin would apply on the processes of a layout, without applying any."""
         context = _Pretended(layout, self.device, World(0, layout.world))
         job = Job(self.setup.config, self.setup.hooks, self.job.run, context, Control())
         ((_, answer),) = job.hooks._calls.collect("parallelize", {"job": job}, only=self.enabled.name)
@@ -151,7 +151,7 @@ class OpaqueHead(nn.Module):
 
 @dataclass
 class Oracle:
-    """What the gradients of a step must be: forward and backward through the parts, batch by batch."""
+    """Reference for the gradients of a step: forward and backward through the parts, batch by batch."""
 
     model: Model
     task: Any
@@ -171,7 +171,7 @@ class Oracle:
 
 
 def hidden_states(model: Model, batch: Batch) -> Tensor:
-    """What the last part gives."""
+    """Return the output of the last part."""
     hidden = batch.inputs
     for part in model.parts:
         hidden = part(hidden, **batch.model_inputs())
@@ -192,7 +192,7 @@ def draw_gradients(model: Model, seed: int, *, every: int = 1) -> None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two trees of tensors and plain values are equal, bit for bit."""
+    """Return True if two trees of tensors and plain values are equal, bit for bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):

@@ -168,7 +168,7 @@ def check(
 
 
 def _fresh(folder: Path | None) -> Path | None:
-    """A folder of its own for every check: it would go on with the runs of another one."""
+    """A folder of its own for every check: it would continue with the runs of another one."""
     if folder is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What can be said of a plugin without training: its module, its class, its section."""
+"""Checks of a plugin that need no training: of its module, its class, its section."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HEAVY = ("numpy", "pydantic", "rich", "tensorboard", "tokenizers", "torchao", "t
 
 
 def imports(found: PluginRef) -> None:
-    """Whether the module imports and gives a plugin class."""
+    """Check that the module can be imported and defines a plugin class."""
     try:
         load(found)
     except ConfigError as error:
@@ -43,7 +43,7 @@ def imports(found: PluginRef) -> None:
 
 
 def imports_lazily(found: PluginRef) -> str | None:
-    """Whether importing it, in a fresh process, leaves slow modules unloaded."""
+    """Check that importing it in a fresh process does not load slow modules."""
     module = split(found.object)[0]
     if module.startswith(LOCAL) or found.module.rpartition(".")[2].startswith(("test_", "conftest", "__main__")):
         raise SkippedError("it is defined in a test")
@@ -79,7 +79,7 @@ def trials(enabled: EnabledPlugin) -> Iterator[tuple[str, Trial]]:
 
 
 def needs(enabled: EnabledPlugin) -> None:
-    """Whether the modules of its `needs` are there, and a device of its `devices`."""
+    """Check that the modules in its `needs` are installed, and that one of its `devices` is available."""
     missing = {
         module: command
         for module, command in enabled.cls.needs.items()
@@ -148,7 +148,7 @@ def _state(enabled: EnabledPlugin) -> str:
 
 
 def _section(cls: type[Plugin]) -> str:
-    """Whether an unknown key is refused. Other mistakes, such as a required key, do not matter here."""
+    """Check that an unknown key is rejected. Other mistakes, such as a missing required key, do not matter here."""
     from forge_train.config.layers import DEFAULT, Value
     from forge_train.config.validate import validate
 

@@ -73,7 +73,7 @@ class Pool:
                 RANK, WORLD_SIZE and LOCAL_RANK set as torchrun would.
             world: number of ranks.
             timeout: seconds, less those of waiting for a core, until it counts as hanging: it is ended and shows where.
-            keep: whether the next case that keeps, too, may go on with this one's process group and meshes.
+            keep: whether the next case that keeps, too, may continue with this one's process group and meshes.
             **arguments: of the function; JSON.
 
         Raises:

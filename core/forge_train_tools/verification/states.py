@@ -139,8 +139,8 @@ def of_resume(verdict: Verdict, layout: Recording, followed: Followed) -> Iterat
     apart = resumed_apart(layout)
     if used != saved:
         yield (
-            f"The checkpoint says that training has used {saved} sequences, and it has used {used}: a resumed run goes "
-            "on at another place in the data. Look at the loader's state_dict."
+            f"The checkpoint says that training has used {saved} sequences, and it has used {used}: a resumed run "
+            "continues at another place in the data. Look at the loader's state_dict."
         )
     elif DATA in apart:
         yield (

@@ -215,7 +215,7 @@ class Watched(Watcher):
         return update
 
     def leave(self, update: Update, present: Mapping[str, Tensor]) -> None:
-        """Keep the first step's gradients, or write each step's down for one process to go on with."""
+        """Keep the first step's gradients, or write each step's down for one process to continue with."""
         if self.folder is None:
             if update.step == 1:
                 self.first_gradients = {name: gradient.cpu().clone() for name, gradient in present.items()}

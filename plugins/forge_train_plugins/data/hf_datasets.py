@@ -26,7 +26,7 @@ class HFDatasets(DataPlugin):
     """Data sets of the library `datasets`: of the hub, local files, or a folder that `save_to_disk` wrote.
 
     Tokenised once into a cache, and taken in any order. With `streaming`, records are read and tokenised while the run
-    uses them, each by one data-parallel rank; such a run goes on exactly, on as many data-parallel ranks as before.
+    uses them, each by one data-parallel rank; such a run continues exactly, on as many data-parallel ranks as before.
     """
 
     api = (1, 0)

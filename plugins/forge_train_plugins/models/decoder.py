@@ -23,13 +23,13 @@ class Rope:
     fraction: Annotated[float, Gt(0), Le(1)] = 1.0
     """Share of each head's features that is rotated; the others carry no position."""
     layers: tuple[bool, ...] = ()
-    """Which layers have positions: the list is repeated from the first layer to the last; empty means all."""
+    """Layers with positions: the list repeats from the first layer to the last; empty means all."""
     window_theta: Annotated[float, Ge(0)] = 0.0
     """Base of the frequencies in layers with a window, where `scaling` is not applied; 0 rotates all layers alike."""
     theta: Annotated[float, Gt(1)] = 10_000.0
     """Base of the frequencies."""
     scaling: Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope"] = "none"
-    """How frequencies are changed; each option below names the scalings that read it."""
+    """Scaling of the frequencies; each option below names the scalings that read it."""
     factor: Annotated[float, Ge(1)] = 1.0
     """Stretch (linear, llama3, yarn, dynamic)."""
     original_sequence: Annotated[int, Ge(0)] = 0
@@ -119,7 +119,7 @@ class Decoder(Plugin):
         window: Annotated[int, Ge(0)] = 0
         """Sliding window: number of positions that a query sees, its own and those before it; 0 means all."""
         window_layers: tuple[bool, ...] = ()
-        """Which layers have the window: the list is repeated from the first layer to the last; empty means all."""
+        """Layers with the window: the list repeats from the first layer to the last; empty means all."""
         soft_cap: Annotated[float, Ge(0)] = 0.0
         """Attention's logits become cap · tanh(logits / cap), as in Gemma 2; 0 means no cap."""
         scale: Annotated[float, Ge(0)] = 0.0

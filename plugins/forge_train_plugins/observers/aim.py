@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Aim(Tracker):
     """Keeps scalars, histograms, texts and the configuration in an Aim repository: `aim up`.
 
-    A resumed run goes on in the same run there.
+    A resumed run continues in the same run there.
     """
 
     api = (1, 0)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class MLflow(Tracker):
     """Sends scalars, texts and the configuration to an MLflow server, or to a local database.
 
-    A resumed run goes on in the same run there. Histograms are left out: MLflow has none.
+    A resumed run continues in the same run there. Histograms are left out: MLflow has none.
     """
 
     api = (1, 0)

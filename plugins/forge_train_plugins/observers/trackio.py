@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Trackio(Tracker):
     """Keeps scalars, histograms, texts and the configuration for Trackio's dashboard: `trackio show`.
 
-    A resumed run goes on in the same run there. TRACKIO_DIR, TRACKIO_SERVER_URL and TRACKIO_SPACE_ID say where to.
+    A resumed run continues in the same run there. TRACKIO_DIR, TRACKIO_SERVER_URL and TRACKIO_SPACE_ID say where to.
     """
 
     api = (1, 0)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class WandB(Tracker):
     """Sends scalars, histograms, texts and the configuration to Weights & Biases.
 
-    A resumed run goes on in the same run there. Offline runs lie in the run's `wandb/` folder, for `wandb sync`.
+    A resumed run continues in the same run there. Offline runs lie in the run's `wandb/` folder, for `wandb sync`.
     """
 
     api = (1, 0)

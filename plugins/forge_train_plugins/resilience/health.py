@@ -89,7 +89,7 @@ class Health(Plugin):
             shares = job.dist.gather_objects(self._share.take())
             found += compare(shares, job.dist.layout, self.config.waited)
         if broken := [one.text for one in found if one.status == "fail"]:
-            raise ForgeError(f"health: {'; '.join(broken)}. Leave this machine out, and go on from a checkpoint.")
+            raise ForgeError(f"health: {'; '.join(broken)}. Leave this machine out, and continue from a checkpoint.")
         for one in found if job.dist.main else ():
             if one.status == "warn":
                 log.warning("health: %s", one.text)

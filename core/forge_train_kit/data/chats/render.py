@@ -20,7 +20,7 @@ from .template import Span, Template
 from .turns import Turns
 
 Learn = Literal["assistant", "last", "all"]
-"""What is learned: all turns of the assistant, the last of them, or every token."""
+"""Tokens that are learned: all turns of the assistant, the last of them, or every token."""
 
 
 @dataclass(frozen=True, slots=True)

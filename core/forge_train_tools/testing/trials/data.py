@@ -181,7 +181,7 @@ TRIALS: Trials = {
     "build_data": [
         ("gives batches", gives_batches),
         ("is the same every time", is_the_same_every_time),
-        ("goes on from its state", goes_on_from_its_state),
+        ("continues from its state", goes_on_from_its_state),
         ("feeds any number of ranks", feeds_any_number_of_ranks),
         ("skips", skips),
         ("evaluates on the same", evaluates_on_the_same),

@@ -124,7 +124,7 @@ def build(config: Decoder.Config, vocabulary: int, job: Job) -> Transformer:
 
 
 DEFAULTS = {"window": None, "soft_cap": None, "scale": None, "sinks": False, "divisor": 1.0, "attention_dropout": 0.0}
-"""How a module behaves without the attribute."""
+"""Behaviour of a module without the attribute."""
 
 
 def _check_obeyed(whose: str, module: object, asked: Layer | HeadSpec, names: Iterable[str]) -> None:

@@ -46,7 +46,7 @@ TOKENS = Kind(
     ("Granite", "Olmo2", "Olmo3", "Olmoe", "Gemma3Text", "DeepseekV2"),
 )
 KINDS = {"text_class_logits": TEXT, "token_class_logits": TOKENS, "rewards": TEXT, "embeddings": Kind("Model")}
-"""What a head gives → its class. `embeddings` comes last, because its suffix is the most general."""
+"""Output of a head → its class. `embeddings` comes last, because its suffix is the most general."""
 CAUSALS = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
 """Stem of a class with another head → the causal class, if that has a different stem."""
 SCORES = {"GPT2ForTokenClassification": "classifier"}
@@ -54,7 +54,7 @@ SCORES = {"GPT2ForTokenClassification": "classifier"}
 
 
 def gives(table: Mapping[str, Any]) -> tuple[str, str]:
-    """What the head of a `config.json` gives, and the family's architecture; both empty for a causal model."""
+    """Return the output of a `config.json`'s head, and the family's architecture; both empty for a causal model."""
     named: Sequence[str] = table.get("architectures") or ()
     for given, kind in KINDS.items():
         for one in named:

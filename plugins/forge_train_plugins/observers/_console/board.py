@@ -34,7 +34,7 @@ class Board:
     """Transforms applied to the model, in order."""
     steps: int
     first: int = 0
-    """The step it went on from."""
+    """The step it continued from."""
     step: int = 0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Board:
         return cls(job.run.id, str(job.run.dir), _size(job, model), list(_filled(job)), list(_phases(job)), job.steps)
 
     def resume(self, step: int) -> None:
-        """The run goes on from here."""
+        """The run continues from here."""
         self.first = self.step = step
         self._mark = None
 

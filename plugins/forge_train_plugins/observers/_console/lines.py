@@ -71,5 +71,5 @@ def _say(text: str) -> None:
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # `forge train | head`: the reader has seen enough, and the run goes on
+    except BrokenPipeError:  # `forge train | head`: the reader has seen enough, and the run continues
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -82,7 +82,7 @@ class Pipeline:
         return step.loss()
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """See `forge_train.Executor`. The ranks of the first parts go on with the next batch while others compute."""
+        """See `forge_train.Executor`. The ranks of the first parts start the next batch while others compute."""
         if self._ties is not None:
             self._ties.refresh()
         modes = [part.training for part in self._parts.values()]

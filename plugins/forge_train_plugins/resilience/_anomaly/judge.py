@@ -27,7 +27,7 @@ class Judge:
         window: steps to compare with.
         warmup: steps before the first comparison.
         keeps_spikes: whether a spike counts among the steps that later ones are compared with. It must where the run
-            goes on with it: a loss that has risen for good would be a spike for ever.
+            continues with it: a loss that has risen for good would be a spike for ever.
     """
 
     def __init__(self, threshold: float, window: int, warmup: int, *, keeps_spikes: bool) -> None:
