@@ -22,6 +22,7 @@ from forge_train import (
     Model,
     Phase,
     Plugin,
+    PrepareStep,
     StepResult,
     Task,
     Transform,
@@ -74,6 +75,32 @@ def test_an_example_stands_for_what_the_caller_does_not_say(tmp_path: Path) -> N
 
     assert_conforms(Exemplary, folder=tmp_path)
     assert_conforms(Exemplary, {"exemplary.rate": 4.0}, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        (lambda rows: torch.ones(rows), ""),
+        (lambda rows: torch.ones(1), "'weighs.rows' is [1], and its batch axis is said to be 0, of 2"),
+        (None, "expected one batch for one, found None"),
+    ],
+)
+def test_a_preparation_of_a_step_gives_a_batch_for_each(tmp_path: Path, weights: Any, says: str) -> None:
+    class Weighs(Plugin):
+        """Adds a target."""
+
+        api = (1, 0)
+
+        @hookimpl
+        def prepare_batch(self, job: Job) -> PrepareStep:
+            def weigh(batches: Any) -> Any:
+                return weights and [one.with_targets({"weighs.rows": weights(len(one.inputs))}) for one in batches]
+
+            return PrepareStep(weigh)
+
+    report = check(Weighs, folder=tmp_path)
+    assert report.passed == (not says)
+    assert says in detail(report, "prepare_batch: gives a batch for a batch")
 
 
 class Counter(Plugin):
