@@ -63,6 +63,7 @@ class Bench:
 
     def batches(self, count: int) -> list[Batch]:
         """The first micro-batches of the training data, as the engine hands them on."""
+        self.job.step.end()  # of the trial before
         loader, prepare = self.job.hooks.build_data("train"), self.job.hooks.prepare_batch()
         if (on_model := getattr(loader, "on_model", None)) is not None:
             with torch.no_grad():
