@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import pluggy
+
 from ..ground.errors import ForgeError, PluginError, describe, locate
 from ..ground.places import place, shown
 from .hookspecs import OBSERVERS
@@ -101,13 +103,38 @@ class Whose(str):
         return made
 
 
+class _Manager(pluggy.PluginManager):
+    """Registers what implements the declared hooks; pluggy (1.7) would take long to look at all other attributes."""
+
+    def __init__(self, specs: Mapping[str, HookSpec[..., Any]]) -> None:
+        super().__init__(PROJECT)
+        self._specs = specs
+        self.add_hookspecs(type("Specs", (), {name: staticmethod(spec.function) for name, spec in specs.items()}))
+
+    def parse_hookspec_opts(self, module_or_class: Any, name: str) -> pluggy.HookspecOpts | None:
+        if name not in self._specs:
+            return None
+        return {"firstresult": False, "historic": False, "warn_on_impl": None, "warn_on_impl_args": None}
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        return super().parse_hookimpl_opts(plugin, name) if name in self._specs else None
+
+    def implementations(self, hook: str) -> list[pluggy.HookImpl]:
+        """Return them in the order of plugin names."""
+        caller: pluggy.HookCaller = getattr(self.hook, hook)
+        return sorted(caller.get_hookimpls(), key=lambda one: one.plugin_name)
+
+
 def _watches(plugin: EnabledPlugin) -> int:
     return plugin.observer + plugin.cls.after_observers
 
 
 @dataclass
 class Calls:
-    """The implementations of every hook, in the order of plugin names, called one by one."""
+    """The implementations of every hook, in the order of plugin names, called one by one.
+
+    pluggy registers them. It is not asked to call them: its order is that of registration, its errors name nobody.
+    """
 
     _calls: Mapping[str, list[_Call]]
     _specs: Mapping[str, HookSpec[..., Any]]
@@ -116,10 +143,14 @@ class Calls:
     @classmethod
     def of(cls, plugins: Iterable[tuple[EnabledPlugin, Plugin]], specs: Mapping[str, HookSpec[..., Any]]) -> Calls:
         """Register plugins whose hooks were found to fit."""
-        calls: dict[str, list[_Call]] = {hook: [] for hook in specs}
-        for enabled, plugin in sorted(plugins, key=lambda pair: pair[0].name):
-            for hook in implemented(enabled.cls) & specs.keys():
-                calls[hook].append(_Call.of(enabled, getattr(plugin, hook)))
+        manager, owners = _Manager(specs), dict[str, EnabledPlugin]()
+        for enabled, plugin in plugins:
+            owners[enabled.name] = enabled
+            manager.register(plugin, enabled.name)
+        calls = {
+            hook: [_Call.of(owners[one.plugin_name], one.function) for one in manager.implementations(hook)]
+            for hook in specs
+        }
         for hook, spec in specs.items():
             if spec.kind == "event":  # observers are told last, trackers after the others: they see what these added
                 calls[hook].sort(key=lambda call: _watches(call.owner))

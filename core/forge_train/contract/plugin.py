@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import pluggy
+
 from ..config.schema import section
 from ..ground.errors import PluginError
 from .attention import KernelCapabilities
@@ -22,6 +24,7 @@ API = (1, 0)
 _F = TypeVar("_F", bound=Callable[..., object])
 MARK = f"{PROJECT}_impl"
 """The attribute that `@hookimpl` puts on a method."""
+_mark = pluggy.HookimplMarker(PROJECT)
 
 
 def hookimpl(function: _F | None = None, /, *arguments: Any, **options: Any) -> _F:
@@ -38,7 +41,7 @@ def hookimpl(function: _F | None = None, /, *arguments: Any, **options: Any) -> 
     method = getattr(function, "__func__", function)  # of a staticmethod or a classmethod
     if not inspect.isroutine(method):
         raise PluginError(f"@hookimpl marks a method, found a {type(function).__name__}.")
-    setattr(method, MARK, {})
+    _mark(method)
     return function
 
 

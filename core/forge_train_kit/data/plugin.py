@@ -124,8 +124,10 @@ def check_weights(documents: Documents, job: Job, key: str) -> None:
     Raises:
         ConfigError: naming the task.
     """
+    if not documents.weighted:
+        return
     name = job.hooks.provider("task")
-    if documents.weighted and name and not job.hooks.enabled[name].cls.weighs_labels:
+    if name and not job.hooks.enabled[name].cls.weighs_labels:
         raise ConfigError(
             f"{key}.path: messages have weights other than 0 and 1, and plugin {name!r}, which provides the task, does "
             "not weigh labels (weighs_labels)."

@@ -86,10 +86,11 @@ def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
     known = sorted({name for one in hooks.enabled.values() for name in one.cls.architectures} - {ANY})
     installed = {one.name: one.architectures for one in discover() if one.name not in hooks.enabled}
     others = [name for name, architectures in installed.items() if set(architectures) & set(named)]
-    what = f"knows the architecture {named!r}"
+    what = f"no enabled plugin knows the architecture {named!r}"
     if not config.get("architectures"):
-        what = f"reads it without architectures, which is missing (model_type is {config.get('model_type')!r})"
-    text = f"no enabled plugin {what} (asked: {asked}). Known: {', '.join(known) or 'none'}."
+        model_type = config.get("model_type")
+        what = f"no enabled plugin reads it without architectures, which is missing (model_type is {model_type!r})"
+    text = f"{what} (asked: {asked}). Known: {', '.join(known) or 'none'}."
     if others:
         return f"{text} Enable {' or '.join(others)} with --plugins."
     text += next((hint for name in named if (hint := nearest(str(name), known))), "")
