@@ -86,7 +86,7 @@ def layer(**values: Any) -> nn.Module:
     """A feed-forward block with experts."""
     shape = Layer(index=0, num_layers=1, dim=DIM, heads=4, kv_heads=4, head_dim=64, ffn_dim=1024)
     one = SimpleNamespace(layout=SimpleNamespace(tp=1, etp=1, cp=1))
-    job: Any = SimpleNamespace(hooks=SimpleNamespace(token_dispatch=Local), dist=one)
+    job: Any = SimpleNamespace(hooks=SimpleNamespace(call=lambda *_: Local()), dist=one)
     made = build(MoE.Config(experts=EXPERTS, **values), shape, job, of=1)
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.02)

@@ -95,7 +95,7 @@ def test_another_head_takes_the_place_of_that_of_a_folder(tmp_path: Path) -> Non
     labels = {0: "a", 1: "b", 2: "c"}
     folder = saved(tmp_path / "classes", "LlamaForSequenceClassification", id2label=labels)
     plugins = ("reward", "text_pairs")
-    with pytest.raises(ConfigError, match=r"both fill the slot 'head'; use --without classify\."):
+    with pytest.raises(ConfigError, match=r"both fill the slot 'task'; use --without classify\."):
         import_checkpoint(folder, tmp_path / "out", plugins=plugins)
     done = import_checkpoint(folder, tmp_path / "out", plugins=plugins, without=("classify",))
     assert any("head.score.weight starts as in a new model" in note for note in done.notes)

@@ -283,15 +283,16 @@ class TestMistakes:
             other.take(1)
 
     def test_options_without_effect(self) -> None:
+        run: Any = SimpleNamespace(train=SimpleNamespace(epochs=0))
         plugin = HFDatasets(HFDatasets.Config(validation="test", held_out=0.5, shuffle_buffer=5))
-        assert [one.key for one in plugin.check_config(None)] == [  # type: ignore[arg-type]
+        assert [one.key for one in plugin.check_config(run)] == [
             "hf_datasets.path",
             "hf_datasets.held_out",
             "hf_datasets.shuffle_buffer",
         ]
         ahead = Prefetch(workers=2, on_error="skip")
         plugin = HFDatasets(HFDatasets.Config(path="json", streaming=True, prefetch=ahead))
-        assert [one.key for one in plugin.check_config(None)] == [  # type: ignore[arg-type]
+        assert [one.key for one in plugin.check_config(run)] == [
             "hf_datasets.prefetch",
             "hf_datasets.prefetch.on_error",
         ]

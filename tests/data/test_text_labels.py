@@ -201,11 +201,6 @@ def test_options_without_an_effect_are_refused(tmp_path: Path) -> None:
         (("classify", "text_labels"), {"classify.classes": ["a", "a"]}, r"classify\.classes: 'a' appears twice"),
         (("text_labels",), {}, r"'text_labels' .* requires 'classes'"),
         (("classify",), {"classify.classes": ["a", "b"]}, "takes 'labelled_rows' from the slot 'build_data'"),
-        (
-            ("classify", "text_labels"),
-            {"classify.classes": ["a", "b"], "decoder.tied": True, "text_labels.path": "x.jsonl"},
-            r"decoder\.tied: the head of plugin 'classify' has no weight",
-        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(

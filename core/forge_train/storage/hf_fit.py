@@ -89,8 +89,10 @@ def plan(
     wrong += [folder.odd(name) for name in folder.tensors if name not in {*stored, *leftovers, *lacking}]
     wrong += _unused(folder, step, [name for name in extra if name not in beyond], tied)
     if wrong or (wrong := step.wrong):
+        if headless and all(": missing" in line for line in wrong):
+            raise ConfigError(headless)
         told = f"{folder.path}: the tensors are not those of the model in {whose}:{indented(wrong)}"
-        raise ConfigError(headless or told + way_out + folder.quantised())
+        raise ConfigError(told + way_out + folder.quantised())
     return Plan({name: view for name, view in step.given.items() if name in wanted})
 
 
@@ -204,7 +206,7 @@ def _set(option: str, patterns: Sequence[str]) -> str:
     """An option of the command line with these patterns."""
     if option.startswith("-"):
         return " ".join(f"{option} '{one}'" for one in patterns)
-    return f"-s '{option}={json.dumps([*patterns])}'"
+    return f"-s '{option}={json.dumps([*patterns], ensure_ascii=False)}'"
 
 
 def _unfit(folder: Folder, expected: Mapping[str, Shape], whose: str) -> dict[str, str]:
