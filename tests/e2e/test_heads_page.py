@@ -35,7 +35,15 @@ def test_the_page_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     heads_data.neighbours(tmp_path / "pairs.jsonl", 120)
     heads_data.preferences(tmp_path / "preferences.jsonl", 120)
     heads_data.write(tmp_path / "text.jsonl", ({"text": text} for text in heads_data.passages("email", 40)))
-    small = ["decoder.dim=32", "decoder.layers=1", "decoder.heads=2", "text.path=text.jsonl", "text.held_out=0.2"]
+    (tmp_path / "corpus.txt").write_text("\n\n".join(heads_data.passages("email", 40)), encoding="utf-8")
+    small = [
+        "decoder.tied=true",
+        "decoder.dim=32",
+        "decoder.layers=1",
+        "decoder.heads=2",
+        "text.path=text.jsonl",
+        "text.held_out=0.2",
+    ]
     typed(["train", "--quiet", "--name", "lm", *(word for one in small for word in ("-s", one)), *FEW])
     typed(["checkpoint", "export", "runs/lm", "MODEL"])
     text = PAGE.read_text(encoding="utf-8")
@@ -48,12 +56,13 @@ def test_the_page_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             continue
         for line in block.splitlines():
             _, *command = shlex.split(line)
-            held_out = f"text_{'labels' if 'text_labels' in line else 'pairs'}.held_out=0.2"
+            kind = "text" if "--without" in line else "text_labels" if "text_labels" in line else "text_pairs"
+            held_out = f"{kind}.held_out=0.2"
             more = [*FEW, "-s", held_out] if command[0] == "train" else []
             told = typed([*command, *more, *(["--quiet"] if more else [])])
             commands += 1
             assert command[0] != "eval" or any(one in told for one in ("accuracy", "recall_at_1"))
-    assert commands == 12
+    assert commands == 13
     assert names["vector"].norm().item() == pytest.approx(1)
     config = json.loads((tmp_path / "packages-hf" / "config.json").read_text())
     assert list(config["label2id"]) == ["email", "encodings", "pydoc_data"]

@@ -19,11 +19,14 @@ SIZES = {"decoder.layers": 1, "decoder.dim": 64, "decoder.heads": 2, "decoder.kv
 
 @functools.cache
 def loss(dtype: str) -> float:
-    """Mean of the last ten steps of fifty, in which it falls from 5.6 to less than 3."""
+    """Mean of the last ten steps of fifty, in which it falls from 5.6 to less than 3, of two seeds: from one to another
+    a ratio of such means varies by some percent."""
     state = {"adamw.state.first": dtype, "adamw.state.second": dtype}
-    run = run_forge(("adamw",), {**SIZES, **state, "adamw.lr": 0.01, "cosine.warmup": 5}, steps=50)
-    assert any(key.endswith("bit") for held in run.optimizer.state.values() for key in held) == (dtype != "fp32")
-    return sum(run.losses[-10:]) / 10
+    settings = {**SIZES, **state, "adamw.lr": 0.01, "cosine.warmup": 5}
+    runs = [run_forge(("adamw",), {**settings, "run.seed": seed}, steps=50) for seed in (0, 1)]
+    for run in runs:
+        assert any(key.endswith("bit") for held in run.optimizer.state.values() for key in held) == (dtype != "fp32")
+    return sum(sum(run.losses[-10:]) for run in runs) / 20
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("8bit", 1.02), ("4bit", 1.05)])
