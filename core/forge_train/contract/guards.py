@@ -121,6 +121,8 @@ def preparing(
                 )
         return batch
 
+    rank, ranks = dist.data_rank, dist.data_ranks  # which read the mesh
+
     def prepare(batches: Sequence[Batch], first: int = 0) -> list[Batch]:
         for batch in batches:
             if text := loaded.problem(batch):
@@ -129,7 +131,7 @@ def preparing(
 
         def numbered(at: int, batch: Batch) -> Batch:
             now = len(batch.inputs)  # a preparation may have made several rows of a sequence
-            start = first * now // (rows[at] or 1) + (at * dist.data_ranks + dist.data_rank) * now
+            start = first * now // (rows[at] or 1) + (at * ranks + rank) * now
             return replace(batch, sample_ids=torch.arange(start, start + now))
 
         ready = [numbered(at, made(numbered(at, batch))) for at, batch in enumerate(batches)]
