@@ -141,7 +141,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "biases by the load of each rank": Fault(
         "expert_sabotage:Selfish",
-        {"routing", "loss", "grad_norm", "buffers", "replicas", "checkpoint"},
+        {"routing", "loss", "grad_norm", "buffers", "replicas"},
         r"A persistent buffer ends otherwise .*router\.bias.* along dp_shard: each rank moves it by its own tokens",
         EP,
         {**EXPERTS, **EP2, "moe.bias_speed": 0.01},
