@@ -11,20 +11,19 @@ import click
 
 from forge_train.config.layers import Request
 from forge_train.ground.errors import ConfigError
-from forge_train.ground.present import few, gib, run_length
+from forge_train.ground.present import gib, run_length
 from forge_train.ground.strict_json import dumps
 from forge_train_kit.present import column, counted, phase_name, short, time_span
 from forge_train_tools.planning import DEVICES, FLOPS_CONVENTION
 from forge_train_tools.planning.meshes import grid, groups
 
 from . import pipeline, screen
+from .abbreviate import abbreviated, group_list
 from .options import json_option, run_options
 
 if TYPE_CHECKING:
     from forge_train.registry.setup import Setup
     from forge_train_tools.planning import Plan
-
-SHOWN = 3
 
 
 @click.command(short_help="Show what would be composed, without allocating it.")
@@ -140,7 +139,7 @@ def _show_meshes(made: Plan) -> None:
     for domain, axes in made.meshes.items():
         screen.line(f"  {domain}: {' × '.join(f'{axis} {size}' for axis, size in axes.items())}")
         rows = [
-            (f"{axis} {size}", _groups(groups(axes, axis)), "crosses nodes" if axis in made.crossing else "")
+            (f"{axis} {size}", group_list(groups(axes, axis)), "crosses nodes" if axis in made.crossing else "")
             for axis, size in axes.items()
             if size > 1 and domain != "batch"  # whose ranks are those of `dense`, the data-parallel axes in one
         ]
@@ -252,44 +251,6 @@ def _show_work(made: Plan) -> None:
 def _billions(parameters: int) -> str:
     """As models are called: `8.03B`."""
     return short(parameters).replace("G", "B")
-
-
-def abbreviated(names: list[str]) -> str:
-    """`2: embedding, head`, `33: layers.0 … layers.31 (32), head`: numbered names are folded, a few shown."""
-    runs: dict[tuple[str, str], list[int]] = {}
-    for name in sorted(names, key=_by_number):
-        parts = name.split(".")
-        at = next((index for index, part in enumerate(parts) if part.isdigit()), None)
-        key = (name, "") if at is None else (".".join(parts[:at]), ".".join(parts[at + 1 :]))
-        runs.setdefault(key, []).append(-1 if at is None else int(parts[at]))
-    texts = [_run(before, after, numbers) for (before, after), numbers in runs.items()]
-    return f"{len(names)}: {few(texts, SHOWN)}"
-
-
-def _by_number(name: str) -> list[tuple[bool, int, str]]:
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
-
-
-def _run(before: str, after: str, numbers: list[int]) -> str:
-    def name(number: int) -> str:
-        return ".".join(part for part in (before, str(number) if number >= 0 else "", after) if part)
-
-    if len(numbers) < SHOWN or numbers != list(range(numbers[0], numbers[-1] + 1)):
-        return ", ".join(map(name, numbers[:SHOWN])) + (f" … ({len(numbers)})" if len(numbers) > SHOWN else "")
-    return f"{name(numbers[0])} … {name(numbers[-1])} ({len(numbers)})"
-
-
-def _groups(found: list[range]) -> str:
-    """`0 1 | 2 3`, `0 8 16 … 504 | 1 9 17 … 505 | … (8)`."""
-    shown = found if len(found) <= 2 * SHOWN else found[:2]
-    more = f" | … ({len(found)})" if len(shown) < len(found) else ""
-    return " | ".join(_ranks(group) for group in shown) + more
-
-
-def _ranks(group: range) -> str:
-    if len(group) <= 2 * SHOWN:
-        return " ".join(map(str, group))
-    return f"{' '.join(map(str, group[:3]))} … {group[-1]}"
 
 
 def _stepped_aside(setup: Setup, request: Request) -> dict[str, str]:

@@ -45,10 +45,9 @@ if TYPE_CHECKING:
     from forge_train.config import Config as RunConfig
     from forge_train_kit.data.documents import Documents
     from forge_train_kit.data.held_out import Side
-    from forge_train_kit.data.proportions import Recipe
     from forge_train_kit.data.rows import Rows
 
-    from ._mixture import Losses
+    from ._mixture.losses import Losses
 
 
 @section
@@ -75,6 +74,10 @@ class Phase:
     """First step of the phase; below 1, a share of the run."""
     weights: tuple[Annotated[float, Ge(0)], ...]
     """Weights of the sources, in the order of `sources`."""
+
+    def first_step(self, run: RunConfig) -> int:
+        """Return the step with which it begins."""
+        return round(self.begin * run.train.total_steps) if self.begin < 1 else int(self.begin)
 
 
 class Mixture(DataPlugin):
@@ -142,7 +145,7 @@ class Mixture(DataPlugin):
             yield Problem("mixture.sources", "all weights are 0: nothing would be read.")
         last = 0
         for at, phase in enumerate(self.config.phases):
-            here = self._step(phase, config)
+            here = phase.first_step(config)
             if len(phase.weights) != len(sources):
                 yield Problem(
                     "mixture.phases",
@@ -172,6 +175,8 @@ class Mixture(DataPlugin):
         from forge_train_kit.data.proportions import Recipe
         from forge_train_kit.data.stream import HELD_OUT_SEED, Ordered
 
+        from ._mixture.recipe import run_recipe
+
         rows = {name: self._rows(name, job, split) for name in self._names()}
         rows = {name: found for name, found in rows.items() if split == "train" or found.count}
         if empty := next((name for name, found in rows.items() if not found.count), None if rows else "every source"):
@@ -186,7 +191,7 @@ class Mixture(DataPlugin):
             once = {name: found.count for name, found in rows.items()}
             recipe = Recipe([(0, dict.fromkeys(rows, 1.0))], HELD_OUT_SEED, once)
         else:
-            recipe = self._recipe(job, rows)
+            recipe = run_recipe(self.config, self._names(), job, rows)
         return self.loader(Mixed(parts, recipe, key="mixture"), job, split)
 
     def data_stages(self, job: Job) -> Iterator[tuple[str, str]]:
@@ -199,7 +204,7 @@ class Mixture(DataPlugin):
         yield "decode", "token shards, mapped"
         yield "filter", held_out(config.held_out, "the last documents of each source that holds nothing out")
         for phase in config.phases:
-            yield "order", f"from step {self._step(phase, job.config):,} on: weights {list(phase.weights)}"
+            yield "order", f"from step {phase.first_step(job.config):,} on: weights {list(phase.weights)}"
         yield "order", order(job, shuffle=config.shuffle)
         yield from ahead(config.prefetch, job)
         yield "pack", packed(config.packing, job, isolate=config.isolate)
@@ -225,7 +230,7 @@ class Mixture(DataPlugin):
     @hookimpl
     def metrics(self, model: Model, job: Job) -> Mapping[str, Metric]:
         """Loss and tokens of each source in training, since the last logged step."""
-        from ._mixture import Losses
+        from ._mixture.losses import Losses
 
         self._losses = Losses(self._names())
         return {**(super().metrics(model, job) or {}), "loss": self._losses.loss, "tokens": self._losses.tokens}
@@ -243,7 +248,7 @@ class Mixture(DataPlugin):
     @hookimpl
     def evaluators(self, job: Job) -> Iterable[Evaluator]:
         """The task's loss on the held-out text of each source."""
-        from ._mixture import held_out_loss
+        from ._mixture.losses import held_out_loss
 
         if not job.config.train.evaluate_every:
             return
@@ -257,27 +262,6 @@ class Mixture(DataPlugin):
 
     def _names(self) -> list[str]:
         return [source.name or Path(source.path).name for source in self.config.sources]
-
-    def _step(self, phase: Phase, config: RunConfig) -> int:
-        return round(phase.begin * config.train.total_steps) if phase.begin < 1 else int(phase.begin)
-
-    def _recipe(self, job: Job, rows: Mapping[str, Rows]) -> Recipe:
-        """The weights, keyed by the index of the first sequence that they apply to, and the limit of each source."""
-        from forge_train_kit.data.proportions import Recipe, tempered
-
-        train, names, config = job.config.train, self._names(), self.config
-        first = {0: tuple(source.weight for source in config.sources)}
-        for phase in config.phases:
-            first[sum(map(train.batch_at, range(self._step(phase, job.config))))] = phase.weights
-        phases = [
-            (at, tempered(dict(zip(names, weights, strict=True)), config.temperature)) for at, weights in first.items()
-        ]
-        caps = {
-            name: int(rows[name].count * source.epochs)
-            for name, source in zip(names, config.sources, strict=True)
-            if source.epochs
-        }
-        return Recipe(phases, job.seed, caps, samples=sum(map(train.batch_at, range(train.total_steps))))
 
     def _rows(self, name: str, job: Job, split: Side) -> Rows:
         from forge_train_kit.data.tokens import rows_of

@@ -1,0 +1,1 @@
+"""Parts of the mixture: its recipe, and its metrics by source."""
