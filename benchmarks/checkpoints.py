@@ -67,7 +67,7 @@ class Watch:
 
 def disk(folder: Path, how: str) -> dict[str, float]:
     """MB/s that the disk takes and gives: a file of the size of the state, flushed, dropped from memory and read."""
-    from forge_train.storage.digest import hasher
+    from forge_train.store.digest import hasher
 
     data = os.urandom(8 * MIB)
     count, written, read, hashed = PIECE * PIECES // len(data), [], [], []
@@ -95,8 +95,8 @@ def disk(folder: Path, how: str) -> dict[str, float]:
 
 def save(folder: Path, how: str) -> dict[str, float]:
     """Seconds and memory of a save, once the plan and the buffers are there."""
-    from forge_train.storage.seal import ALONE
-    from forge_train.storage.writing import Copies, commit, stage_in
+    from forge_train.checkpoint.seal import ALONE
+    from forge_train.checkpoint.writing import Copies, commit, stage_in
 
     state = {"model": {str(n): torch.full((PIECE // 4,), float(n)) for n in range(PIECES)}}
     spare = [torch.ones_like(tensor) for tensor in state["model"].values()] if how == "copy" else []

@@ -78,7 +78,7 @@ def take_out(source: Path, target: Path) -> None:
 
 def hashed(source: Path, target: Path) -> None:
     """One hash of every file, as a checkpoint's manifest has it."""
-    from forge_train.storage.digest import of_file
+    from forge_train.store.digest import of_file
 
     for file in source.glob("*.safetensors"):
         with file.open("rb") as data:

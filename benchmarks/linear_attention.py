@@ -19,7 +19,7 @@ from attention import peak, seconds
 from run import Row, table
 from torch.profiler import profile
 
-from forge_train.composition.initialise import materialise
+from forge_train.compose.initialise import materialise
 from forge_train_kit.layers import Layer
 from forge_train_kit.model import RoPE
 from forge_train_plugins.attention.delta_net import DeltaNet

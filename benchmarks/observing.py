@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from forge_train import Metric, Plugin, hookimpl
-from forge_train.loop.aggregate import Metrics
+from forge_train.step.aggregate import Metrics
 from forge_train_kit import metrics
 from forge_train_kit.tracking import Tracker
 from forge_train_plugins.observers.csv import CSV

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from forge_train import Plugin, StepResult, hookimpl
-from forge_train.composition.initialise import materialise
+from forge_train.compose.initialise import materialise
 from forge_train_tools.testing import run_forge
 
 STEPS, WARM_UP = 11, 3

@@ -52,7 +52,7 @@ def build() -> Any:
     """The benchmark's model, with weights."""
     import torch
 
-    from forge_train.composition.initialise import materialise
+    from forge_train.compose.initialise import materialise
 
     model = skeleton()
     materialise(model, torch.device("cpu"), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 import forge_train_kit.metrics
 from forge_train import Plugin
 from forge_train.config.sections import CORE_SECTIONS
-from forge_train.contract.plugin import PROJECT
-from forge_train.contract.reference import PluginRef
+from forge_train.plugin.plugin import PROJECT
+from forge_train.plugin.reference import PluginRef
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from forge_train.registry.write import describe_type, field_docs
@@ -104,6 +105,32 @@ def laws() -> str:
         says = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
         rows.append(f"| {number} | `{file.relative_to(ROOT)}` | {' '.join(says.split())} |")
     return "\n".join(rows)
+
+
+def modules() -> str:
+    """A table of modules for each room of the packages that plugins build on."""
+    out: list[str] = []
+    for package in ("forge_train", "forge_train_kit", "forge_train_tools"):
+        top = ROOT / "core" / package
+        folders = sorted({file.parent for file in top.rglob("*.py")})
+        for folder in folders:
+            files = [file for file in sorted(folder.glob("*.py")) if file.stem != "__init__"]
+            if files:
+                room = ".".join((package, *folder.relative_to(top).parts))
+                out += [f"## `{room}`", "", *_about(folder), "| module | |", "|---|---|"]
+                out += [f"| `{file.stem}` | {_sentence(file)} |" for file in files] + [""]
+    return "\n".join(out).rstrip()
+
+
+def _about(folder: Path) -> list[str]:
+    sentence = _sentence(folder / "__init__.py")
+    return [sentence, ""] if sentence else []
+
+
+def _sentence(file: Path) -> str:
+    """The first sentence of a module's docstring, with `|` escaped for a table."""
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return re.split(r"(?<=[.:]) (?=[A-Z])", " ".join(text.split("\n\n")[0].split()))[0].replace("|", "\\|")
 
 
 def first_line(thing: object) -> str:

@@ -57,6 +57,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "laws": lists.laws,
     "metrics": lists.metrics,
     "models": models,
+    "modules": lists.modules,
     "plugins": lists.plugins,
     "presets": presets,
     "sections": lists.sections,

@@ -13,9 +13,9 @@ from unittest.mock import patch
 from torch import Tensor
 
 from forge_train import Plugin, hookimpl
+from forge_train.checkpoint import writing
 from forge_train.loop.saver import Saver
-from forge_train.storage import writing
-from forge_train.storage.tree import split
+from forge_train.store.tree import split
 
 ASYNC = {"checkpoint.asynchronous": True}
 

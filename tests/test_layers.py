@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_train.ground import axes
+from forge_train.mesh import axes
 
 ROOT = Path(__file__).parents[1]
 KERNEL, KIT, TOOLS, PLUGINS = "forge_train", "forge_train_kit", "forge_train_tools", "forge_train_plugins"
@@ -29,14 +29,18 @@ MAY_IMPORT = {
     CONTRIB: {KERNEL, KIT, TOOLS},
 }
 ROOMS = (
-    "ground",
-    "state_map",
+    "base",
+    "mesh",
     "config",
-    "processes",
+    "run",
+    "state_map",
     "contract",
+    "plugin",
     "registry",
-    "composition",
-    "storage",
+    "compose",
+    "store",
+    "checkpoint",
+    "step",
     "loop",
     "engine",
 )
@@ -120,7 +124,7 @@ def test_a_package_imports_only_what_lies_below_it() -> None:
 def test_sees_the_kernel_importing_tools() -> None:
     fault = ("engine.py:1", f"{KERNEL}.engine", f"{TOOLS}.planning.plan")
     tests = ("testing/agreement.py:1", f"{TESTING}.agreement", f"{TOOLS}.verification")
-    back = ("verification/record.py:1", f"{TOOLS}.verification.record", f"{KERNEL}.loop.step")
+    back = ("verification/record.py:1", f"{TOOLS}.verification.record", f"{KERNEL}.step.step")
     assert package_faults([fault, tests, back]) == [f"engine.py:1: {KERNEL}.engine imports {TOOLS}.planning.plan"]
 
 
@@ -178,9 +182,9 @@ def test_every_file_of_the_kernel_lies_in_a_room() -> None:
 
 @pytest.mark.accept("house", 1)
 def test_sees_a_circle() -> None:
-    fault = ("ground/errors.py:1", f"{KERNEL}.ground.errors", f"{KERNEL}.loop.step")
+    fault = ("base/errors.py:1", f"{KERNEL}.base.errors", f"{KERNEL}.step.step")
     fine = ("engine.py:1", f"{KERNEL}.engine", f"{KERNEL}.loop.training.Training")
-    assert room_faults([fault, fine]) == [f"ground/errors.py:1: {KERNEL}.ground.errors imports {KERNEL}.loop.step"]
+    assert room_faults([fault, fine]) == [f"base/errors.py:1: {KERNEL}.base.errors imports {KERNEL}.step.step"]
 
 
 @pytest.mark.parametrize("package", [PLUGINS, CONTRIB])

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import MASKED, Applied, Batch, Ge, Gt, Init, Model, Phase, Plugin, Transform, hookimpl, section
-from forge_train.contract.control import Control
-from forge_train.contract.job import Job
-from forge_train.contract.run import Run
-from forge_train.ground.layout import Layout
-from forge_train.processes.distributed import DistributedContext
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Layout
+from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
+from forge_train.run.control import Control
+from forge_train.run.run import Run
 from forge_train_kit.model import Embedding, Linear, RMSNorm
 from forge_train_tools.testing import TinyRun, run_forge
 from forge_train_tools.testing.runs import prepared

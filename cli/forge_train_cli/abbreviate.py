@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge_train.ground.present import few
+from forge_train.base.present import few
 
 SHOWN = 3
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.remote import is_remote, plain
-from forge_train.ground.world import World
-from forge_train.storage.run import address_of, is_checkpoint, is_run
+from forge_train.base.errors import ConfigError
+from forge_train.checkpoint.remote import is_remote, plain
+from forge_train.checkpoint.run import address_of, is_checkpoint, is_run
+from forge_train.mesh.world import World
 
 LONGEST = 3600.0
 """Seconds that the other processes wait for the first one to fetch a checkpoint."""
@@ -22,7 +22,7 @@ def fetch(resume: str, folder: Path) -> str:
     """The target of `--resume`. If it is an address, the first process fetches it and the others wait."""
     if not (address := address_of(resume)):
         return plain(resume)
-    from forge_train.storage.fetching import fetched, target_of
+    from forge_train.checkpoint.fetching import fetched, target_of
 
     if World.here().rank == 0:
         return fetched(address, folder)
@@ -48,7 +48,7 @@ class _Fetched(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str) or not is_remote(value) or ctx is None:
             return Path(plain(str(value)))
-        from forge_train.storage.fetching import locate
+        from forge_train.checkpoint.fetching import locate
 
         place = locate(value)
         stored = place.one()

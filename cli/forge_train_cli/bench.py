@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from forge_train.base.present import gib
+from forge_train.base.strict_json import dumps
 from forge_train.config.layers import Request
-from forge_train.ground.present import gib
-from forge_train.ground.strict_json import dumps
 from forge_train_kit.present import short
 
 from . import screen

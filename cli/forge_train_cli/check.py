@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.strict_json import dumps
+from forge_train.base.errors import ConfigError
+from forge_train.base.strict_json import dumps
 from forge_train.registry.discovery import discover
 
 from . import screen

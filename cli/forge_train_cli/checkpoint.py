@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.present import gib
-from forge_train.ground.strict_json import dumps
-from forge_train.storage.run import is_run
+from forge_train.base.errors import ConfigError
+from forge_train.base.present import gib
+from forge_train.base.strict_json import dumps
+from forge_train.checkpoint.run import is_run
 
 from . import screen
 from .addresses import FETCHED, PLACE
@@ -60,8 +60,8 @@ def list_checkpoints(run: Path | str, as_json: bool) -> None:
 
 
 def _rows_here(run: Path) -> list[dict[str, Any]]:
-    from forge_train.storage import checkpoint as store
-    from forge_train.storage import seal
+    from forge_train.checkpoint import checkpoint as store
+    from forge_train.checkpoint import seal
 
     if not is_run(run):
         raise ConfigError(f"{run} is not a run.")
@@ -80,7 +80,7 @@ def _rows_here(run: Path) -> list[dict[str, Any]]:
 
 
 def _rows_there(address: str) -> list[dict[str, Any]]:
-    from forge_train.storage.fetching import locate
+    from forge_train.checkpoint.fetching import locate
 
     place = locate(address)
     checked = [(stored, place.store.check(stored)) for stored in place.all()]
@@ -103,7 +103,7 @@ def _rows_there(address: str) -> list[dict[str, Any]]:
 @json_option
 def inspect(path: Path, as_json: bool) -> None:
     """Show what a checkpoint holds: its progress, plugins and tensors. --json includes the configuration."""
-    from forge_train.storage import checkpoint as store
+    from forge_train.checkpoint import checkpoint as store
 
     path = store.resolve(path)
     state = store.read_state(path)
@@ -173,8 +173,8 @@ def verify(path: Path | str, as_json: bool) -> int:
 
 
 def _examined_here(path: Path) -> list[tuple[str, Examined]]:
-    from forge_train.storage import checkpoint as store
-    from forge_train.storage.manifest import MANIFEST
+    from forge_train.checkpoint import checkpoint as store
+    from forge_train.store.manifest import MANIFEST
     from forge_train_tools.offline.examine import examine
 
     if is_run(path):
@@ -187,7 +187,7 @@ def _examined_here(path: Path) -> list[tuple[str, Examined]]:
 
 
 def _examined_there(address: str) -> list[tuple[str, Examined]]:
-    from forge_train.storage.fetching import locate
+    from forge_train.checkpoint.fetching import locate
     from forge_train_tools.offline.examine import Examined, examine
 
     place, examined = locate(address), []

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from forge_train import __version__
+from forge_train.base.errors import ConfigError, describe
+from forge_train.base.present import gib
 from forge_train.config.layers import Request
-from forge_train.ground.errors import ConfigError, describe
-from forge_train.ground.present import gib
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
 
 from .lazy import GROUP

@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_train.ground.errors import ConfigError, ForgeError, describe
-from forge_train.ground.failure import Failure
-from forge_train.ground.world import World
-from forge_train.storage.run import is_checkpoint
+from forge_train.base.errors import ConfigError, ForgeError, describe
+from forge_train.base.failure import Failure
+from forge_train.checkpoint.run import is_checkpoint
+from forge_train.mesh.world import World
 
 if TYPE_CHECKING:
     from forge_train.contract.events import Finished
-    from forge_train.contract.job import Job
+    from forge_train.plugin.job import Job
     from forge_train.registry.setup import Setup
 
 log = logging.getLogger("forge_train")
@@ -74,7 +74,7 @@ def _unused(name: str) -> str:
 
 def _opened(run: Path) -> Job | None:
     """A job of one process with the run's newest checkpoint, as later commands open it; None if they would not."""
-    from forge_train.storage import checkpoint
+    from forge_train.checkpoint import checkpoint
     from forge_train_tools.offline.opening import lone_job, setup_of
 
     saved = [path for path in sorted((run / "checkpoints").glob("step-*")) if is_checkpoint(path)]

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from forge_train.base.errors import ConfigError
+from forge_train.base.strict_json import dumps
 from forge_train.config.layers import DEFAULT, Request
 from forge_train.config.validate import plain
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.strict_json import dumps
 
 from . import screen
 from .lazy import LazyGroup

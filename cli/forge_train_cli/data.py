@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from forge_train.ground.errors import ConfigError
+from forge_train.base.errors import ConfigError
 
 from . import screen
 from .lazy import LazyGroup

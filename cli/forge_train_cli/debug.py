@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forge_train.ground.strict_json import dumps
+from forge_train.base.strict_json import dumps
 
 from . import screen
 from .lazy import LazyGroup

@@ -9,10 +9,10 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from forge_train.base.errors import ConfigError, PluginError
 from forge_train.config.schema import check_section
 from forge_train.config.validate import plain
-from forge_train.contract.calls import implemented
-from forge_train.ground.errors import ConfigError, PluginError
+from forge_train.plugin.calls import implemented
 from forge_train.registry.declared import spec_modules
 from forge_train.registry.discovery import find, load
 from forge_train.registry.write import describe_type, field_docs

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from forge_train.base.errors import ConfigError
 from forge_train.config.layers import Request, lay
-from forge_train.ground.axes import of_domain
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.world import World
+from forge_train.mesh.axes import of_domain
+from forge_train.mesh.world import World
 
 DRIVERS = ("nvidia[0-9]*", "kfd", "dxg")
 """Files in /dev of NVIDIA's, AMD's and WSL's drivers."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from forge_train.ground.strict_json import dumps
+from forge_train.base.strict_json import dumps
 
 from . import screen
 from .options import json_option, nproc_option, run_dir_option

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forge_train.ground.strict_json import dumps
+from forge_train.base.strict_json import dumps
 
 from . import screen
 from .options import json_option, nproc_option, plugins_option, set_option

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from forge_train.ground.strict_json import dumps
+from forge_train.base.strict_json import dumps
 
 from .addresses import FETCHED
 from .options import json_option, nproc_option, plugin_options, set_option
@@ -159,9 +159,9 @@ def export(
             raise click.UsageError("--format dcp writes a checkpoint as it is: --dtype and --nproc don't apply.")
         _say(export_dcp(path, out), as_json)
         return
-    from forge_train.ground.artifacts import Recorder
-    from forge_train.storage import checkpoint
-    from forge_train.storage.run import is_run
+    from forge_train.checkpoint import checkpoint
+    from forge_train.checkpoint.run import is_run
+    from forge_train.run.artifacts import Recorder
     from forge_train_tools.offline.huggingface import export_checkpoint
     from forge_train_tools.offline.opening import run_folder
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from forge_train.ground.errors import ForgeError, explain, shortened
+from forge_train.base.errors import ForgeError, explain, shortened
 
 KILLED_BY_CTRL_C = 130
 

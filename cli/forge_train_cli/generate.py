@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.strict_json import dumps
+from forge_train.base.errors import ConfigError
+from forge_train.base.strict_json import dumps
 
 from . import screen
 from .options import json_option, plugins_option
@@ -95,7 +95,7 @@ def generate(path: Path, prompt: str, chat: bool, plugins: tuple[str, ...], as_j
 
 
 def _as_chat(opened: Opened, message: str) -> str:
-    from forge_train.storage import model_files
+    from forge_train.checkpoint import model_files
     from forge_train_kit.data.chats import open_template
 
     files = model_files.of(opened.job.config, opened.job.hooks, opened.path)

@@ -9,11 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from forge_train.ground.artifacts import FOLDER, recorded
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.records import read
-from forge_train.ground.run_files import load
-from forge_train.storage.run import is_run
+from forge_train.base.errors import ConfigError
+from forge_train.checkpoint.run import is_run
+from forge_train.run.artifacts import FOLDER, recorded
+from forge_train.run.records import read
+from forge_train.run.run_files import load
 
 _NOTHING: dict[str, Any] = {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from forge_train.ground.strict_json import dumps
+from forge_train.base.strict_json import dumps
 
 from . import screen
 from .options import json_option

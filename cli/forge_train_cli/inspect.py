@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from forge_train.ground.strict_json import dumps
+from forge_train.base.strict_json import dumps
 
 from . import screen
 from .options import chat_options, json_option, named_values
@@ -104,7 +104,7 @@ def _show(findings: Findings) -> None:
 
 def about(findings: Findings) -> Iterator[tuple[str, str]]:
     """A description of the data, in rows of a name and a text."""
-    from forge_train.ground.present import few
+    from forge_train.base.present import few
     from forge_train_kit.present import several, short
 
     facts = findings.facts

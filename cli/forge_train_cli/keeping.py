@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.present import gib
-from forge_train.ground.strict_json import dumps
-from forge_train.storage.run import is_run
+from forge_train.base.errors import ConfigError
+from forge_train.base.present import gib
+from forge_train.base.strict_json import dumps
+from forge_train.checkpoint.run import is_run
 
 from . import screen
 from .addresses import FETCHED, PLACE
@@ -99,7 +99,7 @@ def diff(first: Path, second: Path, weights: bool, as_json: bool) -> int:
 
     The exit code is 1 if they differ.
     """
-    from forge_train.storage import checkpoint as store
+    from forge_train.checkpoint import checkpoint as store
     from forge_train_tools.offline.differences import compare
 
     paths = store.resolve(first), store.resolve(second)

@@ -13,14 +13,15 @@ from typing import Any
 
 import click
 
+from forge_train.base import disk
+from forge_train.base.errors import ConfigError
+from forge_train.checkpoint.run import is_kept, is_run
+from forge_train.checkpoint.start import Start, claim, unclaim
 from forge_train.config.layers import Request
-from forge_train.contract.run import Run
-from forge_train.ground import disk, records
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.layout import Layout
+from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import Setup, resolve
-from forge_train.storage.run import is_kept, is_run
-from forge_train.storage.start import Start, claim, unclaim
+from forge_train.run import records
+from forge_train.run.run import Run
 from forge_train_tools.launching.launch import Ended, Restart, WorkerCommand, WorkerResult, launch
 
 from .closing import next_commands
@@ -134,7 +135,7 @@ def _record(run: Run, first: WorkerResult, step: int, since: float, restart: Res
 def worker(request: dict[str, Any], start: dict[str, Any], quiet: bool) -> Mapping[str, Any]:
     """The work of each process."""
     from forge_train.engine import train
-    from forge_train.ground.world import World
+    from forge_train.mesh.world import World
 
     show_warnings()
     setup = resolve(Request.loaded(request), world=World.here().size)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forge_train.ground.errors import ConfigError, describe, nearest
+from forge_train.base.errors import ConfigError, describe, nearest
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from forge_train import __version__
-from forge_train.contract.plugin import API
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.names import canonical, folder
+from forge_train.base.errors import ConfigError
+from forge_train.base.names import canonical, folder
+from forge_train.plugin.plugin import API
 from forge_train.registry.discovery import CONTRIB, RESERVED, discover
 
 from .snippets import SNIPPETS, Snippet

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from forge_train.ground.errors import ConfigError
+from forge_train.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from forge_train.config.layers import Request
@@ -100,12 +100,12 @@ def hugging_face(request: Request, run_dir: str) -> Request:
 
         return starting_from(request)
     path = Path(request.config)
-    from forge_train.storage.not_a_model import advice
+    from forge_train.checkpoint.not_a_model import advice
 
     if not (path.is_dir() or (path.is_file() and advice(path))):
         return request
-    from forge_train.ground.presets import presets
-    from forge_train.storage.hf_folder import Folder, is_hugging_face
+    from forge_train.checkpoint.hf_folder import Folder, is_hugging_face
+    from forge_train.config.presets import presets
     from forge_train_tools.offline.imported import imported
 
     if not is_hugging_face(path):

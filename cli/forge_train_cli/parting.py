@@ -7,8 +7,8 @@ import os
 import sys
 from contextlib import suppress
 
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.world import World
+from forge_train.base.errors import ConfigError
+from forge_train.mesh.world import World
 
 
 def part(code: int) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from forge_train.ground.present import gib
+from forge_train.base.present import gib
 from forge_train_kit.present import column, short, time_span
 from forge_train_tools.planning.drawing import IDLE, KINDS, OVERLAPPED, is_cut, kind_of, rows
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from forge_train.base.errors import ConfigError
+from forge_train.base.present import gib, run_length
+from forge_train.base.strict_json import dumps
 from forge_train.config.layers import Request
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.present import gib, run_length
-from forge_train.ground.strict_json import dumps
 from forge_train_kit.present import column, counted, phase_name, short, time_span
 from forge_train_tools.planning import DEVICES, FLOPS_CONVENTION
 from forge_train_tools.planning.meshes import grid, groups

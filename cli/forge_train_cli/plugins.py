@@ -8,8 +8,8 @@ import textwrap
 
 import click
 
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.strict_json import dumps
+from forge_train.base.errors import ConfigError
+from forge_train.base.strict_json import dumps
 from forge_train.registry.discovery import DISTRIBUTION, discover
 
 from . import screen

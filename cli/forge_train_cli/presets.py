@@ -12,9 +12,9 @@ from pathlib import Path
 
 import click
 
-from forge_train.ground.axes import of_domain
-from forge_train.ground.presets import presets as installed
-from forge_train.ground.strict_json import dumps
+from forge_train.base.strict_json import dumps
+from forge_train.config.presets import presets as installed
+from forge_train.mesh.axes import of_domain
 from forge_train_kit.present import short
 
 from . import screen

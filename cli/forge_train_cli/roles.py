@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tomllib
 
-from forge_train.contract.reference import PluginRef
-from forge_train.ground import presets
-from forge_train.ground.names import canonical
+from forge_train.base.names import canonical
+from forge_train.config import presets
+from forge_train.plugin.reference import PluginRef
 
 ROOMS = {
     "models": "model",

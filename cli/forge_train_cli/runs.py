@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from forge_train.ground.errors import ConfigError, nearest
-from forge_train.ground.present import gib
-from forge_train.ground.strict_json import dumps
+from forge_train.base.errors import ConfigError, nearest
+from forge_train.base.present import gib
+from forge_train.base.strict_json import dumps
 from forge_train_kit.present import quantity, sparkline
 
 from . import screen
@@ -186,7 +186,7 @@ def open_run(name: str | None, folder: Path) -> History:
     Raises:
         ConfigError: if there is none.
     """
-    from forge_train.storage.run import is_run
+    from forge_train.checkpoint.run import is_run
 
     if name is None:
         found = runs_in(folder)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forge_train.ground.errors import ConfigError
+from forge_train.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

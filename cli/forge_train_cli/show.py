@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forge_train.ground.strict_json import dumps
+from forge_train.base.strict_json import dumps
 
 from . import screen
 from .options import json_option, run_options

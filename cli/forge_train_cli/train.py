@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from forge_train.base.disk import DiskError
+from forge_train.base.errors import INTERRUPTED, ConfigError, DivergedError, ForgeError
+from forge_train.base.failure import Failure
+from forge_train.base.strict_json import dumps
+from forge_train.checkpoint.run import is_checkpoint, is_run
 from forge_train.config.layers import Request
 from forge_train.contract.events import Finished
-from forge_train.contract.run import Run
-from forge_train.ground.disk import DiskError
-from forge_train.ground.errors import INTERRUPTED, ConfigError, DivergedError, ForgeError
-from forge_train.ground.failure import Failure
-from forge_train.ground.strict_json import dumps
 from forge_train.registry.discovery import plugin_name
-from forge_train.storage.run import is_checkpoint, is_run
+from forge_train.run.run import Run
 from forge_train_tools.launching.ending import told
 
 from .addresses import fetch
@@ -92,7 +92,7 @@ def train(
     if not (quiet or as_json) and sys.stdout.isatty():
         click.echo(click.style("starting …", dim=True) + "\r", nl=False)  # the next output overwrites it
     try:
-        from forge_train.ground.world import world_size
+        from forge_train.mesh.world import world_size
         from forge_train.registry.setup import resolve
 
         _check_launch(nproc, max_restarts, min_nproc)

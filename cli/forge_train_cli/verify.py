@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from forge_train.base.errors import ConfigError, ForgeError
+from forge_train.base.strict_json import dumps
 from forge_train.config import LENGTHS
 from forge_train.config.layers import Request, lay
-from forge_train.ground.errors import ConfigError, ForgeError
-from forge_train.ground.strict_json import dumps
 from forge_train_kit.present import sparkline
 
 from . import screen

@@ -9,6 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .base.errors import CommunicationError as CommunicationError
+    from .base.errors import ConfigError as ConfigError
+    from .base.errors import DivergedError as DivergedError
+    from .base.errors import ForgeError as ForgeError
+    from .base.errors import PluginError as PluginError
+    from .base.errors import Problem as Problem
+    from .base.failure import Failure as Failure
     from .config.schema import FilePath as FilePath
     from .config.schema import Ge as Ge
     from .config.schema import Gt as Gt
@@ -34,12 +41,9 @@ if TYPE_CHECKING:
     from .contract.events import Update as Update
     from .contract.extra import ExtraModel as ExtraModel
     from .contract.init import Init as Init
-    from .contract.job import Job as Job
     from .contract.metric import Bins as Bins
     from .contract.metric import Metric as Metric
     from .contract.model import Model as Model
-    from .contract.plugin import Plugin as Plugin
-    from .contract.plugin import hookimpl as hookimpl
     from .contract.protocols import Evaluator as Evaluator
     from .contract.protocols import Executor as Executor
     from .contract.protocols import HFModel as HFModel
@@ -51,21 +55,17 @@ if TYPE_CHECKING:
     from .contract.protocols import SpanName as SpanName
     from .contract.protocols import Task as Task
     from .contract.protocols import Tokenizer as Tokenizer
-    from .contract.specs import HookSpec as HookSpec
-    from .contract.specs import hookspec as hookspec
     from .contract.transform import Applied as Applied
     from .contract.transform import MicroBatch as MicroBatch
     from .contract.transform import Phase as Phase
     from .contract.transform import Specialisation as Specialisation
     from .contract.transform import Transform as Transform
     from .contract.transform import swap as swap
-    from .ground.errors import CommunicationError as CommunicationError
-    from .ground.errors import ConfigError as ConfigError
-    from .ground.errors import DivergedError as DivergedError
-    from .ground.errors import ForgeError as ForgeError
-    from .ground.errors import PluginError as PluginError
-    from .ground.errors import Problem as Problem
-    from .ground.failure import Failure as Failure
+    from .plugin.job import Job as Job
+    from .plugin.plugin import Plugin as Plugin
+    from .plugin.plugin import hookimpl as hookimpl
+    from .plugin.specs import HookSpec as HookSpec
+    from .plugin.specs import hookspec as hookspec
 
 __version__ = "0.1.0"
 
@@ -76,17 +76,17 @@ _HOME = {
     "contract.batch": "Axes Batch BatchPhase CurrentStep MASKED Preparation PrepareBatch PrepareStep",
     "contract.events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
     "contract.extra": "ExtraModel",
-    "contract.job": "Job",
+    "plugin.job": "Job",
     "contract.metric": "Bins Metric",
     "contract.model": "Model",
-    "contract.plugin": "Plugin hookimpl",
+    "plugin.plugin": "Plugin hookimpl",
     "contract.init": "Init",
     "contract.protocols": "Evaluator Executor HFModel"
     " Loader LossScale RolloutLoader Schedule Span SpanName Task Tokenizer",
-    "contract.specs": "HookSpec hookspec",
+    "plugin.specs": "HookSpec hookspec",
     "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
-    "ground.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",
-    "ground.failure": "Failure",
+    "base.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",
+    "base.failure": "Failure",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 

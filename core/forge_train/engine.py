@@ -10,33 +10,33 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from .composition.compose import Composition
+from .base import disk
+from .base.errors import ConfigError, ForgeError, describe
+from .base.failure import Failure
+from .base.files import remove_remains, write_json
+from .base.lock import Lock
+from .checkpoint import checkpoint
+from .checkpoint.copies import bring, stores
+from .checkpoint.fetching import fetched
+from .checkpoint.run import describe_run, is_kept, is_run, set_aside
+from .checkpoint.start import Start, changed_values, claim, unclaim
+from .compose.compose import Composition
 from .config import Config
 from .config.layers import DEFAULT
-from .contract.control import signals
 from .contract.events import Finished
-from .contract.job import Job
-from .contract.run import Run
-from .ground import disk
-from .ground.axes import CONFIGURED
-from .ground.errors import ConfigError, ForgeError, describe
-from .ground.failure import Failure
-from .ground.files import remove_remains, write_json
-from .ground.lock import Lock
 from .loop.assembly import assemble, joined, prepare_process
 from .loop.out_of_memory import Memory
 from .loop.resume import check_allowed, compare
 from .loop.saver import repair_finished
-from .loop.step import Watcher
 from .loop.training import Training
-from .processes.distributed import DistributedContext
+from .mesh.axes import CONFIGURED
+from .mesh.distributed import DistributedContext
+from .plugin.job import Job
 from .registry.setup import Setup
 from .registry.write import to_toml
-from .storage import checkpoint
-from .storage.copies import bring, stores
-from .storage.fetching import fetched
-from .storage.run import describe_run, is_kept, is_run, set_aside
-from .storage.start import Start, changed_values, claim, unclaim
+from .run.control import signals
+from .run.run import Run
+from .step.step import Watcher
 
 log = logging.getLogger("forge_train")
 

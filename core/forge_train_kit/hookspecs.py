@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from forge_train.contract.job import Job
-from forge_train.contract.specs import hookspec
+from forge_train.plugin.job import Job
+from forge_train.plugin.specs import hookspec
 
 from .heads import Classes, Head, HeadSpec, Tail, Trunk
 from .layers import Attention, AttentionKernel, FeedForward, Layer

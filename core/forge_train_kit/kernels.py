@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forge_train.contract.attention import KernelCapabilities
-from forge_train.contract.job import Job
+from forge_train.plugin.job import Job
 
 from .hookspecs import attention_kernel
 from .layers import AttentionKernel

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, cast
 
+from forge_train.base.errors import ConfigError
 from forge_train.contract.batch import MASKED
 from forge_train.contract.protocols import Scalar
-from forge_train.ground.errors import ConfigError
 
 __all__ = [
     "LABEL_WEIGHTS",

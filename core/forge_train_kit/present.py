@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from forge_train.ground.present import BINARY, rounded
+from forge_train.base.present import BINARY, rounded
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 

@@ -10,14 +10,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from forge_train.base.errors import ForgeError, PluginError, describe
 from forge_train.contract.events import CheckpointEvent, Evaluation, Finished, LogRecord
 from forge_train.contract.metric import Bins
-from forge_train.contract.plugin import Plugin, hookimpl
-from forge_train.ground.errors import ForgeError, PluginError, describe
+from forge_train.plugin.plugin import Plugin, hookimpl
 
 if TYPE_CHECKING:
-    from forge_train.contract.job import Job
-    from forge_train.contract.run import Run
+    from forge_train.plugin.job import Job
+    from forge_train.run.run import Run
 
 __all__ = ["Tracker"]
 

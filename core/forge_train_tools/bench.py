@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forge_train.config.layers import Request
 from forge_train.contract.events import CheckpointEvent, StepResult
-from forge_train.contract.plugin import Plugin, hookimpl
+from forge_train.plugin.plugin import Plugin, hookimpl
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from forge_train.contract.job import Job
     from forge_train.contract.model import Model
     from forge_train.contract.protocols import Loader
+    from forge_train.plugin.job import Job
 
 TURN = 5
 """Steps that a loop takes before the other one's turn."""
@@ -122,7 +122,7 @@ class Probe(Plugin):
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        from forge_train.loop.meter import device_peak
+        from forge_train.step.meter import device_peak
 
         train = job.config.train
         self._job, self._model = job, model
@@ -165,7 +165,7 @@ class Probe(Plugin):
         if event.kind == "saving":
             self._wall = time.perf_counter()
         elif event.kind == "saved":
-            from forge_train.storage import checkpoint
+            from forge_train.checkpoint import checkpoint
 
             self.result.save_seconds = time.perf_counter() - self._wall
             weights = {f"model.{name}": tensor for name, tensor in self._model.state_dict().items()}

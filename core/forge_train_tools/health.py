@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forge_train.ground.layout import Device, Layout
-from forge_train.ground.present import gib
-from forge_train.ground.world import World
-from forge_train.processes.distributed import DistributedContext
+from forge_train.base.present import gib
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Device, Layout
+from forge_train.mesh.world import World
 
 PERIOD = 7
 SIZES = {"cuda": 4095, "cpu": 525, "mps": 1050}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from forge_train.contract.batch import Batch
-from forge_train.contract.job import Job
-from forge_train.contract.specs import hookspec
+from forge_train.plugin.job import Job
+from forge_train.plugin.specs import hookspec
 
 
 @hookspec("questions", asked=None)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from forge_train.ground.strict_json import dumps, loads
+from forge_train.base.strict_json import dumps, loads
 
 INNER = 3
 """Frames of the main thread, from the innermost, that tell whether it waits for other ranks."""

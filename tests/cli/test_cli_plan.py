@@ -117,7 +117,7 @@ def test_the_keys(forge: Forge) -> None:
 
 
 def test_the_parameters_are_those_of_the_run(forge: Forge, folder: Path) -> None:
-    from forge_train.storage import checkpoint
+    from forge_train.checkpoint import checkpoint
 
     counts = planned(forge)["parameters"]
     forge("train", "tiny.toml", "--name", "mine", "-q")

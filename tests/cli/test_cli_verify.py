@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge_command import Forge
-from forge_train.ground.records import read
+from forge_train.run.records import read
 from forge_train_cli.app import run
 from forge_train_tools import verification
 from forge_train_tools.verification import Check, Verdict

@@ -9,7 +9,7 @@ import pytest
 
 from forge_command import Forge
 from forge_train import ConfigError
-from forge_train.ground.errors import shortened
+from forge_train.base.errors import shortened
 from forge_train_tools.launching.slurm import SlurmJob
 
 pytestmark = pytest.mark.unit

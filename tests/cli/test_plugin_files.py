@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from forge_command import Forge
-from forge_train.contract.fingerprint import fingerprint
-from forge_train.ground.names import split
+from forge_train.base.names import split
+from forge_train.plugin.fingerprint import fingerprint
 
 pytestmark = pytest.mark.accept("house", 4)
 

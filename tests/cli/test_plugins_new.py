@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import forge_train_cli.new
-from forge_train.contract.calls import implemented
+from forge_train.plugin.calls import implemented
 from forge_train_cli.app import run
 from forge_train_cli.new import source
 from forge_train_cli.snippets import SNIPPETS

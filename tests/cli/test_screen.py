@@ -15,8 +15,8 @@ import click
 import pytest
 
 from forge_command import Forge
-from forge_train.ground.layout import Layout
-from forge_train.storage.start import changed_layout
+from forge_train.checkpoint.start import changed_layout
+from forge_train.mesh.layout import Layout
 from forge_train_cli.curves import Curve, drawing
 from forge_train_cli.screen import WIDEST
 from forge_train_kit.data.prepare.progress import Report

@@ -11,8 +11,8 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from forge_train.ground.layout import Layout
-from forge_train.processes.distributed import DistributedContext
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Layout
 from forge_train_tools.testing import joined
 
 

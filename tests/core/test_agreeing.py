@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from forge_train.ground.errors import CommunicationError
-from forge_train.ground.world import World
-from forge_train.processes.process_group import _agree
+from forge_train.base.errors import CommunicationError
+from forge_train.mesh.process_group import _agree
+from forge_train.mesh.world import World
 
 pytestmark = [pytest.mark.unit]
 

@@ -12,8 +12,8 @@ import pytest
 
 from forge_cli import forge
 from forge_train import Plugin, PluginError, hookimpl
-from forge_train.ground import artifacts
-from forge_train.ground.artifacts import Recorder, recorded
+from forge_train.run import artifacts
+from forge_train.run.artifacts import Recorder, recorded
 from forge_train_tools.testing import Pool, RunForge
 
 pytestmark = pytest.mark.accept("parts", 6)

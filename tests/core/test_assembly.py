@@ -10,7 +10,7 @@ import torch
 
 from forge_train import MicroBatch, Plugin, Update, hookimpl
 from forge_train.engine import train
-from forge_train.loop.step import Stepper, Watcher
+from forge_train.step.step import Stepper, Watcher
 from forge_train_tools.testing import run_forge
 from forge_train_tools.testing.runs import prepared
 

@@ -37,12 +37,12 @@ from forge_train import (
     Transform,
     hookimpl,
 )
-from forge_train.contract.blame import note_plugin
-from forge_train.contract.calls import Calls, EnabledPlugin, implemented
 from forge_train.contract.events import Evaluation, StepResult
-from forge_train.contract.hooks import Hooks
-from forge_train.contract.hookspecs import OBSERVERS, SPECS
-from forge_train.contract.reference import PluginRef
+from forge_train.plugin.blame import note_plugin
+from forge_train.plugin.calls import Calls, EnabledPlugin, implemented
+from forge_train.plugin.hooks import Hooks
+from forge_train.plugin.hookspecs import OBSERVERS, SPECS
+from forge_train.plugin.reference import PluginRef
 from forge_train.registry.declared import Specs
 from forge_train.state_map import Rename
 from forge_train_kit import hookspecs

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import toys
-from forge_train.contract.fingerprint import fingerprint
-from forge_train.contract.reference import PluginRef
-from forge_train.ground.names import locate
+from forge_train.base.names import locate
+from forge_train.plugin.fingerprint import fingerprint
+from forge_train.plugin.reference import PluginRef
 from tiny_models import reseal
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 14)]
@@ -136,7 +136,7 @@ def test_a_file_that_is_not_python_yet_is_counted_as_it_is(package: Path) -> Non
 
 def test_forge_s_own_plugins_count_what_computes() -> None:
     """A built-in plugin's thin file only names what lies beside it."""
-    from forge_train.contract import fingerprint as module
+    from forge_train.plugin import fingerprint as module
 
     name = "forge_train_plugins.optimizers.lion"
     assert "forge_train_plugins.optimizers._lion" in module._files(name, locate(name))

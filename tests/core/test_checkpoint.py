@@ -16,10 +16,8 @@ import pytest
 import torch
 
 from forge_train import ConfigError, ForgeError
-from forge_train.ground.layout import Layout
-from forge_train.processes.distributed import DistributedContext
-from forge_train.storage import writing
-from forge_train.storage.checkpoint import (
+from forge_train.checkpoint import writing
+from forge_train.checkpoint.checkpoint import (
     MANIFEST,
     check,
     found,
@@ -31,7 +29,9 @@ from forge_train.storage.checkpoint import (
     save,
     shapes,
 )
-from forge_train.storage.save_plan import Shards
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Layout
+from forge_train.store.save_plan import Shards
 
 pytestmark = pytest.mark.unit
 

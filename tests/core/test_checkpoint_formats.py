@@ -12,9 +12,9 @@ import xxhash
 
 from forge_cli import forge
 from forge_train import ConfigError
-from forge_train.storage import checkpoint
-from forge_train.storage.manifest import FORMAT
-from forge_train.storage.seal import ALONE, weights_digest
+from forge_train.checkpoint import checkpoint
+from forge_train.checkpoint.seal import ALONE, weights_digest
+from forge_train.store.manifest import FORMAT
 from forge_train_tools.offline.dcp import import_dcp, old_digest
 from forge_train_tools.offline.examine import examine
 from tiny_models import flip, reseal

@@ -17,11 +17,11 @@ import torch
 from bucket import bucket, keys
 from forge_cli import environment
 from forge_train import ConfigError
-from forge_train.storage import checkpoint
-from forge_train.storage.checkpoint import load, save
-from forge_train.storage.copies import Sender, Sent, bring
-from forge_train.storage.seal import ALONE
-from forge_train.storage.store import Store
+from forge_train.checkpoint import checkpoint
+from forge_train.checkpoint.checkpoint import load, save
+from forge_train.checkpoint.copies import Sender, Sent, bring
+from forge_train.checkpoint.seal import ALONE
+from forge_train.checkpoint.store import Store
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", 2)]
 
@@ -154,9 +154,9 @@ DRIVER = '''
 import os, pathlib, shutil, signal, sys
 
 from bucket import bucket
-from forge_train.storage import store
-from forge_train.storage.copies import Sender
-from forge_train.storage.store import Store
+from forge_train.checkpoint import store
+from forge_train.checkpoint.copies import Sender
+from forge_train.checkpoint.store import Store
 
 folder, address = pathlib.Path(sys.argv[1]), sys.argv[2]
 at = 0

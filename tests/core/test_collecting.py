@@ -8,10 +8,10 @@ import os
 import pytest
 import torch
 
-from forge_train.ground.layout import Layout
-from forge_train.loop import collecting
-from forge_train.processes import distributed
-from forge_train.processes.distributed import DistributedContext
+from forge_train.mesh import distributed
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Layout
+from forge_train.step import collecting
 
 pytestmark = pytest.mark.unit
 

@@ -27,10 +27,10 @@ from forge_train import (
     hookimpl,
     swap,
 )
-from forge_train.composition.compose import Composition, compose, order
-from forge_train.composition.coverage import check_added, needed
-from forge_train.ground.axes import CONFIGURED
-from forge_train.ground.layout import Layout
+from forge_train.compose.compose import Composition, compose, order
+from forge_train.compose.coverage import check_added, needed
+from forge_train.mesh.axes import CONFIGURED
+from forge_train.mesh.layout import Layout
 from forge_train.registry.discovery import discover
 from forge_train_tools.testing.environment import installed
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from forge_train.base.errors import ConfigError
 from forge_train.config import Request
-from forge_train.ground.errors import ConfigError
 from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
 

@@ -12,9 +12,9 @@ import toys
 from forge_train import ConfigError, Ge, Gt, Lt, Plugin, PluginError, Volatile, section
 from forge_train.config import Config, differences
 from forge_train.config.layers import Origin, Request, Tree, Value, lay
+from forge_train.config.presets import presets
 from forge_train.config.toml import read
 from forge_train.config.validate import read_text, validate
-from forge_train.ground.presets import presets
 from forge_train.registry.setup import resolve
 from forge_train.registry.write import to_toml
 from forge_train_tools.testing import Installed, installed

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import chat_model
 from forge_train import ConfigError
-from forge_train.ground.disk import DiskError
-from forge_train.storage.hf_folder import Folder
+from forge_train.base.disk import DiskError
+from forge_train.checkpoint.hf_folder import Folder
 from forge_train_tools.offline.convert import convert_folder
 from forge_train_tools.planning.ledger import Ledger
 from full_disk import full_for

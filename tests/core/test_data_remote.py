@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from forge_train import ConfigError
-from forge_train.ground import remote
+from forge_train.checkpoint import remote
 from forge_train_kit.data.files import File, find
 from forge_train_kit.data.formats import lookup
 

@@ -13,10 +13,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from forge_train.storage import writing
-from forge_train.storage.consolidated import INDEX
-from forge_train.storage.seal import ALONE
-from forge_train.storage.writing import prune, save
+from forge_train.checkpoint import writing
+from forge_train.checkpoint.seal import ALONE
+from forge_train.checkpoint.writing import prune, save
+from forge_train.store.consolidated import INDEX
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", 2)]
 

@@ -16,7 +16,7 @@ import torch
 import toys
 from forge_cli import environment, start
 from forge_train import ConfigError, DivergedError, ForgeError, Plugin, PluginError, Update, hookimpl
-from forge_train.storage.checkpoint import check, found
+from forge_train.checkpoint.checkpoint import check, found
 from forge_train_tools.testing import TinyRun
 
 ALL = (toys.Noise, toys.Average)
@@ -424,7 +424,7 @@ def test_what_fails_while_a_failure_is_recorded_does_not_hide_it(
         toys.run(tmp_path, Bad)
     assert "KeyError: 'the second'" in caplog.text
     monkeypatch.setattr(
-        "forge_train.storage.run.Run.end", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left"))
+        "forge_train.checkpoint.run.Run.end", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left"))
     )
     with pytest.raises(LookupError, match="the first"):
         toys.run(tmp_path, Bad)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forge_train import ConfigError
-from forge_train.composition.initialise import declared_init, fill
-from forge_train.storage.checkpoint import shapes
+from forge_train.checkpoint.checkpoint import shapes
+from forge_train.compose.initialise import declared_init, fill
 from forge_train_cli.app import run as forge
 from forge_train_tools.offline.hf_files import TensorFiles
 from forge_train_tools.offline.hf_import import import_checkpoint

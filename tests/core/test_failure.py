@@ -24,11 +24,11 @@ from forge_train import (
     PrepareBatch,
     hookimpl,
 )
-from forge_train.contract.run import Run
-from forge_train.ground import records
-from forge_train.ground.errors import Where, locate
-from forge_train.storage import tensors
-from forge_train.storage.save_plan import Shards
+from forge_train.base.errors import Where, locate
+from forge_train.run import records
+from forge_train.run.run import Run
+from forge_train.store import tensors
+from forge_train.store.save_plan import Shards
 from forge_train_tools.launching.launch import WorkerResult
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", "23b")]

@@ -12,7 +12,7 @@ import torch
 import toys
 from forge_cli import forge, one_message
 from forge_train import ConfigError, ForgeError, Plugin, PluginError, Transform, hookimpl, section
-from forge_train.ground.errors import explain
+from forge_train.base.errors import explain
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 23)]
 

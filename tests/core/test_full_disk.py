@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 import toys
+from forge_train.base import disk
+from forge_train.base.disk import DiskError, LogFile
+from forge_train.checkpoint.checkpoint import check, found
 from forge_train.engine import train
-from forge_train.ground import disk
-from forge_train.ground.disk import DiskError, LogFile
-from forge_train.storage.checkpoint import check, found
 from forge_train_tools.launching import launch
 from forge_train_tools.launching.launch import WorkerCommand, WorkerResult, leave, left
 from full_disk import full_for

@@ -16,10 +16,10 @@ import pytest
 
 import toys
 from forge_train import ConfigError, Plugin, PluginError, hookimpl, hookspec
-from forge_train.contract.calls import EnabledPlugin
-from forge_train.contract.hooks import Hooks
-from forge_train.contract.reference import PluginRef
-from forge_train.contract.specs import HookSpec
+from forge_train.plugin.calls import EnabledPlugin
+from forge_train.plugin.hooks import Hooks
+from forge_train.plugin.reference import PluginRef
+from forge_train.plugin.specs import HookSpec
 from forge_train.registry import declared
 from forge_train.registry.declared import SpecModule, Specs, spec_modules
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
@@ -467,7 +467,7 @@ def test_metadata_older_than_the_code_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_kernels_hooks_go_through_the_same_door() -> None:
-    from forge_train.contract import hookspecs
+    from forge_train.plugin import hookspecs
 
     kernel = spec_modules()[0]
     assert list(kernel.declares) == list(hookspecs.SPECS) == list(kernel.load())

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Init, PluginError
-from forge_train.composition import initialise
-from forge_train.composition.initialise import ROWS, declared_init, fill, materialise, retie, tied_groups
+from forge_train.compose import initialise
+from forge_train.compose.initialise import ROWS, declared_init, fill, materialise, retie, tied_groups
 
 pytestmark = pytest.mark.unit
 NORMAL = Init("normal", 0.5)

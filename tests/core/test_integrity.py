@@ -18,7 +18,7 @@ import tiny_models
 import toys
 from forge_cli import Ended, forge
 from forge_train import ConfigError, DivergedError, Plugin, Update, hookimpl
-from forge_train.storage import checkpoint, seal
+from forge_train.checkpoint import checkpoint, seal
 from tiny_models import flip, reseal
 
 pytestmark = pytest.mark.unit

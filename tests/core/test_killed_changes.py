@@ -15,11 +15,11 @@ import torch
 import toys
 from forge_cli import forge
 from forge_train import ConfigError, Plugin, hookimpl
-from forge_train.ground import files
-from forge_train.ground.records import read
-from forge_train.storage import checkpoint, noted, retreat
-from forge_train.storage.seal import ALONE, check
-from forge_train.storage.writing import prune, repair, save
+from forge_train.base import files
+from forge_train.checkpoint import checkpoint, noted, retreat
+from forge_train.checkpoint.seal import ALONE, check
+from forge_train.checkpoint.writing import prune, repair, save
+from forge_train.run.records import read
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", 2)]
 OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")

@@ -20,9 +20,9 @@ import pytest
 import toys
 from forge_cli import forge, one_message, start
 from forge_train import ConfigError, ForgeError, Plugin, hookimpl
-from forge_train.contract.run import Run
-from forge_train.ground import lock
-from forge_train.ground.lock import Owner, take
+from forge_train.base import lock
+from forge_train.base.lock import Owner, take
+from forge_train.run.run import Run
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", "10")]
 
@@ -138,7 +138,7 @@ def test_an_owner_gives_signs_of_life(tmp_path: Path) -> None:
 RACE = """
 import os, pathlib, sys, time
 from forge_train import ConfigError
-from forge_train.ground.lock import take
+from forge_train.base.lock import take
 
 def outcome(folder):
     try:
@@ -215,7 +215,7 @@ def test_a_run_that_fails_lets_go(tmp_path: Path, fail: type[Exception]) -> None
 
 def test_two_runs_without_a_name_get_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both began in the same second, and both looked before either made its folder."""
-    from forge_train.storage import start as starting
+    from forge_train.checkpoint import start as starting
 
     monkeypatch.setattr("time.strftime", lambda *arguments: "now")
     first = toys.run(tmp_path).run

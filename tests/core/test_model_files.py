@@ -13,10 +13,10 @@ import torch
 import tiny_models
 import toys
 from forge_train import ConfigError, Plugin, hookimpl
+from forge_train.checkpoint.checkpoint import check
 from forge_train.config import Request
 from forge_train.engine import train
 from forge_train.registry.setup import resolve
-from forge_train.storage.checkpoint import check
 from forge_train_cli.app import run as forge
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.huggingface import export_checkpoint

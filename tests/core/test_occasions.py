@@ -11,8 +11,8 @@ import pytest
 
 import toys
 from forge_train import ConfigError, Plugin, hookimpl
+from forge_train.checkpoint.checkpoint import found
 from forge_train.loop import occasions
-from forge_train.storage.checkpoint import found
 from forge_train_tools.testing import TinyRun
 from saving import ASYNC, stepping
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from forge_train import ConfigError, HFModel
+from forge_train.checkpoint.hf_fit import plan
+from forge_train.checkpoint.hf_folder import Folder
 from forge_train.state_map import Rename
-from forge_train.storage.hf_fit import plan
-from forge_train.storage.hf_folder import Folder
 
 pytestmark = pytest.mark.unit
 

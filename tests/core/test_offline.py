@@ -12,11 +12,11 @@ import torch
 import tiny_models
 from forge_cli import forge
 from forge_train import ConfigError, ForgeError
+from forge_train.checkpoint import checkpoint
 from forge_train.config import Request
 from forge_train.engine import train
-from forge_train.ground.layout import Layout
+from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import resolve
-from forge_train.storage import checkpoint
 from forge_train_tools.offline.opening import Wanted, open_model, setup_of
 
 

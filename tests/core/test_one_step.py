@@ -93,7 +93,7 @@ def test_the_loss_and_its_gradient_are_those_of_all_unmasked_tokens(tmp_path: Pa
     run = toys.run(tmp_path, Gradients, steps=1, config={"train.micro_batch": 1})
     found: Gradients = run.plugin("gradients")
     with toys.job(folder=tmp_path) as job:
-        from forge_train.composition.compose import compose
+        from forge_train.compose.compose import compose
 
         (part,) = compose(job).model.parts
         loader = toys.ToyLoader(job, True, 0)
@@ -290,7 +290,7 @@ def test_gradients_are_clipped_by_their_global_norm(tmp_path: Path, limit: float
 
 def weights(folder: Path) -> dict[str, Tensor]:
     """The toys' initial weights."""
-    from forge_train.composition.compose import compose
+    from forge_train.compose.compose import compose
 
     with toys.job(folder=folder) as job:
         return {name: value.clone() for name, value in compose(job).model.state_dict().items()}

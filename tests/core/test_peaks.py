@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from forge_train.ground.peaks import PEAKS, peak_flops
-from forge_train.loop.meter import Meter
+from forge_train.step.meter import Meter
+from forge_train.step.peaks import PEAKS, peak_flops
 from forge_train_tools.planning import DEVICES
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("house", 4)]

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from forge_train import ForgeError
-from forge_train.ground.layout import Layout
-from forge_train.ground.world import World
+from forge_train.mesh.layout import Layout
+from forge_train.mesh.world import World
 from forge_train_tools.planning import meshes
 from forge_train_tools.planning.communication import Collective, Collectives, Names
 from forge_train_tools.planning.imagined import ImaginedContext, imagined

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from forge_train.ground.present import few, gib
+from forge_train.base.present import few, gib
 from forge_train_kit.present import column, counted, duration, quantity, short, sparkline, time_span
 
 

@@ -16,10 +16,10 @@ import torch
 import forge_train
 import toys
 from forge_train import Batch, ConfigError, DivergedError, ForgeError, PluginError
+from forge_train.base.errors import describe, nearest
 from forge_train.config.sections import ParallelSection
-from forge_train.ground.axes import CONFIGURED
-from forge_train.ground.errors import describe, nearest
-from forge_train.ground.layout import Layout
+from forge_train.mesh.axes import CONFIGURED
+from forge_train.mesh.layout import Layout
 
 pytestmark = pytest.mark.unit
 

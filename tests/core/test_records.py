@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge_train import ConfigError, PluginError
-from forge_train.ground.records import EVENTS, METRICS_VERSION, EventSchema, Records, read
+from forge_train.run.records import EVENTS, METRICS_VERSION, EventSchema, Records, read
 
 pytestmark = pytest.mark.unit
 

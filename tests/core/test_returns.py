@@ -29,7 +29,7 @@ from forge_train import (
     hookimpl,
 )
 from forge_train.contract import protocols
-from forge_train.contract.returns import kind_of, results, returned
+from forge_train.plugin.returns import kind_of, results, returned
 from forge_train.registry.declared import Specs
 from forge_train_kit import losses
 from forge_train_kit.heads import Classes

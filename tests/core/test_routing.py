@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from forge_train.ground.layout import Layout
+from forge_train.mesh.layout import Layout
 from forge_train_kit.model import record_choices
 from forge_train_kit.model.choices import heard_by
 from forge_train_tools.verification import Verdict

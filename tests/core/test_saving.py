@@ -18,13 +18,14 @@ import torch
 
 import toys
 from forge_train import DivergedError, ForgeError, Plugin, PluginError, hookimpl
-from forge_train.ground.disk import DiskError
-from forge_train.storage import save_plan, writing
-from forge_train.storage.background import NICENESS, Background
-from forge_train.storage.checkpoint import check, found, load, save
-from forge_train.storage.save_plan import Shards, balanced
-from forge_train.storage.seal import ALONE
-from forge_train.storage.shards import Shard
+from forge_train.base.disk import DiskError
+from forge_train.checkpoint import writing
+from forge_train.checkpoint.background import NICENESS, Background
+from forge_train.checkpoint.checkpoint import check, found, load, save
+from forge_train.checkpoint.seal import ALONE
+from forge_train.store import save_plan
+from forge_train.store.save_plan import Shards, balanced
+from forge_train.store.shards import Shard
 from full_disk import full_for
 from saving import ASYNC, contents, overwritten, slow_disk, stepping
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from forge_train import Model, PluginError
-from forge_train.storage.state import (
+from forge_train.checkpoint.state import (
     keep_rates,
     load_optimizer_state,
     optimizer_state,
@@ -21,7 +21,7 @@ from forge_train.storage.state import (
     seed_everything,
     set_random_state,
 )
-from forge_train.storage.tree import join, split
+from forge_train.store.tree import join, split
 
 pytestmark = pytest.mark.unit
 

@@ -12,9 +12,9 @@ import pytest
 
 import toys
 from forge_train import DivergedError, ForgeError, Plugin, hookimpl
-from forge_train.contract.run import Run
-from forge_train.ground.records import read
-from forge_train.ground.strict_json import dumps, loads
+from forge_train.base.strict_json import dumps, loads
+from forge_train.run.records import read
+from forge_train.run.run import Run
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", "15")]
 ROOT = Path(__file__).parents[2]
@@ -112,8 +112,8 @@ def test_nothing_else_writes_json() -> None:
     allowed = {
         "config/validate.py",
         "config/__init__.py",
-        "ground/strict_json.py",
-        "storage/state.py",
+        "base/strict_json.py",
+        "checkpoint/state.py",
         "offline/hf_files.py",
     }
     wrong = []

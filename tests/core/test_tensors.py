@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from forge_train import ConfigError
+from forge_train.checkpoint.seal import ALONE
 from forge_train.state_map.views import Box, whole
-from forge_train.storage import tensors
-from forge_train.storage.index import entries_of, read_index, write_index
-from forge_train.storage.seal import ALONE
-from forge_train.storage.shards import Shard
-from forge_train.storage.tensor_files import file_of, write_shards
+from forge_train.store import tensors
+from forge_train.store.index import entries_of, read_index, write_index
+from forge_train.store.shards import Shard
+from forge_train.store.tensor_files import file_of, write_shards
 
 pytestmark = pytest.mark.unit
 

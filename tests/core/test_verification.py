@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
-from forge_train.ground.layout import Layout
+from forge_train.mesh.layout import Layout
 from forge_train_tools.verification import Offender
 from forge_train_tools.verification.explain import Explanation, _fit, of_unreduced
 from forge_train_tools.verification.follow import Followed, FollowedStep

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import toys
 from forge_train import ForgeError, Plugin, hookimpl, section
 from forge_train.config import Request
-from forge_train.ground.layout import Layout, named
+from forge_train.mesh.layout import Layout, named
 from forge_train_tools import verification
 from forge_train_tools.launching.launch import Ended, WorkerCommand, WorkerResult
 from forge_train_tools.verification import Verdict, verify

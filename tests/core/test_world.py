@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from forge_train import ConfigError, ForgeError
-from forge_train.ground.layout import Layout
-from forge_train.ground.world import World, first_host
-from forge_train.processes.distributed import DistributedContext
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Layout
+from forge_train.mesh.world import World, first_host
 from forge_train_tools.launching.launch import Ended, WorkerCommand, WorkerResult, check_alone
 from forge_train_tools.launching.launched import kind
 from forge_train_tools.planning.topology import Topology

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_train.ground.errors import ConfigError
+from forge_train.base.errors import ConfigError
 from forge_train_kit.data import foreign
 from forge_train_kit.data.foreign import ends_of, largest, open_foreign
 from forge_train_kit.data.shard import Shard

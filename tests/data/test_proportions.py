@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_train.ground.errors import ConfigError
+from forge_train.base.errors import ConfigError
 from forge_train_kit.data.proportions import RESOLUTION, Phases, Proportions, capped, tempered
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 2)]

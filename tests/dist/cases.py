@@ -169,9 +169,9 @@ def global_norm() -> dict[str, float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from forge_train.ground.layout import Layout
-    from forge_train.loop.gradients import clip, total_norm
-    from forge_train.processes.distributed import DistributedContext
+    from forge_train.mesh.distributed import DistributedContext
+    from forge_train.mesh.layout import Layout
+    from forge_train.step.gradients import clip, total_norm
 
     world = torch.distributed.get_world_size()
     root = init_device_mesh("cpu", (world,), mesh_dim_names=("world",))
@@ -199,8 +199,8 @@ def global_norm() -> dict[str, float]:
 
 def along_axes() -> dict[str, Any]:
     """What a rank of dp 2 × tp 2 gathers along each axis, of tensors of its own shape, and where its data is."""
-    from forge_train.ground.layout import Layout
-    from forge_train.processes.distributed import DistributedContext
+    from forge_train.mesh.distributed import DistributedContext
+    from forge_train.mesh.layout import Layout
 
     with DistributedContext.join(Layout(dp_shard=2, tp=2), "cpu") as context:
         mine = torch.full((context.rank + 1,), context.rank)

@@ -23,8 +23,8 @@ import toys
 import warm
 from chaotic import MOMENTS, ON_MAIN, STRUCK, VARIABLE, Misfortune, Moment
 from forge_cli import command, environment
-from forge_train.ground.records import TIMINGS, read
-from forge_train.storage.checkpoint import check, found
+from forge_train.checkpoint.checkpoint import check, found
+from forge_train.run.records import TIMINGS, read
 from saving import contents
 
 STEPS, EVERY, KEEP = 10, 2, 2

@@ -120,7 +120,7 @@ def _watch(owner: Any, name: str, moment: str, fate: _Fate) -> None:
 
 def _slow_down(seconds: float) -> None:
     """A disk that takes its time."""
-    from forge_train.storage import save_plan
+    from forge_train.store import save_plan
 
     flush, write = os.fsync, save_plan.write_shards
 
@@ -150,9 +150,9 @@ class Chaos(Plugin):
     def on_start(self, job: Any) -> None:
         if FATE is None:
             return
+        from forge_train.checkpoint import writing
         from forge_train.loop import saver
-        from forge_train.storage import writing
-        from forge_train.storage.save_plan import Shards
+        from forge_train.store.save_plan import Shards
 
         FATE.reached("start")
         for owner, name, moment in (

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train.ground.layout import Layout
-from forge_train.processes.distributed import DistributedContext
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Layout
 from forge_train_kit.model import TiledAttention
 from forge_train_plugins.attention._eager import Kernel as Eager
 from forge_train_plugins.parallel._cp.apply import ranks_of

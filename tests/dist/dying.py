@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_train import Plugin, hookimpl
-from forge_train.storage import writing
+from forge_train.checkpoint import writing
 
 
 class Dies(Plugin):

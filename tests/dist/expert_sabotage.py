@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Applied, Transform, hookimpl
-from forge_train.composition.initialise import local_window
+from forge_train.compose.initialise import local_window
 from forge_train_kit.model import record_choices
 from forge_train_plugins.experts._moe.block import Routed
 from forge_train_plugins.experts._moe.router import Router, kept

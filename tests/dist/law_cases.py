@@ -14,8 +14,8 @@ from torch import nn
 
 import toys
 from forge_train import Applied, ConfigError, Phase, Plugin, Transform, hookimpl
-from forge_train.ground.layout import Layout
-from forge_train.processes.distributed import DistributedContext
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Layout
 from forge_train_tools.testing import joined, run_forge
 from hot_path import Watch, counting, waits
 from layouts import Replicas

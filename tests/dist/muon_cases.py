@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from forge_train import Plugin, hookimpl
-from forge_train.storage.state import optimizer_state
+from forge_train.checkpoint.state import optimizer_state
 from forge_train_kit.optim.matrices import Matrix
 from forge_train_plugins.optimizers.muon import Muon
 from forge_train_tools.testing import run_forge

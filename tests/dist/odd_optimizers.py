@@ -229,7 +229,7 @@ def placed() -> dict[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from forge_train.storage.placement import place
+    from forge_train.store.placement import place
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parameters = {"a.weight": distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)]), "plain": torch.zeros(4)}

@@ -13,10 +13,10 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from forge_train import Plugin, hookimpl
-from forge_train.ground.disk import DiskError
+from forge_train.base.disk import DiskError
+from forge_train.checkpoint.background import Background
 from forge_train.loop.saver import Saver
-from forge_train.storage.background import Background
-from forge_train.storage.save_plan import Shards
+from forge_train.store.save_plan import Shards
 from forge_train_tools.testing import run_forge
 from full_disk import full_for
 from saving import ASYNC, contents, overwritten, slow_disk

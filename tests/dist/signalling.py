@@ -7,8 +7,8 @@ import time
 from typing import Annotated, Any
 
 from forge_train import Plugin, Volatile, hookimpl, section
-from forge_train.ground.world import FORGE_LAUNCHED
-from forge_train.storage import writing
+from forge_train.checkpoint import writing
+from forge_train.mesh.world import FORGE_LAUNCHED
 
 
 class Signalling(Plugin):

@@ -10,7 +10,7 @@ import pytest
 
 import cases
 from compositions import Composition
-from forge_train.storage.checkpoint import found, shapes
+from forge_train.checkpoint.checkpoint import found, shapes
 from forge_train_tools.offline.opening import open_model
 from forge_train_tools.testing import Pool, PoolError, Verifier
 

@@ -11,8 +11,8 @@ import pytest
 
 import toys
 from forge_cli import environment, forge_process
-from forge_train.ground.records import read
-from forge_train.storage.checkpoint import check, found
+from forge_train.checkpoint.checkpoint import check, found
+from forge_train.run.records import read
 from forge_train_tools.testing import Pool
 from saving import ASYNC
 

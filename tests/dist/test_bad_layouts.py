@@ -14,7 +14,7 @@ import pytest
 
 import toys
 from forge_cli import DECODER, TESTS, environment, forge, forge_process, one_message
-from forge_train.storage.checkpoint import check, found
+from forge_train.checkpoint.checkpoint import check, found
 from forge_train_tools.launching.launch import left
 
 pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.accept("dist", 2)]

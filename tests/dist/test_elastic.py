@@ -13,7 +13,7 @@ import pytest
 import toys
 from forge_cli import environment, forge, forge_process, one_message
 from forge_train.engine import train
-from forge_train.ground.records import read
+from forge_train.run.records import read
 from forge_train_tools.launching.launch import Ended, Restart, WorkerCommand, launch
 
 pytestmark = [pytest.mark.dist]

@@ -10,7 +10,7 @@ import pytest
 
 import toys
 from forge_train import ConfigError
-from forge_train.storage.checkpoint import found, shapes
+from forge_train.checkpoint.checkpoint import found, shapes
 from forge_train_tools.planning import plan
 from forge_train_tools.testing import Pool, PoolError
 from forge_train_tools.testing.runs import prepared

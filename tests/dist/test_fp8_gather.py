@@ -12,7 +12,7 @@ import pytest
 
 import compositions
 import gather_cases
-from forge_train.storage import checkpoint
+from forge_train.checkpoint import checkpoint
 from forge_train_tools.testing import Pool, PoolError, run_forge
 
 pytestmark = [pytest.mark.dist]

@@ -13,7 +13,7 @@ import pytest
 
 import toys
 from forge_cli import forge_process
-from forge_train.storage.checkpoint import check, found
+from forge_train.checkpoint.checkpoint import check, found
 from forge_train_tools.testing import Pool
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("trial", 16), pytest.mark.timeout(400)]

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from forge_train.ground.records import read
+from forge_train.checkpoint.checkpoint import check, found, shapes
+from forge_train.run.records import read
 from forge_train.state_map.views import whole as whole_range
-from forge_train.storage.checkpoint import check, found, shapes
-from forge_train.storage.consolidated import INDEX
-from forge_train.storage.tensors import read_range
+from forge_train.store.consolidated import INDEX
+from forge_train.store.tensors import read_range
 from forge_train_tools.offline.examine import examine
 from forge_train_tools.testing import Pool
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from forge_cli import environment, start
-from forge_train.ground.records import TIMINGS, read
+from forge_train.run.records import TIMINGS, read
 
 pytestmark = [
     *(pytest.mark.e2e, pytest.mark.dist, pytest.mark.timeout(900)),

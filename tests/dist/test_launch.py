@@ -19,8 +19,8 @@ import pytest
 import forge_cli
 import toys
 import warm
-from forge_train.ground import records
-from forge_train.storage.checkpoint import check, found
+from forge_train.checkpoint.checkpoint import check, found
+from forge_train.run import records
 
 pytestmark = [pytest.mark.dist, pytest.mark.e2e]
 TESTS = Path(__file__).parent.parent

@@ -11,8 +11,8 @@ import pytest
 
 import toys
 from forge_cli import environment, forge, forge_process
-from forge_train.ground.records import TIMINGS, read
-from forge_train.storage.checkpoint import check, found
+from forge_train.checkpoint.checkpoint import check, found
+from forge_train.run.records import TIMINGS, read
 from signalling import Signalling
 
 pytestmark = [pytest.mark.accept("trial", "other"), pytest.mark.timeout(400)]

@@ -15,8 +15,8 @@ import pytest
 
 import toys
 from forge_cli import forge, forge_process
-from forge_train.ground import records
-from forge_train.storage.checkpoint import check, found
+from forge_train.checkpoint.checkpoint import check, found
+from forge_train.run import records
 
 pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.accept("resilience", "slurm")]
 TESTS = Path(__file__).parent.parent

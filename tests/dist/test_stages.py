@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forge_train.storage.checkpoint import check, found, shapes
+from forge_train.checkpoint.checkpoint import check, found, shapes
 from forge_train_tools.testing import Pool, PoolError
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("house", 2)]

@@ -17,7 +17,7 @@ import pytest
 import toys
 from forge_cli import environment
 from forge_train import Plugin, hookimpl
-from forge_train.ground.records import read
+from forge_train.run.records import read
 
 pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 VALUES = {"train.steps": 20_000, "train.evaluate_every": 0, "checkpoint.every": 5, "checkpoint.keep": 2}

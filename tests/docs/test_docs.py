@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from forge_train import Plugin
-from forge_train.contract.hookspecs import OBSERVERS
-from forge_train.contract.plugin import PROJECT
+from forge_train.plugin.hookspecs import OBSERVERS
+from forge_train.plugin.plugin import PROJECT
 from forge_train.registry.declared import Specs
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from forge_cli import DECODER, TESTS, Ended, environment, forge, one_message
-from forge_train.composition.initialise import allocate
+from forge_train.compose.initialise import allocate
 from forge_train.loop.out_of_memory import Held, Memory, requested
 from forge_train.registry.discovery import discover, find, load
 
@@ -190,10 +190,10 @@ def test_weights_that_this_machine_can_not_hold_are_refused_before_they_are_fill
 ) -> None:
     """Linux would grant the memory, and kill the process later, without a word."""
     part = torch.nn.Linear(10, 100, device="meta")
-    monkeypatch.setattr("forge_train.composition.initialise.physical_memory", lambda: 4399)
+    monkeypatch.setattr("forge_train.compose.initialise.physical_memory", lambda: 4399)
     with pytest.raises(MemoryError, match="tried to allocate 4400 bytes") as caught:
         allocate(part, torch.device("cpu"))
     assert requested(caught.value) == 4400
-    monkeypatch.setattr("forge_train.composition.initialise.physical_memory", lambda: 4400)
+    monkeypatch.setattr("forge_train.compose.initialise.physical_memory", lambda: 4400)
     allocate(part, torch.device("cpu"))
     assert part.weight.device.type == "cpu"

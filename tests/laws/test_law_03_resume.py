@@ -20,10 +20,10 @@ import torch
 
 import toys
 from forge_cli import DECODER, environment, forge, forge_process, start
-from forge_train.ground.layout import Layout
-from forge_train.ground.records import TIMINGS, read
-from forge_train.processes.distributed import DistributedContext
-from forge_train.storage import checkpoint
+from forge_train.checkpoint import checkpoint
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Layout
+from forge_train.run.records import TIMINGS, read
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.accept("core", 3)]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import toys
 from forge_train import Batch, BatchPhase, Metric, Plugin, PrepareBatch, StepResult, hookimpl
-from forge_train.contract.calls import Calls
+from forge_train.plugin.calls import Calls
 from forge_train_kit import metrics
 from forge_train_tools.testing import run_forge
 from hot_path import Watch, counting, waits
@@ -158,9 +158,9 @@ def test_events_of_a_step_cost_one_call_for_each_who_listens(tmp_path: Path, mon
 
 def test_the_norm_and_the_clipping_stay_on_the_device(tmp_path: Path) -> None:
     """On the meta device no value exists: whoever reads one fails."""
-    from forge_train.ground.layout import Layout
-    from forge_train.loop.gradients import clip, total_norm
-    from forge_train.processes.distributed import DistributedContext
+    from forge_train.mesh.distributed import DistributedContext
+    from forge_train.mesh.layout import Layout
+    from forge_train.step.gradients import clip, total_norm
 
     gradients: list[Tensor] = [torch.ones(3, 2, device="meta"), torch.ones(5, device="meta")]
     norm = total_norm(gradients, DistributedContext(Layout(), torch.device("meta")))
@@ -172,9 +172,9 @@ def test_the_norm_and_the_clipping_stay_on_the_device(tmp_path: Path) -> None:
 
 def test_the_norm_of_narrow_gradients_takes_no_wide_copy_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 billion gradients in bf16 would take 30 GiB more in fp32, all at once."""
-    from forge_train.ground.layout import Layout
-    from forge_train.loop.gradients import total_norm
-    from forge_train.processes.distributed import DistributedContext
+    from forge_train.mesh.distributed import DistributedContext
+    from forge_train.mesh.layout import Layout
+    from forge_train.step.gradients import total_norm
 
     gradients = [torch.full((1000,), 0.1, dtype=torch.bfloat16) for _ in range(5)]
     given: list[Tensor] = []

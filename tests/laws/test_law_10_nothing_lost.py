@@ -14,8 +14,8 @@ import pytest
 import toys
 from forge_cli import environment
 from forge_train import ForgeError, Plugin, hookimpl
-from forge_train.storage import writing
-from forge_train.storage.checkpoint import check, found
+from forge_train.checkpoint import writing
+from forge_train.checkpoint.checkpoint import check, found
 
 pytestmark = [pytest.mark.accept("core", 3)]
 
@@ -25,10 +25,10 @@ import json, os, pathlib, shutil, signal, sys
 
 import torch
 
-from forge_train.storage import checkpoint
-from forge_train.storage.background import Background
-from forge_train.storage.writing import Copies, commit, stage_in
-from forge_train.processes.distributed import DistributedContext
+from forge_train.checkpoint import checkpoint
+from forge_train.checkpoint.background import Background
+from forge_train.checkpoint.writing import Copies, commit, stage_in
+from forge_train.mesh.distributed import DistributedContext
 from forge_train.config.rules import Layout
 
 folder, behind, form = pathlib.Path(sys.argv[1]), sys.argv[2] == "behind", sys.argv[3]

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 import toys
 from forge_train import ConfigError, DivergedError, Plugin, hookimpl
-from forge_train.ground.records import read
-from forge_train.storage.checkpoint import found
+from forge_train.checkpoint.checkpoint import found
+from forge_train.run.records import read
 from forge_train_plugins.resilience._anomaly.judge import Judge
 from forge_train_tools.testing import RunForge, TinyRun, assert_conforms, run_forge
 from hot_path import Watch, counting, waits

@@ -10,7 +10,7 @@ from torch import nn
 
 from forge_train import ConfigError, KernelCapabilities
 from forge_train.config import Request
-from forge_train.ground.layout import Layout
+from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import resolve
 from forge_train_plugins.parallel._cp.apply import Heads, check_recurrence, choose, most_ranks, wrap
 

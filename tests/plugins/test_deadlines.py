@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import toys
-from forge_train.storage.checkpoint import check, found
+from forge_train.checkpoint.checkpoint import check, found
 from forge_train_plugins.resilience._signals import end_of_job, seconds_left
 from forge_train_plugins.resilience.signals import Signals
 from forge_train_tools.testing import assert_conforms

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fakes
 from forge_train import ConfigError
-from forge_train.composition.initialise import materialise
+from forge_train.compose.initialise import materialise
 from forge_train_kit.layers import Layer
 from forge_train_kit.optim import hidden_matrices
 from forge_train_plugins.attention._delta_net.module import GatedDeltaNet

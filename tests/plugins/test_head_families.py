@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from forge_train import ConfigError, HFModel, Model
-from forge_train.composition.compose import compose
+from forge_train.checkpoint import hf_fit
+from forge_train.checkpoint.hf_folder import Folder, fill
+from forge_train.compose.compose import compose
 from forge_train.config import Request
 from forge_train.registry.setup import resolve
 from forge_train.state_map import Rename
-from forge_train.storage import hf_fit
-from forge_train.storage.hf_folder import Folder, fill
 from forge_train_plugins.models._decoder import heads
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.huggingface import export_checkpoint

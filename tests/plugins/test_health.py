@@ -14,7 +14,7 @@ import torch
 import toys
 from forge_cli import environment, forge_process
 from forge_train import ForgeError, hookimpl, section
-from forge_train.ground.layout import Layout
+from forge_train.mesh.layout import Layout
 from forge_train_plugins.resilience import _health as stragglers
 from forge_train_tools import health
 from forge_train_tools.health import Measured, compare, device_complaints, disk, known_product
@@ -240,8 +240,8 @@ def test_a_rank_that_the_others_wait_for_is_named(ranks: Pool, tmp_path: Path) -
 
 def looked(folder: str) -> list[list[str]]:
     """What two ranks find."""
-    from forge_train.ground.layout import Layout
-    from forge_train.processes.distributed import DistributedContext
+    from forge_train.mesh.distributed import DistributedContext
+    from forge_train.mesh.layout import Layout
 
     with DistributedContext.join(Layout(dp_shard=2), "cpu") as dist:
         return [[one.name, one.status] for one in health.look(dist, Path(folder), 1e9)]

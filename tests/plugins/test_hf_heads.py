@@ -11,11 +11,11 @@ import torch
 
 import hf_models
 from forge_train import ConfigError
-from forge_train.composition.compose import compose
+from forge_train.checkpoint import hf_fit
+from forge_train.checkpoint.hf_folder import Folder, fill
+from forge_train.compose.compose import compose
 from forge_train.config import Request
 from forge_train.registry.setup import resolve
-from forge_train.storage import hf_fit
-from forge_train.storage.hf_folder import Folder, fill
 from forge_train_plugins.models._hf.config import of
 from forge_train_plugins.models._hf.files import exported
 from forge_train_tools.offline.hf_import import import_checkpoint

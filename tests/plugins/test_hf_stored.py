@@ -13,8 +13,8 @@ from torch import Tensor
 
 import hf_models
 from forge_train import ConfigError, HFModel
+from forge_train.checkpoint.hf_folder import Folder
 from forge_train.state_map import Box, Plan
-from forge_train.storage.hf_folder import Folder
 from forge_train_plugins.models._hf.files import imported
 from forge_train_plugins.models._hf.stored import from_files, held_by_files
 from forge_train_plugins.models._hf.weights import Stored

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import toys
 from forge_train import MASKED, Batch, ConfigError, Job, Model, Plugin, Update, hookimpl
-from forge_train.ground.records import TIMINGS
+from forge_train.run.records import TIMINGS
 from forge_train_plugins.models._mtp.ahead import following
 from forge_train_tools.testing import TinyRun, run_forge
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from forge_train import ConfigError
-from forge_train.ground.layout import Layout
+from forge_train.mesh.layout import Layout
 from forge_train_kit.pipeline import Action, Timetable, Work
 from forge_train_plugins.parallel._pp import cuts, cutting, program, rules, schedules
 from forge_train_plugins.parallel.pp import PipelineParallel

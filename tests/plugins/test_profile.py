@@ -15,7 +15,7 @@ import torch
 
 from forge_cli import forge
 from forge_train import ConfigError
-from forge_train.contract.run import Run
+from forge_train.run.run import Run
 from forge_train_plugins.observers._profile.timeline import Activity, Split, split
 from forge_train_plugins.observers._profile.window import Window
 from forge_train_tools.testing import Pool, RunForge

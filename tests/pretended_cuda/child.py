@@ -25,7 +25,7 @@ from torch import Tensor
 
 import standins  # noqa: F401
 from forge_train import BatchPhase, Job, Plugin, PrepareBatch, Update, hookimpl
-from forge_train.loop.step import Stepper
+from forge_train.step.step import Stepper
 from forge_train_tools.testing import run_forge
 
 LOGGED = 4

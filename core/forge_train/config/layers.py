@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..ground.errors import ConfigError, brief, nearest
-from ..ground.names import canonical
-from ..ground.presets import base, presets
+from ..base.errors import ConfigError, brief, nearest
+from ..base.names import canonical
+from .presets import base, presets
 from .toml import Document, Key, read
 
 OriginKind = Literal["default", "plugin", "preset", "file", "FORGE_SET", "--set"]

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from ..ground.errors import Problem, nearest
-from ..ground.layout import Layout, LayoutError
-from ..ground.names import canonical
+from ..base.errors import Problem, nearest
+from ..base.names import canonical
+from ..mesh.layout import Layout, LayoutError
 from . import LENGTHS, Config
 
 LONGEST_NAME = 200

@@ -10,8 +10,8 @@ from typing import Any, TypeVar, dataclass_transform
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from ..ground.errors import PluginError
-from ..ground.places import place
+from ..base.errors import PluginError
+from ..base.places import place
 
 __all__ = ["FilePath", "Ge", "Gt", "Le", "Lt", "Volatile", "section"]
 

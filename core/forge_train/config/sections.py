@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from ..ground.layout import Device
+from ..mesh.layout import Device
 from .schema import FilePath, Ge, Gt, Lt, Volatile, section
 
 Precision = Literal["fp32", "bf16", "fp16"]

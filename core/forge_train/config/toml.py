@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..ground.errors import ConfigError, describe
+from ..base.errors import ConfigError, describe
 
 Key = tuple[str, ...]
 

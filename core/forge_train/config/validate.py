@@ -13,8 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..ground.errors import nearest
-from ..ground.names import is_file
+from ..base.errors import nearest
+from ..base.names import is_file
 from .annotations import annotation_of, mark, members_of, table_type
 from .layers import Origin, Value
 from .schema import FilePath, check_section, no_toml

@@ -1,1 +1,1 @@
-"""The plugin API, and the code that calls plugins."""
+"""The values that core and plugins exchange."""

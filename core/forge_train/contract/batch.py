@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ..ground.errors import PluginError
+from ..base.errors import PluginError
 
 if TYPE_CHECKING:
     import torch

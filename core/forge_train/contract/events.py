@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..ground.errors import PluginError
+from ..base.errors import PluginError
 from .metric import Bins
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Update:
 
     def scale(self, k: Tensor | float) -> None:
         """Multiply every gradient, and the norm, by `k`."""
-        from ..ground.tensors import present, scale
+        from .tensors import present, scale
 
         scale(present(self.parameters), k)
         self.grad_norm = self.grad_norm * k

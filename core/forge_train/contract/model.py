@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..ground.errors import ConfigError
+from ..base.errors import ConfigError
 from .transform import Direction, MicroBatch
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..ground.errors import PluginError
+from ..base.errors import PluginError
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,1 +1,1 @@
-"""A run: its steps, and what happens between them."""
+"""A run from its first step to its last: start, resume, log, save."""

@@ -7,19 +7,19 @@ from contextlib import contextmanager
 
 import torch
 
-from ..composition.compose import Composition, compose
-from ..contract.job import Job
+from ..base.errors import ConfigError
+from ..base.failure import during
+from ..checkpoint import state
+from ..checkpoint.run import plugin_list
+from ..compose.compose import Composition, compose
 from ..contract.model import Model
-from ..contract.run import Run
-from ..ground.errors import ConfigError
-from ..ground.failure import during
-from ..ground.layout import Layout
-from ..ground.world import world_size
-from ..processes.distributed import DistributedContext
+from ..mesh.distributed import DistributedContext
+from ..mesh.layout import Layout
+from ..mesh.world import world_size
+from ..plugin.job import Job
 from ..registry.setup import Setup
-from ..storage import state
-from ..storage.run import plugin_list
-from .step import Stepper, Watcher
+from ..run.run import Run
+from ..step.step import Stepper, Watcher
 
 
 @contextmanager

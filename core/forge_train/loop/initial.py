@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..composition.initialise import tied_groups
-from ..contract.hooks import Hooks
-from ..contract.job import Job
+from ..base.errors import ConfigError, ForgeError, describe
+from ..base.failure import during
+from ..checkpoint import checkpoint, hf_fit
+from ..checkpoint.hf_folder import CONFIG, Folder, fill, is_hugging_face
+from ..compose.initialise import tied_groups
 from ..contract.model import Model
 from ..contract.protocols import HFModel
-from ..ground.errors import ConfigError, ForgeError, describe
-from ..ground.failure import during
-from ..storage import checkpoint, hf_fit
-from ..storage.hf_folder import CONFIG, Folder, fill, is_hugging_face
+from ..plugin.hooks import Hooks
+from ..plugin.job import Job
 from . import mapped
 from .weights import Base, Patterns, load_weights
 

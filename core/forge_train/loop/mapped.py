@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..composition.initialise import tied_groups
-from ..contract.job import Job
+from ..base.errors import ConfigError
+from ..checkpoint.hf_folder import Folder, fill, indented
+from ..checkpoint.ranges import Weights
+from ..compose.initialise import tied_groups
 from ..contract.model import Model
 from ..contract.protocols import HFModel
-from ..ground.errors import ConfigError
+from ..plugin.job import Job
 from ..state_map import Chain, Plan, StateMap, Step, View
 from ..state_map.named import named
-from ..storage.hf_folder import Folder, fill, indented
-from ..storage.ranges import Weights
 from .weights import Patterns, places
 
 KEY = "train.init_map"

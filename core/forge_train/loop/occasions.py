@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..contract.job import Job
-from ..ground.errors import ConfigError
-from ..ground.present import few
-from ..storage import checkpoint
+from ..base.errors import ConfigError
+from ..base.present import few
+from ..checkpoint import checkpoint
+from ..plugin.job import Job
 
 REQUEST = "save"
 """The file in the run's folder that asks for a checkpoint."""

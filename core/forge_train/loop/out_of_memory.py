@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from ..contract.job import Job
+from ..base.errors import ForgeError
+from ..base.failure import phase_of
+from ..base.present import gib
 from ..contract.model import Model
-from ..ground.errors import ForgeError
-from ..ground.failure import phase_of
-from ..ground.present import gib
-from ..ground.tensors import held_bytes, state_of
+from ..contract.tensors import held_bytes, state_of
+from ..plugin.job import Job
 from ..registry.discovery import discover
-from .meter import memory_gib
+from ..step.meter import memory_gib
 
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory|std::bad_alloc", re.IGNORECASE)
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(\w+)", re.IGNORECASE)

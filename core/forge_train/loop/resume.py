@@ -11,17 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..config import MAY_DIFFER, differences
-from ..contract.job import Job
-from ..ground.errors import ConfigError, nearest
-from ..ground.failure import during
-from ..ground.names import canonical
-from ..registry.discovery import discover
-from ..storage import checkpoint, evaluated
-from ..storage.placement import check_alike, describe_odd
-from ..storage.run import plugin_list, saved_plugins
-from ..storage.start import changed_layout
-from ..storage.state import (
+from ..base.errors import ConfigError, nearest
+from ..base.failure import during
+from ..base.names import canonical
+from ..checkpoint import checkpoint, evaluated
+from ..checkpoint.run import plugin_list, saved_plugins
+from ..checkpoint.start import changed_layout
+from ..checkpoint.state import (
     all_random_states,
     by_group,
     follow_new_curve,
@@ -32,8 +28,12 @@ from ..storage.state import (
     random_states_like,
     set_random_state_from,
 )
-from ..storage.tree import split
-from .step import Progress, Stepper, tokenizer_digest
+from ..config import MAY_DIFFER, differences
+from ..plugin.job import Job
+from ..registry.discovery import discover
+from ..step.step import Progress, Stepper, tokenizer_digest
+from ..store.placement import check_alike, describe_odd
+from ..store.tree import split
 from .weights import Base, compare_shapes, kept, places, read
 
 log = logging.getLogger("forge_train")

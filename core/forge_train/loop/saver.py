@@ -9,17 +9,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from ..base.errors import describe
+from ..base.failure import during
+from ..checkpoint import checkpoint, model_files, retreat
+from ..checkpoint.background import Background
+from ..checkpoint.copies import Sender, Sent, best_of, bring, stores
+from ..checkpoint.noted import note_roll_back, noted_roll_back
+from ..checkpoint.seal import ALONE
+from ..checkpoint.writing import Copies, commit, prune, repair, stage_in
 from ..contract.events import CheckpointEvent
-from ..contract.job import Job
-from ..ground.errors import describe
-from ..ground.failure import during
-from ..processes.distributed import DistributedContext
-from ..storage import checkpoint, model_files, retreat
-from ..storage.background import Background
-from ..storage.copies import Sender, Sent, best_of, bring, stores
-from ..storage.noted import note_roll_back, noted_roll_back
-from ..storage.seal import ALONE
-from ..storage.writing import Copies, commit, prune, repair, stage_in
+from ..mesh.distributed import DistributedContext
+from ..plugin.job import Job
 from .occasions import Occasions
 
 log = logging.getLogger("forge_train")

@@ -6,23 +6,23 @@ import math
 import time
 from pathlib import Path
 
-from ..contract.control import Requests, RollBack
+from ..base.errors import ConfigError, DivergedError
+from ..base.failure import during
+from ..checkpoint import checkpoint, retreat
+from ..checkpoint.noted import left_out
 from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
-from ..ground.errors import ConfigError, DivergedError
-from ..ground.failure import during
 from ..registry.unused import note_uncalled
-from ..storage import checkpoint, retreat
-from ..storage.noted import left_out
-from . import collecting
-from .aggregate import split
-from .evaluation import Evaluations
-from .forward import close
+from ..run.control import Requests, RollBack
+from ..step import collecting
+from ..step.aggregate import split
+from ..step.evaluation import Evaluations
+from ..step.forward import close
+from ..step.meter import Meter
+from ..step.step import Progress, Stepper
 from .initial import load_initial
-from .meter import Meter
 from .occasions import Occasions
 from .resume import capture, optimizer_to_save, restore
 from .saver import Saver
-from .step import Progress, Stepper
 from .weights import Base, base_of, check_kept, load_extra
 
 

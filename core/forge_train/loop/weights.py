@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..composition.extra import told_of
-from ..contract.job import Job
+from ..base.errors import ConfigError
+from ..base.failure import during
+from ..base.present import few
+from ..checkpoint import checkpoint, evaluated
+from ..checkpoint.evaluated import MODEL
+from ..checkpoint.seal import weights_digest
+from ..compose.extra import told_of
 from ..contract.model import Model
-from ..ground.errors import ConfigError
-from ..ground.failure import during
-from ..ground.present import few
-from ..processes.distributed import DistributedContext
-from ..storage import checkpoint, evaluated
-from ..storage.evaluated import MODEL
-from ..storage.seal import weights_digest
+from ..mesh.distributed import DistributedContext
+from ..plugin.job import Job
 
 
 @dataclass(frozen=True)

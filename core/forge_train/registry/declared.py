@@ -15,12 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..contract import hookspecs
-from ..contract.calls import EnabledPlugin, implemented
-from ..contract.specs import HookSpec, specs_of
-from ..ground.errors import ConfigError, ForgeError, describe
-from ..ground.names import import_module, is_file, locate
-from ..ground.places import place
+from ..base.errors import ConfigError, ForgeError, describe
+from ..base.names import import_module, is_file, locate
+from ..base.places import place
+from ..plugin import hookspecs
+from ..plugin.calls import EnabledPlugin, implemented
+from ..plugin.specs import HookSpec, specs_of
 from .discovery import CONTRIB, DISTRIBUTION, contributed, identity, own_version
 
 GROUP = "forge_train.hookspecs"

@@ -16,12 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..contract.reference import PluginRef
-from ..ground.errors import ConfigError, ForgeError, describe, nearest
-from ..ground.names import canonical, folder, import_module, is_file, snake, split
+from ..base.errors import ConfigError, ForgeError, describe, nearest
+from ..base.names import canonical, folder, import_module, is_file, snake, split
+from ..plugin.reference import PluginRef
 
 if TYPE_CHECKING:
-    from ..contract.plugin import Plugin
+    from ..plugin.plugin import Plugin
 
 GROUP = "forge_train.plugins"
 CONTRIB = "forge_train_contrib"
@@ -116,7 +116,7 @@ def load(found: PluginRef) -> type[Plugin]:
     Raises:
         ConfigError: if it can't be imported, is not a `Plugin`, or was written for another plugin API.
     """
-    from ..contract.plugin import Plugin  # a listing does without
+    from ..plugin.plugin import Plugin  # a listing does without
 
     where, attribute = split(found.object)
     try:
@@ -194,7 +194,7 @@ def _owners() -> Mapping[str, list[str]]:
 
 
 def _only_plugin(found: PluginRef, members: dict[str, object]) -> type[Plugin]:
-    from ..contract.plugin import Plugin
+    from ..plugin.plugin import Plugin
 
     classes = [value for value in members.values() if isinstance(value, type) and issubclass(value, Plugin)]
     own = [cls for cls in classes if cls.__module__ == found.module]
@@ -208,7 +208,7 @@ def _only_plugin(found: PluginRef, members: dict[str, object]) -> type[Plugin]:
 
 
 def _check_api(found: PluginRef, plugin: type[Plugin]) -> None:
-    from ..contract.plugin import API
+    from ..plugin.plugin import API
 
     api: Any = plugin.api  # whatever a stranger wrote there
     if not (isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api)):

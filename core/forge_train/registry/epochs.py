@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from ..base.errors import ConfigError
 from ..config import LENGTHS, Config
 from ..config.layers import Tree
 from ..config.rules import filled
-from ..contract.hooks import Hooks
-from ..ground.errors import ConfigError
-from ..ground.layout import Layout
+from ..mesh.layout import Layout
+from ..plugin.hooks import Hooks
 
 UNKNOWN = 10**9
 """Steps that stand in for those of a run whose data was not opened yet."""
@@ -36,9 +36,9 @@ def counted(config: Config, hooks: Hooks) -> Config:
     """
     import torch
 
-    from ..contract.job import Job
-    from ..contract.run import Run
-    from ..processes.distributed import DistributedContext
+    from ..mesh.distributed import DistributedContext
+    from ..plugin.job import Job
+    from ..run.run import Run
 
     Job.of(config, hooks, Run(Path()), DistributedContext(Layout(), torch.device("cpu")))
     loader = hooks.build_data("train")

@@ -8,12 +8,12 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..base.errors import nearest
+from ..base.places import place
 from ..contract.attention import KernelCapabilities
-from ..contract.calls import EnabledPlugin, implemented
-from ..contract.plugin import MARK, Plugin
-from ..contract.specs import HookSpec
-from ..ground.errors import nearest
-from ..ground.places import place
+from ..plugin.calls import EnabledPlugin, implemented
+from ..plugin.plugin import MARK, Plugin
+from ..plugin.specs import HookSpec
 from .discovery import CONTRIB, DISTRIBUTION
 
 Specs = Mapping[str, HookSpec[..., Any]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ..contract.attention import KernelCapabilities
-from ..contract.hooks import Hooks
+from ..plugin.hooks import Hooks
 from .discovery import discover
 
 SLOT = "attention_kernel"

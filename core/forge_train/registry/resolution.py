@@ -9,11 +9,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..base.errors import ConfigError, nearest
+from ..base.names import canonical, is_file, split
 from ..config.layers import CONDITIONAL, Origin, Request, Tree
-from ..contract.calls import EnabledPlugin
-from ..contract.reference import PluginRef
-from ..ground.errors import ConfigError, nearest
-from ..ground.names import canonical, is_file, split
+from ..plugin.calls import EnabledPlugin
+from ..plugin.reference import PluginRef
 from .declared import Specs
 from .discovery import RESERVED, discover, dotted, in_file, instead, is_name, load, plugin_name
 from .inspection import check_hooks

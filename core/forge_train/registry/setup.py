@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..base.errors import ConfigError, ForgeError, Problem, describe, locate, nearest
+from ..base.failure import during
+from ..base.names import canonical
 from ..config import Config, rules
 from ..config.layers import DEFAULT, Layered, Origin, Request, Tree, UnknownPresetError, Value, lay
 from ..config.sections import CORE_SECTIONS
 from ..config.validate import Mistake, validate
-from ..contract.calls import EnabledPlugin, plugin_note
-from ..contract.hooks import Hooks
-from ..contract.plugin import PROJECT, Plugin
-from ..ground.errors import ConfigError, ForgeError, Problem, describe, locate, nearest
-from ..ground.failure import during
-from ..ground.names import canonical
+from ..plugin.calls import EnabledPlugin, plugin_note
+from ..plugin.hooks import Hooks
+from ..plugin.plugin import PROJECT, Plugin
 from . import epochs, kernels
 from .discovery import discover
 from .resolution import Resolution, foreign_map

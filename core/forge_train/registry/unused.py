@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..base.errors import ConfigError
 from ..config.layers import Origin
-from ..contract.calls import EnabledPlugin, implemented
-from ..contract.hooks import Hooks
-from ..contract.hookspecs import SPECS
-from ..contract.plugin import PROJECT
-from ..contract.specs import Stage
-from ..ground.errors import ConfigError
+from ..plugin.calls import EnabledPlugin, implemented
+from ..plugin.hooks import Hooks
+from ..plugin.hookspecs import SPECS
+from ..plugin.plugin import PROJECT
+from ..plugin.specs import Stage
 
 if TYPE_CHECKING:
     from ..config import Config

@@ -12,15 +12,15 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..base.names import canonical
 from ..config.layers import CONDITIONAL, Request, lay
 from ..config.sections import CORE_SECTIONS
 from ..config.toml import Key
 from ..config.validate import plain
-from ..ground.names import canonical
 
 if TYPE_CHECKING:
     from ..config import Config
-    from ..contract.hooks import Hooks
+    from ..plugin.hooks import Hooks
 
 
 def to_toml(config: Config, hooks: Hooks, *, comments: bool = False, notes: Mapping[Key, str] | None = None) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..ground.errors import ConfigError
-from ..ground.present import few
+from ..base.errors import ConfigError
+from ..base.present import few
 from .views import Box, Fetch, Shape, Stored, View, read, reads, whole, write
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..ground.errors import ConfigError, describe, nearest
-from ..ground.names import import_module, is_file, split
+from ..base.errors import ConfigError, describe, nearest
+from ..base.names import import_module, is_file, split
 
 
 def named(spec: str, key: str) -> object:

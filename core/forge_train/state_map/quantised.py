@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from ..ground.errors import ConfigError
+from ..base.errors import ConfigError
 from .maps import StateMap, Step
 from .names import same_placeholders, template
 from .views import Box, View, along, sizes

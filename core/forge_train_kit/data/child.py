@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forge_train import ConfigError
-from forge_train.ground.errors import ForgeError, describe
+from forge_train.base.errors import ForgeError, describe
 
 _ALIGNED = 64
 _PR_SET_PDEATHSIG = 1

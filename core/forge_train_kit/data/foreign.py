@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from forge_train.ground.errors import ConfigError
+from forge_train.base.errors import ConfigError
 
 from .shard import Ids, Shard
 

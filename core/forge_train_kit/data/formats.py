@@ -19,7 +19,7 @@ from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_train import ConfigError
-from forge_train.ground.errors import ForgeError, describe, nearest
+from forge_train.base.errors import ForgeError, describe, nearest
 from forge_train.registry.discovery import identity
 
 if TYPE_CHECKING:

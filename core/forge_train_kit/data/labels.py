@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forge_train import MASKED, ConfigError, Tokenizer
-from forge_train.ground.errors import nearest
-from forge_train.ground.present import few
+from forge_train.base.errors import nearest
+from forge_train.base.present import few
 from forge_train_kit.data.encoders import OffsetEncoder
 from forge_train_kit.heads import Classes
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from forge_train.ground.present import run_length
+from forge_train.base.present import run_length
 
 from . import progress
 from .documents import Documents

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from forge_train import ConfigError
-from forge_train.ground.errors import describe
-from forge_train.ground.untrusted import load_json
+from forge_train.base.errors import describe
+from forge_train.base.untrusted import load_json
 
 from .documents import Documents
 from .held_out import SIDES, Side

@@ -20,7 +20,7 @@ from random import Random
 from typing import Any, Protocol
 
 from forge_train import ConfigError, Tokenizer
-from forge_train.ground.errors import ForgeError, describe, nearest
+from forge_train.base.errors import ForgeError, describe, nearest
 from forge_train.registry.discovery import identity
 
 GROUP = "forge_train.maps"

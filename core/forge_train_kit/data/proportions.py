@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from forge_train.ground.errors import ConfigError
+from forge_train.base.errors import ConfigError
 
 from .permutation import permute
 

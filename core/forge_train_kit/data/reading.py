@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forge_train import MASKED
-from forge_train.ground.errors import ForgeError, describe
+from forge_train.base.errors import ForgeError, describe
 
 from .documents import Int64
 from .rows import Arrays

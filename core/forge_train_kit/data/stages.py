@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from forge_train.ground.present import few, gib
+from forge_train.base.present import few, gib
 
 from ..present import several
 

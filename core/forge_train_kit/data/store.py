@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forge_train import ConfigError
-from forge_train.ground.strict_json import loads
+from forge_train.base.strict_json import loads
 
 from .shard import Ids, Learned, Shard
 

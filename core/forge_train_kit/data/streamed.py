@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from forge_train import MASKED, ConfigError, Tokenizer
-from forge_train.ground.errors import ForgeError, describe
+from forge_train.base.errors import ForgeError, describe
 
 from .documents import Int64
 from .permutation import permute

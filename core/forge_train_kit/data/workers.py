@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
-from forge_train.ground.errors import ForgeError
+from forge_train.base.errors import ForgeError
 
 from .child import Child, DiedError, Payload
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from forge_train.contract.job import Job
 from forge_train.contract.metric import Metric
-from forge_train.ground.tensors import full_tensor, local
+from forge_train.contract.tensors import full_tensor, local
+from forge_train.plugin.job import Job
 
 
 class Norm(Metric):

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from forge_train.ground.errors import PluginError
+from forge_train.base.errors import PluginError
 
 from .dropout import Salted, check_rate, mixed
 
 if TYPE_CHECKING:
-    from forge_train.contract.job import Job
+    from forge_train.plugin.job import Job
 
 
 class DroppedWeights(NamedTuple):

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_train.base.errors import PluginError
 from forge_train.contract.batch import Batch
-from forge_train.ground.errors import PluginError
 
 if TYPE_CHECKING:
-    from forge_train.contract.job import Job
+    from forge_train.plugin.job import Job
 
 
 class Salted(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 from forge_train.contract.batch import TOKENS, Batch, BatchPhase, PrepareBatch
 
 if TYPE_CHECKING:
-    from forge_train.contract.job import Job
+    from forge_train.plugin.job import Job
 
 Pooling = Literal["mean", "last", "cls"]
 POOLING = "pooling"

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from forge_train.base.errors import PluginError
 from forge_train.contract.batch import TOKENS, Axes, Batch
-from forge_train.ground.errors import PluginError
 
 if TYPE_CHECKING:
-    from forge_train.contract.job import Job
+    from forge_train.plugin.job import Job
 
 
 def gather_samples(values: Sequence[Tensor], job: Job, axes: Axes = TOKENS) -> Tensor:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.tensors import local
+from forge_train.base.errors import ConfigError
+from forge_train.contract.tensors import local
 from forge_train_kit.sections import StateDtype, StateDtypes
 
 from .matrices import Box, full_box, stacked
@@ -17,8 +17,8 @@ from .quantised import Codes, Rows, fits
 from .stochastic import places_of, rounded, rounded_at, shards
 
 if TYPE_CHECKING:
-    from forge_train.contract.job import Job
     from forge_train.contract.model import Model
+    from forge_train.plugin.job import Job
 
 AT_REST = "parameter_dtype"
 """The slot for transforms that narrow parameters."""

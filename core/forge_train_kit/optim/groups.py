@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from forge_train.ground.errors import ConfigError, nearest
-from forge_train.ground.present import few
+from forge_train.base.errors import ConfigError, nearest
+from forge_train.base.present import few
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from forge_train.contract.job import Job
     from forge_train.contract.model import Model
+    from forge_train.plugin.job import Job
     from forge_train_kit.sections import ParameterGroup
 
 Settings = Callable[[str, "nn.Parameter"], Mapping[str, Any]]

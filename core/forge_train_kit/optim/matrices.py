@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from forge_train.ground.errors import PluginError
-from forge_train.ground.tensors import local
+from forge_train.base.errors import PluginError
+from forge_train.contract.tensors import local
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from forge_train.ground.errors import PluginError
-from forge_train.ground.tensors import local
+from forge_train.base.errors import PluginError
+from forge_train.contract.tensors import local
 from forge_train_kit.sections import StateDtypes
 
 from .at_rest import MASTER, AtRest, at_rest
 from .stochastic import rounded
 
 if TYPE_CHECKING:
-    from forge_train.contract.job import Job
     from forge_train.contract.model import Model
+    from forge_train.plugin.job import Job
 
 ROOM = 1 << 24
 """Number of parameter elements that are widened at a time."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.present import few
+from forge_train.base.errors import ConfigError
+from forge_train.base.present import few
 
 
 class Work(enum.Enum):

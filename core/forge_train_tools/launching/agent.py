@@ -23,8 +23,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from forge_train.ground.present import few
-from forge_train.ground.world import FORGE_LAUNCHED
+from forge_train.base.present import few
+from forge_train.mesh.world import FORGE_LAUNCHED
 
 from .causes import as_words, by_cause, frames, top
 from .launch import Ended, Restart, WorkerCommand, WorkerResult, awaited, left

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from forge_train.ground.errors import ForgeError, describe
+from forge_train.base.errors import ForgeError, describe
 
 log = logging.getLogger("forge_train")
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from forge_train.ground.errors import INTERRUPTED, ConfigError, ForgeError
-from forge_train.ground.failure import Failure
-from forge_train.ground.files import write_json
-from forge_train.ground.layout import Layout, in_words
-from forge_train.ground.present import few
-from forge_train.ground.strict_json import loads
-from forge_train.ground.world import World
+from forge_train.base.errors import INTERRUPTED, ConfigError, ForgeError
+from forge_train.base.failure import Failure
+from forge_train.base.files import write_json
+from forge_train.base.present import few
+from forge_train.base.strict_json import loads
+from forge_train.mesh.layout import Layout, in_words
+from forge_train.mesh.world import World
 
 RESERVED = 16_384
 """Bytes of a rank's outcome that there is room for in any case."""

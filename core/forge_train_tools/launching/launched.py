@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forge_train.ground.disk import DiskError
-from forge_train.ground.errors import ForgeError, explain
-from forge_train.ground.failure import Failure, kind
-from forge_train.ground.world import FORGE_LAUNCHED, World
+from forge_train.base.disk import DiskError
+from forge_train.base.errors import ForgeError, explain
+from forge_train.base.failure import Failure, kind
+from forge_train.mesh.world import FORGE_LAUNCHED, World
 from forge_train_tools.launching.ending import told
 
 from .launch import WorkerResult, leave

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forge_train.ground.errors import INTERRUPTED, ConfigError, ForgeError
+from forge_train.base.errors import INTERRUPTED, ConfigError, ForgeError
 
 MARK = "# Written by forge launch slurm."
 """By this line of its head a script is known as one that may be written anew."""

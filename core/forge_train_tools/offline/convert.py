@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from forge_train.composition.initialise import tied_groups
+from forge_train.base.errors import ConfigError, describe, nearest
+from forge_train.base.files import write_json
+from forge_train.checkpoint import hf_fit, model_files
+from forge_train.checkpoint.hf_folder import CONFIG, PACKED, Folder, indented
+from forge_train.compose.initialise import tied_groups
 from forge_train.config.layers import Request
 from forge_train.contract.protocols import HFModel
-from forge_train.ground.errors import ConfigError, describe, nearest
-from forge_train.ground.files import write_json
 from forge_train.registry.setup import resolve
 from forge_train.state_map import Plan, StateMap
 from forge_train.state_map.named import named
 from forge_train.state_map.views import Stored
-from forge_train.storage import hf_fit, model_files
-from forge_train.storage.consolidated import SHARD_BYTES
-from forge_train.storage.hf_folder import CONFIG, PACKED, Folder, indented
-from forge_train.storage.tensor_files import DTYPES
+from forge_train.store.consolidated import SHARD_BYTES
+from forge_train.store.tensor_files import DTYPES
 
 from .hf_files import Exchanged, TensorFiles, appearing, common_dtype, described, in_order, put_beside, special_tokens
 from .hf_request import ANY, PRESET, bring

@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forge_train.ground.errors import ConfigError, describe
-from forge_train.ground.new_folder import check_new, claimed
-from forge_train.ground.present import few
-from forge_train.ground.untrusted import load_json, regular_size
+from forge_train.base.errors import ConfigError, describe
+from forge_train.base.new_folder import check_new, claimed
+from forge_train.base.present import few
+from forge_train.base.untrusted import load_json, regular_size
+from forge_train.checkpoint import checkpoint
+from forge_train.checkpoint.model_files import FOLDER
+from forge_train.checkpoint.seal import ALONE
 from forge_train.state_map.views import whole
-from forge_train.storage import checkpoint, digest
-from forge_train.storage.manifest import (
+from forge_train.store import digest
+from forge_train.store.manifest import (
     DCP_INDEX,
     EDITABLE,
     LARGEST,
@@ -32,10 +35,8 @@ from forge_train.storage.manifest import (
     other_format,
     way_out,
 )
-from forge_train.storage.model_files import FOLDER
-from forge_train.storage.seal import ALONE
-from forge_train.storage.tensors import read_range
-from forge_train.storage.tree import MODEL, join, named
+from forge_train.store.tensors import read_range
+from forge_train.store.tree import MODEL, join, named
 
 from .dcp_folder import Folder, alone
 from .hf_files import Exchanged, appearing
@@ -201,7 +202,7 @@ def old_digest(source: Path) -> str:
 
 def _digest_of_base(source: Path, base: Mapping[str, str]) -> str:
     """The hash of the checkpoint beneath a partial one, once it was imported to the place of the old one."""
-    from forge_train.storage.seal import weights_digest
+    from forge_train.checkpoint.seal import weights_digest
 
     try:
         beneath = checkpoint.resolve(Path(base["path"]))

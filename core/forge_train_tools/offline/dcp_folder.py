@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forge_train.ground.errors import ConfigError, describe
-from forge_train.ground.untrusted import regular_size
-from forge_train.storage.manifest import DCP_INDEX, SHARDS
-from forge_train.storage.tree import MODEL
+from forge_train.base.errors import ConfigError, describe
+from forge_train.base.untrusted import regular_size
+from forge_train.store.manifest import DCP_INDEX, SHARDS
+from forge_train.store.tree import MODEL
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystemReader

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from forge_train.checkpoint import checkpoint
 from forge_train.state_map.views import whole
-from forge_train.storage import checkpoint
-from forge_train.storage.tensors import read_range
-from forge_train.storage.tree import TENSOR
+from forge_train.store.tensors import read_range
+from forge_train.store.tree import TENSOR
 
 PIECE = 1 << 22
 """Number of values compared at once."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_train.contract.job import Job
-from forge_train.ground.errors import ConfigError
+from forge_train.base.errors import ConfigError
+from forge_train.plugin.job import Job
 from forge_train_kit import heads
 
 from .logits import continues, logits_of, new_cache

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge_train.composition.compose import compose
-from forge_train.contract.calls import implemented
-from forge_train.ground.world import World
+from forge_train.compose.compose import compose
 from forge_train.loop.assembly import prepared
-from forge_train.loop.evaluation import Evaluations
-from forge_train.loop.forward import Forward
 from forge_train.loop.weights import load_extra
+from forge_train.mesh.world import World
+from forge_train.plugin.calls import implemented
+from forge_train.step.evaluation import Evaluations
+from forge_train.step.forward import Forward
 
 from ..launching.launch import WorkerCommand, launch
 from .opening import ReadOnlyRun, Wanted, find, run_folder

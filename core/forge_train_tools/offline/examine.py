@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge_train.ground.errors import ConfigError
-from forge_train.storage import checkpoint, manifest, seal
-from forge_train.storage.tensors import check_shards
+from forge_train.base.errors import ConfigError
+from forge_train.checkpoint import checkpoint, seal
+from forge_train.store import manifest
+from forge_train.store.tensors import check_shards
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from forge_train.contract.job import Job
+from forge_train.base.errors import ConfigError
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import Tokenizer
-from forge_train.ground.errors import ConfigError
+from forge_train.plugin.job import Job
 
 from . import drafting
 from .logits import Logits

@@ -14,30 +14,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forge_train.composition.initialise import initial, tied_groups
+from forge_train.base import disk
+from forge_train.base.errors import ConfigError
+from forge_train.base.files import write_json
+from forge_train.base.new_folder import check_new, claimed
+from forge_train.base.present import few
+from forge_train.checkpoint import checkpoint, hf_fit, model_files
+from forge_train.checkpoint.hf_folder import Folder
+from forge_train.checkpoint.model_files import vocabulary_of
+from forge_train.checkpoint.run import plugin_list
+from forge_train.compose.initialise import initial, tied_groups
 from forge_train.config.layers import Request, preset
-from forge_train.contract.job import Job
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import HFModel
-from forge_train.ground import disk
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.files import write_json
-from forge_train.ground.new_folder import check_new, claimed
-from forge_train.ground.present import few
-from forge_train.ground.world import World
 from forge_train.loop.initial import new_head, noting
 from forge_train.loop.weights import Patterns
+from forge_train.mesh.world import World
+from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
 from forge_train.state_map import Plan
 from forge_train.state_map.views import Stored
-from forge_train.storage import checkpoint, hf_fit, model_files
-from forge_train.storage.consolidated import Files
-from forge_train.storage.hf_folder import Folder
-from forge_train.storage.manifest import EDITABLE
-from forge_train.storage.model_files import vocabulary_of
-from forge_train.storage.run import plugin_list
-from forge_train.storage.tree import MODEL
+from forge_train.store.consolidated import Files
+from forge_train.store.manifest import EDITABLE
+from forge_train.store.tree import MODEL
 
 from ..launching.launch import WorkerCommand, launch
 from .hf_files import Exchanged, check_range, comments_in
@@ -45,7 +45,7 @@ from .hf_request import PRESET, bring
 from .opening import compose_meta, lone_job
 
 if TYPE_CHECKING:
-    from forge_train.storage.save_plan import Fill
+    from forge_train.store.save_plan import Fill
 
 
 def import_checkpoint(

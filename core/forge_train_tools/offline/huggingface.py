@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train.contract.job import Job
+from forge_train.base import disk
+from forge_train.base.errors import ConfigError
+from forge_train.base.files import write_json
+from forge_train.base.present import few
+from forge_train.checkpoint import checkpoint, hf_fit, model_files
+from forge_train.checkpoint.hf_folder import CONFIG
+from forge_train.checkpoint.model_files import vocabulary_of
+from forge_train.checkpoint.ranges import Weights
 from forge_train.contract.protocols import HFModel
-from forge_train.ground import disk
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.files import write_json
-from forge_train.ground.present import few
-from forge_train.ground.world import World
 from forge_train.loop.weights import compare_shapes, places
-from forge_train.storage import checkpoint, hf_fit, model_files
-from forge_train.storage.consolidated import SHARD_BYTES
-from forge_train.storage.hf_folder import CONFIG
-from forge_train.storage.model_files import vocabulary_of
-from forge_train.storage.ranges import Weights
+from forge_train.mesh.world import World
+from forge_train.plugin.job import Job
+from forge_train.store.consolidated import SHARD_BYTES
 
 from ..launching.launch import WorkerCommand, launch
 from .hf_files import (

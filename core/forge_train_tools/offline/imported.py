@@ -8,9 +8,9 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+from forge_train.base.errors import ConfigError
 from forge_train.config.layers import Request, lay
-from forge_train.ground.errors import ConfigError
-from forge_train.storage.manifest import EDITABLE
+from forge_train.store.manifest import EDITABLE
 
 FOLDER = "imported"
 """The folder of these checkpoints, next to the runs."""

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_train.base.errors import ForgeError
 from forge_train.contract.batch import MASKED, Batch
-from forge_train.contract.job import Job
 from forge_train.contract.protocols import Task
-from forge_train.ground.errors import ForgeError
-from forge_train.ground.tensors import full_tensor
+from forge_train.contract.tensors import full_tensor
+from forge_train.plugin.job import Job
 
 
 class Logits:

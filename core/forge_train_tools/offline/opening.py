@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from forge_train.composition.compose import compose
-from forge_train.composition.initialise import allocate
+from forge_train.base.errors import ConfigError, ForgeError, brief
+from forge_train.base.names import canonical
+from forge_train.checkpoint import checkpoint
+from forge_train.checkpoint.hf_folder import is_hugging_face
+from forge_train.checkpoint.run import is_run
+from forge_train.compose.compose import compose
+from forge_train.compose.initialise import allocate
 from forge_train.config import differences
 from forge_train.config.layers import Request, lay
-from forge_train.contract.calls import implemented
-from forge_train.contract.job import Job
 from forge_train.contract.model import Model
-from forge_train.contract.run import Run
-from forge_train.ground.errors import ConfigError, ForgeError, brief
-from forge_train.ground.layout import Device, Layout
-from forge_train.ground.names import canonical
 from forge_train.loop.initial import load_initial
 from forge_train.loop.weights import load_weights
-from forge_train.processes.devices import choose_device
-from forge_train.processes.distributed import DistributedContext
+from forge_train.mesh.devices import choose_device
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Device, Layout
+from forge_train.plugin.calls import implemented
+from forge_train.plugin.job import Job
 from forge_train.registry.discovery import discover, load, plugin_name
 from forge_train.registry.setup import Setup, resolve
-from forge_train.storage import checkpoint
-from forge_train.storage.hf_folder import is_hugging_face
-from forge_train.storage.run import is_run
+from forge_train.run.run import Run
 
 from .hf_request import starting_from
 

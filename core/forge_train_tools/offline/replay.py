@@ -11,28 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_train.base.errors import ConfigError
+from forge_train.checkpoint import checkpoint
+from forge_train.checkpoint.noted import left_out
+from forge_train.checkpoint.retreat import newest_before
+from forge_train.checkpoint.run import is_run
+from forge_train.checkpoint.seal import ALONE
 from forge_train.config.layers import Request
 from forge_train.contract.batch import MASKED, Batch
-from forge_train.contract.job import Job
-from forge_train.contract.run import Run
-from forge_train.ground import records
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.layout import Device, Layout
-from forge_train.ground.tensors import local
+from forge_train.contract.tensors import local
 from forge_train.loop.assembly import assemble, prepare_process
-from forge_train.loop.forward import close
 from forge_train.loop.initial import load_initial
 from forge_train.loop.resume import restore
-from forge_train.loop.step import Progress, Stepper
 from forge_train.loop.weights import load_extra
-from forge_train.processes.devices import choose_device
-from forge_train.processes.distributed import DistributedContext
+from forge_train.mesh.devices import choose_device
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Device, Layout
+from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup, resolve
-from forge_train.storage import checkpoint
-from forge_train.storage.noted import left_out
-from forge_train.storage.retreat import newest_before
-from forge_train.storage.run import is_run
-from forge_train.storage.seal import ALONE
+from forge_train.run import records
+from forge_train.run.run import Run
+from forge_train.step.forward import close
+from forge_train.step.step import Progress, Stepper
 
 from .opening import Wanted, setup_of
 

@@ -9,17 +9,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from forge_train.base.errors import ConfigError
+from forge_train.base.files import remove_remains
+from forge_train.base.lock import take
+from forge_train.checkpoint import checkpoint, seal
+from forge_train.checkpoint.checkpoint import Saved
+from forge_train.checkpoint.copies import best_of
+from forge_train.checkpoint.fetching import locate
+from forge_train.checkpoint.found import is_kept, name_latest
 from forge_train.config.layers import Request, lay
-from forge_train.contract.run import Run
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.files import remove_remains
-from forge_train.ground.lock import take
-from forge_train.storage import checkpoint, seal
-from forge_train.storage.checkpoint import Saved
-from forge_train.storage.copies import best_of
-from forge_train.storage.fetching import locate
-from forge_train.storage.found import is_kept, name_latest
-from forge_train.storage.manifest import EDITABLE
+from forge_train.run.run import Run
+from forge_train.store.manifest import EDITABLE
 
 
 @dataclass(frozen=True)

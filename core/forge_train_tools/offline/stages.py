@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge_train.ground.errors import ForgeError, PluginError, locate
-from forge_train.ground.layout import Layout
-from forge_train.ground.present import run_length
+from forge_train.base.errors import ForgeError, PluginError, locate
+from forge_train.base.present import run_length
+from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import Setup
 
 from .opening import lone_job

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_train.ground.errors import ConfigError, nearest
-from forge_train.ground.layout import Layout
-from forge_train.ground.world import World
+from forge_train.base.errors import ConfigError, nearest
+from forge_train.mesh.layout import Layout
+from forge_train.mesh.world import World
 from forge_train.registry.setup import Setup
 
 from . import advice, meshes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from forge_train.ground.axes import AXES
-from forge_train.ground.present import few, gib
+from forge_train.base.present import few, gib
+from forge_train.mesh.axes import AXES
 from forge_train.registry.discovery import discover
 
 if TYPE_CHECKING:

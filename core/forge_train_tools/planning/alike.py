@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from forge_train.composition.compose import Composition, compose
-from forge_train.contract.job import Job
+from forge_train.base.errors import ConfigError
+from forge_train.compose.compose import Composition, compose
+from forge_train.contract.tensors import local
 from forge_train.contract.transform import HOOK_TABLES
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.tensors import local
+from forge_train.plugin.job import Job
 
 from .growth import grown, rule
 from .record import Recorded

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import ScriptObject, Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from forge_train.ground.axes import FLATTENED, of_domain
-from forge_train.processes.distributed import DistributedContext
+from forge_train.mesh.axes import FLATTENED, of_domain
+from forge_train.mesh.distributed import DistributedContext
 
 from . import meshes
 from .topology import Topology

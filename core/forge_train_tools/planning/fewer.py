@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from forge_train.base.errors import ConfigError
 from forge_train.contract.model import Model
-from forge_train.ground.errors import ConfigError
-from forge_train.loop.step import Stepper
+from forge_train.step.step import Stepper
 
 from .record import Recorded
 

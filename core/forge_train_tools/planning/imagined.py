@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge_train.ground.errors import ForgeError
-from forge_train.ground.layout import Layout
-from forge_train.ground.world import World
-from forge_train.processes.distributed import DistributedContext
-from forge_train.processes.meshes import build_meshes
-from forge_train.processes.process_group import leave
+from forge_train.base.errors import ForgeError
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Layout
+from forge_train.mesh.meshes import build_meshes
+from forge_train.mesh.process_group import leave
+from forge_train.mesh.world import World
 
 _T = TypeVar("_T")
 

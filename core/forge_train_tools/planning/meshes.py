@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from forge_train.ground.axes import Domain
-from forge_train.ground.layout import Layout
+from forge_train.mesh.axes import Domain
+from forge_train.mesh.layout import Layout
 
 Axes = Mapping[str, int]
 """Axis → size, the outermost first; ranks are numbered along the innermost."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from forge_train.composition.initialise import tied_groups
+from forge_train.compose.initialise import tied_groups
 from forge_train.contract.model import Model
-from forge_train.ground.tensors import held_bytes, local
+from forge_train.contract.tensors import held_bytes, local
 
 from .communication import Names
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge_train.ground.errors import describe
+from forge_train.base.errors import describe
 from forge_train_kit.pipeline.timetable import Timetable
 
 from .communication import Collective

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from forge_train.composition.initialise import retie, tied_groups
+from forge_train.base.errors import ForgeError
+from forge_train.compose.initialise import retie, tied_groups
 from forge_train.contract.batch import Batch
-from forge_train.contract.job import Job
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import Loader
+from forge_train.contract.tensors import held_bytes, local, state_of
 from forge_train.contract.transform import MicroBatch
-from forge_train.ground.errors import ForgeError
-from forge_train.ground.tensors import held_bytes, local, state_of
 from forge_train.loop.assembly import equip
-from forge_train.loop.step import Watcher
+from forge_train.plugin.job import Job
+from forge_train.step.step import Watcher
 
 from ..hookspecs import example_batch
 from .communication import Collective, Collectives

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from forge_train.composition.compose import Composition, compose
-from forge_train.contract.job import Job
-from forge_train.contract.run import Run
-from forge_train.ground.errors import ForgeError
-from forge_train.ground.layout import Layout
-from forge_train.ground.tensors import held_bytes
-from forge_train.ground.world import World
+from forge_train.base.errors import ForgeError
+from forge_train.compose.compose import Composition, compose
+from forge_train.contract.tensors import held_bytes
+from forge_train.mesh.layout import Layout
+from forge_train.mesh.world import World
+from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
+from forge_train.run.run import Run
 from forge_train_kit.pipeline.timetable import Timetable
 
 from . import alike

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from forge_train.ground.errors import ConfigError
+from forge_train.base.errors import ConfigError
 from forge_train_kit.pipeline.timetable import Action, Overlap, Timetable, Work, actions_of
 
 

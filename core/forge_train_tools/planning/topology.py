@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forge_train.ground.world import World
+from forge_train.mesh.world import World
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from forge_train.composition.compose import Composition
+    from forge_train.compose.compose import Composition
 
     from .communication import Names
     from .record import Rehearsed

@@ -10,20 +10,20 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from forge_train.composition.compose import compose
+from forge_train.compose.compose import compose
 from forge_train.contract.batch import Batch
-from forge_train.contract.calls import EnabledPlugin
-from forge_train.contract.control import Control
-from forge_train.contract.hookspecs import SPECS
-from forge_train.contract.job import Job
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import Loader
-from forge_train.contract.run import Run
 from forge_train.contract.transform import Transform
-from forge_train.ground.layout import Layout
-from forge_train.ground.world import World
-from forge_train.processes.distributed import DistributedContext
+from forge_train.mesh.distributed import DistributedContext
+from forge_train.mesh.layout import Layout
+from forge_train.mesh.world import World
+from forge_train.plugin.calls import EnabledPlugin
+from forge_train.plugin.hookspecs import SPECS
+from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
+from forge_train.run.control import Control
+from forge_train.run.run import Run
 from forge_train_kit import hookspecs as kit
 from forge_train_kit.layers import Layer
 

@@ -14,11 +14,11 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from forge_train.contract.calls import EnabledPlugin, implemented
-from forge_train.contract.plugin import API, Plugin
-from forge_train.contract.reference import PluginRef
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.names import split
+from forge_train.base.errors import ConfigError
+from forge_train.base.names import split
+from forge_train.plugin.calls import EnabledPlugin, implemented
+from forge_train.plugin.plugin import API, Plugin
+from forge_train.plugin.reference import PluginRef
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import load
 from forge_train.registry.inspection import halved, malformed, misfits, undecorated, unknown
@@ -49,7 +49,7 @@ def imports_lazily(found: PluginRef) -> str | None:
         raise SkippedError("it is defined in a test")
     code = (
         "import json, sys; path, module, slow = json.loads(sys.argv[1]); sys.path[:] = path\n"
-        "from forge_train.ground.names import import_module; import_module(module)\n"
+        "from forge_train.base.names import import_module; import_module(module)\n"
         "print('\\n' + json.dumps([name for name in slow if name in sys.modules]))"
     )
     argument = json.dumps([sys.path, module, [*SLOW, *HEAVY]])

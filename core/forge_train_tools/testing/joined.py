@@ -6,7 +6,7 @@ import functools
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from forge_train.processes import distributed, meshes, process_group
+from forge_train.mesh import distributed, meshes, process_group
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -11,19 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_train.composition.compose import compose, order
+from forge_train.base.errors import describe
+from forge_train.base.names import canonical
+from forge_train.compose.compose import compose, order
 from forge_train.config import Request
-from forge_train.contract.calls import EnabledPlugin, implemented
-from forge_train.contract.hooks import Hooks
-from forge_train.ground.errors import describe
-from forge_train.ground.names import canonical
-from forge_train.ground.world import world_size
 from forge_train.loop.resume import Stateful
+from forge_train.mesh.world import world_size
+from forge_train.plugin.calls import EnabledPlugin, implemented
+from forge_train.plugin.hooks import Hooks
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
-from forge_train.storage.tree import join, split
+from forge_train.store.tree import join, split
 
 from .agreement import agree
 from .bench import Bench, Trial, Trials, same

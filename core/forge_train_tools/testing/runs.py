@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from forge_train.base.errors import ConfigError
+from forge_train.base.names import canonical
 from forge_train.config import Request
-from forge_train.contract.calls import implemented
 from forge_train.contract.events import Finished
-from forge_train.contract.plugin import Plugin
-from forge_train.ground import records
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.names import canonical
-from forge_train.ground.world import world_size
+from forge_train.mesh.world import world_size
+from forge_train.plugin.calls import implemented
+from forge_train.plugin.plugin import Plugin
 from forge_train.registry.discovery import discover, find, is_name, load, plugin_name
 from forge_train.registry.setup import Setup, resolve
+from forge_train.run import records
 
 from . import tiny
 from .environment import installed
@@ -28,8 +28,8 @@ from .environment import installed
 if TYPE_CHECKING:
     import torch
 
-    from forge_train.contract.job import Job
     from forge_train.contract.model import Model
+    from forge_train.plugin.job import Job
 
 Wanted = Iterable[str | type[Plugin]]
 Settings = Mapping[str, Any]
@@ -228,7 +228,7 @@ def _unchanged_process() -> Iterator[None]:
     """Leave the process's random numbers and switches as they were found."""
     import torch
 
-    from forge_train.storage.state import random_state, set_random_state
+    from forge_train.checkpoint.state import random_state, set_random_state
 
     before, deterministic = random_state(), torch.are_deterministic_algorithms_enabled()
     try:

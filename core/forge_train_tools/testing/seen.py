@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forge_train.contract.events import Update
-from forge_train.loop.step import Stepper, Watcher
+from forge_train.step.step import Stepper, Watcher
 
 
 class Seen(Watcher):

@@ -11,8 +11,8 @@ from typing import Any
 from unittest.mock import patch
 
 from forge_train.config import layers
+from forge_train.config.presets import base, presets
 from forge_train.config.toml import read
-from forge_train.ground.presets import base, presets
 
 PRESET = "tiny"
 VOCABULARY = 320

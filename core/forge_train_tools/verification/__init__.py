@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from forge_train.base.errors import ConfigError
 from forge_train.config import Request
 from forge_train.config.sections import CORE_SECTIONS
-from forge_train.ground.errors import ConfigError
-from forge_train.ground.layout import Layout
+from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import Setup, resolve
 
 from ..launching.launch import WorkerCommand, launch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from forge_train.ground.present import few
+from forge_train.base.present import few
 
 from .diagnose import BEFORE, of_choices
 from .later import GRADIENT, LOSS

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from forge_train.ground.present import few
+from forge_train.base.present import few
 
 from .diagnose import BEFORE, diagnose, of_no_update
 from .follow import Followed

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from forge_train.ground.layout import named
-from forge_train.ground.present import few
+from forge_train.base.present import few
+from forge_train.mesh.layout import named
 
 from .diagnose_later import of_evaluation, of_side_effects, of_updates
 from .follow import Followed

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forge_train.base.present import few
 from forge_train.contract.batch import Batch
 from forge_train.contract.protocols import Executor
-from forge_train.ground.present import few
 from forge_train.registry.setup import Setup
 
 from .numbers import norm

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from forge_train.ground.axes import FLATTENED
-from forge_train.ground.present import few
+from forge_train.base.present import few
+from forge_train.mesh.axes import FLATTENED
 
 from ..planning.meshes import groups
 from .recording import Fingerprint, Recording

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from forge_train.ground.layout import named
-from forge_train.ground.present import few
+from forge_train.base.present import few
+from forge_train.mesh.layout import named
 
 from .numbers import finite
 from .recording import Fingerprint, Record, Recording, SideEffect

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forge_train.ground.layout import Layout
-from forge_train.ground.strict_json import loads
+from forge_train.base.strict_json import loads
+from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import Setup
 
 from .routing import TIE, RoutingCounts, Step, tie_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from forge_train.ground.present import few
+from forge_train.base.present import few
 
 from .numbers import finite
 from .verdict import Check, Verdict

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_train.storage.tree import join
+from forge_train.store.tree import join
 
 from .recording import Record
 from .verdict import Offender

@@ -12,23 +12,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forge_train.composition.initialise import local_window
+from forge_train.checkpoint import checkpoint
+from forge_train.checkpoint.state import optimizer_state
+from forge_train.compose.initialise import local_window
 from forge_train.contract.events import CheckpointEvent, StepResult, Update
-from forge_train.contract.hooks import Hooks
-from forge_train.contract.job import Job
 from forge_train.contract.protocols import Loader
+from forge_train.contract.tensors import full_tensor
 from forge_train.contract.transform import MicroBatch
-from forge_train.ground.tensors import full_tensor
-from forge_train.loop.aggregate import split as values_of
 from forge_train.loop.assembly import assemble
-from forge_train.loop.evaluation import Evaluations
 from forge_train.loop.initial import load_initial
 from forge_train.loop.resume import capture, restore
-from forge_train.loop.step import Progress, Stepper, Watcher
 from forge_train.loop.weights import load_extra
-from forge_train.storage import checkpoint
-from forge_train.storage.state import optimizer_state
-from forge_train.storage.tree import split
+from forge_train.plugin.hooks import Hooks
+from forge_train.plugin.job import Job
+from forge_train.step.aggregate import split as values_of
+from forge_train.step.evaluation import Evaluations
+from forge_train.step.step import Progress, Stepper, Watcher
+from forge_train.store.tree import split
 from forge_train_kit.model.choices import heard_by
 
 from .fingerprints import WatchedLoader, fingerprint, hash_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from forge_train import ConfigError
-from forge_train.ground.records import read
+from forge_train.run.records import read
 
 BARS = "▁▂▃▄▅▆▇█"
 

@@ -158,8 +158,8 @@ class SFT(DataPlugin):
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
         """Say how much is learned, and complete the tokenizer's files, which exports and `forge generate` read."""
-        from forge_train.contract.run import writing
-        from forge_train.storage import model_files
+        from forge_train.checkpoint import model_files
+        from forge_train.run.run import writing
         from forge_train_kit.data.chats import open_template, write_beside
         from forge_train_kit.data.learned import tell_learned
 
@@ -176,7 +176,7 @@ class SFT(DataPlugin):
     @hookimpl
     def on_finish(self, finished: Finished) -> None:
         """Store a message to try the model with, if `forge generate --chat` finds the run's template."""
-        from forge_train.storage import model_files
+        from forge_train.checkpoint import model_files
 
         super().on_finish(finished)
         job = self._job

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from forge_train import ConfigError, Specialisation
-from forge_train.ground.errors import nearest
+from forge_train.base.errors import nearest
 
 log = logging.getLogger("forge_train")
 

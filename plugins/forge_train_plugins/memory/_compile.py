@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from forge_train import ConfigError
-from forge_train.ground.errors import nearest
+from forge_train.base.errors import nearest
 
 log = logging.getLogger("forge_train")
 

@@ -57,7 +57,7 @@ class HF(Plugin):
     @classmethod
     def brings(cls, config: Any) -> Mapping[str, Any]:
         """The folder's tokenizer, and the hash of its `config.json`."""
-        from forge_train.storage.model_files import files, vocabulary_of
+        from forge_train.checkpoint.model_files import files, vocabulary_of
 
         file = _described_in(config)
         folder = Path(config.weights) if config.weights else file.parent if file else None
@@ -99,7 +99,7 @@ class HF(Plugin):
         return exported(self._config(job), given, classes, pad)
 
     def _config(self, job: Job) -> PreTrainedConfig:
-        from forge_train.storage.not_a_model import advice
+        from forge_train.checkpoint.not_a_model import advice
 
         from ._hf.config import HEADS, fits_folder, read
 

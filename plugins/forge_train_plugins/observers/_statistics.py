@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import ConfigError, Job, Metric, Model
+from forge_train.base.errors import nearest
 from forge_train.contract.protocols import SpanName
-from forge_train.ground.errors import nearest
-from forge_train.ground.tensors import local
+from forge_train.contract.tensors import local
 from forge_train_kit.metrics import Norm
 from forge_train_kit.model import LargestLogit
 

@@ -9,7 +9,7 @@ from forge_train import Bins, Volatile, section
 from forge_train_kit.tracking import Tracker
 
 if TYPE_CHECKING:
-    from forge_train.contract.run import Run
+    from forge_train.run.run import Run
 
 
 class Aim(Tracker):

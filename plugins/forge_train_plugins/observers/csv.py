@@ -11,7 +11,7 @@ from forge_train import Bins
 from forge_train_kit.tracking import Tracker
 
 if TYPE_CHECKING:
-    from forge_train.contract.run import Run
+    from forge_train.run.run import Run
 
 
 class CSV(Tracker):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError, Plugin, Problem, Update, hookimpl
-from forge_train.ground.axes import CONFIGURED
+from forge_train.mesh.axes import CONFIGURED
 
 if TYPE_CHECKING:
     import torch

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from forge_train import Applied, ConfigError, MicroBatch, PluginError
-from forge_train.ground.tensors import local
+from forge_train.contract.tensors import local
 
 if TYPE_CHECKING:
-    from forge_train.processes.distributed import DistributedContext
+    from forge_train.mesh.distributed import DistributedContext
 
 
 def spread(part: nn.Module, dist: DistributedContext) -> Applied:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from forge_train import Gt, Phase, Plugin, Transform, hookimpl, section
-from forge_train.ground.errors import Problem
+from forge_train.base.errors import Problem
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from forge_train import Applied, ConfigError, Specialisation
-from forge_train.ground.errors import nearest
-from forge_train.ground.present import few
+from forge_train.base.errors import nearest
+from forge_train.base.present import few
 from forge_train_kit.model import dtype_borders
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from forge_train import ConfigError
+from forge_train.base.files import write_json, write_whole
 from forge_train.contract.protocols import Tokenizer
-from forge_train.ground.files import write_json, write_whole
 
 from ..tokenizers.special import FORMER_STOPS, GENERATION_CONFIG, MODEL_CONFIG, stop_ids
 from .records import Conversation

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_train import ConfigError
-from forge_train.ground.errors import describe
+from forge_train.base.errors import describe
 
 
 def plain(value: Any) -> Any:

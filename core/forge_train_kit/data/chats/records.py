@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forge_train import ConfigError
-from forge_train.ground.errors import nearest
+from forge_train.base.errors import nearest
 
 from .calls import calls_of, listed, plain, tools_of
 

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from forge_train import ConfigError
-from forge_train.ground.errors import nearest
+from forge_train.base.errors import nearest
 
 from .calls import listed
 from .records import SPEAKERS

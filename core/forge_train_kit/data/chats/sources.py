@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from forge_train import ConfigError
-from forge_train.ground.errors import describe, nearest
-from forge_train.storage.model_files import check_pointer
+from forge_train.base.errors import describe, nearest
+from forge_train.checkpoint.model_files import check_pointer
 
 from .template import Template
 

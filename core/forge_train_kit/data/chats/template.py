@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError
-from forge_train.ground.errors import describe, nearest
+from forge_train.base.errors import describe, nearest
 
 from .records import REASONING
 

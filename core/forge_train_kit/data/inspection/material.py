@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forge_train import ConfigError
-from forge_train.ground.errors import ForgeError
+from forge_train.base.errors import ForgeError
 
 from ...present import several
 from ..chats import Learn

@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from forge_train import ConfigError
-from forge_train.ground.errors import describe
+from forge_train.base.errors import describe
 
 from ..tokenizers.pretrained import SERIAL
 from .encoding import Maker

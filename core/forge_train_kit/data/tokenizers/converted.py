@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError
-from forge_train.ground.errors import describe
-from forge_train.storage.model_files import files, pointer, vocabulary_of
+from forge_train.base.errors import describe
+from forge_train.checkpoint.model_files import files, pointer, vocabulary_of
 
 from . import special
 

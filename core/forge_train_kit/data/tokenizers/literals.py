@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forge_train import ConfigError
-from forge_train.ground.errors import describe
+from forge_train.base.errors import describe
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forge_train import ConfigError
-from forge_train.ground.errors import describe
-from forge_train.storage.model_files import pointer
+from forge_train.base.errors import describe
+from forge_train.checkpoint.model_files import pointer
 
 from . import special
 from .converted import converted

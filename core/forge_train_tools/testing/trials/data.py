@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
+from forge_train.base.errors import ConfigError
 from forge_train.contract.batch import MASKED, Batch, PrepareBatch, PrepareStep
 from forge_train.contract.protocols import Loader
-from forge_train.ground.errors import ConfigError
 
 from ..bench import LABELS, Bench, Trials
 from ..conformance import DoubtError, SkippedError, require

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from forge_train.base.errors import ConfigError
 from forge_train.contract.attention import KernelCapabilities
-from forge_train.ground.errors import ConfigError
 from forge_train_kit.model.attention_dropout import DroppedWeights
 
 from ..bench import Bench, Trials, close

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_train.composition.initialise import materialise
-from forge_train.ground.present import few
+from forge_train.base.present import few
+from forge_train.compose.initialise import materialise
 from forge_train_kit.heads import HeadSpec, Trunk
 from forge_train_kit.model import Embedding, Linear, RMSNorm, TensorStyle, flops_per_token
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from forge_train.contract.metric import Metric
-from forge_train.loop.aggregate import Metrics
+from forge_train.step.aggregate import Metrics
 
 from ..bench import Bench, Trials
 from ..conformance import SkippedError, require

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from forge_train.base.present import few
 from forge_train.config.layers import DEFAULT, Value
 from forge_train.config.toml import Key
 from forge_train.config.validate import validate
-from forge_train.contract.calls import implemented
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import HFModel
 from forge_train.contract.transform import Phase, Transform
-from forge_train.ground.axes import CONFIGURED
-from forge_train.ground.present import few
+from forge_train.mesh.axes import CONFIGURED
+from forge_train.plugin.calls import implemented
 from forge_train.state_map import View
 
 from ..bench import TOKENS, Bench, Trials, close, hidden_states

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_train.base.present import few
+from forge_train.checkpoint.state import load_optimizer_state, optimizer_state
 from forge_train.contract.model import Model
-from forge_train.ground.present import few
-from forge_train.storage.state import load_optimizer_state, optimizer_state
-from forge_train.storage.tree import join, split
+from forge_train.store.tree import join, split
 
 from ..bench import Bench, Trials, draw_gradients, same
 from ..conformance import DoubtError, require

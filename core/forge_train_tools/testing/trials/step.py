@@ -8,10 +8,10 @@ from typing import get_args
 import torch
 
 from forge_train.contract.batch import MASKED
-from forge_train.contract.fit import takes
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import SpanName
 from forge_train.contract.transform import Applied, MicroBatch
+from forge_train.plugin.fit import takes
 from forge_train_kit.losses import LossFunction
 
 from ..bench import LABELS, TOKENS, Bench, OpaqueHead, Oracle, Trials, close, cut_at, hidden_states, scalar

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_train import ConfigError
-from forge_train.ground.errors import ForgeError, describe
+from forge_train.base.errors import ForgeError, describe
 from forge_train_kit.data.formats import text_of, utf8
 from forge_train_kit.data.held_out import Side, side_of
 

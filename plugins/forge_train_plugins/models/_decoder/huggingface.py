@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError, HFModel
-from forge_train.ground.present import few
+from forge_train.base.present import few
 
 from . import rules
 from .families import FAMILIES

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from forge_train import ConfigError, KernelCapabilities
-from forge_train.ground.errors import describe
+from forge_train.base.errors import describe
 from forge_train_kit.layers import AttentionKernel
 
 log = logging.getLogger("forge_train")

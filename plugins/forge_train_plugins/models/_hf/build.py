@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from forge_train import ConfigError, KernelCapabilities
-from forge_train.ground.errors import describe
-from forge_train.ground.present import few
+from forge_train.base.errors import describe
+from forge_train.base.present import few
 from forge_train.registry import kernels
 from forge_train_kit import hookspecs
 from forge_train_kit.heads import HeadSpec

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from forge_train import ConfigError, HFModel
-from forge_train.ground.present import few
+from forge_train.base.present import few
 from forge_train_kit.heads import Classes
 
 from .config import HEADS, LABELS, SPECIAL, VOCABULARY, listed, model_class, of

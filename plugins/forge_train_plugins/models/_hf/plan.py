@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Specialisation
-from forge_train.ground.present import few
+from forge_train.base.present import few
 from forge_train_kit.model import Dropout, TensorStyle
 
 log = logging.getLogger("forge_train")

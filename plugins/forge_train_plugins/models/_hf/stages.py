@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from forge_train.ground.errors import describe
-from forge_train.ground.present import few
+from forge_train.base.errors import describe
+from forge_train.base.present import few
 
 from .attention import attending, mixing
 

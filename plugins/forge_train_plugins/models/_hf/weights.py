@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from forge_train import ConfigError
+from forge_train.checkpoint.hf_folder import CONFIG, DTYPES, Folder, indented
 from forge_train.state_map import Plan, Rename, StateMap, Together
-from forge_train.storage.hf_folder import CONFIG, DTYPES, Folder, indented
 
 from .config import model_class
 from .stored import held_by_files

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from forge_train.ground.present import run_length
-from forge_train.ground.records import METRICS
+from forge_train.base.present import run_length
+from forge_train.run.records import METRICS
 from forge_train_kit.present import phase_name, quantity, short
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge_train.processes.process_group import wait_for_message
+from forge_train.mesh.process_group import wait_for_message
 from forge_train_kit.layers import AttentionKernel
 from forge_train_kit.model.spans import piece_of
 

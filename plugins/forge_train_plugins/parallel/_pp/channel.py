@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_train import Batch, CommunicationError, Job, PluginError
-from forge_train.ground.errors import describe
-from forge_train.ground.layout import in_words
-from forge_train.processes.process_group import wait_for_message
+from forge_train.base.errors import describe
+from forge_train.mesh.layout import in_words
+from forge_train.mesh.process_group import wait_for_message
 
 
 @dataclass(slots=True)

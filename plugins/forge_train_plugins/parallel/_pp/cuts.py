@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from forge_train import ConfigError
-from forge_train.ground.errors import nearest
+from forge_train.base.errors import nearest
 
 SLACK = 1.01
 """FLOPs that the most expensive part may have beyond the best cut, where that makes the largest part smaller."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from forge_train import Applied, ConfigError, Job
-from forge_train.ground.present import few
+from forge_train.base.present import few
 from forge_train_kit.pipeline import Timetable, Work
 
 from .cuts import Cost, balanced, given

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_train import Problem
-from forge_train.ground.errors import nearest
+from forge_train.base.errors import nearest
 
 if TYPE_CHECKING:
     from forge_train.config import Config as RunConfig

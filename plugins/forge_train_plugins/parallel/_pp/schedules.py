@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError, ForgeError
-from forge_train.ground.errors import describe
+from forge_train.base.errors import describe
 from forge_train_kit.pipeline import Action, Timetable, Work
 
 from .rules import RULES, added, parts_of, unknown

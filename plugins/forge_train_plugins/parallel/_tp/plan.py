@@ -10,8 +10,8 @@ from typing import Any, get_args
 from torch import nn
 
 from forge_train import ConfigError
-from forge_train.ground.errors import nearest
-from forge_train.ground.present import few
+from forge_train.base.errors import nearest
+from forge_train.base.present import few
 from forge_train_kit.model import TensorStyle
 
 STYLES: tuple[TensorStyle, ...] = get_args(TensorStyle)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Applied, ConfigError, DivergedError, Specialisation
-from forge_train.ground.errors import nearest
-from forge_train.ground.present import few
+from forge_train.base.errors import nearest
+from forge_train.base.present import few
 
 from .layers import Candidate, NarrowLinear, Product, Rule, candidates, taken
 from .products import Recipe

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forge_train.ground.files import write_whole
-from forge_train.ground.present import few
-from forge_train.ground.strict_json import dumps, loads
+from forge_train.base.files import write_whole
+from forge_train.base.present import few
+from forge_train.base.strict_json import dumps, loads
 
 
 @dataclass(frozen=True)

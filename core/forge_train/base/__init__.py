@@ -1,0 +1,1 @@
+"""Errors, files, names: what the other rooms stand on. It imports nothing else of forge."""

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: saved, found, verified and read."""

@@ -1,0 +1,231 @@
+"""A run's checkpoints elsewhere: sent while training continues, and brought back.
+
+`checkpoint.folder` and `checkpoint.mirror` are filled alike. A checkpoint is always written in the run's folder first;
+what a store refuses stays there, and is sent with the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import ConfigError, ForgeError, describe
+from ..base.strict_json import loads
+from ..config import Config
+from ..store.manifest import STATE
+from .background import Background
+from .found import Saved, found, is_kept
+from .noted import note_roll_back, noted_roll_back
+from .seal import ALONE, check
+from .store import Store, Stored
+
+log = logging.getLogger("forge_train")
+
+
+class AwayError(ForgeError):
+    """A store that a run depends on can't be read."""
+
+    type = "checkpoint"
+
+    @classmethod
+    def of(cls, store: Store, error: ConfigError) -> AwayError:
+        told = (
+            f"{store.key}: {str(error).rstrip('.')}. The run may have checkpoints there. Try again once it can be read"
+        )
+        return cls(f"{told}; a new run without --name does not depend on it.", key=store.key)
+
+
+def stores(config: Config, run: Path) -> list[Store]:
+    """Return the destinations of a run's checkpoints: its `checkpoint.folder`, then its `checkpoint.mirror`.
+
+    Args:
+        config: the run's.
+        run: its folder.
+
+    Raises:
+        ConfigError: if a destination is used twice, is lost with the process, or can't be reached by any known
+            protocol.
+    """
+    taken: dict[Path | str, str] = {(run / "checkpoints").resolve(): "the run's own folder"}
+    made: list[Store] = []
+    for key in ("folder", "mirror"):
+        if not (address := getattr(config.checkpoint, key)):
+            continue
+        try:
+            store = Store.of_run(address, run.name, f"checkpoint.{key}")
+        except ConfigError as error:
+            raise ConfigError(f"checkpoint.{key}: {error}") from error
+        if not store.lasts:
+            raise ConfigError(
+                f"checkpoint.{key}: {address} is in the memory of this process, and would be lost with it; "
+                "name a folder or a persistent store."
+            )
+        place = store.local.resolve() if store.local else store.address
+        if place in taken:
+            raise ConfigError(f"checkpoint.{key}: {address} is {taken[place]} already; name another place.")
+        taken[place] = "checkpoint.folder"
+        made.append(store)
+    return made
+
+
+def bring(places: Sequence[Store], folder: Path, *, after: int = -1, before: int = sys.maxsize) -> Path | None:
+    """Fetch the newest whole checkpoint of a run, if one of its stores has a newer one than the run's folder.
+
+    Args:
+        places: the run's stores.
+        folder: its `checkpoints/`.
+        after: the step of the newest whole one there; -1 if there is none.
+        before: the step that it must come before.
+
+    Raises:
+        AwayError: if there is none in the folder, and a store of the configuration can't be read.
+        ConfigError: for one of a newer format, or if another store can't be read.
+    """
+    if noted := noted_roll_back(folder.parent):  # what the stores must lose still
+        before = min(before, noted.elsewhere)
+    best: list[tuple[Stored, Store]] = []
+    for store in places:
+        try:
+            best += [(stored, store) for stored in store.newest(after=after, before=before)]
+        except ConfigError as error:
+            if after < 0:
+                if not store.key or error.__cause__ is None:  # of a newer format
+                    raise
+                raise AwayError.of(store, error) from error
+            log.warning("%s. The run continues from the newest checkpoint in its folder, of step %s.", error, after)
+    for stored, store in sorted(best, key=lambda pair: pair[0].step, reverse=True):
+        log.info("Fetching %s.", store.at(stored.name))
+        try:
+            return store.fetch(stored, folder / stored.name)
+        except ConfigError as error:
+            log.warning("%s", error)
+    return None
+
+
+@dataclass
+class Sent:
+    """Result of a round of copies to one store."""
+
+    store: Store
+    copied: list[tuple[Saved, float]] = field(default_factory=list)
+    """Each checkpoint that arrived, with the seconds that it took."""
+    pruned: list[Stored] = field(default_factory=list)
+    steps: set[int] = field(default_factory=set)
+    """Checkpoints in the run's folder that the store has too."""
+    problem: str = ""
+    """Why it was given up; empty if it was not."""
+
+
+class Sender:
+    """Keeps the stores of a run like its folder, in a thread of the main process: one round at a time."""
+
+    def __init__(self, folder: Path, places: Sequence[Store], keep: int, keep_every: int) -> None:
+        self._folder, self._places, self._keep, self._keep_every = folder, places, keep, keep_every
+        self._task: Background[list[Sent]] | None = None
+        self._due = False
+        self._spared: Set[int] = frozenset()
+        self._undone_from: int | None = None
+        self._sending: int | None = None
+        self._there: dict[str, set[int]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """True if a round is in progress."""
+        return self._task is not None and not self._task.ended()
+
+    @property
+    def sending(self) -> set[int]:
+        """The step of the checkpoint that is being read now, which has to stay in the run's folder."""
+        step = self._sending
+        return set() if step is None else {step}
+
+    @property
+    def everywhere(self) -> set[int]:
+        """Steps whose checkpoints all stores have."""
+        known = [self._there.get(store.address, set()) for store in self._places]
+        return set.intersection(*known) if known else set()
+
+    def send(self, spared: Set[int] = frozenset()) -> None:
+        """Begin to copy what the stores lack, or do so after the round that is under way.
+
+        Args:
+            spared: steps that stay in the stores whatever their age.
+        """
+        self._due, self._spared = True, spared
+        if self._places and self._task is None:
+            self._due = False
+            undone, self._undone_from = self._undone_from, None
+            self._task = Background(lambda: [self._round(store, spared, undone) for store in self._places], ALONE)
+
+    def undo(self, step: int) -> None:
+        """Remove the checkpoints of a step and of later ones: a roll-back left them behind."""
+        self._undone_from = step if self._undone_from is None else min(step, self._undone_from)
+        self._there.clear()
+        self.send(self._spared)
+
+    def look(self) -> list[Sent]:
+        """Return the results of the last round, once; start the next one if it is due."""
+        return self._take() if self._task is not None and self._task.ended() else []
+
+    def wait(self) -> list[Sent]:
+        """Until everything was tried: what came of it."""
+        results: list[Sent] = []
+        while self._task is not None:
+            results += self._take()
+        return results
+
+    def _take(self) -> list[Sent]:
+        assert self._task is not None
+        task, self._task = self._task, None
+        results = task.result()
+        if self._undone_from is None:
+            self._there = {sent.store.address: sent.steps for sent in results}
+            if noted_roll_back(self._folder.parent):  # every store has lost what it removes
+                note_roll_back(self._folder.parent, None)
+        if self._due:
+            self.send(self._spared)
+        return results
+
+    def _round(self, store: Store, spared: Set[int], undone: int | None) -> Sent:
+        sent = Sent(store)
+        try:
+            for stored in store.found() if undone is not None else ():
+                if undone is not None and stored.step >= undone:
+                    store.remove(stored.name)
+            for number, saved in enumerate(found(self._folder)):
+                if number < self._keep or is_kept(saved.step, self._keep_every, spared):
+                    self._send(store, saved, sent)
+            sent.pruned = list(store.prune(self._keep, self._keep_every, spared))
+        except Exception as error:  # nothing that happens to a copy ends a run
+            if undone is not None:
+                self._undone_from = undone
+            sent.problem, sent.steps = str(error) if isinstance(error, ForgeError) else describe(error), set()
+        finally:
+            self._sending = None
+        return sent
+
+    def _send(self, store: Store, saved: Saved, sent: Sent) -> None:
+        began, self._sending = time.perf_counter(), saved.step
+        try:
+            if check(saved.path):
+                return
+            if not store.has(saved.path):
+                store.put(saved.path)
+                sent.copied.append((saved, time.perf_counter() - began))
+            sent.steps.add(saved.step)
+        except (ForgeError, OSError):
+            if saved.path.exists():
+                raise
+            store.remove(saved.path.name)  # the run has removed it meanwhile
+
+
+def best_of(places: Sequence[Store]) -> Iterator[tuple[int, Any]]:
+    """Yield the step and the `checkpoint.best` entry of each checkpoint in the stores."""
+    for store in places:
+        for stored in store.newest():
+            yield stored.step, loads(store.text(stored, STATE).decode()).get("best")

@@ -1,0 +1,76 @@
+"""Checks that transforms implement what the configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from torch import nn
+
+from ..base.errors import ConfigError
+from ..contract.attention import KernelCapabilities
+from ..contract.transform import Transform
+from ..mesh.layout import Layout
+from ..plugin.job import Job
+from ..registry import kernels
+from ..registry.discovery import discover
+
+
+def needed(transforms: Sequence[tuple[str, Transform]]) -> list[tuple[str, Transform]]:
+    """Without the fallbacks for what others cover."""
+    covered = {axis for _, transform in transforms if not transform.fallback for axis in transform.covers}
+    return [named for named in transforms if not (named[1].fallback and covered.issuperset(named[1].covers))]
+
+
+def check_coverage(job: Job, transforms: Iterable[Transform]) -> None:
+    """Check that transforms cover each parallel axis, and the precision if it is below fp32.
+
+    Raises:
+        ConfigError: if one is uncovered; names the installed plugins that would cover it.
+    """
+    covered = {axis for transform in transforms for axis in transform.covers}
+    for axis, size in job.dist.layout.axes().items():
+        if size > 1 and axis not in covered:
+            raise ConfigError(
+                f"parallel.{axis} is {size}, but no enabled plugin covers the axis {axis!r}.{_covering(job, axis)}"
+            )
+    precision = job.config.train.precision
+    if precision != "fp32" and "precision" not in covered:
+        raise ConfigError(
+            f"train.precision is {precision!r}, but no enabled plugin covers 'precision'.{_covering(job, 'precision')}"
+        )
+
+
+def check_added(who: str, layout: Layout, parts: Iterable[nn.Module], added: Collection[str]) -> None:
+    """Check that parameters added to experts are sharded as the experts are.
+
+    Raises:
+        ConfigError: if one is not: no one would sum its gradients over ep, and a checkpoint would hold one rank's.
+    """
+    if layout.ep == 1 or not added:
+        return
+    for part in parts:
+        inside = tuple(f"{path}." for path, one in part.named_modules() if getattr(one, "domain", "") == "expert")
+        for name, parameter in part.named_parameters():
+            if name in added and name.startswith(inside) and not hasattr(parameter, "placements"):
+                raise ConfigError(
+                    f"{who} adds {name!r} to experts, which parallel.ep = {layout.ep} spreads over ranks, and does not "
+                    "split it; do as with their weights: distribute_tensor(…, weight.device_mesh, weight.placements)."
+                )
+
+
+def check_kernel(job: Job) -> None:
+    """Check that the attention kernel supports what the layers ask for, on this device.
+
+    Raises:
+        ConfigError: if it does not; names the installed kernels that do.
+    """
+    device = KernelCapabilities(devices=(job.device.type,))
+    asked = [("a layer asks for it", needs) for needs in job.hooks.asked_of_kernel]
+    if lacking := [*kernels.misfits(job.hooks, [*asked, ("the run is on it", device)])]:
+        raise ConfigError("\n".join(dict.fromkeys(lacking)))
+
+
+def _covering(job: Job, axis: str) -> str:
+    """The installed plugins that would cover it."""
+    names = sorted(found.name for found in discover() if axis in found.covers and found.name not in job.hooks.enabled)
+    return f" Installed plugins that do: {', '.join(names)}; enable one with --plugins." if names else ""

@@ -1,0 +1,74 @@
+"""The jobs of extra models: the run's own, with other values in some sections."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..base.errors import ConfigError, nearest
+from ..config import Config
+from ..config.layers import DEFAULT, Value
+from ..config.toml import Key
+from ..config.validate import plain, validate
+from ..contract.extra import ExtraModel
+from ..plugin.hooks import Hooks
+from ..plugin.job import Job
+from ..registry.setup import instance
+
+
+def extra_jobs(job: Job) -> Iterator[tuple[ExtraModel, Job]]:
+    """A job for each extra model that plugins ask for, whose hooks compose it.
+
+    Raises:
+        ConfigError: for a name that is taken, and for sections that are not valid.
+    """
+    taken: set[str] = set()
+    for plugin, spec in job.hooks.extra_models():
+        if not spec.name.isidentifier() or spec.name in taken:
+            raise ConfigError(
+                f"{job.hooks.whose('extra_models', plugin)}: {spec.name!r} is taken, or is no identifier."
+            )
+        taken.add(spec.name)
+        with told_of(f"{job.hooks.whose('extra_models', plugin)}, model {spec.name!r}"):
+            made = _job(job, spec)
+        yield spec, made
+
+
+@contextmanager
+def told_of(what: str) -> Iterator[None]:
+    """Mistakes in the block are told of this."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
+def _job(job: Job, spec: ExtraModel) -> Job:
+    """Observers and `without` are left out. The seed is the model's own: it does not start as the first does."""
+    enabled = [one for one in job.hooks.enabled.values() if not one.observer and one.name not in spec.without]
+    names = [one.name for one in enabled]
+    for name in (*spec.sections, *spec.without):
+        if name not in job.hooks.enabled:
+            raise ConfigError(f"there is no plugin {name!r} in this run.{nearest(name, job.hooks.enabled)}")
+    mistakes: list[str] = []
+    sections = {}
+    for one in enabled:
+        values = plain(job.config.sections[one.name]) | dict(spec.sections.get(one.name, {}))
+        given: dict[Key, Value] = {(key,): Value(value, DEFAULT) for key, value in values.items()}
+        sections[one.name] = validate(one.name, one.cls.Config, given, mistakes)
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    made = [(one, instance(one, sections[one.name])) for one in enabled]
+    seed = int.from_bytes(hashlib.blake2b(f"{job.seed}/{spec.name}".encode(), digest_size=7).digest(), "little")
+    config: Config = dataclasses.replace(
+        job.config, run=dataclasses.replace(job.config.run, seed=seed), sections=sections, origins={}
+    )
+    defaults = {slot: name for slot, name in job.hooks.defaults.items() if name in names}
+    hooks = Hooks(made, defaults, job.hooks.specs)
+    if problems := hooks.check_config(config):
+        raise ConfigError("\n".join(f"{problem.key}: {problem.message}" for problem in problems))
+    other = Job(config, hooks, job.run, job.dist, job.control, step=job.step)
+    hooks.bind(other)
+    return other

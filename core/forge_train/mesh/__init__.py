@@ -1,0 +1,1 @@
+"""This process, the others, and the device meshes they form."""

@@ -1,0 +1,141 @@
+"""Sizes of the mesh axes over a world of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..base.errors import ConfigError, Problem
+from ..base.present import few
+from .axes import AXES, CONFIGURED, Domain, of_domain
+
+
+class LayoutError(ConfigError):
+    """Axes that do not tile the world."""
+
+    def __init__(self, axis: str, message: str) -> None:
+        self.problem = Problem(f"parallel.{axis}", message)
+        # The arguments as they are: errors are pickled between processes.
+        super().__init__(axis, message, key=self.problem.key)
+
+    def __str__(self) -> str:
+        return f"{self.problem.key}: {self.problem.message}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh axes over a world of processes."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @classmethod
+    def of(cls, parallel: object, world: int) -> Layout:
+        """Fill in `dp_shard = -1` and check that the axes tile the world.
+
+        Args:
+            parallel: has the size of each configured axis under its name.
+            world: the number of processes.
+
+        Raises:
+            LayoutError: stating the rule and the numbers.
+        """
+        layout = cls(**{axis: getattr(parallel, axis) for axis in CONFIGURED})
+        dense = layout.domain("dense")
+        if layout.dp_shard == 0:
+            raise LayoutError("dp_shard", "must be at least 1, or -1 for what is left over; it is 0.")
+        if layout.dp_shard == -1:
+            del dense["dp_shard"]
+            others = math.prod(dense.values())
+            if world > others and world % others:
+                axes, product = _product(dense)
+                raise LayoutError(
+                    "dp_shard",
+                    f"-1 takes what is left over, but {axes} = {product} does not divide the {world} processes.",
+                )
+            layout = replace(layout, dp_shard=max(world // others, 1))
+        if layout.world != world:
+            there = "is 1 process" if world == 1 else f"are {world} processes"
+            axes, product = _product(layout.domain("dense"))
+            cause = "dp_shard" if "dp_shard" in dense else max(dense, key=lambda axis: dense[axis])
+            raise LayoutError(cause, f"{axes} = {product}, but there {there}.")
+        if layout.etp not in (1, layout.tp):
+            raise LayoutError("etp", f"must be 1 or tp ({layout.tp}); it is {layout.etp}.")
+        tiled = layout.dp_shard * layout.cp * layout.tp // layout.etp
+        if tiled % layout.ep:
+            axes = "dp_shard × cp × tp" if layout.etp == 1 else "dp_shard × cp"
+            raise LayoutError("ep", f"must divide {axes} ({tiled}); it is {layout.ep}.")
+        return layout
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return math.prod(getattr(self, axis) for axis in of_domain("dense"))
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks that share one sharded copy of the same experts: dp_shard · cp · tp = efsdp · ep · etp."""
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
+    def dp(self) -> int:
+        """Ranks that work on different data."""
+        return math.prod(getattr(self, axis.name) for axis in AXES.values() if axis.splits_data)
+
+    def micro_batches(self, global_batch: int, micro_batch: int) -> int:
+        """Micro-batches of a step, on each rank."""
+        return global_batch // (micro_batch * self.dp)
+
+    @property
+    def grad_average_size(self) -> int:
+        """R: the ranks that SHARD transforms average gradients over."""
+        return math.prod(getattr(self, axis.name) for axis in AXES.values() if axis.averages)
+
+    def domain(self, name: Domain) -> dict[str, int]:
+        """Axis → size, outermost first."""
+        return {axis: getattr(self, axis) for axis in of_domain(name)}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis → where a rank lies along it, outermost first, of the dense axes above 1; nothing where that says no
+        more than the rank's number."""
+        found: list[tuple[str, int]] = []
+        for axis, size in reversed(self.domain("dense").items()):
+            rank, at = divmod(rank, size)
+            found += [(axis, at)] if size > 1 else []
+        return dict(reversed(found)) if self.pp > 1 or len(found) > 1 else {}
+
+    def axes(self) -> dict[str, int]:
+        """Configured axis → size."""
+        return {axis: getattr(self, axis) for axis in CONFIGURED}
+
+    def settings(self) -> tuple[str, ...]:
+        """`parallel.tp=2` and so on: assignments that configure this layout."""
+        return tuple(f"parallel.{axis}={size}" for axis, size in self.axes().items())
+
+
+def named(ranks: Collection[int], layout: Layout) -> str:
+    """`ranks 2, 3 (stage 1)`: their numbers, and the coordinates that all of them share."""
+    places = [layout.coordinates(rank) for rank in ranks]
+    shared = {axis: at for axis, at in places[0].items() if all(place[axis] == at for place in places)}
+    return f"rank{'s' * (len(ranks) > 1)} {few(sorted(ranks), 8)}{in_words(shared)}"
+
+
+def in_words(coordinates: Mapping[str, int]) -> str:
+    """` (stage 1, tp 0)`, to follow a rank's number; empty for none."""
+    places = (f"{'stage' if axis == 'pp' else axis} {at}" for axis, at in coordinates.items())
+    return f" ({', '.join(places)})" if coordinates else ""
+
+
+def _product(sizes: Mapping[str, int]) -> tuple[str, str]:
+    """`pp × tp` and `2 × 3 = 6`"""
+    return " × ".join(sizes), f"{' × '.join(map(str, sizes.values()))} = {math.prod(sizes.values())}"
+
+
+Device = Literal["auto", "cpu", "cuda", "mps"]

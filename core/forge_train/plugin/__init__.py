@@ -1,0 +1,1 @@
+"""The plugin class, the hook specs, and the code that calls plugins."""

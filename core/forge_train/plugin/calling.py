@@ -1,0 +1,203 @@
+"""Calls plugins by the specs of hooks, and uses their answers as each hook's kind says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from ..base.errors import ConfigError, PluginError
+from ..contract.attention import KernelCapabilities
+from .blame import note_plugin
+from .calls import Calls, EnabledPlugin, Whose, at_home, without
+from .fit import check_fit, gives
+from .guards import Guarded, nesting
+from .hookspecs import SPECS
+from .plugin import Plugin
+from .returns import protocol_of
+from .specs import HookSpec
+
+if TYPE_CHECKING:
+    from ..run.run import Run
+    from .job import Job
+
+_T = TypeVar("_T")
+
+
+class Caller:
+    """The enabled plugins of a run, and the specs by which they are called."""
+
+    def __init__(
+        self,
+        plugins: Sequence[tuple[EnabledPlugin, Plugin]],
+        defaults: Mapping[str, str],
+        specs: Mapping[str, HookSpec[..., Any]] = SPECS,
+    ) -> None:
+        self.specs = specs
+        self.plugins = {enabled.name: plugin for enabled, plugin in plugins}
+        self.enabled = {enabled.name: enabled for enabled, _ in plugins}
+        self.defaults = dict(defaults)
+        self.opened = False  # whether the model is only opened, as to generate text: nothing reads rows of the data
+        self.unused: set[str] = set()  # plugins that turned out to have nothing to do; see `registry.unused`
+        self.used: set[tuple[str, str]] = set()  # slot or chain, and a plugin whose answer was taken
+        self.called: set[str] = set()
+        self.asked_of_kernel: list[KernelCapabilities] = []  # what attention modules need, said when they asked for it
+        self.inside: list[str] = []  # spans that the run is in, outermost first, where there is an `around`
+        self._calls, self._job = Calls.of(plugins, specs), cast("Job | None", None)
+
+    def bind(self, job: Job) -> None:
+        """Give the job that hooks are called with."""
+        self._job = job
+
+    @property
+    def job(self) -> Job:
+        if self._job is None:
+            raise PluginError("A hook was called before the job exists.")
+        return self._job
+
+    @property
+    def run(self) -> Run | None:
+        """The folder of the run, once there is a job."""
+        return self._job.run if self._job else None
+
+    def provider(self, slot: str) -> str | None:
+        """The name of the plugin that fills a slot, or None where nobody does.
+
+        Raises:
+            ConfigError: if two do, naming both.
+        """
+        owners = self._calls.owners(slot)
+        if len(owners) > 1:
+            names = " and ".join(owner.ref.label for owner in owners)
+            raise ConfigError(f"Plugins {names} both fill the slot {slot!r}; {without(owners)}.")
+        return owners[0].name if owners else None
+
+    def whose(self, hook: str, name: str = "") -> Whose:
+        """A plugin, its hook and where it stands, for messages; the slot's provider where no plugin is named."""
+        return self._calls.whose(hook, name or self.provider(hook) or "")
+
+    def implementers(self, hook: str) -> list[str]:
+        """Names of the plugins that implement a hook."""
+        return [owner.name for owner in self._calls.owners(hook)]
+
+    def arguments(self, name: str, hook: str) -> frozenset[str]:
+        """Names of the arguments that a plugin's implementation of a hook asks for."""
+        return self._calls.arguments(name, hook)
+
+    def acting(self, hook: str) -> list[str]:
+        """The same without those that turned out to have nothing to do."""
+        return [name for name in self.implementers(hook) if name not in self.unused]
+
+    def mute(self, name: str) -> None:
+        """Leave an observer, or what only rounds, out of this process: it stays enabled, but is told nothing.
+
+        Raises:
+            ConfigError: if the plugin does more than that.
+        """
+        if enabled := self.enabled.get(name):
+            if not enabled.observer and not enabled.cls.rounds:
+                raise ConfigError(f"Plugin {enabled.ref.label} does more than watch the run; it can't be left out.")
+            self._calls.mute(enabled)
+
+    def owner(self, thing: object) -> str:
+        """`plugin 'mine' (my-package 1.0)` for what an enabled plugin's code made; empty for anything else."""
+        labels = dict.fromkeys(one.ref.label for one in at_home(type(thing).__module__, self.enabled.values()))
+        return f"plugin {' or '.join(labels)}" if labels else ""
+
+    def note_plugin(self, error: BaseException) -> None:
+        """Add a note to an error that names the plugin it comes from."""
+        note_plugin(error, self.enabled.values(), self.specs)
+
+    def vacate(self, slot: str) -> None:
+        """Have nobody fill an optional slot in this process."""
+        self._calls.vacate(slot)
+
+    def check_slots(self) -> None:
+        """Check that each required slot has a provider and that providers fit together."""
+        for slot, spec in self.specs.items():
+            if spec.kind == "slot" and not self.provider(slot) and not spec.optional and not spec.owner:
+                raise ConfigError(_unfilled(spec))
+        self._check_fit()
+
+    def _check_fit(self) -> None:
+        check_fit(list(self.enabled.values()), {slot for slot, _ in self.used}, self.specs)
+
+    def gives(self, slot: str) -> str:
+        """Return what a slot's provider gives to others, such as `token_logits` for a head; empty if unfilled."""
+        return next((gives(one, slot, self.specs) for one in self.enabled.values() if slot in one.provides), "")
+
+    def call(self, spec: HookSpec[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Call the plugins that implement a hook, and use their answers as its kind says; see `HookSpec`.
+
+        Raises:
+            ConfigError: for a slot, or a thing that a chain is asked about, with no provider or several.
+            PluginError: for an answer that is not what the spec declares.
+        """
+        if (known := self.specs.get(spec.name, spec)) is not spec:
+            raise ConfigError(f"Two hooks are named {spec.name!r}{spec.declared}{known.declared}; uninstall one.")
+        self.called.add(spec.name)
+        if spec.kind == "slot":
+            return self._slot(spec, arguments)
+        if spec.kind == "chain":
+            return self._chain(spec, arguments)
+        if spec.kind == "event":
+            return self._calls.announce(spec.name, arguments)
+        answers = [one for one in self._calls.collect(spec.name, arguments) if one[1] is not None]
+        if spec.kind == "questions":
+            return answers
+        if spec.kind == "spans":
+            what = next((one for one in arguments.values() if isinstance(one, str)), spec.name)
+            return nesting(what, [(self.whose(spec.name, name), span) for name, span in answers], self.inside)
+        each = [(name, one) for name, answer in answers for one in ([answer] if hasattr(answer, "phase") else answer)]
+        return sorted(each, key=lambda one: (one[1].phase, one[0]))
+
+    def _slot(self, spec: HookSpec[..., Any], arguments: Mapping[str, Any]) -> Any:
+        name = self.provider(spec.name)
+        if name is None:
+            raise ConfigError(_unfilled(spec))
+        ((_, answer),) = self._calls.collect(spec.name, arguments)
+        self.used.add((spec.name, name))
+        if spec.takes:
+            self._check_fit()
+        return Guarded(answer, protocol_of(spec), self.whose(spec.name)) if spec.checked else answer
+
+    def _chain(self, spec: HookSpec[..., Any], arguments: Mapping[str, Any]) -> Any:
+        chain, (thing, value) = spec.name, next((one for one in arguments.items() if one[0] != "job"), ("job", ""))
+        default = [name for name in self.implementers(chain) if name == self.defaults.get(chain)]
+        others = [name for name in self.implementers(chain) if name not in default]
+        claimed = self._given(chain, arguments, others) or self._given(chain, arguments, default)
+        index = getattr(value, "index", None)
+        which = value if index is None or callable(index) else index
+        if len(claimed) > 1:
+            names, way_out = self._several(claimed)
+            raise ConfigError(f"Plugins {names} both build {chain} for {thing} {which}; {way_out}.")
+        if not claimed:
+            raise ConfigError(
+                f"No enabled plugin builds {chain} for {thing} {which}{spec.declared}; see `forge plugins list`."
+            )
+        self.used.add((chain, claimed[0][0]))
+        return claimed[0][1]
+
+    def _each(self, hook: str, kind: type[_T] | tuple[type[Any], ...]) -> list[tuple[str, _T]]:
+        """Everything that plugins answered, one thing or several each, with the plugin's name."""
+        answers = self._calls.collect(hook, {"job": self.job})
+        return [(n, one) for n, answer in answers for one in ([answer] if isinstance(answer, kind) else answer or ())]
+
+    def _given(self, hook: str, arguments: Mapping[str, Any], names: list[str]) -> list[tuple[str, Any]]:
+        """Return the answers of the named plugins, except None."""
+        return [one for name in names for one in self._calls.collect(hook, arguments, only=name) if one[1] is not None]
+
+    def _several(self, answers: list[tuple[str, Any]]) -> tuple[str, str]:
+        """Names of plugins of which one is too many, and how to be rid of it."""
+        names = [name for name, _ in answers]
+        return " and ".join(map(repr, names)), without(self.enabled[name] for name in names)
+
+    def _only(self, hook: str, arguments: Mapping[str, Any]) -> Any:
+        given = self._given(hook, arguments, self.implementers(hook))
+        if len(given) > 1:
+            names, way_out = self._several(given)
+            raise ConfigError(f"Plugins {names} both answer {hook}; {way_out}.")
+        return given[0][1] if given else None
+
+
+def _unfilled(spec: HookSpec[..., Any]) -> str:
+    return f"No enabled plugin fills the slot {spec.name!r}{spec.declared}; see `forge plugins list`."

@@ -1,0 +1,148 @@
+"""The one typed way in which core, and plugins, call hooks: `job.hooks`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from ..base.errors import PluginError, Problem
+from ..contract.attention import KernelCapabilities
+from ..contract.batch import Preparation, PrepareBatch, PrepareStep
+from ..contract.extra import ExtraModel
+from ..contract.metric import Metric
+from ..contract.protocols import (
+    Evaluator,
+    Executor,
+    HFModel,
+    Loader,
+    LossScale,
+    Schedule,
+    Span,
+    SpanName,
+    Task,
+    Tokenizer,
+)
+from ..contract.transform import Transform
+from . import hookspecs
+from .calling import Caller
+from .guards import Guarded, Prepare, first_state, preparing
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..config import Config
+    from ..contract.events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult, Update
+    from ..contract.model import Model
+
+
+class Hooks(Caller):
+    """The enabled plugins of a run, with a typed method for each of the kernel's hooks."""
+
+    # -- the kernel's slots -----------------------------------------------------------------------
+
+    def build_model(self) -> nn.Module:
+        return hookspecs.build_model(self.job)
+
+    def build_data(self, split: Literal["train", "validation"]) -> Loader:
+        loader = hookspecs.build_data(self.job, split)
+        state = first_state(loader, self.whose("build_data"))
+        if not isinstance(state.get("sequences"), int):
+            raise PluginError(
+                f"{self.whose('build_data')}: state_dict must have the integer 'sequences', found {state}."
+            )
+        return loader
+
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = hookspecs.tokenizer(self.job)
+        guard = Guarded(tokenizer, Tokenizer, self.whose("tokenizer"))
+        guard.decode(guard.encode("a"))
+        return tokenizer
+
+    def task(self) -> Task:
+        return hookspecs.task(self.job)
+
+    def executor(self, model: Model, task: Task) -> Executor:
+        return hookspecs.executor(model, task, self.job)
+
+    def optimizer(self, model: Model) -> torch.optim.Optimizer:
+        return hookspecs.optimizer(model, self.job)
+
+    def lr_schedule(self, optimizer: torch.optim.Optimizer) -> Schedule:
+        schedule = hookspecs.lr_schedule(optimizer, self.job)
+        first_state(schedule, self.whose("lr_schedule"))
+        return schedule
+
+    def loss_scale(self) -> LossScale | None:
+        return hookspecs.loss_scale(self.job) if self.provider("loss_scale") else None
+
+    # -- its other hooks --------------------------------------------------------------------------
+
+    def parallelize(self) -> list[tuple[str, Transform]]:
+        """Every transform with the name of its plugin."""
+        return self._each("parallelize", Transform)
+
+    def prepare_batch(self) -> Prepare:
+        """All preparations as one function, for what a loader gives in a step: by phase, then by plugin name."""
+        answers: list[tuple[str, Preparation]] = self._each("prepare_batch", (PrepareBatch, PrepareStep))
+        return preparing(self.whose("build_data"), answers, self._calls, self.job.dist)
+
+    def span(self, name: SpanName) -> Span:
+        """All context managers around a span, nested in order of plugin names, as one factory."""
+        return hookspecs.around(name, self.job)
+
+    def check_config(self, config: Config) -> list[Problem]:
+        return [one for _, found in self._calls.collect("check_config", {"config": config}) for one in found or ()]
+
+    def extra_models(self) -> list[tuple[str, ExtraModel]]:
+        return [(name, one) for name, found in hookspecs.extra_models(self.job) for one in found]
+
+    def kernel_needs(self, config: Config) -> list[tuple[str, KernelCapabilities]]:
+        """Return each plugin's needs of the attention kernel, labelled; without the data's if no data is read."""
+        idle = self.provider("build_data") if self.opened else None
+        answers = dict(self._calls.collect("kernel_needs", {"config": config}))
+        return [(f"plugin {name!r} asks for it", one) for name, one in answers.items() if one and name != idle]
+
+    def import_hf(self, config: Mapping[str, Any]) -> HFModel | None:
+        return cast("HFModel | None", self._only("import_hf", {"config": config}))
+
+    def export_hf(self) -> HFModel | None:
+        return cast("HFModel | None", self._only("export_hf", {"job": self.job}))
+
+    def evaluators(self) -> list[tuple[str, Evaluator]]:
+        """Every evaluator, with whose it is."""
+        return [(self.whose("evaluators", name), one) for name, one in self._each("evaluators", Evaluator)]
+
+    def evaluation_weights(self) -> Mapping[str, float]:
+        return cast("Mapping[str, float]", self._only("evaluation_weights", {"job": self.job}) or {})
+
+    def metrics(self, model: Model) -> dict[str, Metric]:
+        """Every plugin's metrics, as `plugin.name`."""
+        found = hookspecs.metrics(model, self.job)
+        return {f"{plugin}.{name}": one for plugin, metrics in found for name, one in metrics.items()}
+
+    # -- events; `only` is the one plugin to tell, for tools that tell them one by one ------------
+
+    def on_start(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        self._calls.announce("on_start", {"job": self.job, "model": model, "optimizer": optimizer})
+
+    def on_gradients(self, update: Update) -> None:
+        self._calls.tell("on_gradients", "update", update)
+
+    def on_step(self, step: StepResult) -> None:
+        self._calls.tell("on_step", "step", step)
+
+    def on_log(self, record: LogRecord) -> None:
+        self._calls.tell("on_log", "record", record)
+
+    def on_evaluate(self, evaluation: Evaluation, only: str | None = None) -> None:
+        self._calls.tell("on_evaluate", "evaluation", evaluation, only)
+
+    def on_checkpoint(self, event: CheckpointEvent, only: str | None = None) -> None:
+        self._calls.tell("on_checkpoint", "event", event, only)
+
+    def on_finish(self, finished: Finished) -> None:
+        self._calls.tell("on_finish", "finished", finished)
+
+    def on_error(self, error: BaseException) -> None:
+        self._calls.tell("on_error", "error", error)

@@ -1,0 +1,214 @@
+"""The hooks that the kernel declares; whoever else calls a hook declares it in a module like this one.
+
+A hook is of one kind:
+
+* **slot**: exactly one enabled plugin provides it (some may stay empty);
+* **chain**: every plugin is asked for every layer, the default only where all others leave it; at most one answer;
+* **phases**: every answer is taken, and ordered by `Phase`;
+* **steps**: functions applied one after the other, in order of their phases, then of plugin names;
+* **spans**: context managers nested in order of plugin names;
+* **event**: everybody is told, in order of plugin names, and returns nothing;
+* **questions**: every answer is collected.
+
+What an implementation must return is its spec's annotation: `forge_train.plugin.returns` holds every value to it.
+
+Adding an argument to a spec is compatible. Removing one goes through `warn_on_impl_args` for one minor version.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..base.errors import Problem
+from ..contract.attention import KernelCapabilities
+from ..contract.batch import Preparation
+from ..contract.extra import ExtraModel
+from ..contract.metric import Metric
+from ..contract.protocols import (
+    Evaluator,
+    Executor,
+    HFModel,
+    Loader,
+    LossScale,
+    Schedule,
+    Span,
+    SpanName,
+    Task,
+    Tokenizer,
+)
+from ..contract.transform import Transform
+from .specs import hookspec, specs_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..config import Config
+    from ..contract.events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult, Update
+    from ..contract.model import Model
+    from .job import Job
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+@hookspec("slot")
+def build_model(job: Job) -> nn.Module:
+    """The model; called with the meta device as default, so that nothing is allocated.
+
+    What a model declares about itself is in docs: “How to design a model”.
+    """
+    raise AssertionError
+
+
+@hookspec("phases")
+def parallelize(job: Job) -> Transform | Iterable[Transform] | None:
+    """Changes of the model, each in its phase; None where there is nothing to do at this size."""
+
+
+@hookspec("questions")
+def extra_models(job: Job) -> Iterable[ExtraModel] | None:
+    """Other models that the run needs, such as a teacher: composed as the first is, they are in `job.models`."""
+
+
+@hookspec("questions")
+def import_hf(config: Mapping[str, Any]) -> HFModel | None:
+    """Return the layout of a model with this `config.json`, or None if it is not one of this plugin's."""
+
+
+@hookspec("questions")
+def export_hf(job: Job) -> HFModel | None:
+    """Return the layout of this job's model in Hugging Face format, or None."""
+
+
+# -- the data -------------------------------------------------------------------------------------
+
+
+@hookspec("slot", gives="token_rows")
+def build_data(job: Job, split: Literal["train", "validation"]) -> Loader:
+    """A stateful loader of this rank's micro-batches."""
+    raise AssertionError
+
+
+@hookspec("slot", optional=True)
+def tokenizer(job: Job) -> Tokenizer:
+    """Text to token ids and back, for generation and evaluation."""
+    raise AssertionError
+
+
+@hookspec("steps")
+def prepare_batch(job: Job) -> Preparation | Iterable[Preparation] | None:
+    """Changes of every micro-batch, each in its phase, and looks at a step's; resolved once, at start-up."""
+
+
+# -- the step -------------------------------------------------------------------------------------
+
+
+@hookspec("slot", checked=True, gives="token_labels", takes={"head": ("token_logits",), "build_data": ("token_rows",)})
+def task(job: Job) -> Task:
+    """The logic of a step."""
+    raise AssertionError
+
+
+@hookspec("slot", checked=True)
+def executor(model: Model, task: Task, job: Job) -> Executor:
+    """Return the executor that runs forward and backward over the step's micro-batches."""
+    raise AssertionError
+
+
+@hookspec("slot")
+def optimizer(model: Model, job: Job) -> torch.optim.Optimizer:
+    """The optimizer over `model.named_parameters()`."""
+    raise AssertionError
+
+
+@hookspec("slot")
+def lr_schedule(optimizer: torch.optim.Optimizer, job: Job) -> Schedule:
+    """The schedule of learning rates."""
+    raise AssertionError
+
+
+@hookspec("slot", optional=True, checked=True)
+def loss_scale(job: Job) -> LossScale:
+    """Scaling of the loss, off if no plugin provides it."""
+    raise AssertionError
+
+
+@hookspec("spans")
+def around(span: SpanName, job: Job) -> Span | None:
+    """A factory of context managers around a span of the run, or None."""
+
+
+@hookspec("questions")
+def evaluators(job: Job) -> Evaluator | Iterable[Evaluator] | None:
+    """Evaluations beside the loss on held-out data, each with its own data and metrics; asked once, at start-up."""
+
+
+@hookspec("questions")
+def evaluation_weights(job: Job) -> Mapping[str, float] | None:
+    """The weights that a checkpoint is evaluated and exported with, if not its own: factors of its tensors in a sum."""
+
+
+@hookspec("questions")
+def metrics(model: Model, job: Job) -> Mapping[str, Metric] | None:
+    """Numbers that this plugin observes, by name, added up over ranks, logged as `plugin.name`; asked at start-up."""
+
+
+@hookspec("questions")
+def kernel_needs(config: Config) -> KernelCapabilities | None:
+    """Return what this plugin will ask of the attention kernel. Called before any slow import."""
+
+
+# -- the run --------------------------------------------------------------------------------------
+
+
+@hookspec("questions")
+def check_config(config: Config) -> Iterable[Problem] | None:
+    """Mistakes that only several values together show. Called before anything slow is imported."""
+
+
+@hookspec("event")
+def on_start(job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """The run is composed and about to be resumed: the place to look modules up and to make state."""
+
+
+@hookspec("event")
+def on_gradients(update: Update) -> None:
+    """After backward and the global norm, before clipping: look, scale, veto."""
+
+
+@hookspec("event")
+def on_step(step: StepResult) -> None:
+    """After every optimizer step, skipped ones included."""
+
+
+@hookspec("event")
+def on_log(record: LogRecord) -> None:
+    """A line of metrics.jsonl was written."""
+
+
+@hookspec("event")
+def on_evaluate(evaluation: Evaluation) -> None:
+    """An evaluation on held-out data is done."""
+
+
+@hookspec("event")
+def on_checkpoint(event: CheckpointEvent) -> None:
+    """A checkpoint is being saved, was saved, loaded or pruned."""
+
+
+@hookspec("event")
+def on_finish(finished: Finished) -> None:
+    """The run ended in good order: done, or interrupted after a whole checkpoint."""
+
+
+@hookspec("event")
+def on_error(error: BaseException) -> None:
+    """The run failed, or diverged (`DivergedError`); `error` is raised again afterwards."""
+
+
+SPECS = specs_of(sys.modules[__name__])
+OBSERVERS = frozenset({"metrics", "on_start", "on_log", "on_evaluate", "on_checkpoint", "on_finish", "on_error"})
+"""A plugin that implements only these watches the run: it changes no number, so it is left out of what must match at
+resume, and its failure is a warning instead of the run's end."""

@@ -1,1 +1,0 @@
-"""This process, the other processes, and how they are started."""

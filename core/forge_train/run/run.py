@@ -1,0 +1,136 @@
+"""The folder of a run, as plugins see it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..base import disk, lock
+from ..base.errors import ConfigError, DivergedError
+from ..base.failure import Failure
+from ..base.files import write_json
+from .artifacts import Recorder
+from .records import EventSchema, Records, read
+from .run_files import load
+
+log = logging.getLogger("forge_train")
+
+
+class Run:
+    """One run's folder. Nothing is written before `open`."""
+
+    def __init__(self, folder: Path, lock: Path | None = None) -> None:
+        self.dir = folder
+        self.id = folder.name
+        self._lock = lock
+        self.records = Records(folder)
+        self.artifacts = Recorder(folder)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.dir / "checkpoints"
+
+    def artifact(self, name: str) -> Path:
+        """A path under the run's `artifacts/` for a plugin to write to; its folder exists. Once the file is whole,
+        `job.record` it."""
+        path = self.dir / "artifacts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def check_lock(self) -> None:
+        """Check that this job still owns the folder.
+
+        Raises:
+            ForgeError: if another process took it over.
+        """
+        if self._lock is not None:
+            lock.check(self._lock)
+
+    def register(self, schema: EventSchema) -> None:
+        """Make a plugin's kind of event known."""
+        self.records.register(schema)
+
+    def event(self, name: str, step: int, **fields: Any) -> None:
+        """Write a line of events.jsonl."""
+        self.check_lock()
+        self.records.event(name, step, **fields)
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        """Write a line of metrics.jsonl."""
+        self.check_lock()
+        self.records.metrics(line)
+
+    def cut_metrics(self, step: int) -> None:
+        """Drop metrics of steps after `step`."""
+        self.records.cut(step)
+
+    def last_loss(self) -> float | None:
+        """The loss of the newest logged step."""
+        loss = None
+        for line in read(self.records.metrics_file, strict=False):
+            loss = line["loss"]
+        return loss
+
+    def open(self) -> None:
+        """Make the folder.
+
+        Raises:
+            ConfigError: if it can't be written.
+        """
+        with writing(self.dir):
+            (self.dir / "log").mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+
+    def outcome(self) -> dict[str, Any]:
+        """Return how the run ended last time; empty if it has not ended yet or the file is damaged."""
+        file = self.dir / "outcome.json"
+        try:
+            return load(file) or {}
+        except ConfigError:
+            log.warning("%s is damaged, and is left out.", file)
+            return {}
+
+    def fail(self, failure: Failure, code: int, step: int, loss: float | None) -> None:
+        """Write how the run failed."""
+        outcome, reason = "diverged" if code == DivergedError.code else "failed", failure.message.partition("\n")[0]
+        error = failure.as_json()
+        try:
+            self.event("run_finished", step, outcome=outcome, loss=loss, reason=reason, error=error)
+        finally:  # on a full disk there may be room for one of them
+            self.end({"outcome": outcome, "step": step, "loss": loss, "code": code, "error": error})
+
+    def fail_first(self, failure: Failure, code: int, step: int, *, since: float) -> None:
+        """Write how the run failed on the rank that failed first: rank 0 knows only what it saw itself, or was killed.
+
+        Args:
+            failure: of that rank.
+            code: its exit code.
+            step: the last that is known to have been done.
+            since: when the processes were started; what rank 0 has written since then is replaced.
+        """
+        self.records.retract("run_finished", since)
+        self.fail(failure, code, step, self.last_loss())
+
+    def end(self, outcome: Mapping[str, Any]) -> None:
+        """Write how the run ended."""
+        self.check_lock()
+        with disk.writing(self.dir / "outcome.json"):
+            write_json(self.dir / "outcome.json", outcome)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn an OSError while writing a run's folder into a message for the user.
+
+    Raises:
+        ConfigError: if the folder can't be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in disk.FULL:
+            raise disk.refused(folder, error, "can't write the run folder:") from error
+        raise ConfigError(f"{folder}: can't write the run folder: {error.strerror or error}.") from error

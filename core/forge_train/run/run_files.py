@@ -1,0 +1,100 @@
+"""The small JSON files of a run's folder, read with the shape that forge gives them: a damaged one is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import ConfigError, describe
+from ..base.untrusted import load_json
+
+_LARGEST = 64 << 20
+"""Bytes of a file that are read."""
+_BIGGEST = 2**63
+NUMBER = (float, type(None))
+SHAPES: Mapping[str, Any] = {
+    "plugins.json": [{"name": str, "version": str, "hash": str, "distribution?": str, "object?": str}],
+    "environment.json": {"devices?": [str], "argv?": [str], "git?": ({"commit": str, "dirty": bool}, type(None))},
+    "composition.json": [{"phase": str, "plugin": str, "matched": [str], "note": str}],
+    "outcome.json": {
+        "outcome": str,
+        "step": int,
+        "loss": NUMBER,
+        "code?": int,
+        "error?": (dict, type(None)),
+    },
+}
+"""File → what it holds, as `odd` takes it."""
+
+
+def load(file: Path, *, links: bool = True) -> Any:
+    """Return the content of a run's file; None if there is no such file.
+
+    Args:
+        file: one of `SHAPES`.
+        links: whether it may be a link, as in a run's folder; a checkpoint may come from anyone.
+
+    Raises:
+        ConfigError: if it can't be read, or has the wrong shape.
+    """
+    try:
+        if not file.exists():
+            return None
+        found = load_json(file, most=_LARGEST, links=links)
+        check_text(found)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: can't be read: {describe(error).partition(chr(10))[0][:200]}.") from error
+    if problem := odd(found, SHAPES[file.name]):
+        raise ConfigError(f"{file}: can't be read: {problem}. Put it back as it was.")
+    return found
+
+
+def check_text(value: Any) -> None:
+    """Check that every text in JSON can be printed.
+
+    Raises:
+        ValueError: where one holds a half of a character.
+    """
+    json.dumps(value, ensure_ascii=False).encode()
+
+
+def odd(value: Any, shape: Any, name: str = "it") -> str:
+    """Describe what is wrong with the shape of a value, in a phrase; empty if nothing is.
+
+    Args:
+        value: JSON.
+        shape: a type; a tuple of alternative shapes; a list with the shape of all entries; or a table with the shape of
+            each key, where `key?` may be missing and `*` stands for all other keys.
+        name: of the value, in the phrase.
+    """
+    if isinstance(shape, tuple):
+        return "" if any(not odd(value, one) for one in shape) else f"{name} is {_kind(value)}"
+    kinds: Any = list if isinstance(shape, list) else dict if isinstance(shape, Mapping) else shape
+    number = kinds is float and isinstance(value, int)
+    if not (number or isinstance(value, kinds)) or isinstance(value, bool) > (kinds is bool):
+        return f"{name} is {_kind(value)}"
+    said: Iterator[str]
+    if isinstance(shape, list):
+        said = (odd(one, shape[0], f"entry {at} of {name}") for at, one in enumerate(value))
+    elif isinstance(shape, Mapping):
+        said = _odd_entries(value, shape, name)
+    else:
+        return f"{name} is too large" if isinstance(value, int) and abs(value) >= _BIGGEST else ""
+    return next((one for one in said if one), "")
+
+
+def _odd_entries(table: Mapping[str, Any], shape: Mapping[str, Any], name: str) -> Iterator[str]:
+    for key, one in shape.items():
+        if (plain := key.removesuffix("?")) in table:
+            yield odd(table[plain], one, repr(plain))
+        elif key == "*":
+            yield from (odd(value, one, repr(other)) for other, value in table.items())
+        elif key == plain:
+            yield f"{name} lacks {key!r}"
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")

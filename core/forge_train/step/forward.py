@@ -1,0 +1,156 @@
+"""The model at work without an optimizer: micro-batches, what they count, and sums over them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..base.errors import PluginError
+from ..base.failure import during
+from ..contract.batch import Batch
+from ..contract.model import Model
+from ..contract.protocols import Evaluator, Executor, Loader, Task
+from ..plugin.job import Job
+from .aggregate import Metrics
+from .transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Divisors of losses: sums over the micro-batches of all ranks."""
+
+    weight: float
+    """Sum of the task's own counts, such as unmasked labels: for the task's loss."""
+    tokens: float
+    """Positions that the model computes, whatever is masked: for attached losses, which are sums over them."""
+
+
+class Forward:
+    """Components of a forward pass, resolved once."""
+
+    def __init__(self, job: Job, model: Model) -> None:
+        self.job, self.model = job, model
+        self.task: Task = job.hooks.task()
+        self.executor: Executor = job.hooks.executor(model, self.task)
+        self._prepare = job.hooks.prepare_batch()
+        self._transfer = Transfer(job.device)
+        model.watch(job.step.passes)
+        self.metrics = Metrics(job, job.hooks.metrics(model))
+        self.waited = 0.0
+        """Seconds that were spent in loaders, so far."""
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of each rank in a whole global batch."""
+        train = self.job.config.train
+        return self.job.dist.layout.micro_batches(train.global_batch, train.micro_batch)
+
+    def micro_batches(self, step: int) -> int:
+        """Micro-batches of each rank in the step that follows `step` others."""
+        train = self.job.config.train
+        return self.job.dist.layout.micro_batches(train.batch_at(step), train.micro_batch)
+
+    def take_batches(self, loader: Loader, count: int, whose: str = "") -> list[Batch]:
+        """A loader's next micro-batches, prepared, on the CPU."""
+        first = int(loader.state_dict()["sequences"])
+        try:
+            batches = [self._next(loader) for _ in range(count)]
+        except StopIteration as error:
+            who = whose or self.job.hooks.whose("build_data")
+            raise PluginError(f"{who}: the loader ended. A loader never ends.") from error
+        return self._prepare(batches, first)
+
+    def _next(self, loader: Loader) -> Batch:
+        began = time.perf_counter()
+        batch = next(loader)
+        self.waited += time.perf_counter() - began
+        return batch
+
+    @during("data")
+    def fetch(self, loader: Loader, count: int) -> tuple[list[Batch], Counts]:
+        """Micro-batches on the device, and what all ranks' together count."""
+        batches = self.take_batches(loader, count)
+        counts = [sum(self.task.weight(batch) for batch in batches), sum(batch.inputs.numel() for batch in batches)]
+        if self.job.dist.world > 1:  # on the CPU, so that nothing waits for the device
+            mine = torch.tensor(counts, dtype=torch.float64)
+            counts = self.job.dist.all_reduce(mine, axis="data").tolist()
+        return self._on_device(batches), Counts(*map(float, counts))
+
+    def _on_device(self, batches: list[Batch]) -> list[Batch]:
+        """A step begins."""
+        self.job.step.batches = moved = self._transfer(batches)
+        return moved
+
+    def _global_batches(self, count: int) -> Iterator[int]:
+        """The sizes of an evaluation's steps, each a global batch."""
+        for start in range(0, count, self.accumulation):
+            yield min(self.accumulation, count - start)
+            self.job.step.end()
+
+    def _evaluated(self, executor: Executor, batch: Batch) -> Tensor:
+        """A batch's loss sum."""
+        self.job.step.batch = batch
+        return executor.evaluate(batch)
+
+    def show_model(self, loader: Loader) -> None:
+        """Let a loader that makes its batches with the model (`RolloutLoader`) see it as it is now."""
+        on_model = getattr(loader, "on_model", None)
+        if on_model is None:
+            return
+        self.model.train(False)
+        with torch.no_grad():
+            on_model(self.model)
+        self.model.free_gathered()
+        self.model.train()
+
+    def mean_loss(self, loader: Loader, count: int) -> tuple[float, float]:
+        """The mean loss over some micro-batches of each rank, and the weight of all of them."""
+        self.show_model(loader)
+        self.model.train(False)
+        total, weight = torch.zeros((), dtype=torch.float64, device=self.job.device), 0.0
+        for size in self._global_batches(count):
+            batches, counts = self.fetch(loader, size)
+            for batch in batches:
+                total += self._evaluated(self.executor, batch)
+            weight += counts.weight
+        self.model.free_gathered()
+        self.model.train()
+        return float(self.job.dist.all_reduce(total, axis="loss")) / (weight or 1.0), weight
+
+    def measure(self, evaluator: Evaluator, data: Loader, count: int, whose: str) -> None:
+        """Have an evaluator see some micro-batches of each rank."""
+        task = _Measuring(evaluator)
+        executor = self.job.hooks.executor(self.model, task)
+        self.show_model(data)
+        self.model.train(False)
+        for size in self._global_batches(count):
+            for batch in self._on_device(self.take_batches(data, size, whose)):
+                self._evaluated(executor, batch)
+        self.model.free_gathered()
+        self.model.train()
+
+
+def close(loader: Loader) -> None:
+    """Have a loader end its threads and processes, if it says how: `close()`, which a loader need not have."""
+    getattr(loader, "close", lambda: None)()
+
+
+@dataclass
+class _Measuring:
+    """A task that measures in the place of a loss: executors run it as they run any."""
+
+    evaluator: Evaluator
+
+    def weight(self, batch: Batch) -> int:
+        return 0
+
+    def loss(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        self.evaluator.measure(part, hidden, batch)
+        return torch.zeros((), device=hidden.device)
+
+    def outputs(self, part: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+        return hidden

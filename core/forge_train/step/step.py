@@ -1,0 +1,195 @@
+"""One optimizer step: micro-batches in, updated weights and a `StepResult` out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..base.errors import PluginError
+from ..base.failure import during
+from ..base.present import few
+from ..contract.auxiliary import loss_scaling
+from ..contract.batch import Batch
+from ..contract.events import StepResult, Update
+from ..contract.model import Model
+from ..contract.protocols import Loader, LossScale, Schedule
+from ..contract.tensors import full_tensor, present, scale
+from ..contract.transform import MicroBatch
+from ..plugin.job import Job
+from ..registry.unused import note_unused
+from ..store.placement import reduce_partial
+from .forward import Counts, Forward
+from .gradients import clip, total_norm
+
+
+@dataclass
+class Progress:
+    """Progress of the run. The loader has the data's position: a roll-back separates the two."""
+
+    step: int = 0
+    tokens: int = 0
+    last_saved: int = -1
+    left_out: list[tuple[int, int]] = field(default_factory=list)
+    """Global sequences, from and up to, that are left out once the loader comes to them."""
+
+
+class Watcher:
+    """Looks at a run from inside; every method may be overridden. Plugins are not told that there is one."""
+
+    def data(self, job: Job, split: Literal["train", "validation"]) -> Loader:
+        """The loader of a split."""
+        return job.hooks.build_data(split)
+
+    def on_assembled(self, stepper: Stepper) -> None:
+        """The run is put together; nothing was started or loaded."""
+
+    def on_micro_batch(self, micro: MicroBatch) -> None:
+        """A micro-batch begins."""
+
+    def on_backward(self, update: Update) -> Update:
+        """All gradients are there, and their norm; plugins are told next. The step continues with what this returns."""
+        return update
+
+    def on_update(self, update: Update) -> None:
+        """Gradients are about to be clipped and to become an update; no plugin has vetoed it."""
+
+
+class Stepper(Forward):
+    """Everything a step needs, resolved once."""
+
+    def __init__(
+        self,
+        job: Job,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        loader: Loader,
+        watcher: Watcher,
+    ) -> None:
+        super().__init__(job, model)
+        self.optimizer, self.schedule, self.loader = optimizer, schedule, loader
+        self.held_out: Loader | None = None
+        """Loader of the held-out data, at its start."""
+        self._watcher = watcher
+        model.watch(watcher.on_micro_batch)
+        self.loss_scale: LossScale | None = job.hooks.loss_scale()
+        note_unused(job.hooks, job.config, "step")
+        _check_parameters(job, model, optimizer)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.tokenizer = tokenizer_digest(job)
+        self._around_backward = job.hooks.span("forward_backward")
+        self._around_optimizer = job.hooks.span("optimizer")
+
+    @during("step")
+    def run(self, progress: Progress) -> StepResult:
+        """Take one step from where the run is."""
+        started = time.perf_counter()
+        self.leave_out(progress)
+        self.show_model(self.loader)
+        first = int(self.loader.state_dict()["sequences"])
+        batches, counts = self.fetch(self.loader, self.micro_batches(progress.step))
+        update = self._watcher.on_backward(self.gradients(progress.step + 1, batches, counts))
+        lr = self.finish(update)
+        train = self.job.config.train
+        progress.tokens += train.batch_at(progress.step) * train.sequence
+        progress.step += 1
+        return StepResult(
+            step=progress.step,
+            tokens=progress.tokens,
+            loss=update.loss,
+            grad_norm=update.grad_norm,
+            lr=lr,
+            seconds=time.perf_counter() - started,
+            skipped=bool(update.vetoed),
+            data_range=(first, int(self.loader.state_dict()["sequences"])),
+        )
+
+    def tell(self, result: StepResult) -> None:
+        """Tell the plugins of a step, which then ends."""
+        self.job.hooks.on_step(result)
+        self.job.step.end()
+
+    def leave_out(self, progress: Progress) -> None:
+        """Move the loader past data that a roll-back left out."""
+        for first, last in sorted(progress.left_out):
+            at = int(self.loader.state_dict()["sequences"])
+            if first <= at < last:
+                self.loader.skip(last - at)
+        if progress.left_out:
+            at = int(self.loader.state_dict()["sequences"])
+            progress.left_out = [(first, last) for first, last in progress.left_out if last > at]
+
+    def finish(self, update: Update) -> float:
+        """Show a step's gradients to the plugins, and update the weights; the learning rate of that."""
+        self.job.hooks.on_gradients(update)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        if not update.vetoed:
+            self._watcher.on_update(update)
+            self.apply(update)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.loss_scale is not None:
+            self.loss_scale.update(bool(update.vetoed))
+        return lr
+
+    @during("forward")
+    def gradients(self, step: int, batches: Sequence[Batch], counts: Counts) -> Update:
+        """Accumulate the gradients of the mean loss over the global batch."""
+        factor: Tensor | float = self.loss_scale.scale() if self.loss_scale else 1.0
+        # SHARD transforms average over R ranks, so R / count times the summed losses is the mean over all of them. The
+        # backward pass gets the next power of two for R: a factor of 3 would round differently from one process. Under
+        # a loss scale it gets none, or gradients would overflow at another scale than those of one process.
+        ranks = self.job.dist.layout.grad_average_size
+        power = 1 << (ranks - 1).bit_length() if self.loss_scale is None else 1
+        with self._around_backward(), loss_scaling(factor * (power / counts.tokens)):
+            total = self.executor.train(batches, factor * (power / (counts.weight or 1.0)))
+        self.job.step.batch = None
+        self.model.after_backward()
+        gradients = present(self.parameters)
+        if self.loss_scale is not None or power != ranks:
+            scale(gradients, ranks / power / factor)
+        norms: list[tuple[list[int], Tensor]] = []
+        norm = total_norm(gradients, self.job.dist, norms)
+        return Update(step, self._mean(total, counts.weight), norm, self.parameters, norms=norms)
+
+    def _mean(self, total: Tensor, weight: float) -> Tensor:
+        """The mean over the global batch from this rank's sum."""
+        total = self.job.dist.all_reduce(full_tensor(total).detach().float().clone(), axis="loss")
+        return total / (weight or 1.0)
+
+    @during("optimizer")
+    def apply(self, update: Update) -> None:
+        """Clip the gradients, and take the optimizer's step."""
+        limit = self.job.config.train.clip_norm
+        if limit and (gradients := present(self.parameters)):
+            clip(gradients, update.grad_norm, limit)
+        with self._around_optimizer():
+            self.optimizer.step()
+        if self.job.dist.world > 1:
+            reduce_partial(self.optimizer)
+        self.schedule.step()
+
+
+def _check_parameters(job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Check that the optimizer updates exactly the trainable parameters."""
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {name: id(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if lost := [name for name, number in trained.items() if number not in given]:
+        raise PluginError(
+            f"{job.hooks.whose('optimizer')}: {len(lost)} of {len(trained)} trainable parameters are in no group "
+            f"({few(lost)}). Add them, or freeze them with requires_grad_(False)."
+        )
+    if given - {id(parameter) for parameter in model.parameters()}:
+        raise PluginError(
+            f"{job.hooks.whose('optimizer')}: it holds parameters that are not the model's. "
+            "Take them from model.named_parameters()."
+        )
+
+
+def tokenizer_digest(job: Job) -> str | None:
+    """Return the digest of the run's tokenizer, if there is one."""
+    return job.hooks.tokenizer().digest if job.hooks.provider("tokenizer") else None

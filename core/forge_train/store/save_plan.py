@@ -1,0 +1,241 @@
+"""The shards that each rank writes: chosen by all ranks together, copied to the host, and written with their hashes.
+
+Ranks agree while training waits, and the files may be written while it goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..base.errors import ForgeError, PluginError
+from ..mesh.distributed import DistributedContext
+from ..mesh.world import cores
+from .consolidated import Files, Format
+from .index import Placed, entries_of, write_index
+from .shards import Shard, held, local, tiling_problem
+from .tensor_files import Shapes, file_of, write_shards
+
+log = logging.getLogger("forge_train")
+
+PER_THREAD = 64 * 2**20
+"""Bytes from which a rank writes with another thread, into another file."""
+HEADER = 300
+"""Bytes that each shard takes beside its values, in its file and in the index, roughly."""
+
+Copies = dict[Shard, Tensor]
+"""Shards on the host; given again, they are filled again."""
+Fill = Callable[[Path, Files], Mapping[str, str]]
+"""Writes full tensors into their files in a folder, where they have room; gives the hashes that it knows."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Shards that this rank writes and, on rank 0, all that the index needs."""
+
+    local: Sequence[Shard]
+    """The shards that this rank holds."""
+    mine: Sequence[Shard]
+    """Those that it writes."""
+    tensors: Shapes
+    """Of all ranks; known on rank 0."""
+    files: Files | None
+    """Of full tensors, if any are to be written."""
+    bytes: int
+    """On disk, of all ranks, roughly; known on rank 0."""
+
+
+class Shards:
+    """The tensors of a checkpoint, as far as this rank writes them."""
+
+    def __init__(self, plan: Plan, values: Callable[[Shard], Tensor]) -> None:
+        self.plan = plan
+        self._values = values
+
+    def copy(self, into: Copies) -> None:
+        """Copy the shards to the host: what is written later is what they are now.
+
+        Args:
+            into: the copies of an earlier call, whose memory is used again; those that no longer fit are replaced.
+        """
+        for shard in into.keys() - set(self.plan.mine):
+            del into[shard]
+        on_device = False
+        for shard in self.plan.mine:
+            values = self._values(shard)
+            on_device |= values.is_cuda
+            if shard not in into:
+                into[shard] = torch.empty(shard.sizes, dtype=shard.dtype, pin_memory=values.is_cuda)
+            into[shard].copy_(values, non_blocking=values.is_cuda)
+        if on_device:
+            torch.cuda.current_stream().synchronize()
+        self._values = into.__getitem__
+
+    def write(self, folder: Path, dist: DistributedContext, fill: Fill | None = None) -> dict[str, str]:
+        """Write the shards' files, those of full tensors, and the index into a folder that is there.
+
+        Args:
+            folder: the folder.
+            dist: who writes.
+            fill: writes the full tensors instead, if this is the only process.
+
+        Returns:
+            On rank 0, the hash of the shards' files, by name of the file.
+
+        Raises:
+            OSError: on every rank, if the disk refuses one of them.
+        """
+        files = self.plan.files
+        if files is not None:
+            dist.on_main(partial(files.create, folder))
+        hashes = dict(fill(folder, files)) if fill and files else {}
+
+        def gathered(everybody: list[_Written]) -> Sequence[None]:
+            if failed := next((one.error for one in everybody if one.error), None):
+                raise failed
+            placed = [one for written in everybody for one in written.placed]
+            full = files.placed() if files is not None and files.alone else []
+            write_index(folder, entries_of(self.plan.tensors, [*placed, *full]))
+            for one in everybody:
+                hashes.update(one.hashes)
+            return [None] * len(everybody)
+
+        dist.through_main(self._write_mine(folder, dist, filled=fill is not None), gathered)
+        return hashes
+
+    def _write_mine(self, folder: Path, dist: DistributedContext, *, filled: bool) -> _Written:
+        """This rank's part. An error is kept: the other ranks must hear of it, or they would wait for ever."""
+        mine, files = self.plan.mine, self.plan.files
+        threads = _threads(mine, dist)
+        full = _shares(files.full(mine), threads) if files and not filled else []
+        parts = _shares(files.others(mine) if files else mine, threads)
+
+        def write_part(number: int) -> tuple[list[tuple[str, Placed]], dict[str, str]]:
+            part, name = parts[number], file_of(dist.rank, number)
+            places, found = write_shards(folder / name, part, self._values)
+            return [(shard.name, place) for shard, place in zip(part, places, strict=True)], {name: found}
+
+        def write_full(shards: list[Shard]) -> None:
+            assert files is not None
+            files.write(folder, shards, self._values)
+
+        try:
+            with ThreadPoolExecutor(threads) as pool:
+                written = [*pool.map(write_part, range(len(parts)))]
+                list(pool.map(write_full, full))
+            placed = [one for some, _ in written for one in some]
+            return _Written(placed, {name: found for _, hashes in written for name, found in hashes.items()})
+        except Exception as error:
+            if dist.world == 1:
+                raise
+            if not isinstance(error, (ForgeError, OSError)):
+                log.exception("rank %s failed", dist.rank)
+                error = RuntimeError(f"rank {dist.rank}: {error!r}")
+            return _Written([], {}, error)
+
+
+@dataclass(frozen=True)
+class _Written:
+    placed: list[tuple[str, Placed]]
+    hashes: dict[str, str]
+    error: Exception | None = None
+
+
+def choose(
+    tensors: Mapping[str, Tensor],
+    dist: DistributedContext,
+    *,
+    contents: Callable[[str], Tensor] | None = None,
+    before: Plan | None = None,
+    form: Format = "sharded",
+) -> Shards:
+    """Decide, by all ranks together, who writes which shard.
+
+    Args:
+        tensors: by name.
+        dist: who writes.
+        contents: gives a tensor by its name, when it is its turn; `tensors` then only describe them.
+        before: the plan of an earlier checkpoint: where no rank holds anything else now, it is taken again.
+        form: of the model's weights; that of `before` is the same.
+
+    Raises:
+        PluginError: on every rank, naming a tensor that the ranks' shards don't make up.
+    """
+    here = [shard for name, tensor in tensors.items() if (shard := held(name, tensor)) is not None]
+    plan = before
+    if before is None or not _everywhere(before.local == here, dist):
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        size: list[int] = [0]
+
+        def together(everybody: list[list[Shard]]) -> Sequence[tuple[list[Shard], Files | None]]:
+            shapes.update({shard.name: (shard.shape, shard.dtype) for shards in everybody for shard in shards})
+            written = balanced(everybody)
+            _check_tiled(shapes, written)
+            files = None if form == "sharded" else Files.of(shapes, alone=form == "safetensors")
+            size[0] = _size_on_disk(written, files)
+            return [(shards, files) for shards in written]
+
+        mine, files = dist.through_main(here, together)
+        plan = Plan(here, mine, shapes, files, size[0])
+    assert plan is not None
+    return Shards(plan, lambda shard: contents(shard.name) if contents else local(tensors[shard.name]))
+
+
+def _everywhere(yes: bool, dist: DistributedContext) -> bool:
+    return not bool(dist.all_reduce(torch.tensor(int(not yes)), "max"))
+
+
+def balanced(everybody: Sequence[Sequence[Shard]]) -> list[list[Shard]]:
+    """Leave each shard to one of the ranks that hold it, so that all write about as much: first those that one rank
+    alone holds, then the larger ones. Empty ones are left out."""
+    holders: dict[Shard, list[int]] = {}
+    for rank, shards in enumerate(everybody):
+        for shard in shards:
+            if shard.bytes:
+                holders.setdefault(shard, []).append(rank)
+    load, writes = [0] * len(everybody), {}
+    for shard in sorted(holders, key=lambda shard: (len(holders[shard]) > 1, -shard.bytes)):
+        rank = min(holders[shard], key=lambda rank: load[rank])
+        load[rank] += shard.bytes + HEADER
+        writes[shard] = rank
+    return [[shard for shard in shards if writes.get(shard) == rank] for rank, shards in enumerate(everybody)]
+
+
+def _check_tiled(tensors: Shapes, written: Sequence[Sequence[Shard]]) -> None:
+    """Check that shards make up each tensor: a placement that torch describes by one range may have gaps."""
+    boxes: dict[str, list[Shard]] = {name: [] for name in tensors}
+    for shard in (shard for shards in written for shard in shards):
+        boxes[shard.name].append(shard)
+    for name, (shape, dtype) in tensors.items():
+        if any((shard.shape, shard.dtype) != (shape, dtype) for shard in boxes[name]):
+            raise PluginError(f"The state {name!r} can't be saved: its shape or dtype differs from rank to rank.")
+        if problem := tiling_problem(shape, [shard.box for shard in boxes[name]]):
+            raise PluginError(f"The state {name!r} can't be saved: the ranks hold {problem}.")
+
+
+def _size_on_disk(written: Sequence[Sequence[Shard]], files: Files | None) -> int:
+    shards = [shard for some in written for shard in (files.others(some) if files else some)]
+    return sum(shard.bytes + HEADER for shard in shards) + (files.bytes if files else 0)
+
+
+def _threads(shards: Sequence[Shard], dist: DistributedContext) -> int:
+    """Threads that a rank writes with: its share of the cores, and no more than there is work for."""
+    return max(min(cores() // dist.place.local_size, sum(shard.bytes for shard in shards) // PER_THREAD), 1)
+
+
+def _shares(shards: Sequence[Shard], count: int) -> list[list[Shard]]:
+    """Shards in lists of about the same size, none of which is empty."""
+    shares: list[list[Shard]] = [[] for _ in range(count)]
+    load = [0] * count
+    for shard in sorted(shards, key=lambda shard: -shard.bytes) if count > 1 else shards:
+        least = min(range(count), key=lambda share: load[share])
+        load[least] += shard.bytes
+        shares[least].append(shard)
+    return [share for share in shares if share]
