@@ -148,6 +148,15 @@ def test_shards_that_nobody_reduced_are_told_from_others() -> None:
     assert said() == ""
 
 
+def test_a_gradient_of_zeros_is_right() -> None:
+    """Such as that of a parameter that no token of step 1 used."""
+    parts = [{"w": torch.ones(4, 3), "v": torch.zeros(5)}, {"w": 2 * torch.ones(4, 3), "v": torch.zeros(5)}]
+    ranks = [Record(rank, rank, pieces={"w": [(2 * rank, 2 * rank + 2), (0, 3)], "v": [(0, 5)]}) for rank in range(2)]
+    own = torch.cat([parts[0]["w"][:2], parts[1]["w"][2:]])
+    recording = Recording(ranks, {"w": own, "v": torch.zeros(5)}, {"w": "", "v": ""}, Layout(dp_shard=2))
+    assert "The gradients of w are not reduced" in of_unreduced(parts, recording)
+
+
 # -- low precision ----------------------------------------------------------------------------------------------------
 
 

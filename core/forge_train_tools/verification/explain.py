@@ -111,7 +111,7 @@ def _sum(parts: Sequence[Mapping[str, Tensor]], name: str, like: Tensor) -> Tens
 
 
 def _near(found: Tensor, right: Tensor) -> bool:
-    return norm([found.double() - right]) < FIT * norm([right])
+    return norm([found.double() - right]) <= FIT * norm([right])
 
 
 def _multiple(found: Tensor, own: Tensor) -> bool:
