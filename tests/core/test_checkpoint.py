@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from forge_train import ConfigError, ForgeError
-from forge_train.checkpoint import writing
+from forge_train.checkpoint import evaluated, writing
 from forge_train.checkpoint.checkpoint import (
     MANIFEST,
     check,
@@ -365,3 +365,15 @@ def test_pruning_tells_what_went(tmp_path: Path) -> None:
         write(tmp_path, step)
     assert [saved.step for saved in prune(tmp_path, 1, 0)] == [2, 1]
     assert names(tmp_path) == ["latest", "step-00000003"]
+
+
+def test_a_checkpoint_without_evaluation_weights_is_not_read_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, 1)
+
+    def read(*_: object) -> None:
+        raise AssertionError("all ranks would have to take part")
+
+    monkeypatch.setattr(evaluated.tensors, "read", read)
+    evaluated.put_in(path, {"scalar": torch.ones(())}, ALONE)

@@ -33,7 +33,9 @@ def put_in(path: Path, weights: Mapping[str, Tensor], dist: DistributedContext) 
         weights: parameters by name (this rank's shards of them).
         dist: all processes.
     """
-    wanted = {name: terms for name, terms in sums(path).items() if name in weights}
+    if not (everywhere := sums(path)):  # on all ranks, as it is of the checkpoint
+        return
+    wanted = {name: terms for name, terms in everywhere.items() if name in weights}
     saved = checkpoint.shapes(path)
     others = {
         term: torch.empty_like(weights[name], dtype=saved[term][1])
