@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..state_map.views import Box, sizes, whole
+
+_MOST_CUT = 6
+"""Dimensions along which a tensor may be cut. A shard has 2 corners for each, all of which are compared."""
 
 
 class Shard(NamedTuple):
@@ -68,16 +73,24 @@ def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
         return "a shard that does not lie in the tensor"
     if sum(math.prod(sizes(box)) for box in boxes) != math.prod(shape):
         return "shards that do not add up to the tensor"
-    return "shards that overlap" if len(boxes) > 1 and _overlap(boxes) else ""
+    cut = [dim for dim, size in enumerate(shape) if any(box[dim] != (0, size) for box in boxes)]
+    if len(cut) > _MOST_CUT:
+        return f"shards along {len(cut)} dimensions, more than the {_MOST_CUT} that can be compared"
+    return "" if _covers_once(shape, boxes, cut) else "shards that overlap"
 
 
-def _overlap(boxes: Sequence[Box]) -> bool:
-    """Sweeps along the dimension with the most cuts, so that few ranges have to be compared."""
-    dim = max(range(len(boxes[0])), key=lambda dim: len({box[dim][0] for box in boxes}))
-    open_: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box[dim]):
-        open_ = [one for one in open_ if one[dim][1] > box[dim][0]]
-        if any(common(one, box) for one in open_):
-            return True
-        open_.append(box)
-    return False
+def _covers_once(shape: Sequence[int], boxes: Sequence[Box], cut: Sequence[int]) -> bool:
+    """Return True if ranges cover a tensor exactly once, in time that is linear in their number.
+
+    A range is a sum of quadrants, one for each of its corners, with alternating signs. Quadrants are linearly
+    independent, so the ranges add up to the tensor exactly if the signs add up to those of its own corners.
+    """
+    if not cut:
+        return len(boxes) <= 1
+    signs = [math.prod(one) for one in product((1, -1), repeat=len(cut))]
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box in boxes:
+        for corner, sign in zip(product(*(box[dim] for dim in cut)), signs, strict=True):
+            corners[corner] += sign
+    corners.subtract(dict(zip(product(*((0, shape[dim]) for dim in cut)), signs, strict=True)))
+    return not any(corners.values())
