@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -20,7 +21,7 @@ from forge_train import ConfigError, PluginError
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.hf_folder import Folder
 from forge_train.checkpoint.seal import ALONE, check
-from forge_train.store import index, tensor_files
+from forge_train.store import index
 from forge_train.store.shards import tiling_problem
 from forge_train.store.tensors import check_shards, read_range
 from forge_train_kit.data.manifest import read_manifest
@@ -114,6 +115,10 @@ INDEXES: dict[str, tuple[Callable[[Any], object], str]] = {
     "a truth for a place": (place("[0:8,0:8]", start=True), "a bool is no size"),
     "a number with a point": (place("[0:8,0:8]", start=4096.0), "a float is no size"),
     "a negative size": (entry(shape=[-8, -8]), "-8 is no size"),
+    "a shape beyond all numbers": (
+        entry(shape=[1 << 62, 1 << 62, 0], shards={}),
+        "'model.a' has the shape [4611686018427387904, 4611686018427387904, 0], which is too large for any tensor",
+    ),
     "a hundred dimensions": (entry(shape=[1] * 100), "'model.a' has 100 dimensions"),
     "other dimensions": (place("[0:64]"), "'[0:64]' is no range of 'model.a'"),
     "a range of other text": (place("[ 0:8,0:8]"), "'[ 0:8,0:8]' is no range of 'model.a'"),
@@ -181,6 +186,47 @@ def test_many_shards_along_any_dimension_are_compared_quickly() -> None:
         began = time.monotonic()
         assert tiling_problem([20_000 if at == dim else 2 for at in (0, 1)], boxes) == ""
         assert time.monotonic() - began < SECONDS
+
+
+def test_a_staircase_of_shards_is_compared_quickly() -> None:
+    """Along each dimension, every shard reaches as far as half of the others."""
+    steps = 20_000
+    boxes = [((low, high), (n, n + 1)) for n in range(steps) for low, high in ((0, n), (n, steps)) if low < high]
+    began = time.monotonic()
+    assert tiling_problem([steps, steps], boxes) == ""
+    moved = [*boxes[:-1], ((0, 1), (0, 1))]
+    assert tiling_problem([steps, steps], moved) == "shards that overlap"
+    assert time.monotonic() - began < SECONDS
+
+
+def test_shards_cut_along_more_dimensions_than_anybody_cuts() -> None:
+    halves = [*itertools.product(((0, 1), (1, 2)), repeat=7)]
+    assert tiling_problem([2] * 7, halves) == "shards along 7 dimensions, more than the 6 that can be compared"
+    assert tiling_problem([2] * 6, [*itertools.product(((0, 1), (1, 2)), repeat=6)]) == ""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shards_cover_a_tensor_exactly_once(seed: int) -> None:
+    """Compared with a count of every element."""
+    draw, seen = random.Random(seed), set()
+    for _ in range(500):
+        shape = [draw.randint(1, 3) for _ in range(draw.randint(1, 3))]
+        boxes = [tuple((0, size) for size in shape)]
+        for _ in range(draw.randint(0, 4)):
+            box, dim = boxes.pop(draw.randrange(len(boxes))), draw.randrange(len(shape))
+            low, high = box[dim]
+            cut = draw.randint(low + 1, high)
+            parts = [(low, cut), (cut, high)] if cut < high else [(low, high)]
+            boxes += [(*box[:dim], part, *box[dim + 1 :]) for part in parts]
+        if draw.random() < 0.5:
+            lows = [draw.randrange(size) for size in shape]
+            boxes[0] = tuple((low, draw.randint(low + 1, size)) for low, size in zip(lows, shape, strict=True))
+        counts = torch.zeros(shape)
+        for box in boxes:
+            counts[tuple(slice(*one) for one in box)] += 1
+        seen.add(right := bool((counts == 1).all()))
+        assert (tiling_problem(shape, boxes) == "") is right, (shape, boxes)
+    assert seen == {True, False}
 
 
 def test_a_damaged_index_is_refused_or_means_the_same_files(path: Path) -> None:
@@ -270,7 +316,7 @@ def test_a_damaged_file_is_refused_or_gives_tensors_of_their_shape(path: Path) -
         for _ in range(source.randint(1, 8)):
             spoilt[source.randrange(used)] = source.randrange(256)
         weights(path).write_bytes(spoilt)
-        tensor_files._parsed.cache_clear()
+        index._read.cache_clear()
         try:
             read = read_range(path, "model.a", ((0, 8), (0, 8)))
             check_shards(path)

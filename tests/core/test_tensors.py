@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_train import ConfigError
+from forge_train import ConfigError, ForgeError
 from forge_train.checkpoint.seal import ALONE
 from forge_train.state_map.views import Box, whole
 from forge_train.store import tensors
-from forge_train.store.index import entries_of, read_index, write_index
+from forge_train.store.consolidated import Files
+from forge_train.store.index import Placed, entries_of, read_index, write_index
 from forge_train.store.shards import Shard
 from forge_train.store.tensor_files import file_of, write_shards
 
@@ -106,3 +107,41 @@ def test_only_the_bytes_of_a_range_are_read(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "preadv", counted)
     tensors.read_range(tmp_path, "w", ((10, 30), (5, 9)))
     assert sum(read) == 20 * 4 * 4
+
+
+def test_each_header_is_read_once_however_many_files_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {f"{n}": torch.arange(200.0) for n in range(3)}
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys(held, ((200,), torch.float32))
+    placed: list[tuple[str, Placed]] = []
+    for rank in range(100):
+        shards = [Shard(name, ((2 * rank, 2 * rank + 2),), *shapes[name]) for name in held]
+        places, _ = write_shards(tmp_path / file_of(rank, 0), shards, lambda shard: part(held[shard.name], shard.box))
+        placed += zip(held, places, strict=True)
+    write_index(tmp_path, entries_of(shapes, placed))
+    headers: list[Path] = []
+    indexes: list[Path] = []
+    real_header, real_index = tensors.described, tensors.read_index
+    monkeypatch.setattr(tensors, "described", lambda file: headers.append(file) or real_header(file))
+    monkeypatch.setattr(tensors, "read_index", lambda path: indexes.append(path) or real_index(path))
+    for name, tensor in held.items():
+        assert same(tensors.read_range(tmp_path, name, ((0, 200),)), tensor)
+    assert (len(headers), len(indexes)) == (100, 3)
+    last = tmp_path / file_of(99, 0)
+    os.utime(last, ns=(0, 0))
+    tensors.check_shards(tmp_path)
+    assert headers[100:] == [last]
+
+
+@pytest.mark.parametrize("values", [torch.zeros(3), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32)])
+def test_values_of_another_shape_or_dtype_are_not_written(tmp_path: Path, values: Tensor) -> None:
+    shard = Shard("w", ((0, 4),), (4,), torch.float32)
+    said = rf"'w' can't be written: it is \[.*\] of {values.dtype}, and \[4\] of torch.float32 was declared"
+    with pytest.raises(ForgeError, match=said):
+        write_shards(tmp_path / file_of(0, 0), [shard], lambda _: values)
+    files = Files.of({"model.w": ((4,), torch.float32)}, alone=True)
+    files.create(tmp_path)
+    full = shard._replace(name="model.w")
+    with pytest.raises(ForgeError, match=said.replace("w", "model.w", 1)):
+        files.write(tmp_path, [full], lambda _: values)
+    with pytest.raises(ForgeError, match=said.replace("w", "model.w", 1)):
+        files.fill(tmp_path, lambda _: values)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..base.files import write_json
 from ..state_map.views import whole
-from .in_place import Place, as_bytes, fill, pieces, size_of, write_at
+from .in_place import Place, exact_bytes, fill, pieces, size_of, write_at
 from .index import Placed
 from .shards import Shard
 from .tensor_files import DTYPES, Shapes, header
@@ -103,9 +103,11 @@ class Files:
             rank: number of the share; see `fill`.
             world: number of shares.
         """
-        return fill(
-            folder, self.headers, self.places, lambda name: as_bytes(values(name)), rank=rank, world=world, hashed=True
-        )
+
+        def data(name: str) -> memoryview:
+            return exact_bytes(values(name), name, self.places[name].shape, self.places[name].dtype)
+
+        return fill(folder, self.headers, self.places, data, rank=rank, world=world, hashed=True)
 
     def write(self, folder: Path, shards: Sequence[Shard], values: Callable[[Shard], Tensor]) -> None:
         """Write shards to their places, and flush them.
@@ -124,7 +126,8 @@ class Files:
             try:
                 for shard in mine:
                     place, begin = self.places[shard.name], [low for low, _ in shard.box]
-                    for offset, piece in pieces(place, begin, shard.sizes, as_bytes(values(shard))):
+                    data = exact_bytes(values(shard), shard.name, shard.sizes, shard.dtype)
+                    for offset, piece in pieces(place, begin, shard.sizes, data):
                         write_at(handle, piece, offset)
                 os.fsync(handle)
             finally:

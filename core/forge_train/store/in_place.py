@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..base.errors import ForgeError
 from . import digest
 
 _PIECE = 256 << 10
@@ -38,6 +39,18 @@ def as_bytes(tensor: Tensor) -> memoryview:
     """The values of a tensor, in the order of a contiguous one."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def exact_bytes(tensor: Tensor, name: str, shape: Sequence[int], dtype: torch.dtype) -> memoryview:
+    """Like `as_bytes`, of a tensor that room was made for.
+
+    Raises:
+        ForgeError: if it has another shape or dtype, so that its bytes would be read as other values.
+    """
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+        found, expected = (f"{[*one]} of {kind}" for one, kind in ((tensor.shape, tensor.dtype), (shape, dtype)))
+        raise ForgeError(f"{name!r} can't be written: it is {found}, and {expected} was declared.")
+    return as_bytes(tensor)
 
 
 def pieces(

@@ -6,9 +6,9 @@ It may come from anybody. It is compared with itself and with the sizes of the f
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,24 @@ class Entry:
     """Those that are not empty."""
 
 
+class Index(dict[str, Entry]):
+    """The tensors of a checkpoint, by name."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        super().__init__(entries)
+        self.compared: dict[str, tuple[int, ...]] = {}
+        """Files whose headers agree with this index, as they were when they were compared."""
+
+    @cached_property
+    def by_file(self) -> Mapping[str, Sequence[tuple[str, Placed]]]:
+        """The shards of each file, by the names of their tensors, in the order of their bytes."""
+        found: dict[str, list[tuple[str, Placed]]] = {}
+        for name, entry in self.items():
+            for shard in entry.shards:
+                found.setdefault(shard.file, []).append((name, shard))
+        return {file: sorted(some, key=lambda one: one[1].start) for file, some in found.items()}
+
+
 def text_of(box: Box) -> str:
     """A range as the index and the files have it: `[0:4,2:8]`, and `[]` for a single number."""
     return f"[{','.join(f'{low}:{high}' for low, high in box)}]"
@@ -67,7 +85,7 @@ def write_index(folder: Path, entries: Mapping[str, Entry]) -> None:
     write_whole(folder / INDEX, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def read_index(folder: Path) -> Mapping[str, Entry]:
+def read_index(folder: Path) -> Index:
     """The index of a checkpoint's tensors.
 
     Raises:
@@ -81,12 +99,13 @@ def read_index(folder: Path) -> Mapping[str, Entry]:
 
 
 @lru_cache(maxsize=4)
-def _read(file: Path, *changed: int) -> Mapping[str, Entry]:
+def _read(file: Path, *changed: int) -> Index:
     collects = gc.isenabled()
     gc.disable()  # it would look at every one of these lists and tuples again and again
     try:
         entries = {name: _entry(name, one) for name, one in load_json(file, most=LARGEST[INDEX], unique=True).items()}
-        _check_files(file.parent, entries)
+        index = Index(entries)
+        _check_files(file.parent, index)
     except ConfigError as error:
         raise ConfigError(f"{file}: refused: it {error}.") from error
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
@@ -95,7 +114,7 @@ def _read(file: Path, *changed: int) -> Mapping[str, Entry]:
     finally:
         if collects:
             gc.enable()
-    return entries
+    return index
 
 
 def _entry(name: str, given: Any) -> Entry:
@@ -104,10 +123,13 @@ def _entry(name: str, given: Any) -> Entry:
     shape = tuple(map(_count, given["shape"]))
     if len(shape) > _DIMENSIONS:
         raise ValueError(f"{name[:100]!r} has {len(shape)} dimensions")
+    dtype = _DTYPES[given["dtype"]]
+    if size_of([max(size, 1) for size in shape], dtype) >= 2**63:  # beyond torch's strides, even if it has no values
+        raise ValueError(f"{name[:100]!r} has the shape {str([*shape])[:80]}, which is too large for any tensor")
     shards = tuple(_placed(name, len(shape), text, *place) for text, place in given["shards"].items())
     if problem := tiling_problem(shape, [shard.box for shard in shards]):
         raise ConfigError(f"declares {problem}: {name[:100]!r}")
-    return Entry(shape, _DTYPES[given["dtype"]], shards)
+    return Entry(shape, dtype, shards)
 
 
 def _placed(name: str, dimensions: int, text: str, file: str, start: object) -> Placed:

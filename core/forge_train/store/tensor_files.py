@@ -7,7 +7,6 @@ import os
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..base.strict_json import dumps
 from ..base.untrusted import parse_json
 from ..state_map.views import Box
 from . import digest
-from .in_place import as_bytes, size_of, write_at
+from .in_place import exact_bytes, size_of, write_at
 from .index import Placed, text_of
 from .shards import Shard
 from .tree import MODEL
@@ -95,6 +94,9 @@ def write_shards(file: Path, shards: Sequence[Shard], values: Callable[[Shard], 
 
     Returns:
         The place of each shard, and the hash of the file.
+
+    Raises:
+        ForgeError: if the values of a shard have another shape or dtype.
     """
     ordered = sorted(shards, key=lambda shard: -shard.dtype.itemsize)  # so that each is aligned to its own values
     head = header({f"{one.name}{text_of(one.box)}": (one.sizes, one.dtype) for one in ordered})
@@ -105,7 +107,7 @@ def write_shards(file: Path, shards: Sequence[Shard], values: Callable[[Shard], 
         write_at(handle, memoryview(head), 0, hashed)
         for shard in ordered:
             places[shard] = Placed(shard.box, file.name, end)
-            write_at(handle, as_bytes(values(shard)), end, hashed)
+            write_at(handle, exact_bytes(values(shard), shard.name, shard.sizes, shard.dtype), end, hashed)
             end += shard.bytes
         os.fsync(handle)
     finally:
@@ -120,12 +122,6 @@ def described(file: Path) -> Mapping[str, Described]:
     Raises:
         ConfigError: if its header is damaged, or does not fit the file.
     """
-    found = file.stat()
-    return _parsed(file, found.st_mtime_ns, found.st_size, found.st_ino)
-
-
-@lru_cache(maxsize=64)
-def _parsed(file: Path, *changed: int) -> Mapping[str, Described]:
     try:
         with safe_open(file, framework="pt"):
             pass  # the library compares sizes, and refuses gaps and overlaps

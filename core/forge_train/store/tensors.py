@@ -15,7 +15,7 @@ from ..base.errors import ConfigError, ForgeError
 from ..mesh.distributed import DistributedContext
 from ..state_map.views import Box, sizes
 from .in_place import Place, pieces
-from .index import Entry, Placed, read_index
+from .index import Entry, Index, Placed, read_index
 from .shards import common, held, local, within
 from .tensor_files import described, key_in, stored_as
 
@@ -44,7 +44,8 @@ def read(path: Path, tensors: Mapping[str, Tensor], dist: DistributedContext) ->
     """
     problem: Exception | None = None
     try:
-        _read(path, _parts_of(path, tensors))
+        index = read_index(path)
+        _read(path, index, _parts_of(path, index, tensors))
     except Exception as error:
         if dist.world == 1:
             raise
@@ -58,9 +59,10 @@ def read(path: Path, tensors: Mapping[str, Tensor], dist: DistributedContext) ->
 
 def read_range(path: Path, name: str, box: Box) -> Tensor:
     """A range of one tensor, on the CPU."""
-    entry = read_index(path)[name]
+    index = read_index(path)
+    entry = index[name]
     target = torch.empty(sizes(box), dtype=entry.dtype)
-    _read(path, _parts(name, entry, box, target))
+    _read(path, index, _parts(name, entry, box, target))
     return target
 
 
@@ -70,13 +72,12 @@ def check_shards(path: Path) -> None:
     Raises:
         ConfigError: if one differs.
     """
-    shards = [(one.file, one.start, name, one) for name, entry in read_index(path).items() for one in entry.shards]
-    for _, _, name, shard in sorted(shards):
-        _check(path, name, shard)
-
-
-def _parts_of(path: Path, tensors: Mapping[str, Tensor]) -> Iterable[_Part]:
     index = read_index(path)
+    for file in sorted(index.by_file):
+        _compare(path, index, file)
+
+
+def _parts_of(path: Path, index: Index, tensors: Mapping[str, Tensor]) -> Iterable[_Part]:
     for name, tensor in tensors.items():
         if (shard := held(name, tensor)) is None:
             continue
@@ -92,16 +93,15 @@ def _parts(name: str, entry: Entry, box: Box, target: Tensor) -> Iterable[_Part]
             yield _Part(name, shard, shared, target[within(box, shared)])
 
 
-def _read(path: Path, parts: Iterable[_Part]) -> None:
-    index = read_index(path)
+def _read(path: Path, index: Index, parts: Iterable[_Part]) -> None:
     by_file: dict[str, list[_Part]] = {}
     for part in parts:
         by_file.setdefault(part.shard.file, []).append(part)
     for file, some in by_file.items():
+        _compare(path, index, file)
         handle = os.open(path / file, os.O_RDONLY)
         try:
             for part in sorted(some, key=lambda part: part.shard.start):
-                _check(path, part.name, part.shard)
                 _read_part(handle, part, index[part.name].dtype)
         finally:
             os.close(handle)
@@ -123,14 +123,22 @@ def _read_part(handle: int, part: _Part, dtype: torch.dtype) -> None:
         target.copy_(values)
 
 
-def _check(path: Path, name: str, shard: Placed) -> None:
-    """Compare a shard with the header of its file."""
-    key = key_in(shard.file, name, shard.box)
-    expected = (*stored_as(sizes(shard.box), read_index(path)[name].dtype), shard.start)
-    if (found := described(path / shard.file).get(key)) == expected:
+def _compare(path: Path, index: Index, file: str) -> None:
+    """Compare all shards of a file with its header, once for as long as neither the index nor the file changes."""
+    stat = (path / file).stat()
+    signature = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+    if index.compared.get(file) == signature:
         return
-    problem = f"it is {_words(*found)}, and {_words(*expected)} by the index" if found else "it is not in this file"
-    raise ConfigError(f"{path / shard.file}: {key[:200]!r} can't be read: {problem}.")
+    header = described(path / file)
+    for name, shard in index.by_file[file]:
+        key = key_in(file, name, shard.box)
+        expected = (*stored_as(sizes(shard.box), index[name].dtype), shard.start)
+        if (found := header.get(key)) != expected:
+            words = (
+                f"it is {_words(*found)}, and {_words(*expected)} by the index" if found else "it is not in this file"
+            )
+            raise ConfigError(f"{path / file}: {key[:200]!r} can't be read: {words}.")
+    index.compared[file] = signature
 
 
 def _words(dtype: str, shape: tuple[int, ...], start: int) -> str:
