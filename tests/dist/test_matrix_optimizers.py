@@ -25,6 +25,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], Mapping[str, Any]]] = {
     "ddp": (2, ("ddp",), DENSE),
     "tp × dp": (4, ("tp", "fsdp2"), {**DENSE, "parallel.tp": 2}),
     "fewer experts than ranks": (3, ("moe", "fsdp2"), {**EXPERTS, "moe.experts": 2}),
+    "uneven stacks of experts": (3, ("moe", "fsdp2"), {**EXPERTS, "moe.experts": 8}),
     "ep × dp": (4, ("moe", "ep", "fsdp2"), {**EXPERTS, "parallel.ep": 2}),
 }
 

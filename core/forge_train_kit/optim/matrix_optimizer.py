@@ -77,7 +77,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for matrix in matrices_of(index, p.shape, fused.get(id(p), ()))
         ]
         own, shared = split_local(everything, self._regions, rank)
-        stacks = [local(p).numel() for p in self._parameters if p.ndim == 3]
+        # The largest part on any rank: ranks with uneven parts must agree on the rounds of an exchange.
+        stacks = [
+            box.numel
+            for index, p in enumerate(self._parameters)
+            if p.ndim == 3
+            for box in self._regions[index].values()
+        ]
         room = max([*stacks, *(matrix.box.numel for matrix in everything)], default=0)
         self._batches = batches(own, room)
         self._traffic = [
