@@ -13,7 +13,7 @@ import torch
 import chat_model
 from forge_train import MASKED, Batch, ConfigError, Plugin, hookimpl
 from forge_train_kit import hookspecs
-from forge_train_kit.data.chats import conversation, open_template, preference, render, tokenise
+from forge_train_kit.data.chats import Template, conversation, open_template, preference, render, tokenise
 from forge_train_kit.data.store import ShardWriter, open_shard
 from forge_train_kit.data.tokenizers.byte import ByteTokenizer
 from forge_train_kit.losses import LABEL_WEIGHTS, batch_weight
@@ -31,15 +31,18 @@ MESSAGES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("tagged", [False, True])
-def test_tokens_have_the_weight_of_their_message(tagged: bool) -> None:
-    from forge_train_kit.data.chats import Template
-
+def roles(tagged: bool) -> Template:
+    """Writes `role:words;` for each message."""
     words = "{% generation %}{{ m.content }};{% endgeneration %}" if tagged else "{{ m.content }};"
-    template = Template(
+    return Template(
         "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}" + words + "{% else %}{{ m.content }};"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_tokens_have_the_weight_of_their_message(tagged: bool) -> None:
+    template = roles(tagged)
     segments = render(template, conversation({"messages": MESSAGES}))
     assert segments.weights == (0.5, 1.0)
     ids, learned = tokenise(ByteTokenizer(), segments)
@@ -48,6 +51,30 @@ def test_tokens_have_the_weight_of_their_message(tagged: bool) -> None:
     assert "".join(chr(id) for id, one in zip(ids, learned, strict=True) if one == 1) == "ddd;"
     plain = [{key: value for key, value in one.items() if key != "weight"} for one in MESSAGES]
     assert tokenise(ByteTokenizer(), render(template, conversation({"messages": plain})))[1].dtype == np.uint8
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize("weight", [0.5, 0])
+def test_messages_keep_their_weight_where_all_is_learned(tagged: bool, weight: float) -> None:
+    messages = [MESSAGES[0], {**MESSAGES[1], "weight": weight}, *MESSAGES[2:]]
+    ids, learned = tokenise(ByteTokenizer(), render(roles(tagged), conversation({"messages": messages}), learn="all"))
+    text = "user:a;assistant:bb;user:c;assistant:ddd;"
+    assert bytes(ids.tolist()).decode() == text
+    expected = np.ones(len(text))
+    expected[text.index("bb;") : text.index("bb;") + 3] = weight
+    assert learned.tolist() == expected.tolist()
+    assert learned.dtype == (np.float32 if weight else np.uint8)
+    plain = [*MESSAGES[2:]]
+    assert render(roles(tagged), conversation({"messages": plain}), learn="all").learned == ((0, 21),)
+
+
+def test_a_user_that_is_learned_against_its_weight_is_refused() -> None:
+    found = conversation({"messages": [{**MESSAGES[0], "train": False}, MESSAGES[3]]}, "a.jsonl, line 3")
+    with pytest.raises(
+        ConfigError, match=r"^a.jsonl, line 3: messages\[0\] \(user\) has a weight of 0, but learn = 'all'"
+    ):
+        render(roles(False), found, learn="all")
+    assert render(roles(False), found).learned
 
 
 def test_a_shard_keeps_weights_exactly(tmp_path: Path) -> None:

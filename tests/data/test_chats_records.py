@@ -97,7 +97,11 @@ def test_tools_may_be_json_in_a_string() -> None:
         ({"messages": [USER, {**ASSISTANT, "weight": -1}]}, r"weight is -1; expected 0 .* or a weight from 1e-06 to"),
         ({"messages": [USER, {**ASSISTANT, "weight": float("nan")}]}, "weight is nan; expected 0"),
         ({"messages": [USER, {**ASSISTANT, "weight": "0.5"}]}, "weight is '0.5'; expected 0"),
+        ({"messages": [{**USER, "weight": 0.5}, ASSISTANT]}, r"messages\[0\]: weight is 0\.5, and the role is user"),
+        ({"prompt": [USER, {**ASSISTANT, "weight": 2}, USER], "completion": "b"},
+         r"prompt\[1\]: weight is 2, but a prompt is not learned"),
         ({"conversations": [{"from": "bob", "value": "a"}]}, "from is 'bob'; expected one of human, gpt"),
+        ({"prompt": "a", "completion": "b", "label": "False"}, "label is false: an answer that was judged bad"),
         ({"prompt": "a", "completion": "b", "label": False}, "label is false: an answer that was judged bad"),
         ({"conversations": [{"text": "a"}]}, "expected from and value, found text"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
@@ -115,6 +119,7 @@ def test_says_what_is_wrong_with_a_record_and_where_it_is(record: dict[str, Any]
         conversation(record, "chats.jsonl, line 7")
 
 
+WORSE = {"role": "assistant", "content": "c"}
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -136,6 +141,11 @@ def test_a_system_prompt_beside_the_messages_is_read(record: dict[str, Any], con
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs is not read: template_options"),
         ({"weight": 0}, "weight of a whole record is not read: give it to messages"),
         ({"train": False}, "train of a whole record is not read"),
+        ({"weight": "0.5"}, "weight of a whole record is not read"),
+        ({"training": " False"}, "training of a whole record is not read"),
+        ({"loss_mask": [0, 1]}, "loss_mask of a whole record is not read"),
+        ({"loss_mask": "[0, 1]"}, "loss_mask of a whole record is not read"),
+        ({"functions": '[{"name": "f"}]'}, "functions is not read"),
     ],
 )
 def test_what_stands_beside_the_messages_is_not_ignored(more: dict[str, Any], says: str) -> None:
@@ -143,6 +153,30 @@ def test_what_stands_beside_the_messages_is_not_ignored(more: dict[str, Any], sa
         conversation({"messages": TURNS, **more}, "here")
     empty = {"functions": [], "images": None, "chat_template_kwargs": {"tools": None, "prompt": ""}, "weight": 1.0}
     assert len(conversation({"messages": TURNS, **empty, "train": "yes"}).messages) == 2
+    table = {"functions": "[]", "images": "", "chat_template_kwargs": "{}", "weight": "1.0", "loss_mask": "True"}
+    assert len(conversation({"messages": TURNS, **table, "train": "", "training": "set A"}).messages) == 2
+    for pair in ({"prompt": "a", "chosen": "b", "rejected": "c"}, {"chosen": TURNS, "rejected": [USER, WORSE]}):
+        with pytest.raises(ConfigError, match=f"^here: {says}"):
+            preference({**pair, **more}, "here")
+        preference({**pair, **table, "prompt": pair.get("prompt", "")})
+
+
+def test_a_pair_has_a_system_prompt_too() -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    found = preference({**pair, "system": "Be kind."})
+    for one in (found.chosen, found.rejected):
+        assert [message["role"] for message in one.messages] == ["system", "user", "assistant"]
+        assert one.context == 2
+    with pytest.raises(ConfigError, match="^here: one system prompt is beside the messages"):
+        preference({**pair, "prompt": [{"role": "system", "content": "No."}, USER], "system": "Be kind."}, "here")
+
+
+def test_texts_that_belong_together_are_alike_from_tables() -> None:
+    pair = {"anchor": "a", "positive": "b"}
+    assert embedding_texts({**pair, "negative": None}) == embedding_texts({**pair, "negative": ""})
+    assert embedding_texts({**pair, "negative": ["c"]}) == embedding_texts({**pair, "negative": '["c"]'})
+    with pytest.raises(ConfigError, match="^here: weight of a whole record is not read"):
+        embedding_texts({**pair, "weight": "0.5"}, "here")
 
 
 def test_takes_the_shape_that_is_chosen() -> None:
@@ -150,9 +184,6 @@ def test_takes_the_shape_that_is_chosen() -> None:
     assert conversation(record, shape="prompt").messages[0]["content"] == "c"
     with pytest.raises(ConfigError, match="no shape of records 'promt'; .* Did you mean 'prompt'"):
         conversation(record, shape="promt")
-
-
-WORSE = {"role": "assistant", "content": "c"}
 
 
 @pytest.mark.parametrize(

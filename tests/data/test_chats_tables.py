@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from forge_train import ConfigError
 from forge_train_kit.data.chats import conversation
 from forge_train_kit.data.files import find
 from forge_train_kit.data.formats import lookup
@@ -68,6 +69,54 @@ def test_the_same_records_are_alike_from_every_format(tmp_path: Path) -> None:
     assert json.dumps(expected).count("null") == 0
     for name in ("b.parquet", "c.arrow", "d.csv"):
         assert read(tmp_path / name) == expected, name
+
+
+def write_all(folder: Path, records: list[dict[str, Any]], table: Any) -> list[Path]:
+    """The same records in each format."""
+    import pyarrow.parquet as pq
+
+    paths = [folder / f"w.{suffix}" for suffix in ("jsonl", "parquet", "arrow", "csv")]
+    paths[0].write_text("".join(json.dumps(record) + "\n" for record in records))
+    pq.write_table(table, paths[1])
+    with pa.ipc.new_file(paths[2], table.schema) as file:
+        file.write_table(table)
+    with paths[3].open("w", newline="") as out:
+        rows = csv.DictWriter(out, [*records[0]], restval="")
+        rows.writeheader()
+        rows.writerows({name: value if isinstance(value, str) else json.dumps(value) for name, value in record.items()}
+                       for record in records)  # fmt: skip
+    return paths
+
+
+def test_weights_are_alike_from_every_format(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]
+    record = {"messages": messages, "weight": 1}
+    for kind in (pa.float64(), pa.float32(), pa.float16(), pa.decimal128(22, 2)):
+        message = pa.struct({"role": pa.string(), "content": pa.string(), "weight": kind})
+        rows = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", "weight": pa.scalar(0.5).cast(kind).as_py()},
+        ]
+        table = pa.table({"messages": pa.array([rows], pa.list_(message)), "weight": pa.array([1]).cast(kind)})
+        for path in write_all(tmp_path, [record], table):
+            ((found, _),) = read(path)
+            assert found[1]["weight"] == 0.5, (kind, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("weight", 0), ("weight", 0.5), ("train", False), ("training", 0), ("loss_mask", False)]
+)
+def test_a_flag_of_a_whole_record_is_refused_from_every_format(tmp_path: Path, name: str, value: object) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    records = [{"messages": messages, name: value}]
+    for path in write_all(tmp_path, records, pa.Table.from_pylist(records)):
+        with pytest.raises(ConfigError, match=f"{name} of a whole record is not read"):
+            read(path)
+    if type(value) is not bool:
+        decimals = pa.table({"messages": [messages], name: pa.array([value]).cast(pa.decimal128(22, 2))})
+        for path in write_all(tmp_path, records, decimals)[1:3]:
+            with pytest.raises(ConfigError, match=f"{name} of a whole record is not read"):
+                read(path)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])

@@ -50,7 +50,8 @@ class SFT(DataPlugin):
         template_options: Mapping[str, Any] = field(default_factory=dict)
         """Options of the template: `{ enable_thinking = false }`; the saved template has them as its defaults."""
         learn: Literal["assistant", "last", "all"] = "assistant"
-        """Tokens to learn: every turn of the assistant, its last one, or all tokens."""
+        """Tokens to learn: every turn of the assistant, its last one, or all tokens but the assistant's messages with
+        a weight of 0."""
         each_turn: bool = False
         """Make each turn of the assistant a row of its own, of which only that turn is learned: thoughts of earlier
         turns are then removed as the template removes them when the model is used."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import numbers
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 from forge_train import ConfigError
 from forge_train.base.errors import describe
+
+from .spelling import check_spelling
 
 
 def plain(value: Any) -> Any:
@@ -20,7 +24,11 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    return value if value is None or type(value) in (str, int, float, bool) else str(value)
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real | Decimal) else str(value)
 
 
 def listed(value: Any, where: str) -> Any:
@@ -67,6 +75,7 @@ def calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    check_spelling(call, ("function", "arguments"), where)
     inner = call.get("function")
     if isinstance(inner, dict):
         return {**call, "function": _call(inner, f"{where}.function")}

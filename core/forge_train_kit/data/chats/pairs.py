@@ -9,9 +9,11 @@ from typing import Any
 
 from forge_train import ConfigError
 
-from .calls import tools_of
-from .records import Conversation, Message, checked, common, said
+from .calls import listed, tools_of
+from .flags import check_whole
+from .records import Conversation, Message, check_beside, checked, common, said, with_system
 from .render import Segments, render
+from .spelling import check_spelling
 from .template import Template
 
 
@@ -33,15 +35,16 @@ class EmbeddingTexts:
 
 
 def preference(record: Mapping[str, Any], where: str = "this record") -> Preference:
-    """`{"prompt"?, "chosen", "rejected", "tools"?}`, each a string or a list of messages.
+    """`{"prompt"?, "chosen", "rejected", "system"?, "tools"?}`, each a string or a list of messages.
 
     Without `prompt` the answers are lists, or transcripts as in HH-RLHF, and the messages with which both begin are the
     prompt.
 
     Raises:
-        ConfigError: a field is missing or of another shape; the answers are the same, or have no turn of the assistant.
+        ConfigError: a field is missing or of another shape; the answers are the same, or have no turn of the assistant;
+            a field beside them means something and is not read.
     """
-    fields = {name: value for name, value in record.items() if value is not None}
+    fields = {name: value for name, value in record.items() if value is not None and (name, value) != ("prompt", "")}
     if "chosen" not in fields and {"completion", "label"} <= fields.keys():
         raise ConfigError(
             f"{where}: prompt, completion and label (KTO) are one answer with a verdict, and a pair needs two: join a "
@@ -51,6 +54,8 @@ def preference(record: Mapping[str, Any], where: str = "this record") -> Prefere
         raise ConfigError(f"{where}: {null[0]} is null; a pair needs both answers.")
     if not {"chosen", "rejected"} <= fields.keys():
         raise ConfigError(f"{where}: expected chosen and rejected; the fields are {', '.join(fields) or 'none'}.")
+    check_beside(fields, where)
+    check_spelling(fields, ("prompt",), where)
     prompt = said(fields["prompt"], "user", f"{where}: prompt") if "prompt" in fields else []
     answers = []
     for name in ("chosen", "rejected"):
@@ -62,7 +67,7 @@ def preference(record: Mapping[str, Any], where: str = "this record") -> Prefere
         answer = said(fields[name], "assistant", f"{where}: {name}")
         repeats = prompt and answer[: len(prompt)] == prompt
         answers.append(answer if repeats else [*prompt, *answer])
-    chosen, rejected = answers
+    chosen, rejected = answers = [with_system(fields, answer, where) for answer in answers]
     if chosen == rejected:
         raise ConfigError(f"{where}: chosen and rejected are the same.")
     if any(message.get("weight", 1) not in (0, 1) for message in (*chosen, *rejected)):
@@ -105,8 +110,10 @@ def embedding_texts(record: Mapping[str, Any], where: str = "this record") -> Em
     for name in ("anchor", "positive"):
         if not isinstance(record.get(name), str):
             raise ConfigError(f"{where}: expected a text as {name}; the fields are {there}.")
-    negative = record.get("negative")
-    negatives = [] if negative is None else [negative] if isinstance(negative, str) else negative
+    check_whole(record, where)
+    check_spelling(record, ("negative",), where)
+    negative = listed(record.get("negative") or [], f"{where}: negative")  # CSV has no null, and no lists
+    negatives = [negative] if isinstance(negative, str) else negative
     if not isinstance(negatives, list) or not all(isinstance(text, str) for text in negatives):
         raise ConfigError(f"{where}: negative: expected a text, or a list of texts.")
     return EmbeddingTexts(record["anchor"], record["positive"], tuple(negatives))

@@ -10,6 +10,8 @@ from forge_train import ConfigError
 from forge_train.base.errors import nearest
 
 from .calls import calls_of, listed, plain, tools_of
+from .flags import FLAGS, check_whole, take_weight, written
+from .spelling import check_spelling
 
 Message = dict[str, Any]
 
@@ -24,18 +26,16 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that a message's thoughts go by; templates read the first."""
+_KEYS = ("role", "content", "tool_calls", "function_call", "tool_call_id", *REASONING, *FLAGS)
+"""Keys of a message that mean something to all templates or to training."""
 _LISTS = ("messages", "conversations", "tools", "history")
 """Fields that are lists; in CSV, an empty text is none."""
-_LEARNED = ("train", "training", "loss_mask", "weight")
-"""Names of a message's flag that keeps it from being learned; `weight` may also say how much its tokens count."""
 _UNREAD = {
     "functions": "name it tools",
     "chat_template_kwargs": "template_options sets options for all records",
     **dict.fromkeys(("images", "videos", "audios"), "only text is read"),
 }
 """Fields beside the messages that would change a rendering and are not read, and what to do."""
-_LIGHT, _HEAVY = 1e-6, 1e6
-"""Weights beyond these are taken for mistakes."""
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"} | {r: r for r in ROLES}
 SPEAKERS["observation"] = "tool"
 """Speakers in ShareGPT's `from`, and the role of each."""
@@ -110,23 +110,29 @@ def conversation(record: Mapping[str, Any], where: str = "this record", shape: s
         name: value for name, value in record.items() if value is not None and (value != "" or name not in _LISTS)
     }
     shape = _shape(fields, [name for name, value in record.items() if value is None], where, shape)
-    _check_read(fields, where)
-    system, context = _system(fields, where), 0
+    check_beside(fields, where)
+    if shape == "alpaca":
+        check_spelling(fields, ("input", "history"), where)
+    context = 0
     if shape == "messages":
         found = messages_of(fields["messages"], f"{where}: messages")
     elif shape == "sharegpt":
         found = _sharegpt(fields["conversations"], f"{where}: conversations")
     elif shape == "prompt":
-        if fields.get("label") is False:
+        if str(fields.get("label")).strip().lower() == "false":
             raise ConfigError(f"{where}: label is false: an answer that was judged bad would be learned; leave it out.")
         prompt = said(fields["prompt"], "user", f"{where}: prompt")
         found, context = [*prompt, *said(fields["completion"], "assistant", f"{where}: completion")], len(prompt)
     else:
         found = _alpaca(fields, where)
-    if system and any(message["role"] == "system" for message in found):
-        raise ConfigError(f"{where}: one system prompt is beside the messages and another among them; keep one.")
-    context += len(system) if context else 0
-    return checked(Conversation((*system, *found), tools_of(fields.get("tools"), where), context, where))
+    if weighed := [at for at in range(context) if found[at].get("weight", 1) not in (0, 1)]:
+        raise ConfigError(
+            f"{where}: prompt[{weighed[0]}]: weight is {found[weighed[0]]['weight']!r}, but a prompt is not learned; "
+            "expected 0 or 1, or leave it out."
+        )
+    messages = with_system(fields, found, where)
+    context += len(messages) - len(found) if context else 0
+    return checked(Conversation(tuple(messages), tools_of(fields.get("tools"), where), context, where))
 
 
 def checked(found: Conversation) -> Conversation:
@@ -189,6 +195,7 @@ def _message(entry: Any, where: str) -> Message:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where}: expected a message with role and content, found {type(entry).__name__}.")
     message = {str(key): plain(value) for key, value in entry.items() if value is not None}
+    check_spelling(message, _KEYS, where)
     role = message.get("role")
     if role not in ROLES:
         raise ConfigError(f"{where}: role is {role!r}; expected one of {', '.join(ROLES)}.{nearest(str(role), ROLES)}")
@@ -198,15 +205,7 @@ def _message(entry: Any, where: str) -> Message:
         message["tool_calls"] = calls
     else:
         message.pop("tool_calls", None)
-    flags = {name: message.pop(name) for name in _LEARNED if name in message}
-    for name, value in flags.items():
-        heavy = name == "weight" and isinstance(value, int | float) and _LIGHT <= value <= _HEAVY
-        if value not in (0, 1) and not heavy:
-            other = f" or a weight from {_LIGHT:g} to {_HEAVY:g}" if name == "weight" else " or 1"
-            raise ConfigError(f"{where}: {name} is {value!r}; expected 0 (not learned){other}.")
-    if len({bool(value) for value in flags.values()}) > 1:
-        raise ConfigError(f"{where}: {' and '.join(flags)} contradict each other.")
-    if (weight := flags.get("weight", 1) if all(flags.values()) else 0) != 1:
+    if (weight := take_weight(message, where)) != 1:
         message["weight"] = weight
     if "content" in message:
         message["content"] = _content(message["content"], where)
@@ -273,18 +272,24 @@ def _alpaca(fields: Mapping[str, Any], where: str) -> list[Message]:
     return messages_of([{"role": role, "content": content} for role, content in texts], where)
 
 
-def _check_read(fields: Mapping[str, Any], where: str) -> None:
+def check_beside(fields: Mapping[str, Any], where: str) -> None:
     """Refuse what stands beside the messages, changes what is said or learned, and is not read."""
     for name, advice in _UNREAD.items():
-        value = plain(fields.get(name) or [])
+        value = written(fields.get(name)) or []
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
         if any(part not in (None, "", [], {}) for part in parts):
             raise ConfigError(f"{where}: {name} is not read: {advice}, or leave it out.")
-    for name in _LEARNED:
-        if isinstance(value := fields.get(name), int | float) and value != 1:
-            raise ConfigError(f"{where}: {name} of a whole record is not read: give it to messages, or leave it out.")
+    check_whole(fields, where)
+    check_spelling(fields, ("system", "tools"), where)
 
 
-def _system(fields: Mapping[str, Any], where: str) -> list[Message]:
-    """The system's message from a field of that name beside the turns; an empty one is none."""
-    return said(fields["system"], "system", f"{where}: system") if fields.get("system") else []
+def with_system(fields: Mapping[str, Any], found: Sequence[Message], where: str) -> list[Message]:
+    """Messages after the system's, which a field beside them may hold; an empty one is none.
+
+    Raises:
+        ConfigError: there is one beside the messages and one among them.
+    """
+    system = said(fields["system"], "system", f"{where}: system") if fields.get("system") else []
+    if system and any(message["role"] == "system" for message in found):
+        raise ConfigError(f"{where}: one system prompt is beside the messages and another among them; keep one.")
+    return [*system, *found]

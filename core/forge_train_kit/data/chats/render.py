@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +20,8 @@ from .template import Span, Template
 from .turns import Turns
 
 Learn = Literal["assistant", "last", "all"]
-"""Tokens that are learned: all turns of the assistant, the last of them, or every token."""
+"""Tokens that are learned: all turns of the assistant, the last of them, or every token, but for messages of the
+assistant with a weight of 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,43 +45,83 @@ def render(template: Template, conversation: Conversation, *, learn: Learn = "as
     """The text of a conversation, and what of it is learned: the assistant's words and the token that ends its turn.
 
     Headers are not learned, nor is what a template writes after the end of a turn, such as the line break of ChatML.
-    A message's `weight` is that of its tokens. What a template rewrites is learned as it stands in this text. A
-    template's `{% generation %}` tags decide where they are; without them the turns are found as the module `turns`
-    describes. Messages of the conversation's context, and those with a `weight` of 0, are not learned, unless all is.
+    A message's `weight` is that of its tokens; with a weight of 0 it is not learned. What a template rewrites is
+    learned as it stands in this text. A template's `{% generation %}` tags decide where the assistant's words are;
+    without them the turns are found as the module `turns` describes. Messages of the conversation's context are not
+    learned, unless all is.
 
     Raises:
-        ConfigError: naming the record: the template fails on it, nothing is learned of it, or the turns can't be told
-            from the rest.
+        ConfigError: naming the record: the template fails on it, nothing is learned of it, the turns can't be told
+            from the rest, or all is learned and a message of another role has a weight of 0.
     """
     try:
         text, tagged = template.render(conversation.messages, conversation.tools)
         turns = [at for at, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        wanted = conversation.learned[-1:] if learn == "last" else conversation.learned
         if learn == "all":
-            return Segments(text, ((0, len(text)),))
+            weighed = _weighed(conversation)
+            return _segments(text, _filled(text, _found(template, conversation, text, tagged, weighed)))
+        wanted = conversation.learned[-1:] if learn == "last" else conversation.learned
         if not wanted:
             raise ConfigError("every turn of the assistant has a weight of 0, so that nothing is learned.")
-        weights = {at: conversation.weight(at) for at in wanted}
-        if tagged is not None and wanted == turns and {*weights.values()} == {1}:
+        if tagged is not None and wanted == turns and all(conversation.weight(at) == 1 for at in wanted):
             return Segments(text, tuple(tagged))
-        if tagged is not None and len(tagged) == len(turns):
-            found = zip(turns, tagged, strict=True)
-            return _segments(text, [(span, weights[at]) for at, span in found if at in wanted])
-        finder = Turns(template, conversation.messages, conversation.tools, text)
-        spans = [(span, weights[at]) for at in wanted for span in finder.spans(at)]
+        return _segments(text, _found(template, conversation, text, tagged, wanted))
     except ConfigError as error:
         raise ConfigError(f"{conversation.where}: {error}") from error
-    if tagged is not None:
-        overlapping = (
-            (one, next((weight for (start, stop), weight in spans if one[0] < stop and start < one[1]), 0.0))
-            for one in tagged
-        )
-        spans = [(one, weight) for one, weight in overlapping if weight]
-    return _segments(text, spans)
+
+
+def _weighed(conversation: Conversation) -> list[int]:
+    """The assistant's messages with a weight other than 1.
+
+    Raises:
+        ConfigError: another role's message has one: where its tokens end can't be told.
+    """
+    weighed = [at for at in range(len(conversation.messages)) if conversation.weight(at) != 1]
+    for at in weighed:
+        if (role := conversation.messages[at]["role"]) != "assistant":
+            raise ConfigError(
+                f"messages[{at}] ({role}) has a weight of 0, but learn = 'all' learns it: leave the weight out, or "
+                "learn the assistant's turns only."
+            )
+    return weighed
+
+
+def _found(
+    template: Template,
+    conversation: Conversation,
+    text: str,
+    tagged: Sequence[Span] | None,
+    wanted: Sequence[int],
+) -> list[tuple[Span, float]]:
+    """The spans of some of the assistant's messages in a rendering, each with its message's weight."""
+    turns = [at for at, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if tagged is not None and len(tagged) == len(turns):
+        found = zip(turns, tagged, strict=True)
+        return [(span, conversation.weight(at)) for at, span in found if at in wanted]
+    if not wanted:
+        return []
+    finder = Turns(template, conversation.messages, conversation.tools, text)
+    spans = [(span, conversation.weight(at)) for at in wanted for span in finder.spans(at)]
+    if tagged is None:
+        return spans
+    return [
+        (one, weight)
+        for one in tagged
+        for weight in [weight for (start, stop), weight in spans if one[0] < stop and start < one[1]][:1]
+    ]
+
+
+def _filled(text: str, spans: Iterable[tuple[Span, float]]) -> list[tuple[Span, float]]:
+    """The same spans, and all that is between them with a weight of 1."""
+    found, last = list[tuple[Span, float]](), 0
+    for span, weight in sorted(spans):
+        found += [((last, span[0]), 1.0), (span, weight)]
+        last = span[1]
+    return [*found, ((last, len(text)), 1.0)]
 
 
 def _segments(text: str, spans: Iterable[tuple[Span, float]]) -> Segments:
-    kept = [(span, weight) for span, weight in spans if span[0] < span[1]]
+    kept = [(span, weight) for span, weight in spans if span[0] < span[1] and weight]
     weights = tuple(weight for _, weight in kept)
     return Segments(text, tuple(span for span, _ in kept), () if {*weights} <= {1} else weights)
 
@@ -123,7 +164,7 @@ def tokenise_ended(
         at = int(starts.searchsorted(stop))
         if at < len(ids) and ids[at] in ends and not segments.text[:stop].endswith(template.tokens):
             before = learned[at - 1] if at > 0 and ids[at - 1] not in ends else 0
-            learned[at] = max(learned[at], before)
+            learned[at] = learned[at] or before
     last = int(starts.searchsorted(len(segments.text.rstrip()))) - 1
     if tokenizer.end is not None and (last < 0 or ids[last] not in ends):
         ids, learned = np.append(ids, np.uint32(tokenizer.end)), np.append(learned, learned[-1:])
