@@ -1,4 +1,4 @@
-"""Verifies random compositions against one process, and writes benchmarks/results/verify-random.md.
+"""Verifies random compositions against one process; writes benchmarks/results/verify-random-SEEDS.md.
 
     python benchmarks/verify_random.py --seed 7                # 100 compositions, an hour at most
     python benchmarks/verify_random.py --seed 7 8 --outcomes F # of both; what F has is not done again, unless at fault
@@ -32,7 +32,7 @@ if __name__ == "__main__":
 import torch
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "verify-random.md"
+RESULTS = HERE / "results"
 sys.path[:0] = [str(HERE.parent / "tests" / "dist"), str(HERE.parent / "tests")]
 
 from forge_train import ConfigError, ForgeError  # noqa: E402
@@ -175,7 +175,9 @@ def main() -> int:
                                 out.write(json.dumps(dataclasses.asdict(known)) + "\n")
                     compared += known.kind != "refused"
     if not alone:
-        RESULTS.write_text(page(found.values(), " ".join(map(str, arguments.seed))), encoding="utf-8")
+        seeds = [str(seed) for seed in arguments.seed]
+        file = RESULTS / f"verify-random-{'-'.join(seeds)}.md"
+        file.write_text(page(found.values(), " ".join(seeds)), encoding="utf-8")
     return int(any(one.kind == "at fault" for one in found.values()))
 
 

@@ -1,4 +1,4 @@
-"""The layers of a model: what a plugin is told about the one it builds, and what its modules must offer.
+"""The layers of a model: what a plugin knows about the layer it builds, and what its modules must offer.
 
 Importing this module imports no torch.
 """
@@ -40,7 +40,7 @@ class Layer:
     window: int | None = None
     """Number of positions that a query sees: its own and those before it; None is all."""
     soft_cap: float | None = None
-    """Attention's logits become `cap · tanh(logits / cap)`; None is no cap."""
+    """Attention's logits become `cap · tanh(logits / cap)`; None: no cap."""
     scale: float | None = None
     """Factor on attention's logits; None is 1/√head_dim."""
     rope: nn.Module | None = None

@@ -66,7 +66,7 @@ def batch_weight(batch: Batch) -> int | float:
 
 
 def batch_loss(function: LossFunction, hidden: Tensor, head: nn.Module, batch: Batch) -> Tensor:
-    """A batch's summed loss, for `Task.loss`: that of each sequence is told to those who listen.
+    """A batch's summed loss, for `Task.loss`; listeners receive each sequence's loss.
 
     Raises:
         ConfigError: labels have weights, and the function can't take them.

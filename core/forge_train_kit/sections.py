@@ -28,7 +28,7 @@ class StateDtypes:
 
 @section
 class ParameterGroup:
-    """Parameters whose names match a pattern, and what is different for them: an item of an optimizer's `groups`."""
+    """Parameters whose names match a pattern, and their own options: an item of an optimizer's `groups`."""
 
     match: str
     """Names, with `*`, `?` and `[…]` as in a shell: `layers.*.attention.*`. `*` matches dots too."""

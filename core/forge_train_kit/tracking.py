@@ -38,7 +38,7 @@ class Tracker(Plugin):
     capacity: ClassVar[int] = 1000
     """Records that wait in the queue at most."""
     patience: ClassVar[float] = 10.0
-    """Seconds that the end of a run waits for what is still queued."""
+    """Seconds that the end of a run waits for the queue to empty."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -58,7 +58,7 @@ class Tracker(Plugin):
         """
 
     def open(self, run: Run, config: Mapping[str, Any]) -> None:
-        """Begin; the run may have been tracked before, and goes on then.
+        """Begin to track, or continue a run that was tracked before.
 
         Args:
             run: its `id` and `dir` are the same after a resume.
@@ -181,7 +181,7 @@ class _Sender(threading.Thread):
                 log.warning("Plugin %r does not keep up: what it is too slow for is lost.", self._label)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for what is queued, but no longer than this."""
+        """Wait until the queue is empty, but no longer than this."""
         if not self._failed:
             try:
                 self._queue.put(None, timeout=timeout)

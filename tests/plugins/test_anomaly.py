@@ -236,7 +236,7 @@ def test_spikes_under_each_policy(tmp_path: Path) -> None:
     warned = train(tmp_path / "a", **spiked)
     (event,) = [event for event in warned.events if event["event"] == "anomaly"]
     assert (event["step"], event["kind"]) == (10, "spike")
-    assert "; the largest gradient is that of embedding.weight on rank 0" in event["reason"]
+    assert "; embedding.weight on rank 0 has the largest gradient" in event["reason"]
     assert warned.finished.outcome == "done"
     assert train(tmp_path / "b", anomaly__spike="skip", **spiked).plugin("poison").steps[9][2]
     with pytest.raises(DivergedError, match="diverged at step 10: the gradient norm is"):

@@ -1,4 +1,4 @@
-"""Sums, what is divided by them, and extremes."""
+"""Sums, ratios of sums, and extremes."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _can_run_ahead(along: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
 
 
 class _ForeignError(Exception):
-    """The loss is no number, or depends on a tensor that is neither cut along the sequence nor a weight of the head."""
+    """The loss is not a scalar, or depends on a tensor that is neither split by sequence nor a weight of the head."""
 
 
 class _Sum(torch.autograd.Function):
@@ -166,7 +166,7 @@ def _expect_leaves(value: Tensor, leaves: Sequence[Tensor]) -> None:
     """Refuse a loss whose gradients would be lost.
 
     Raises:
-        _ForeignError: if it is no number, or its graph ends in another tensor that wants a gradient.
+        _ForeignError: if it is not a scalar, or its graph ends in another tensor that wants a gradient.
     """
     if value.dim():
         raise _ForeignError

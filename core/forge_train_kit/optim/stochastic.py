@@ -94,7 +94,7 @@ def places_of(sizes: Sequence[int], first: Sequence[int], shape: Sequence[int], 
 
 def bits(places: Tensor, factor: int, offset: int) -> Tensor:
     """32 random bits for each place, int32: a multiplication by an odd number, then a 32-bit hash (Wellons 2018,
-    “Prospecting for Hash Functions”). The numbers are those of a key."""
+    “Prospecting for Hash Functions”). A key determines the numbers."""
     x = (places & 0x7FFFFFFF).to(torch.int32) * factor + offset  # int32 wraps around, as the hash wants it
     for shift, prime in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x = (x ^ _shifted(x, shift)) * prime

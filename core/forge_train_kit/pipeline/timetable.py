@@ -252,7 +252,7 @@ def _action(text: str, where: str) -> Action:
     match = _ACTION.fullmatch(text.strip())
     if match is None:
         raise ConfigError(
-            f"Timetable, {where}: {text!r} is no action; an action is part, one of F, B, I and W, and micro-batch, "
+            f"Timetable, {where}: {text!r} is not an action; an action is part, one of F, B, I and W, and micro-batch, "
             "as in 2F0. What is sent and gathered follows from these and is not written."
         )
     return Action(Work(match[2]), int(match[1]), int(match[3]))

@@ -29,7 +29,7 @@ PIECE = 256
 """Queries after other tokens that are computed together if a mask is needed; the mask is small, and they share it."""
 
 ROWS = 4096
-"""Queries whose mask is made at once; the temporary memory is that of several masks for so many queries."""
+"""Number of queries whose mask is made at once; several masks of this many queries exist at a time."""
 
 
 def missing(backend: str, device: torch.device, precision: str, *, masked: bool) -> str:

@@ -77,7 +77,7 @@ class Array:
 
 
 def _parse(line: bytes) -> tuple[dict[str, Any], str]:
-    """The object, or what is wrong."""
+    """The object, or a phrase that says what is wrong."""
     try:
         record = json.loads(line)
     except UnicodeDecodeError as error:

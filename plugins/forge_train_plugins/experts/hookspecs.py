@@ -20,7 +20,7 @@ class TokenDispatch(Protocol):
         """`x [tokens, dim]`, `experts [tokens, top_k]` in 0…count-1, or −1 for nowhere → rows sorted by local expert,
         rows per local expert `[local experts]`, and a handle for `combine`.
 
-        There may be more rows than the sizes sum to; nobody looks at what comes of those. `meanwhile` is work that a
+        There may be more rows than the sizes sum to; their results are ignored. `meanwhile` is work that a
         transport may do, once, while rows are under way.
         """
         ...

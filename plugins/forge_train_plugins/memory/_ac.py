@@ -54,7 +54,7 @@ Change = Callable[..., dict[str, Callable[..., Any]]]
 
 
 def inside(own: type[nn.Module], options: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Within what torch.compile compiles: it sees what is kept."""
+    """Inside a compiled region: torch.compile sees which activations are kept."""
     return {"forward": _checkpointed(own.forward, options)}
 
 
@@ -64,7 +64,7 @@ def around(own: type[nn.Module], options: dict[str, Any]) -> dict[str, Callable[
 
 
 def apart(own: type[nn.Module], options: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Between the graphs of what is around it."""
+    """Between the compiled graphs around it."""
     return {"forward": torch.compiler.disable(_checkpointed(own.forward, options))}  # type: ignore[no-untyped-call]
 
 

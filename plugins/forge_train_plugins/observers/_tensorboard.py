@@ -1,4 +1,4 @@
-"""TensorBoard's event files, without tensorboard's own writer, whose thread has nobody to tell of a full disk."""
+"""TensorBoard's event files, without tensorboard's own writer, whose thread can't report a full disk."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _tag(name: str) -> str:
 
 
 def _histogram(bins: Bins) -> HistogramProto:
-    """Sums are those of the bins' middles: no others are known."""
+    """Sums are computed from the middles of bins, since the values are unknown."""
     middles = [(low + high) / 2 for low, high in zip(bins.edges, bins.edges[1:], strict=False)]
     weighted = list(zip(middles, bins.counts, strict=True))
     return HistogramProto(

@@ -19,7 +19,7 @@ Beta = Annotated[float, Ge(0), Lt(1)]
 
 @section
 class ForTheRest:
-    """AdamW, for what is no hidden matrix."""
+    """AdamW, for all parameters but hidden matrices."""
 
     lr: Annotated[float, Gt(0)] = 3e-4
     """Peak learning rate."""

@@ -32,7 +32,7 @@ OWN = {
     "lr": "set torch_optimizer.lr",
     "weight_decay": "set torch_optimizer.weight_decay",
     "params": "the parameters are the model's",
-    "differentiable": "nobody differentiates a step here",
+    "differentiable": "steps are not differentiated here",
     "capturable": "steps are not captured in graphs here",
 }
 """Arguments that are not in `options`, and why."""

@@ -78,7 +78,7 @@ class Average:
             bucket.missing = len(bucket.parameters)
 
     def finish(self) -> None:
-        """Reduce what is left (a parameter without gradient counts as zero), and take the averages over."""
+        """Reduce the remaining buckets (a parameter without gradient counts as zero), and copy the averages back."""
         while self._next < len(self._buckets):
             self._reduce()
         for bucket in self._buckets:

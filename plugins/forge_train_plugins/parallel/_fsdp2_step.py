@@ -61,7 +61,7 @@ class ShardedStep:
             if self.under_way:
                 self.root.set_reshard_after_backward(False, recurse=False)
         # `set_is_last_backward(False)` would keep the order of this forward pass, by which the next backward prefetches
-        # (2.13): it would end by gathering the head of the micro-batch before, for nobody.
+        # (2.13): it would end by gathering the head for the previous micro-batch, which no longer needs it.
         for head in self.heads:
             head.drop = drop
             if micro.direction == "both":

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class DDP(Plugin):
-    """Every rank holds the whole model; gradients are averaged in buckets while the backward pass goes on.
+    """Every rank holds the whole model; gradients are averaged in buckets during the backward pass.
 
     It wins over `fsdp2` where model, gradients and optimizer state fit into every rank's memory: a step sends each
     gradient once, whatever is accumulated, and gathers nothing (Li et al. 2020, arXiv:2006.15704). `dp_shard` and

@@ -120,7 +120,7 @@ class FP8(LowPrecisionPlugin):
                 "fp8.all_gather: no weights are gathered on this layout. Shard them, with fsdp2 and parallel.dp_shard "
                 "above 1 or with zero1, or set fp8.all_gather = false."
             )
-        matched = found or self._conversion.declined  # that `auto` declined every layer is no mistake
+        matched = found or self._conversion.declined  # it is no mistake if `auto` declined every layer
         return Applied(part, tuple(matched), f"{len(found)} of {len(weights)} weights gathered in e4m3")
 
     def _convert(self, job: Job) -> Conversion:

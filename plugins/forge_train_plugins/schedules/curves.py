@@ -114,7 +114,7 @@ class WSD(WarmUpPlugin):
     """Linear warm-up, then the peak, and a decay at the end of the run (Hu et al. 2024, arXiv:2404.06395).
 
     Until the decay begins, nothing depends on the run's length: from any checkpoint before it, a run can branch off
-    that decays there, or that goes on for longer.
+    that decays there, or runs longer.
     """
 
     name = "wsd"

@@ -1,4 +1,4 @@
-"""Data sets of the library `datasets`, opened by what a configuration names."""
+"""Opens data sets of the library `datasets` as a configuration names them."""
 
 from __future__ import annotations
 

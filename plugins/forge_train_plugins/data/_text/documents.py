@@ -29,7 +29,7 @@ class Survey:
 
 
 def survey(files: Sequence[File]) -> Survey:
-    """Read all files once: is it data, how many documents are there, what is its digest.
+    """Read all files once: check that they are text, count the documents, and compute the digest.
 
     Files of a folder that are not UTF-8 are left out, and counted in the log.
 

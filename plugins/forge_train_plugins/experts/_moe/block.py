@@ -228,7 +228,7 @@ class Routed(nn.Module):
         return torch.zeros_like(x).index_add(0, tokens, out)
 
     def _limit(self, tokens: int, capacity: float) -> int:
-        """Rows that one expert takes of a micro-batch, of which this rank has `tokens` tokens."""
+        """Rows of a micro-batch that one expert takes, if this rank has `tokens` tokens of it."""
         return math.ceil(capacity * tokens * self.slices.count * self.router.choice.top_k / self.count)
 
     def _within_capacity(self, routing: Routing, batch: int) -> Tensor:

@@ -35,7 +35,7 @@ class LiveView:
     """A board on a terminal.
 
     Args:
-        board: what is shown.
+        board: its content.
         console: where; by default the terminal of stdout.
     """
 

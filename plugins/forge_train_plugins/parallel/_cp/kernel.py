@@ -1,4 +1,4 @@
-"""Attention over sequences that are cut, by a kernel that knows of whole ones."""
+"""Attention over sequences that are split over ranks, by a kernel for whole sequences."""
 
 from __future__ import annotations
 

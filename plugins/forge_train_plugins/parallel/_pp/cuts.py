@@ -69,7 +69,7 @@ def _sums(values: Sequence[float], cuts: Cuts) -> list[float]:
 def _smallest_largest(
     values: Sequence[float], parts: int, limited: Sequence[float] = (), limit: float = float("inf")
 ) -> Cuts:
-    """Cuts whose largest sum of values is smallest, no part having more than `limit` of what is limited."""
+    """Cuts whose largest sum of values is smallest, with at most `limit` of the limited quantity in each part."""
     limited = limited or [0.0] * len(values)
     count = len(values)
     best: list[list[tuple[float, int]]] = [[(float("inf"), 0)] * (count + 1) for _ in range(parts + 1)]

@@ -80,7 +80,7 @@ def added() -> dict[str, str]:
 
 
 def unknown(name: str) -> str:
-    """Why there is no such schedule; empty if there may be."""
+    """Why a schedule is impossible; empty if it is possible."""
     if name in RULES or name == "csv" or ":" in name or name in added():
         return ""
     known = sorted({*RULES, "csv", *added()})

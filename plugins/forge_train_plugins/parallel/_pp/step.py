@@ -1,4 +1,4 @@
-"""One step of a pipeline on one rank: what is held between the passes of each micro-batch."""
+"""One step of a pipeline on one rank, and the tensors held between the passes of each micro-batch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Step:
     ) -> None:
         """
         Args:
-            model: whose transforms are told of each pass.
+            model: its transforms are notified of each pass.
             task: gives the loss.
             parts: of this rank, by number.
             count: of all parts.

@@ -27,7 +27,7 @@ class Tie:
 class Ties:
     """Keeps copies equal to what they copy, and brings their gradients to it.
 
-    A copy is no parameter of the model: neither optimizer, norm nor checkpoint know of it. It is sent the owner's
+    A copy is not a parameter of the model: optimizer, norm and checkpoint do not see it. It receives the owner's
     values before each step, which costs as much as summing the gradients on both sides would, and no optimizer state.
     """
 

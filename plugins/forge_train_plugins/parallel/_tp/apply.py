@@ -36,7 +36,7 @@ def apply(
         mesh: of one axis.
         sequence_parallel: see `TensorParallel.Config`.
         loss_parallel: see there.
-        experts_apart: whether experts will be spread over ranks, by one who finishes their gradients too.
+        experts_apart: True if another transform distributes experts over ranks and finishes their gradients.
         size: bytes that one feature of all tokens of a step takes.
         owner: the plugin that a module comes from, for messages.
 

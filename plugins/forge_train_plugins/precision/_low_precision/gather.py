@@ -83,7 +83,7 @@ class PackedGather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """As `AllGather`. Never asynchronous: what is sent has to be unpacked, on the stream that gathers."""
+        """As `AllGather`. Never asynchronous: the result is unpacked on the stream that gathers."""
         sent = [piece.pack(one) for piece, one in zip(self.pieces, torch.split(input_tensor, self.sizes), strict=True)]
         mine = torch.cat(sent)
         everybody = self.allocate((len(mine) * group.size(),), dtype=torch.uint8, device=mine.device)

@@ -32,7 +32,7 @@ E2M1 = Minifloat("e2m1", 1, 0, 6.0, None)
 
 
 def nearest(x: Tensor, kind: Minifloat, *, stochastic: bool = False) -> Tensor:
-    """The nearest values of a kind, ties to even; beyond the largest, the largest. What is no number stays none.
+    """The nearest values of a kind, ties to even; beyond the largest, the largest. NaN stays NaN.
 
     Args:
         x: float32.
@@ -47,7 +47,7 @@ def nearest(x: Tensor, kind: Minifloat, *, stochastic: bool = False) -> Tensor:
 
 
 def power_of_two(scale: Tensor) -> Tensor:
-    """The next power of two, upwards; what is no number stays none.
+    """The next power of two, upwards; NaN stays NaN.
 
     Scales that are powers of two move no value's rounding: a layout whose largest value is another rounds alike.
     """

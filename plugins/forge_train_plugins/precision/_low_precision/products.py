@@ -183,6 +183,6 @@ def _grouped_weights(gradient: Tensor, rows: Tensor, sizes: Tensor, pair: Pair |
 
 
 def _own(rows: Tensor, sizes: Tensor) -> Tensor:
-    """Rows that are nobody's as zeros: what they hold would spoil the scales."""
+    """Set unused rows to zero: their content would spoil the scales."""
     used = torch.arange(len(rows), device=rows.device) < sizes.sum()
     return torch.where(used.unsqueeze(1), rows, 0.0)

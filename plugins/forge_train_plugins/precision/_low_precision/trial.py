@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 def slower(job: Job, linear: Recipe, experts: Recipe, found: Sequence[Candidate]) -> dict[str, str]:
     """The modules for which forward and backward take no less time than in the precision of the run.
 
-    All ranks come to the same answer: what is slower on one of them counts as slower.
+    All ranks agree: an option that is slower on one rank counts as slower.
     """
     shapes = {one.name: _shape(one) for one in found}
     several = sorted(set(shapes.values()))

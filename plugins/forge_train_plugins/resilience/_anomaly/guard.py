@@ -1,4 +1,4 @@
-"""Steps on trial: what they came to, what is done about those that are abnormal, and when."""
+"""Judges finished steps, and acts on abnormal ones."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Guard:
             self.settle()
 
     def settle(self) -> None:
-        """Judge the steps since the last time, and do what is to be done about them."""
+        """Judge the steps since the last call, and act on abnormal ones."""
         self._read()
         trials, self._trials = self._trials, deque()
         for trial in trials:

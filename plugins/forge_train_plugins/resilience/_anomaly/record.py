@@ -81,7 +81,7 @@ class Witness:
         """Of all ranks' suspects. The backward pass begins at the end of the model, so what it met first is last."""
         if self.kind == "spike":
             largest = max(found.items(), key=lambda one: one[1].norm, default=None)
-            return f"; the largest gradient is that of {largest[1].name} on rank {largest[0]}" if largest else ""
+            return f"; {largest[1].name} on rank {largest[0]} has the largest gradient" if largest else ""
         bad = {rank: one for rank, one in found.items() if one.bad}
         if not bad:
             return ""

@@ -1,4 +1,4 @@
-"""A thread beside training: heartbeats of this rank, and what is done when a step stalls."""
+"""A thread beside training: heartbeats of this rank, and a report when a step stalls."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def blamed(beats: Mapping[int, Heartbeat], silent: Collection[int]) -> list[int]
 
 
 def message(beats: Mapping[int, Heartbeat], silent: Collection[int], folder: Path) -> tuple[int, str]:
-    """The rank to blame, and what is to be said; it begins with the rank."""
+    """The rank to blame, and a message that begins with it."""
     ranks = blamed(beats, silent)
     first = ranks[0]
     lines = [_words(first, beats.get(first), silent=first in silent)]
