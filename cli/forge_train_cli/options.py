@@ -123,7 +123,7 @@ def chat_options(function: _F) -> _F:
     """Add the options for reading conversations, as in `sft`: `OF_CHATS`."""
     for option in (
         click.option("--split-special-tokens", is_flag=True,
-                     help="With --chat: keep special tokens in what messages say as text."),
+                     help="With --chat: keep special tokens in messages and tools as text."),
         click.option("--each-turn", is_flag=True,
                      help="With --chat: each turn of the assistant is a document that ends with it."),
         click.option("--roles", multiple=True, metavar="OWN=ROLE",

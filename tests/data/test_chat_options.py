@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from forge_train_kit.data.manifest import open_prepared
 from forge_train_kit.data.prepare import Preparation, Report, prepare
 from forge_train_kit.data.tokenizers import open_tokenizer
 from forge_train_kit.data.tokenizers.byte import ByteTokenizer
+from forge_train_kit.data.tokenizers.literals import Literals
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 5)]
@@ -106,12 +108,7 @@ def test_special_tokens_in_messages_stay_text(tmp_path: Path) -> None:
     )
     assert whole == text
     assert learned == "say <|im_end|> three<|im_end|>"
-    tokenizer = open_tokenizer(str(tmp_path / "hf"))
-    start, end = (tokenizer.encode(token)[0] for token in ("<|im_start|>", "<|im_end|>"))
-    documents = sides["train"]
-    ids = np.empty(documents.tokens, np.int64)
-    documents.take(0, ids)
-    assert [(ids == one).sum() for one in (start, end)] == [2, 2], "only those of the template"
+    assert special_counts(tmp_path, sides) == [2, 2], "only those of the template"
 
 
 def test_the_rest_is_encoded_as_ever(tmp_path: Path) -> None:
@@ -170,16 +167,81 @@ def test_a_template_that_reads_special_tokens_is_refused() -> None:
     template = Template("{% for m in messages %}{{ m.role }}:{{ m.content.split('</s>')[0] }};{% endfor %}"
                         "{% if add_generation_prompt %}assistant:{% endif %}")  # fmt: skip
     found = conversation({"prompt": "a</s>b", "completion": "c"}, "x.jsonl, line 3")
-    with pytest.raises(ConfigError, match=r"x.jsonl, line 3: .* reads special tokens in what a message says"):
+    with pytest.raises(ConfigError, match=r"x.jsonl, line 3: .* reads special tokens in a message"):
         literal_spans(template, found, render(template, found).text, ["</s>"])
+
+
+def test_a_tokenizer_that_takes_no_other_names_is_refused_before_a_record_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Literals, tokenizer: object) -> None:
+        raise ConfigError("The tokenizer can't leave special tokens as text: no")
+
+    monkeypatch.setattr(Literals, "__init__", refused)
+    with pytest.raises(ConfigError, match="^--split-special-tokens: The tokenizer can't leave special tokens as text"):
+        made(tmp_path, [{"prompt": "a", "completion": "b"}], split_special_tokens=True)
+
+
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.content %}{{ m.content }}{% endif %}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name + call.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_special_tokens_in_calls_and_tools_stay_text(tmp_path: Path) -> None:
+    arguments = {"text": "a<|im_end|>b", "<|im_start|>": ["<|im_end|>", {"deep": "<|im_start|>user"}]}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}]},
+        {"role": "tool", "content": "<|im_end|>"},
+        {"role": "assistant", "content": "b"},
+    ]
+    schema = {"name": "f", "description": "<|im_end|>", "parameters": {"properties": {"<|im_end|>": {}}}}
+    record = {"messages": messages, "tools": [{"type": "function", "function": schema}]}
+    sides = made(tmp_path, [record], TOOLS, split_special_tokens=True)
+    ((whole, learned),) = texts(sides, tmp_path)
+    assert whole.count("<|im_end|>") == 10
+    assert learned == f"f{json.dumps(arguments)}<|im_end|>b<|im_end|>"
+    assert special_counts(tmp_path, sides) == [5, 5], "only those of the template"
+
+
+def special_counts(folder: Path, sides: Any) -> list[int]:
+    """How often the tokens that begin and end a turn are there."""
+    tokenizer, documents = open_tokenizer(str(folder / "hf")), sides["train"]
+    ids = np.empty(documents.tokens, np.int64)
+    documents.take(0, ids)
+    return [int((ids == tokenizer.encode(token)[0]).sum()) for token in ("<|im_start|>", "<|im_end|>")]
+
+
+def test_no_text_stands_for_a_special_token(tmp_path: Path) -> None:
+    chat_model.write_tokenizer(tmp_path / "hf")
+    start, end = (open_tokenizer(str(tmp_path / "hf")).encode(token)[0] for token in ("<|im_start|>", "<|im_end|>"))
+    forged = f"<|im_end|>\ufdd0{end}\ufdd1\ufdd0{start}\ufdd1\ufdd0{'0' * 20}{end}\ufdd1"
+    messages = [{"role": "user", "content": forged}, ANSWER]
+    sides = made(tmp_path, [{"messages": messages}], split_special_tokens=True)
+    assert special_counts(tmp_path, sides) == [2, 2]
+    ((whole, _),) = texts(sides, tmp_path)
+    assert forged in whole
+
+
+def test_a_tool_whose_special_tokens_a_template_reads_is_refused() -> None:
+    template = Template("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{{ tools[0].name | length }}"
+                        "{% if add_generation_prompt %}assistant:{% endif %}")  # fmt: skip
+    found = conversation({"prompt": "a", "completion": "c", "tools": [{"name": "</s>"}]}, "x.jsonl, line 3")
+    with pytest.raises(ConfigError, match=r"x.jsonl, line 3: .* reads special tokens in .* do not set --split-special"):
+        literal_spans(template, found, render(template, found).text, ["</s>"], key="--split-special-tokens")
 
 
 def test_bytes_have_no_special_tokens(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text('{"prompt": "a", "completion": "b"}')
     sources = (str(tmp_path / "c.jsonl"),)
     asked = Preparation(sources, tmp_path / "o", chat=True, template="plain", split_special_tokens=True)
-    with pytest.raises(ConfigError, match="split_special_tokens: ByteTokenizer has no special tokens"):
-        prepare(asked, Report(lambda line: None))
+    for section, key in (("", "--split-special-tokens"), ("sft", "sft.split_special_tokens")):
+        with pytest.raises(ConfigError, match=f"^{key}: ByteTokenizer has no special tokens"):
+            prepare(dataclasses.replace(asked, section=section), Report(lambda line: None))
     with pytest.raises(ConfigError, match="ByteTokenizer can't leave special tokens as text"):
         tokenise(ByteTokenizer(), Segments("a", ((0, 1),), (), ((0, 1),)))
 
@@ -194,7 +256,8 @@ def test_bytes_have_no_special_tokens(tmp_path: Path) -> None:
             "content = 'text' is of no use: no",
         ),
         ({"prompt": "question", "completion": "answer"}, {"bot": "assistant"}, "--roles: bot = 'assistant' is of no"),
-        ({"prompt": "question", "completion": "answer"}, {"bot": "asistant"}, "roles: bot stands for 'asistant'"),
+        ({"prompt": "question", "completion": "answer"}, {"bot": "asistant"}, "--roles: bot stands for 'asistant'"),
+        ({"promt": "question"}, {}, "--rename: no field 'promt' is read"),
     ],
 )
 def test_a_name_that_no_record_needs_is_refused(

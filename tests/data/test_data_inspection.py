@@ -11,9 +11,11 @@ import pytest
 from forge_train import ConfigError
 from forge_train_kit.data.inspection import Asked, DamagedError, Lengths, inspect, material
 from forge_train_kit.data.inspection.samples import texts_of
+from forge_train_kit.data.labels import Labels
 from forge_train_kit.data.prepare import Preparation, Report, prepare, tasks
 from forge_train_kit.data.tokenizers import open_tokenizer
 from forge_train_kit.data.tokenizers.byte import ByteTokenizer
+from forge_train_kit.heads import Classes
 
 pytestmark = pytest.mark.unit
 TEXTS = [f"Text {at}: Größe 😀\n" * (at + 1) for at in range(40)]
@@ -130,6 +132,37 @@ def test_what_is_learned_of_chats(tmp_path: Path) -> None:
     assert learned["last"].count("Yes") == 1
     assert "Hi" not in learned["assistant"]
     assert "Hi" in learned["all"]
+
+
+@pytest.mark.parametrize("each_turn", [False, True])
+def test_bytes_of_chats_are_those_of_their_documents(tmp_path: Path, each_turn: bool) -> None:
+    file = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Größe"}]
+    file.write_text(json.dumps({"messages": [*turns, *turns]}) + "\n", encoding="utf-8")
+    one = len("User: Hi\n\nAssistant: Größe\n\n".encode())
+    direct = inspect(Asked((str(file),), chat=True, template="plain", each_turn=each_turn))
+    asked = Preparation((str(file),), tmp_path / "out", chat=True, template="plain", each_turn=each_turn, held_out=0)
+    prepare(asked, Report())
+    made = inspect(Asked((str(tmp_path / "out"),)))
+    assert direct.facts["bytes"] == made.facts["bytes"] == (3 if each_turn else 2) * one
+
+
+def test_bytes_of_pairs_are_those_of_both_members(tmp_path: Path) -> None:
+    texts, answers = (tmp_path / f"{name}.jsonl" for name in ("texts", "answers"))
+    texts.write_text(json.dumps({"anchor": "a", "positive": "bbb"}) + "\n")
+    answers.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "cccc"}) + "\n")
+    asked = Preparation((str(texts),), tmp_path / "a", pairs="embedding", held_out=0)
+    assert prepare(asked, Report()).total("bytes") == 4
+    asked = Preparation((str(answers),), tmp_path / "b", chat=True, template="plain", pairs="preference", held_out=0)
+    assert prepare(asked, Report()).total("bytes") == 2 * len("User: a\n\nAssistant: \n\n") + 5
+
+
+def test_bytes_of_labelled_texts_are_those_of_the_texts(tmp_path: Path) -> None:
+    file = tmp_path / "labels.jsonl"
+    file.write_text(json.dumps({"text": "abcd", "label": "yes"}) + "\n")
+    labels = Labels(Classes(("no", "yes"), "text"), "text", "label", "")
+    asked = Preparation((str(file),), tmp_path / "out", labels=labels, held_out=0)
+    assert prepare(asked, Report()).total("bytes") == 4
 
 
 def test_tokens_of_another_program(tmp_path: Path) -> None:

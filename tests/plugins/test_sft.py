@@ -261,7 +261,7 @@ def test_records_with_other_names(here: Path) -> None:
     names, roles = {"messages": "dialog", "role": "who", "content": "text"}, {"me": "user", "bot": "assistant"}
     found = epoch(sft(here, rename=names, roles=roles).build_data(job(here), "train"))
     assert learned(here, found) == {"two<|im_end|>": 1}
-    with pytest.raises(ConfigError, match=r"rename: no field 'promt' is read; .* Did you mean 'prompt'\?"):
+    with pytest.raises(ConfigError, match=r"^sft\.rename: no field 'promt' is read; .* Did you mean 'prompt'\?"):
         sft(here, rename={"promt": "question"}).build_data(job(here), "train")
 
 

@@ -56,8 +56,8 @@ class SFT(DataPlugin):
         """Make each turn of the assistant a row of its own, of which only that turn is learned: thoughts of earlier
         turns are then removed as the template removes them when the model is used."""
         split_special_tokens: bool = False
-        """Keep special tokens that stand in what messages say as text; otherwise `<|im_end|>` in a user's message ends
-        the turn."""
+        """Keep special tokens that stand in messages, calls and tools as text; otherwise `<|im_end|>` in a user's
+        message ends the turn."""
         rename: Mapping[str, str] = field(default_factory=dict)
         """The name to read, and the records' own: `{ prompt = "question", completion = "row.answer" }`; `role` and
         `content` rename the fields of messages."""

@@ -1,10 +1,10 @@
-"""Special tokens in what messages say that are to stay text."""
+"""Special tokens in messages, calls and tools that are to stay text."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from forge_train import ConfigError
@@ -14,7 +14,7 @@ from .template import Span, Template
 from .variations import THOUGHT_MARKS
 
 _WORDS = ("content", *REASONING)
-"""Fields of a message that are its words."""
+"""Fields of a message that are its words, in which the assistant may mark its thoughts."""
 
 
 @runtime_checkable
@@ -29,8 +29,15 @@ class LiteralEncoder(Protocol):
         ...
 
 
-def literal_spans(template: Template, conversation: Conversation, text: str, special: Sequence[str]) -> list[Span]:
-    """Start and end of the special tokens that stand in the words of messages, in a rendering.
+def literal_spans(
+    template: Template,
+    conversation: Conversation,
+    text: str,
+    special: Sequence[str],
+    *,
+    key: str = "split_special_tokens",
+) -> list[Span]:
+    """Start and end of the special tokens that stand in messages and tools, in a rendering.
 
     Found by rendering the conversation with a placeholder for each. Marks of thoughts in what the assistant says, such
     as `[THINK]`, stay tokens.
@@ -40,37 +47,48 @@ def literal_spans(template: Template, conversation: Conversation, text: str, spe
         conversation: the record.
         text: its rendering.
         special: tokens.
+        key: of the option that asks for this, for messages.
 
     Raises:
         ConfigError: the template writes something else where a message holds a special token.
     """
-    if not special or not any(
-        token in str(message.get(name)) for token in special for message in conversation.messages for name in _WORDS
-    ):
-        return []
-    word = "Sentinel"
-    while word in text or word in repr(conversation.messages):
+    pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+    word, kept = "Sentinel", list[str]()
+    while word in text or word in repr((conversation.messages, conversation.tools)):
         word += "s"
-    pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
-    kept: list[str] = []
+
+    def place(match: re.Match[str]) -> str:
+        kept.append(match.group())
+        return f"{word}{len(kept) - 1}x"
+
+    def place_words(match: re.Match[str]) -> str:
+        return match.group() if THOUGHT_MARKS.fullmatch(match.group()) else place(match)
 
     def placed(message: Message) -> Message:
-        def place(match: re.Match[str]) -> str:
-            if message["role"] == "assistant" and THOUGHT_MARKS.fullmatch(match.group()):
-                return match.group()
-            kept.append(match.group())
-            return f"{word}{len(kept) - 1}x"
+        words = _WORDS if message["role"] == "assistant" else ()
+        return {name: _replaced(value, pattern, place_words if name in words else place)
+                for name, value in message.items()}  # fmt: skip
 
-        words: dict[str, Any] = {name: message[name] for name in _WORDS if isinstance(message.get(name), str)}
-        return {**message, **{name: pattern.sub(place, value) for name, value in words.items()}}
-
-    other, _ = template.render([placed(message) for message in conversation.messages], conversation.tools)
+    messages = [placed(message) for message in conversation.messages]
+    tools = _replaced(list(conversation.tools), pattern, place)
+    if not kept:
+        return []
+    other, _ = template.render(messages, tools)
     pieces = re.split(rf"{word}(\d+)x", other)
     pieces[1::2] = [kept[int(number)] for number in pieces[1::2]]
     if "".join(pieces) != text:
         raise ConfigError(
-            f"{conversation.where}: {template.name} reads special tokens in what a message says, so they can't stay "
-            "text; leave them out of the record, or set split_special_tokens to false."
+            f"{conversation.where}: {template.name} reads special tokens in a message or a tool, so they can't stay "
+            f"text; leave them out of the record, or do not set {key}."
         )
     ends = list(itertools.accumulate(map(len, pieces)))
     return [(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=False)]
+
+
+def _replaced(value: Any, pattern: re.Pattern[str], place: Callable[[re.Match[str]], str]) -> Any:
+    """The same value, with every match in its strings and keys replaced."""
+    if isinstance(value, str):
+        return pattern.sub(place, value)
+    if isinstance(value, Mapping):
+        return {pattern.sub(place, key): _replaced(item, pattern, place) for key, item in value.items()}
+    return [_replaced(item, pattern, place) for item in value] if isinstance(value, list) else value

@@ -20,19 +20,25 @@ NAMES = (
 """Names that are read."""
 
 
-def check_names(rename: Mapping[str, str], roles: Mapping[str, str]) -> None:
+def check_names(rename: Mapping[str, str], roles: Mapping[str, str], key: str) -> None:
     """Refuse a name that nothing reads, and a role that there is not.
+
+    Args:
+        rename, roles: see `renamed`.
+        key: before `rename` and `roles` in messages.
 
     Raises:
         ConfigError: with the nearest that is read.
     """
     for name in rename:
         if name not in NAMES:
-            raise ConfigError(f"rename: no field {name!r} is read; expected {', '.join(NAMES)}.{nearest(name, NAMES)}")
+            raise ConfigError(
+                f"{key}rename: no field {name!r} is read; expected {', '.join(NAMES)}.{nearest(name, NAMES)}"
+            )
     for own, role in roles.items():
         if role not in SPEAKERS:
             raise ConfigError(
-                f"roles: {own} stands for {role!r}; expected {', '.join(SPEAKERS)}.{nearest(role, SPEAKERS)}"
+                f"{key}roles: {own} stands for {role!r}; expected {', '.join(SPEAKERS)}.{nearest(role, SPEAKERS)}"
             )
 
 

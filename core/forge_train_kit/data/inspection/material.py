@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forge_train import ConfigError
 from forge_train.base.errors import ForgeError
@@ -25,7 +24,7 @@ from ..prepare import Preparation
 from ..prepare.encoding import Maker, chats, documents
 from ..prepare.tasks import Piece
 from ..prepare.worker import BATCH
-from ..shard import Ids, Shard
+from ..shard import Ids, Learned, Shard
 from ..store import content, read_header
 from ..tokenizers import BYTES, encode_documents, open_tokenizer
 from ..tokens import beyond
@@ -211,7 +210,7 @@ class _Reading:
         self._files, self._wanted, self._maker, self._told = files, wanted, maker, told
         self._dtype = np.min_scalar_type(max(maker.tokenizer.vocabulary - 1, 0))
         self._ids: list[Ids] = []
-        self._masks: list[NDArray[np.uint8]] = []
+        self._masks: list[Learned] = []
         self._lengths: list[int] = []
 
     def shard(self) -> Shard:
@@ -222,13 +221,13 @@ class _Reading:
         """
         waiting: list[bytes] = []
         size = 0
-        for text, ids, mask in self._records():
-            if ids is not None:
-                self._add(ids)
-                self._masks.append(mask)
+        for one in self._records():
+            if not isinstance(one, bytes):
+                self._add(one[0])
+                self._masks.append(one[1])
             else:
-                waiting.append(text)
-                size += len(text)
+                waiting.append(one)
+                size += len(one)
                 if size >= BATCH:
                     self._encode(waiting)
                     waiting, size = [], 0
@@ -239,7 +238,7 @@ class _Reading:
         mask = np.concatenate(self._masks) if self._maker.template else None
         return Shard(Path(self._files[0].address), tokens, ends, mask)
 
-    def _records(self) -> Iterator[tuple[bytes, Any, Any]]:
+    def _records(self) -> Iterator[bytes | tuple[Ids, Learned, int]]:
         for file in self._files:
             self.files += 1
             self._told(f"reading {file.address}")
@@ -248,17 +247,16 @@ class _Reading:
                     if self.bytes >= SAMPLE:
                         self.more = True
                         return
-                    self.bytes += len(record[0])
+                    self.bytes += len(record) if isinstance(record, bytes) else record[2]
                     yield record
 
-    def _of(self, piece: Piece) -> Iterator[tuple[bytes, Any, Any]]:
-        maker = self._maker
-        if maker.template is not None:
-            for text, members in chats(piece, self._wanted, maker, maker.template):
-                yield from ((text, ids, trained) for ids, trained, _ in members)
-        else:
-            for text in documents(piece, self._wanted.field):
-                yield text, None, None
+    def _of(self, piece: Piece) -> Iterator[bytes | tuple[Ids, Learned, int]]:
+        """The documents of a piece: texts, or token ids with what of them is learned and the bytes of their text."""
+        if self._maker.template is None:
+            yield from documents(piece, self._wanted.field)
+            return
+        for _, turns in chats(piece, self._wanted, self._maker, self._maker.template):
+            yield from turns
 
     def _encode(self, texts: list[bytes]) -> None:
         tokenizer = self._maker.tokenizer

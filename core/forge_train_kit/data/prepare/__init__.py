@@ -69,7 +69,7 @@ def prepare(wanted: Preparation, report: Report, *, key: str = "SOURCE", wait: b
         results = [_required(done(work, wanted.out, task), task) for task in tasks]
         if all(result.used is not None for result in results):
             used = {name for result in results for name in result.used or ()}
-            check_used(wanted.rename, wanted.roles, used, key.removesuffix("path") if "." in key else "--")
+            check_used(wanted.rename, wanted.roles, used, wanted.key(""))
         manifest = Manifest(
             tokenizer=_described(tokenizer),
             settings=wanted.public(),

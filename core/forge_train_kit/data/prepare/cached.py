@@ -37,7 +37,7 @@ def wanted_of(job: Job, paths: str | tuple[str, ...], cache: str, name: str, **m
         raise ConfigError(f"{name}: the run's tokenizer is of a plugin that names no files of it.")
     tokenizer = getattr(job.config.sections[section], key)
     sources = (paths,) if isinstance(paths, str) else paths
-    return settled(Preparation(sources, Path(), tokenizer=tokenizer, **more), cache, name)
+    return settled(Preparation(sources, Path(), tokenizer=tokenizer, section=name, **more), cache, name)
 
 
 def stale(wanted: Preparation) -> str:

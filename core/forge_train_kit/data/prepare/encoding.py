@@ -51,7 +51,8 @@ class Maker:
         maps: changes of texts.
         ends: the ids at which generation stops: the tokenizer's, and the one that ends a turn of the template. A run's
             copy of the tokenizer has that too, and gives the same tokens.
-        special: tokens that stay text in the words of messages.
+        special: tokens that stay text in messages and tools.
+        split_key: the option that asks for this, for messages.
         used: keys of `rename` and `roles` that records needed.
     """
 
@@ -60,6 +61,7 @@ class Maker:
     maps: Maps
     ends: frozenset[int] = frozenset()
     special: tuple[str, ...] = ()
+    split_key: str = "split_special_tokens"
     used: set[str] = field(default_factory=set)
 
     @classmethod
@@ -71,28 +73,39 @@ class Maker:
         """
         opened, maps = open_tokenizer(tokenizer), Maps(wanted.maps)
         maps.check(opened)
-        check_names(wanted.rename, wanted.roles)
+        check_names(wanted.rename, wanted.roles, wanted.key(""))
         folder = None if tokenizer == BYTES else Path(tokenizer)
         template = (
             open_template(wanted.template, folder, options=wanted.template_options, now=TODAY) if wanted.chat else None
         )
         ends = {*opened.stops, *([] if template is None else [turn_end(template, opened)])}
-        special: tuple[str, ...] = ()
-        if wanted.split_special_tokens:
-            if not isinstance(opened, LiteralEncoder):
-                raise ConfigError(
-                    f"split_special_tokens: {type(opened).__name__} has no special tokens that a text could hold; "
-                    "leave it out."
-                )
-            special = tuple(opened.special_tokens)
-        return cls(opened, template, maps, frozenset(id for id in ends if id is not None), special)
+        split_key = wanted.key("split_special_tokens")
+        special = _special(opened, split_key) if wanted.split_special_tokens else ()
+        return cls(opened, template, maps, frozenset(id for id in ends if id is not None), special, split_key)
 
     def literal(self, segments: Segments, conversation: Conversation) -> Segments:
         """The same rendering, with the special tokens that stay text."""
         if not self.special or self.template is None:
             return segments
-        found = literal_spans(self.template, conversation, segments.text, self.special)
+        found = literal_spans(self.template, conversation, segments.text, self.special, key=self.split_key)
         return replace(segments, literal=tuple(found))
+
+
+def _special(tokenizer: Tokenizer, key: str) -> tuple[str, ...]:
+    """The special tokens of a tokenizer, which can leave them as text.
+
+    Raises:
+        ConfigError: it can't, naming the key.
+    """
+    if not isinstance(tokenizer, LiteralEncoder):
+        raise ConfigError(
+            f"{key}: {type(tokenizer).__name__} has no special tokens that a text could hold; leave it out."
+        )
+    try:
+        tokenizer.encode_with_literals("", ())
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    return tuple(tokenizer.special_tokens)
 
 
 def encoded(
@@ -101,11 +114,11 @@ def encoded(
     """The text of each record of a piece, and its documents, each with what of it is learned, if not all, and the bytes
     of its text."""
     if wanted.labels is not None:
-        for text, two in labelled(_placed(piece), wanted.labels, maker.tokenizer):
-            yield text, [(ids, None, len(text)) for ids in two]
+        for text, (tokens, classes) in labelled(_placed(piece), wanted.labels, maker.tokenizer):
+            yield text, [(tokens, None, len(text)), (classes, None, 0)]
     elif wanted.pairs:
         for text, both in pairs(piece, wanted, maker):
-            yield text, [(*one, len(text)) for one in both]
+            yield text, [*both]
     elif maker.template is not None:
         for text, turns in chats(piece, wanted, maker, maker.template):
             yield text, [*turns]
@@ -133,8 +146,8 @@ def chats(
         yield text, members
 
 
-def pairs(piece: Piece, wanted: Preparation, maker: Maker) -> Iterator[tuple[bytes, list[tuple[Ids, Learned]]]]:
-    """The first text of each pair of a piece, and of both the token ids and what is learned.
+def pairs(piece: Piece, wanted: Preparation, maker: Maker) -> Iterator[tuple[bytes, list[tuple[Ids, Learned, int]]]]:
+    """The first text of each pair of a piece, and of both the token ids, what is learned and the bytes of the text.
 
     Args:
         piece: of a file.
@@ -153,18 +166,24 @@ def pairs(piece: Piece, wanted: Preparation, maker: Maker) -> Iterator[tuple[byt
             for answer, segments in zip(answers, both, strict=True):
                 check_written(template, answer, segments.text)
             texts = [utf8(segments.text, where) for segments in both]
-            yield texts[0], [tokenise_ended(tokenizer, template, segments, maker.ends) for segments in both]
+            yield (
+                texts[0],
+                [
+                    (*tokenise_ended(tokenizer, template, segments, maker.ends), len(text))
+                    for segments, text in zip(both, texts, strict=True)
+                ],
+            )
             continue
         found = embedding_texts(record, where)
         if found.negatives:
             raise ConfigError(f"{where}: negative: texts that do not belong together are not read; leave them out.")
-        encoded: list[tuple[Ids, Learned]] = []
+        encoded: list[tuple[Ids, Learned, int]] = []
         for name, text in (("anchor", found.anchor), ("positive", found.positive)):
-            utf8(text, f"{where}: {name}")
+            size = len(utf8(text, f"{where}: {name}"))
             if not (ids := tokenizer.encode(text)):
                 raise ConfigError(f"{where}: {name} has no token.")
             whole = [*tokenizer.begin, *ids, *([] if tokenizer.end is None else [tokenizer.end])]
-            encoded.append((np.asarray(whole, np.uint32), np.ones(len(whole), np.uint8)))
+            encoded.append((np.asarray(whole, np.uint32), np.ones(len(whole), np.uint8), size))
         yield found.anchor.encode(), encoded
 
 

@@ -24,7 +24,7 @@ TASKS, LEAST = 64, 4 << 20
 """Smallest number of tasks, so that all cores have work, and the bytes below which no task is divided."""
 TEXT = frozenset({"txt", "md", "rst", "py"})
 """Suffixes of files that are one document each."""
-RULES = 6
+RULES = 7
 """Number of the rules by which conversations become tokens; tokens of other rules are not used again."""
 
 
@@ -48,12 +48,13 @@ class Preparation:
         rename, roles: see `chats.renamed`.
         learn: the part of a conversation that is learned.
         each_turn: whether each turn of the assistant is a document of its own, which ends with it.
-        split_special_tokens: whether special tokens in the words of messages stay text.
+        split_special_tokens: whether special tokens in messages and tools stay text.
         pairs: whether records are pairs, each of which becomes two consecutive documents: preferences, which are
             conversations too, or texts.
         maps: changes of texts, in order, as `Maps` takes them.
         labels: fields of texts and labels, if records have labels; each record becomes two documents, of tokens and of
             classes.
+        section: of the plugin whose options these are, for messages; empty for a command's.
     """
 
     sources: tuple[str, ...]
@@ -76,6 +77,11 @@ class Preparation:
     pairs: Literal["", "preference", "embedding"] = ""
     maps: tuple[str, ...] = ()
     labels: Labels | None = None
+    section: str = ""
+
+    def key(self, option: str) -> str:
+        """Return the name by which the user knows an option: `sft.each_turn`, or `--each-turn`."""
+        return f"{self.section}.{option}" if self.section else f"--{option.replace('_', '-')}"
 
     def public(self) -> dict[str, Any]:
         """Return the settings that determine the result, besides the files and the tokenizer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""Noncharacters, which no text holds."""
+"""Noncharacters, which texts should not hold."""
 
 
 class Literals:
     """The same tokenizer with other names of its special tokens. A text whose special tokens have these names is
-    encoded in one piece, so that all else is as it always is.
+    encoded in one piece, so that all else is as it always is. The names hold a random number, so that no text can
+    forge one.
 
     Args:
         tokenizer: of the `tokenizers` library.
@@ -34,7 +36,10 @@ class Literals:
         import tokenizers
 
         table: dict[str, Any] = json.loads(tokenizer.to_str())
-        names = {one["content"]: f"{_OPEN}{one['id']}{_CLOSE}" for one in table["added_tokens"] if one["special"]}
+        secret = f"{secrets.randbits(64):020}"
+        names = {
+            one["content"]: f"{_OPEN}{secret}{one['id']}{_CLOSE}" for one in table["added_tokens"] if one["special"]
+        }
         for one in table["added_tokens"]:
             one["content"] = names.get(one["content"], one["content"])
         model = table["model"]
