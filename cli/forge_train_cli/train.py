@@ -240,7 +240,7 @@ def _print_result(
 def _close(finished: Finished, commands: Sequence[tuple[str, str]], nproc: int = 1) -> None:
     """Show the plugins' final messages, and what to type next."""
     if finished.reason and finished.outcome == "done":
-        click.echo(f"{finished.run}: {finished.reason}: {finished.step} steps. Train longer with -s train.steps=…")
+        click.echo(f"{finished.run}: {finished.reason}")
     for title, text in finished.closing:
         click.echo(f"\n{click.style(title, bold=True)}\n{text}")
     if finished.outcome == "interrupted":

@@ -213,7 +213,8 @@ def _finished_before(job: Job, start: Start) -> Finished | None:
     if outcome.get("outcome") != "done" or outcome["step"] < job.steps:
         return None
     repair_finished(job)
-    return Finished("done", outcome["step"], outcome["loss"], 0, start.dir, "the run had finished before")
+    reason = f"the run had finished before: {outcome['step']} steps. Train longer with -s {job.config.train.length}=…"
+    return Finished("done", outcome["step"], outcome["loss"], 0, start.dir, reason)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def classes(job: Job) -> Classes:
     "slot",
     optional=True,
     checked=True,
-    asked="step",
+    asked="assembly",
     takes={"head": ("token_logits",), "task": ("token_labels",)},
 )
 def loss(job: Job) -> LossFunction:

@@ -104,21 +104,26 @@ def _callers(module: SpecModule, refs: list[PluginRef], sources: list[_Source]) 
     kernel = module.module.split(".")[0] == KERNEL
     found = {name: {KERNEL} if kernel else set[str]() for name in module.declares}
     for source in sources:
-        if source.module != module.module and not (kernel and source.module.split(".")[0] == KERNEL):
+        if not (kernel and source.module.split(".")[0] == KERNEL):
             for name in _called(source, module, kernel=kernel):
                 found[name] |= _owners(source.module, refs)
     return found
 
 
 def _called(source: _Source, module: SpecModule, *, kernel: bool) -> set[str]:
-    """The hooks of a module that a source file imports or, of the kernel's, calls as `job.hooks.name(…)`."""
+    """The hooks of a module that a source file imports or, of its own, calls; the kernel's, as `job.hooks.name(…)`."""
     parent, _, last = module.module.rpartition(".")
     if kernel:
         return set(re.findall(r"\bhooks\.(\w+)\(", source.text)) & module.declares.keys()
+    if source.module == module.module:
+        calls = [node.func for node in source.nodes if isinstance(node, ast.Call)]
+        return {node.id for node in calls if isinstance(node, ast.Name)} & module.declares.keys()
     if last not in source.text:
         return set()
     names = {given for home, given, _ in source.imported if home == module.module}
     aliases = {own for home, given, own in source.imported if (home, given) == (parent, last)} | {module.module}
+    plain = [alias for node in source.nodes if isinstance(node, ast.Import) for alias in node.names]
+    aliases |= {alias.asname for alias in plain if alias.asname and alias.name == module.module}
     attributes = [node for node in source.nodes if isinstance(node, ast.Attribute)]
     return (names | {node.attr for node in attributes if ast.unparse(node.value) in aliases}) & module.declares.keys()
 

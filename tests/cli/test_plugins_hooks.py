@@ -17,7 +17,8 @@ from forge_cli import forge
 from forge_train.plugin.calls import implemented
 from forge_train.plugin.reference import PluginRef
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
-from forge_train_tools.hook_table import implements
+from forge_train_tools import hook_table
+from forge_train_tools.hook_table import hooks, implements
 from forge_train_tools.testing import check
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "hook.md"
@@ -49,8 +50,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("site")
-def test_the_hooks_of_the_page_work(tmp_path: Path) -> None:
+def test_the_hooks_of_the_page_work(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = toys.run(tmp_path / "runs", "judge", "length", steps=1)
+    assert "nothing to do" not in caplog.text
     assert run.plugin("judge").score("abcd") == 8.0
     found = {one.name: one for one in check("length", folder=tmp_path).checks}
     assert found["score: tells texts apart"].status == "ok"
@@ -81,6 +83,26 @@ def test_it_lists_who_declares_calls_and_implements() -> None:
     assert rows["example_batch"]["called_by"] == ["forge_train_tools"]
     assert "csv" in rows["on_log"]["implemented_by"], "what its base implements"
     assert not {"judge", "text_length", "judge.hookspecs"} & sys.modules.keys()
+
+
+def test_a_module_may_call_the_hooks_that_it_declares(site: Path) -> None:
+    plugin = (site / "judge" / "plugin.py").read_text(encoding="utf-8")
+    own = (site / "judge" / "hookspecs.py").read_text(encoding="utf-8")
+    both = f"{own}\n{plugin.replace('from judge.hookspecs import on_verdict, score', '')}"
+    (site / "judge" / "hookspecs.py").write_text(both, encoding="utf-8")
+    (site / "judge" / "plugin.py").write_text("", encoding="utf-8")
+    points = site / "judge-1.0.dist-info" / "entry_points.txt"
+    points.write_text(points.read_text(encoding="utf-8").replace("judge.plugin:", "judge.hookspecs:"), encoding="utf-8")
+    rows = {one.spec.name: one for one in hooks()}
+    assert rows["score"].callers == rows["on_verdict"].callers == ("judge",)
+    renamed = plugin.replace("from judge.hookspecs import on_verdict, score", "import judge.hookspecs as own")
+    renamed = renamed.replace("on_verdict(self.s", "own.on_verdict(self.s").replace(", score(2", ", own.score(2")
+    (site / "judge" / "hookspecs.py").write_text(own, encoding="utf-8")
+    (site / "judge" / "plugin.py").write_text(renamed, encoding="utf-8")
+    points.write_text(points.read_text(encoding="utf-8").replace("judge.hookspecs:", "judge.plugin:"), encoding="utf-8")
+    hook_table._source.cache_clear()
+    rows = {one.spec.name: one for one in hooks()}
+    assert rows["score"].callers == rows["on_verdict"].callers == ("judge",)
 
 
 def test_nothing_is_imported_for_it(site: Path) -> None:

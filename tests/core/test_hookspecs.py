@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,7 @@ class Score(Protocol):
     def __call__(self, text: str) -> float: ...
 
 
-@hookspec("slot", checked=True, asked="step", trials="judge.trials")
+@hookspec("slot", checked=True, asked="start", trials="judge.trials")
 def score(scale: float, job: Job) -> Score:
     """What scores a text."""
     raise AssertionError
@@ -291,6 +292,92 @@ def test_a_plugin_that_only_fills_a_slot_that_nothing_asks_for(tmp_path: Path, i
     assert "Plugin 'length' has nothing to do: nothing in this run asks for score." in caplog.text
 
 
+def test_a_slot_that_is_called_at_the_start_is_in_use(tmp_path: Path, install: Install, caplog: Any) -> None:
+    install()
+    install("scorer")
+    done = run(tmp_path, "judge", "length")
+    assert "has nothing to do" not in caplog.text
+    assert not done.job.hooks.unused & {"judge", "length"}
+    assert "length" in next(event for event in done.events if event["event"] == "run_started")["plugins"]
+
+
+def test_a_slot_must_be_filled_where_its_declarer_is_enabled(tmp_path: Path, install: Install) -> None:
+    install("judge", SPECS.replace('"slot",', '"slot", required=True,'))
+    install("scorer", "remarker", scoring("return text", "text", "remarks"))
+    with pytest.raises(ConfigError, match=r"fills the slot 'score' \(declared by judge 1\.0, "):
+        toys.setup("judge", folder=tmp_path)
+    run(tmp_path, "remarker")  # knows the hook, but nobody is there who calls it
+
+
+def test_its_slot_has_a_default(tmp_path: Path, install: Install) -> None:
+    install("judge", SPECS.replace('"slot",', '"slot", required=True, default="length",'))
+    install("scorer")
+    install("scorer", "other", SCORER.replace("Length", "Other").replace("scale *", "10 * scale *"))
+    done = run(tmp_path, "judge")
+    assert done.plugin("judge").score("abc") == 6.0
+    assert 'score = "length"' in (done.run / "config.toml").read_text(encoding="utf-8")
+    assert run(tmp_path, "judge", "other").plugin("judge").score("abc") == 60.0
+    assert "length" not in run(tmp_path).job.hooks.enabled
+    with pytest.raises(ConfigError, match=r"fills the slot 'score' \(declared by judge 1\.0"):
+        toys.run(tmp_path / "runs", "judge", steps=1, without=["length"])
+
+
+def test_its_default_can_not_be_found_or_does_not_fill_it(tmp_path: Path, install: Install) -> None:
+    install("judge", SPECS.replace('"slot",', '"slot", required=True, default="length",'))
+    says = r"default of the hook 'score' \(declared by judge 1\.0, .*specs\.py:14\): "
+    assert re.search(says + "there is no plugin named 'length'", told(tmp_path, "judge"))
+    install("scorer", "length", scoring("return text", "text", "remarks"))
+    assert re.search(says + "plugin 'length' does not fill the slot 'score'", told(tmp_path, "judge"))
+
+
+def test_a_default_counts_where_a_plugin_requires_the_slot(tmp_path: Path, install: Install) -> None:
+    install("judge", SPECS.replace('"slot",', '"slot", default="length",'))
+    install("scorer")
+    install("scorer", "asking", scoring("return text", "text", "remarks").replace("Length", "Asking"))
+    assert "length" not in run(tmp_path, "asking").job.hooks.enabled
+    needing = scoring("return text", "text", "remarks").replace("Length", "Needing")
+    install("scorer", "needing", needing.replace("api =", 'requires = ("score",)\n    api ='))
+    assert "length" in run(tmp_path, "needing").job.hooks.enabled
+
+
+FAILING = scoring("raise LookupError('no pen')", "verdict", "on_verdict")
+
+
+@pytest.mark.parametrize("observes", [True, False])
+def test_whoever_only_observes_by_its_hook_costs_no_step(
+    tmp_path: Path, install: Install, caplog: Any, observes: bool
+) -> None:
+    install("judge", SPECS.replace('"event",', f'"event", observes={observes},'))
+    install("scorer")
+    install("scorer", "writer", FAILING.replace("Length", "Writer"))
+    if not observes:
+        with pytest.raises(LookupError):
+            run(tmp_path, "judge", "length", "writer")
+        return
+    done = run(tmp_path, "judge", "length", "writer", steps=2)
+    assert done.finished.step == 2
+    assert caplog.text.count("failed in on_verdict and is left out from here on: LookupError: no pen") == 1
+    assert "writer" in done.job.config.neutral
+
+
+def test_an_attribute_that_hides_a_hook(tmp_path: Path, install: Install) -> None:
+    install()
+    hiding = "\n    def __init__(self, config):\n        super().__init__(config)\n        self.score = 3\n"
+    install("scorer", "length", SCORER + hiding)
+    said = told(tmp_path, "judge", "length")
+    assert re.search(
+        r"^Plugin 'length' \(by_length 1\.0\): __init__ sets the attribute 'score', which hides the hook score "
+        r"\(.*plugin\.py:11\)\. Rename the attribute\.$",
+        said,
+    )
+
+
+def test_an_argument_with_a_default_in_the_spec(tmp_path: Path, install: Install) -> None:
+    install("judge", SPECS.replace("scale: float, job: Job", "scale: float, job: Job, unit: int = 3"))
+    install("scorer", "length", scoring("return lambda text: unit * scale", "scale, unit"))
+    assert run(tmp_path, "judge", "length").plugin("judge").score("abc") == 6.0
+
+
 def test_a_method_with_its_name_and_without_the_decorator(tmp_path: Path, install: Install) -> None:
     install()
     install(
@@ -308,6 +395,50 @@ def test_a_spec_without_job_or_of_no_kind(tmp_path: Path, install: Install) -> N
     assert "must take `job`, by which it is called" in said
     with pytest.raises(PluginError, match="is of an unknown kind 'slots'; kinds are slot, chain, "):
         hookspec("slots")(lambda job: None)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ("*, scale, job", "'scale' after a *"),
+        ("scale, /, job", "'scale' before a /"),
+        ("job, *scales", "*scales"),
+        ("job, **more", "**more"),
+    ],
+)
+def test_a_spec_takes_plain_arguments(tmp_path: Path, install: Install, arguments: str, found: str) -> None:
+    install("judge", SPECS.replace("scale: float, job: Job", arguments))
+    said = told(tmp_path, "judge")
+    assert re.search(
+        r"judge 1\.0 failed to import \(judge\.specs\): Hook 'score' \(.*judge/specs\.py:14\) takes ", said
+    )
+    assert f"takes {found}; write plain arguments, which implementations get by name." in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        (
+            "slot",
+            {"asked": "step"},
+            "says asked='step'; write one of 'composition', 'assembly', 'start', 'run', or None",
+        ),
+        ("event", {"gives": "scores"}, "is of the kind 'event', where 'gives' has no effect"),
+        ("chain", {"required": True}, "is of the kind 'chain', where 'required' has no effect"),
+        ("slot", {"used_later": True}, "is of the kind 'slot', where 'used_later' has no effect"),
+        ("slot", {"optional": True, "required": True}, "is both optional and required; remove one"),
+    ],
+)
+def test_options_that_mean_nothing(kind: Any, options: Any, text: str) -> None:
+    with pytest.raises(PluginError, match=rf"^Hook '<lambda>' \(.*test_hookspecs\.py:\d+\) {re.escape(text)}\.$"):
+        hookspec(kind, **options)(lambda job: None)
+
+
+def test_a_spec_of_the_kernels_without_a_job_is_not_called() -> None:
+    from forge_train.plugin import hookspecs
+
+    with pytest.raises(PluginError, match=r"^Hook 'on_log' has no argument `job`.*; use job\.hooks\.on_log\(…\)\.$"):
+        hookspecs.on_log("record")  # type: ignore[arg-type]
 
 
 def test_an_annotation_that_can_not_be_checked(tmp_path: Path, install: Install) -> None:
@@ -353,6 +484,27 @@ def hooks(spec: HookSpec[..., Any], **answers: Any) -> tuple[Hooks, Any]:
     made = Hooks(pairs, {}, {spec.name: spec})
     job = SimpleNamespace(hooks=made)
     return made, job
+
+
+@pytest.mark.parametrize("used_later", [True, False])
+def test_a_failure_in_what_a_question_gave_names_the_hook(used_later: bool) -> None:
+    @hookspec("questions", used_later=used_later)
+    def scores(job: Any) -> Any: ...
+
+    def failing() -> None:
+        raise LookupError
+
+    made, job = hooks(scores, a=failing)
+    made.enabled = {
+        name: replace(one, ref=replace(one.ref, object=f"{__name__}:X")) for name, one in made.enabled.items()
+    }
+    ((_, score),) = scores(job)
+    with pytest.raises(LookupError) as caught:
+        score()
+    made.note_plugin(caught.value)
+    (note,) = caught.value.__notes__
+    assert note.startswith("in plugin 'a' (dist 1)")
+    assert ("hook scores" in note) == used_later
 
 
 def test_answers_of_phases_come_in_order() -> None:

@@ -166,6 +166,7 @@ async def _awaits(self: Any, step: Any) -> None: ...
         ("on_step", lambda self, *rest: None, "takes *rest, which would stay empty. Name what it needs of step."),
         ("on_step", lambda self, **rest: None, "takes **rest, which would stay empty."),
         ("on_step", lambda self, *, step: None, "takes 'step' after a `*`."),
+        ("on_step", lambda self, step=None, /: None, "takes 'step' before a `/`. Remove the `/`: hooks get"),
         ("on_step", _generates, "contains `yield`, so nothing would run it."),
         ("on_step", _awaits, "is `async`, so nothing would run it."),
     ],

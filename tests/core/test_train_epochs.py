@@ -16,11 +16,13 @@ import toys
 from forge_train import MASKED, ConfigError, Plugin, hookimpl
 from forge_train.config.layers import Request
 from forge_train.config.sections import TrainSection, WarmUpBatches
+from forge_train.plugin.hooks import Hooks
 from forge_train.registry.setup import resolve
 from forge_train_kit.data.loader import StreamLoader
 from forge_train_kit.data.paired import Paired
 from forge_train_kit.data.rows import Arrays
 from forge_train_plugins.observers._console.board import Board
+from forge_train_tools.offline.evaluate import evaluate
 from forge_train_tools.testing import run_forge
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 5)]
@@ -80,6 +82,46 @@ def test_third_party_data_says_how_much_there_is(tmp_path: Path) -> None:
     assert "steps = 0" in written, "another amount of data gives another number"
     assert Board.of(done.job, done.model).size.count("2 epochs = 5 steps of") == 1
     assert run(tmp_path, config={"train.epochs": 0.1}).finished.step == 1
+
+
+@pytest.mark.parametrize("zero", ["0", "0.0", "0.00", "0e0", "-0", 0, 0.0])
+def test_no_epochs_leave_the_length_of_a_preset(zero: Any) -> None:
+    set_, sections = ((f"train.epochs={zero}",), {}) if isinstance(zero, str) else ((), {"train": {"epochs": zero}})
+    request = Request(config="quickstart", set=set_, sections=sections, sections_from="a test")
+    assert resolve(request).config.train.steps == resolve(Request(config="quickstart")).config.train.steps > 0
+
+
+class Empty(Sized):
+    epoch = 0
+
+
+def test_data_without_a_sequence_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^train.epochs: the training data of plugin 'empty' has no sequences\.$"):
+        run(tmp_path, Empty)
+
+
+def test_messages_name_the_key_of_the_runs_length(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path, name="a")
+    with pytest.raises(
+        ConfigError, match=r"the run had finished before: 5 steps\. Train longer with -s train.epochs=…"
+    ):
+        run(tmp_path, name="a")
+    with pytest.raises(ConfigError, match=r"is of step 5, and the run would end at step 3 \(train\.epochs\)"):
+        run(tmp_path, name="a", config={"train.epochs": 1})
+    with pytest.raises(ConfigError, match=r"this run ends at 5; raise train\.epochs\.$"):
+        run(tmp_path, resume=str(tmp_path / "a" / "checkpoints" / "step-00000005"))
+    run(tmp_path, name="a", config={"train.epochs": 3})
+    assert "The number of steps (train.epochs) was 5 and is 8: the learning-rate schedule is laid over" in caplog.text
+
+
+def test_an_evaluation_opens_no_training_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {**OPEN, **chats(tmp_path), "train.epochs": 1, "sft.packing": "pad", "sft.held_out": 0.3}
+    done = run_forge(["sft"], asked, folder=tmp_path)
+    opened: list[str] = []
+    build = Hooks.build_data
+    monkeypatch.setattr(Hooks, "build_data", lambda self, split: [opened.append(split), build(self, split)][1])
+    assert evaluate(done.run).loss > 0
+    assert opened == ["validation"]
 
 
 def test_data_of_unknown_size_is_refused(tmp_path: Path) -> None:

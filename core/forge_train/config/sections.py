@@ -89,6 +89,11 @@ class TrainSection:
         """Optimizer steps of the run, in whichever unit its length was given."""
         return self.steps or math.ceil(self.steps_of(self.tokens))
 
+    @property
+    def length(self) -> str:
+        """The key that gives the run's length, for messages; where epochs or tokens do, `steps` follows from them."""
+        return "train.epochs" if self.epochs else "train.tokens" if self.tokens else "train.steps"
+
     def sequences_of(self, epoch: int) -> int:
         """Sequences of the run's epochs, of which one has so many."""
         return max(round(self.epochs * epoch), 1)

@@ -185,7 +185,8 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
     if "optimizer" not in saved:
         raise ConfigError(f"{path}: holds weights only; start from it with -s train.init_from={path}")
     if (step := saved["progress"]["step"]) > job.steps:
-        raise ConfigError(f"{path}: is of step {step}, and the run would end at step {job.steps} (train.steps).")
+        length = job.config.train.length
+        raise ConfigError(f"{path}: is of step {step}, and the run would end at step {job.steps} ({length}).")
     allowed = {canonical(name) for name in job.config.checkpoint.allow_changes}
     check_allowed(job, saved)
     changes: list[str] = []
@@ -219,9 +220,9 @@ def compare(job: Job, path: Path, *, silent: bool = False) -> list[str]:
         log.warning("The layout changed: %s. The run continues within rounding of the one before.", moved)
     then = saved["config"].get("train.steps")
     if then and then != job.config.train.steps and not silent:
-        log.warning(
-            "train.steps was %s and is %s: the learning-rate schedule is laid over the new length.", then, job.steps
-        )
+        length, now = job.config.train.length, job.steps
+        what = "train.steps" if length == "train.steps" else f"The number of steps ({length})"
+        log.warning("%s was %s and is %s: the learning-rate schedule is laid over the new length.", what, then, now)
     base, other = saved["config"].get("train.init_from"), job.config.train.init_from
     if base and other and Path(base) != Path(other) and not job.config.checkpoint.only and not silent:
         log.warning(

@@ -11,7 +11,7 @@ from ..base.failure import during
 from ..checkpoint import checkpoint, retreat
 from ..checkpoint.noted import left_out
 from ..contract.events import CheckpointEvent, Finished, LogRecord, Outcome, StepResult
-from ..registry.unused import note_uncalled
+from ..registry.unused import note_uncalled, note_unused
 from ..run.control import Requests, RollBack
 from ..step import collecting
 from ..step.aggregate import split
@@ -46,13 +46,14 @@ class Training:
     def start(self, found: Path | None) -> None:
         """Tell the plugins, then resume, or take the weights the configuration names."""
         self.job.hooks.on_start(self.model, self.stepper.optimizer)
+        note_unused(self.job.hooks, self.job.config, "start")
         load_extra(self.job, found)
         if found is not None:
             self._load(found)
             if self.progress.step >= self.job.steps and found.parent != self.job.run.checkpoints:
                 raise ConfigError(
                     f"{found}: is at step {self.progress.step}, and this run ends at {self.job.steps}; "
-                    "raise train.steps."
+                    f"raise {self.job.config.train.length}."
                 )
         elif taken := load_initial(self.model, self.job):
             self._base = taken.base

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..base.errors import Where, locate
-from .calls import EnabledPlugin, Whose, at_home, implemented
+from .calls import EnabledPlugin, at_home, implemented
+from .reference import Whose
 from .specs import HookSpec
 
 GIVING = ("slot", "chain", "phases", "steps", "spans")
 """Kinds of hooks that give what is called later."""
-GIVING_QUESTIONS = ("metrics", "evaluators")
-"""Questions whose answers are called later."""
 
 
 def pass_through(error: BaseException, whose: Whose) -> None:
@@ -54,5 +53,5 @@ def _gave(error: BaseException, owner: EnabledPlugin, specs: Mapping[str, HookSp
     if hook := next((one.hook for one in passed if one.plugin == owner.name), ""):
         return hook
     known = [specs[hook] for hook in implemented(owner.cls) if hook in specs]
-    giving = [one.name for one in known if one.kind in GIVING or one.name in GIVING_QUESTIONS]
+    giving = [one.name for one in known if one.kind in GIVING or one.used_later]
     return giving[0] if len(giving) == 1 else ""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..base.errors import ConfigError, PluginError
 from ..contract.attention import KernelCapabilities
 from .blame import note_plugin
-from .calls import Calls, EnabledPlugin, Whose, at_home, without
+from .calls import Calls, EnabledPlugin, at_home, without
 from .fit import check_fit, gives
 from .guards import Guarded, nesting
-from .hookspecs import SPECS
 from .plugin import Plugin
+from .reference import Whose
 from .returns import protocol_of
 from .specs import HookSpec
 
@@ -30,7 +30,7 @@ class Caller:
         self,
         plugins: Sequence[tuple[EnabledPlugin, Plugin]],
         defaults: Mapping[str, str],
-        specs: Mapping[str, HookSpec[..., Any]] = SPECS,
+        specs: Mapping[str, HookSpec[..., Any]],
     ) -> None:
         self.specs = specs
         self.plugins = {enabled.name: plugin for enabled, plugin in plugins}
@@ -111,10 +111,14 @@ class Caller:
         """Have nobody fill an optional slot in this process."""
         self._calls.vacate(slot)
 
-    def check_slots(self) -> None:
-        """Check that each required slot has a provider and that providers fit together."""
+    def check_slots(self, required: Collection[str]) -> None:
+        """Check that each slot has at most one provider, and a required one has one; and that providers fit together.
+
+        Raises:
+            ConfigError: naming the slot and its plugins.
+        """
         for slot, spec in self.specs.items():
-            if spec.kind == "slot" and not self.provider(slot) and not spec.optional and not spec.owner:
+            if spec.kind == "slot" and not self.provider(slot) and slot in required:
                 raise ConfigError(_unfilled(spec))
         self._check_fit()
 

@@ -18,9 +18,9 @@ import pluggy
 
 from ..base.errors import ForgeError, PluginError, describe, locate
 from ..base.places import place, shown
-from .hookspecs import OBSERVERS
+from .hookspecs import SPECS
 from .plugin import MARK, PROJECT, Plugin
-from .reference import PluginRef
+from .reference import PluginRef, Whose
 from .returns import returned
 from .specs import HookSpec
 
@@ -37,6 +37,8 @@ class EnabledPlugin:
     """True if only `[defaults]` enabled it."""
     named: bool = False
     """True if the command line names it."""
+    specs: Mapping[str, HookSpec[..., Any]] = field(default_factory=lambda: SPECS, compare=False, repr=False)
+    """The hooks that the run knows."""
 
     @property
     def name(self) -> str:
@@ -55,7 +57,7 @@ class EnabledPlugin:
     @property
     def observer(self) -> bool:
         """True if it only observes the run."""
-        return implemented(self.cls) <= OBSERVERS
+        return all(name in self.specs and self.specs[name].observes for name in implemented(self.cls))
 
 
 _IMPLEMENTED: WeakKeyDictionary[type[Plugin], frozenset[str]] = WeakKeyDictionary()
@@ -91,38 +93,23 @@ class _Call:
         return f"Plugin {self.owner.ref.label}, hook {hook} ({place(self.function)})"
 
 
-class Whose(str):
-    """A plugin, its hook and the place of its implementation in words; it also knows the names of both."""
-
-    plugin: str
-    hook: str
-
-    def __new__(cls, text: str, plugin: str = "", hook: str = "") -> Whose:  # copies are made of the text alone
-        made = super().__new__(cls, text)
-        made.plugin, made.hook = plugin, hook
-        return made
-
-
 class _Manager(pluggy.PluginManager):
-    """Registers what implements the declared hooks; pluggy (1.7) would take long to look at all other attributes."""
+    """Registers what implements the declared hooks; pluggy (1.7) would take long to look at all other attributes.
+
+    It gets no specs: `registry.inspection` compares arguments; pluggy would refuse those with a default in the spec.
+    """
 
     def __init__(self, specs: Mapping[str, HookSpec[..., Any]]) -> None:
         super().__init__(PROJECT)
         self._specs = specs
-        self.add_hookspecs(type("Specs", (), {name: staticmethod(spec.function) for name, spec in specs.items()}))
-
-    def parse_hookspec_opts(self, module_or_class: Any, name: str) -> pluggy.HookspecOpts | None:
-        if name not in self._specs:
-            return None
-        return {"firstresult": False, "historic": False, "warn_on_impl": None, "warn_on_impl_args": None}
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
         return super().parse_hookimpl_opts(plugin, name) if name in self._specs else None
 
     def implementations(self, hook: str) -> list[pluggy.HookImpl]:
         """Return them in the order of plugin names."""
-        caller: pluggy.HookCaller = getattr(self.hook, hook)
-        return sorted(caller.get_hookimpls(), key=lambda one: one.plugin_name)
+        caller: pluggy.HookCaller | None = getattr(self.hook, hook, None)
+        return sorted(caller.get_hookimpls(), key=lambda one: one.plugin_name) if caller else []
 
 
 def _watches(plugin: EnabledPlugin) -> int:
@@ -142,9 +129,18 @@ class Calls:
 
     @classmethod
     def of(cls, plugins: Iterable[tuple[EnabledPlugin, Plugin]], specs: Mapping[str, HookSpec[..., Any]]) -> Calls:
-        """Register plugins whose hooks were found to fit."""
+        """Register plugins whose hooks were found to fit.
+
+        Raises:
+            PluginError: for an attribute of a plugin's object that hides a hook of its class.
+        """
         manager, owners = _Manager(specs), dict[str, EnabledPlugin]()
         for enabled, plugin in plugins:
+            if hidden := sorted(implemented(enabled.cls) & specs.keys() & vars(plugin).keys()):
+                raise PluginError(
+                    f"Plugin {enabled.ref.label}: __init__ sets the attribute {hidden[0]!r}, which hides the hook "
+                    f"{hidden[0]} ({place(getattr(enabled.cls, hidden[0]))}). Rename the attribute."
+                )
             owners[enabled.name] = enabled
             manager.register(plugin, enabled.name)
         calls = {

@@ -12,7 +12,7 @@ A hook is of one kind:
 
 What an implementation must return is its spec's annotation: `forge_train.plugin.returns` holds every value to it.
 
-Adding an argument to a spec is compatible. Removing one goes through `warn_on_impl_args` for one minor version.
+Adding an argument to a spec is compatible; removing one is not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 # -- the model ------------------------------------------------------------------------------------
 
 
-@hookspec("slot")
+@hookspec("slot", required=True)
 def build_model(job: Job) -> nn.Module:
     """The model; called with the meta device as default, so that nothing is allocated.
 
@@ -85,7 +85,7 @@ def export_hf(job: Job) -> HFModel | None:
 # -- the data -------------------------------------------------------------------------------------
 
 
-@hookspec("slot", gives="token_rows")
+@hookspec("slot", required=True, gives="token_rows")
 def build_data(job: Job, split: Literal["train", "validation"]) -> Loader:
     """A stateful loader of this rank's micro-batches."""
     raise AssertionError
@@ -105,25 +105,31 @@ def prepare_batch(job: Job) -> Preparation | Iterable[Preparation] | None:
 # -- the step -------------------------------------------------------------------------------------
 
 
-@hookspec("slot", checked=True, gives="token_labels", takes={"head": ("token_logits",), "build_data": ("token_rows",)})
+@hookspec(
+    "slot",
+    required=True,
+    checked=True,
+    gives="token_labels",
+    takes={"head": ("token_logits",), "build_data": ("token_rows",)},
+)
 def task(job: Job) -> Task:
     """The logic of a step."""
     raise AssertionError
 
 
-@hookspec("slot", checked=True)
+@hookspec("slot", required=True, checked=True)
 def executor(model: Model, task: Task, job: Job) -> Executor:
     """Return the executor that runs forward and backward over the step's micro-batches."""
     raise AssertionError
 
 
-@hookspec("slot")
+@hookspec("slot", required=True)
 def optimizer(model: Model, job: Job) -> torch.optim.Optimizer:
     """The optimizer over `model.named_parameters()`."""
     raise AssertionError
 
 
-@hookspec("slot")
+@hookspec("slot", required=True)
 def lr_schedule(optimizer: torch.optim.Optimizer, job: Job) -> Schedule:
     """The schedule of learning rates."""
     raise AssertionError
@@ -140,7 +146,7 @@ def around(span: SpanName, job: Job) -> Span | None:
     """A factory of context managers around a span of the run, or None."""
 
 
-@hookspec("questions")
+@hookspec("questions", used_later=True)
 def evaluators(job: Job) -> Evaluator | Iterable[Evaluator] | None:
     """Evaluations beside the loss on held-out data, each with its own data and metrics; asked once, at start-up."""
 
@@ -150,7 +156,7 @@ def evaluation_weights(job: Job) -> Mapping[str, float] | None:
     """The weights that a checkpoint is evaluated and exported with, if not its own: factors of its tensors in a sum."""
 
 
-@hookspec("questions")
+@hookspec("questions", observes=True, used_later=True)
 def metrics(model: Model, job: Job) -> Mapping[str, Metric] | None:
     """Numbers that this plugin observes, by name, added up over ranks, logged as `plugin.name`; asked at start-up."""
 
@@ -168,7 +174,7 @@ def check_config(config: Config) -> Iterable[Problem] | None:
     """Mistakes that only several values together show. Called before anything slow is imported."""
 
 
-@hookspec("event")
+@hookspec("event", observes=True)
 def on_start(job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
     """The run is composed and about to be resumed: the place to look modules up and to make state."""
 
@@ -183,32 +189,29 @@ def on_step(step: StepResult) -> None:
     """After every optimizer step, skipped ones included."""
 
 
-@hookspec("event")
+@hookspec("event", observes=True)
 def on_log(record: LogRecord) -> None:
     """A line of metrics.jsonl was written."""
 
 
-@hookspec("event")
+@hookspec("event", observes=True)
 def on_evaluate(evaluation: Evaluation) -> None:
     """An evaluation on held-out data is done."""
 
 
-@hookspec("event")
+@hookspec("event", observes=True)
 def on_checkpoint(event: CheckpointEvent) -> None:
     """A checkpoint is being saved, was saved, loaded or pruned."""
 
 
-@hookspec("event")
+@hookspec("event", observes=True)
 def on_finish(finished: Finished) -> None:
     """The run ended in good order: done, or interrupted after a whole checkpoint."""
 
 
-@hookspec("event")
+@hookspec("event", observes=True)
 def on_error(error: BaseException) -> None:
     """The run failed, or diverged (`DivergedError`); `error` is raised again afterwards."""
 
 
 SPECS = specs_of(sys.modules[__name__])
-OBSERVERS = frozenset({"metrics", "on_start", "on_log", "on_evaluate", "on_checkpoint", "on_finish", "on_error"})
-"""A plugin that implements only these watches the run: it changes no number, so it is left out of what must match at
-resume, and its failure is a warning instead of the run's end."""

@@ -114,6 +114,18 @@ class PluginRef:
         return fingerprint(self.module, self.file)
 
 
+class Whose(str):
+    """A plugin, its hook and the place of its implementation in words; it also knows the names of both."""
+
+    plugin: str
+    hook: str
+
+    def __new__(cls, text: str, plugin: str = "", hook: str = "") -> Whose:  # copies are made of the text alone
+        made = super().__new__(cls, text)
+        made.plugin, made.hook = plugin, hook
+        return made
+
+
 def _body(file: Path, class_name: str) -> str:
     """Return the body of a plugin's class. Uses regular expressions: `ast` is 70 times slower."""
     text = file.read_text(encoding="utf-8", errors="replace")

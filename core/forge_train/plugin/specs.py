@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, get_args, overload
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from .job import Job
 
 Kind = Literal["slot", "chain", "phases", "steps", "spans", "event", "questions"]
-Stage = Literal["composition", "step", "run"]
+Stage = Literal["composition", "assembly", "start", "run"]
+"""Moments of a run, in their order: the model is composed; optimizer, schedule, data and task are made; every plugin's
+`on_start` has returned; the run is over."""
 P = ParamSpec("P")
 R = TypeVar("R")
 _F = Callable[P, R]
@@ -33,9 +35,20 @@ class HookSpec(Generic[P, R]):
     kind: Kind
     optional: bool = False
     """True if a slot may stay empty."""
+    required: bool = False
+    """True if a slot must be filled in every run that has a plugin of the distribution (or file) which declares it;
+    checked before anything slow is imported. An empty slot that is neither optional nor required fails when called."""
+    default: str = ""
+    """Name of the plugin that fills a slot, or takes what nobody else claims of a chain, where the configuration's
+    `[defaults]` don't name one: enabled if the slot is required, or if an enabled plugin has it in `requires`."""
     asked: Stage | None = "run"
-    """By when a run calls the hook, if ever: once the model is composed, a step is ready, or the run is over. A plugin
-    that implements it in vain is reported then; None if runs need not call it."""
+    """By when a run has called the hook. A plugin that implements it in vain is reported then; None if runs need not
+    call it."""
+    observes: bool = False
+    """True if implementing it changes no number. A plugin whose hooks all observe is an observer: it is called last,
+    its failure is a warning, and runs resume with or without it."""
+    used_later: bool = False
+    """True if a question's answers have code that is called later, so that its failures name the hook."""
     gives: str = ""
     """Given by a slot's provider to others, unless `Plugin.gives` overrides it."""
     takes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -48,9 +61,22 @@ class HookSpec(Generic[P, R]):
     """The distribution that declares the hook, with its version; empty for the kernel."""
 
     def __post_init__(self) -> None:
+        if text := next(self._problems(), ""):
+            raise PluginError(f"Hook {self.name!r} ({place(self.function)}) {text}.")
+
+    def _problems(self) -> Iterator[str]:
         if self.kind not in get_args(Kind):
-            where, kinds = place(self.function), ", ".join(get_args(Kind))
-            raise PluginError(f"Hook {self.name!r} ({where}) is of an unknown kind {self.kind!r}; kinds are {kinds}.")
+            yield f"is of an unknown kind {self.kind!r}; kinds are {', '.join(get_args(Kind))}"
+        if self.asked not in (*get_args(Stage), None):
+            yield f"says asked={self.asked!r}; write one of {', '.join(map(repr, get_args(Stage)))}, or None"
+        for option, kinds in _KINDS.items():
+            if getattr(self, option) and self.kind not in kinds:
+                yield f"is of the kind {self.kind!r}, where {option!r} has no effect"
+        if self.optional and self.required:
+            yield "is both optional and required; remove one"
+        for one in inspect.signature(self.function).parameters.values():
+            if one.kind is not one.POSITIONAL_OR_KEYWORD:
+                yield f"takes {_written(one)}; write plain arguments, which implementations get by name"
 
     @property
     def name(self) -> str:
@@ -73,17 +99,45 @@ class HookSpec(Generic[P, R]):
                 f"Hook {self.name!r}{self.declared} is called with other arguments than "
                 f"({', '.join(self.arguments)}): {error}. Install versions of caller and hook that fit each other."
             ) from None
+        if "job" not in self.arguments:
+            raise PluginError(
+                f"Hook {self.name!r}{self.declared} has no argument `job`, so calling its spec reaches no plugins; "
+                f"use job.hooks.{self.name}(…)."
+            )
         bound.apply_defaults()
         job: Job = bound.arguments["job"]
         result: R = job.hooks.call(self, bound.arguments)
         return result
 
 
+_KINDS: Mapping[str, tuple[Kind, ...]] = {
+    "optional": ("slot",),
+    "required": ("slot",),
+    "default": ("slot", "chain"),
+    "used_later": ("questions",),
+    "gives": ("slot",),
+    "takes": ("slot",),
+    "checked": ("slot",),
+}
+"""Option → the kinds of hooks that it is for."""
+
+
+def _written(parameter: inspect.Parameter) -> str:
+    """`*more`, or `'text' after a *`: an argument that isn't plain, as its author sees it."""
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        return str(parameter.replace(annotation=parameter.empty))
+    return f"{parameter.name!r} {'after a *' if parameter.kind is parameter.KEYWORD_ONLY else 'before a /'}"
+
+
 class Options(TypedDict, total=False):
     """Properties of a spec besides its kind; see `HookSpec`."""
 
     optional: bool
+    required: bool
+    default: str
     asked: Stage | None
+    observes: bool
+    used_later: bool
     gives: str
     takes: Mapping[str, tuple[str, ...]]
     checked: bool

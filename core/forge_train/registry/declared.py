@@ -100,7 +100,7 @@ def _contributed() -> Iterator[SpecModule]:
 
 
 SOURCES: list[Callable[[], Iterable[SpecModule]]] = [_entry_points, _contributed]
-"""Places in which modules of specs are searched. The test kit puts others beside them."""
+"""Functions that find modules of specs."""
 KERNEL = SpecModule(DISTRIBUTION, own_version(), hookspecs.__name__)
 
 
@@ -123,10 +123,13 @@ class Specs(dict[str, HookSpec[..., Any]]):
         self._mistakes = mistakes
         self._modules = spec_modules()
         self._loaded: dict[SpecModule, dict[str, HookSpec[..., Any]]] = {}
+        self.required: set[str] = set()
+        """Slots that must be filled: the kernel's, and those of the distributions and files of enabled plugins."""
         for module in self._modules:
             if module.distribution == DISTRIBUTION and not module.module.startswith(CONTRIB) and module.file:
                 self._load(module)
         self._own = frozenset(self)
+        self._require(KERNEL)
 
     def find(self, name: str) -> HookSpec[..., Any] | None:
         """A hook by its name; the modules that declare it are imported, and must be one alone."""
@@ -141,10 +144,17 @@ class Specs(dict[str, HookSpec[..., Any]]):
         for module in self._modules:
             if module.distribution == plugin.ref.distribution != DISTRIBUTION:
                 self._load(module)
+                self._require(module)
         if (home := sys.modules.get(plugin.cls.__module__)) and specs_of(home):
-            self._load(SpecModule(plugin.ref.distribution, plugin.ref.version, home.__name__))
+            own = SpecModule(plugin.ref.distribution, plugin.ref.version, home.__name__)
+            self._load(own)
+            self._require(own)
         for hook in sorted(implemented(plugin.cls)):
             self.find(hook)
+
+    def _require(self, module: SpecModule) -> None:
+        """Count the slots that a module says are required."""
+        self.required |= {name for name, spec in self._loaded[module].items() if spec.required}
 
     def _load(self, module: SpecModule) -> None:
         if module in self._loaded:

@@ -19,12 +19,20 @@ UNKNOWN = 10**9
 def displace(tree: Tree) -> None:
     """Take out the length that a preset gives, where the run's is given in epochs."""
     epochs = tree.values.get(("train", "epochs"))
-    if epochs is not None and epochs.value not in (0, "0", "0.0"):
+    if epochs is not None and not _zero(epochs.value):
         for key in LENGTHS:
             if (
                 other := tree.values.get(("train", key))
             ) is not None and other.origin.kind == "preset" != epochs.origin.kind:
                 del tree.values["train", key]
+
+
+def _zero(value: object) -> bool:
+    """Return True for 0 in any notation; what is no number is left to the section's validation."""
+    try:
+        return float(str(value)) == 0
+    except ValueError:
+        return False
 
 
 def counted(config: Config, hooks: Hooks) -> Config:
@@ -43,10 +51,13 @@ def counted(config: Config, hooks: Hooks) -> Config:
     Job.of(config, hooks, Run(Path()), DistributedContext(Layout(), torch.device("cpu")))
     loader = hooks.build_data("train")
     getattr(loader, "close", lambda: None)()
-    if not (epoch := getattr(loader, "epoch", None)):
+    epoch, name = getattr(loader, "epoch", None), hooks.provider("build_data")
+    if epoch is None:
         raise ConfigError(
-            f"train.epochs: plugin {hooks.provider('build_data')!r} does not say how many sequences an epoch of its "
-            "data has; set train.steps or train.tokens instead."
+            f"train.epochs: plugin {name!r} does not say how many sequences an epoch of its data has; set train.steps "
+            "or train.tokens instead."
         )
+    if not epoch:
+        raise ConfigError(f"train.epochs: the training data of plugin {name!r} has no sequences.")
     train = config.train
     return filled(config, steps=math.ceil(train.steps_of(train.sequences_of(epoch) * train.sequence)))

@@ -147,6 +147,8 @@ def _misfits(cls: type[Plugin], spec: HookSpec[..., Any]) -> Iterator[str]:
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
             stars = "*" if one.kind is one.VAR_POSITIONAL else "**"
             yield f"{where} takes {stars}{one.name}, which would stay empty. Name what it needs of {', '.join(valid)}."
+        elif one.kind is one.POSITIONAL_ONLY:
+            yield f"{where} takes {one.name!r} before a `/`. Remove the `/`: hooks get their arguments by name."
         elif one.kind is one.KEYWORD_ONLY:
             yield f"{where} takes {one.name!r} after a `*`. Remove the `*`: hooks get their arguments by name."
         elif one.name not in valid and one.default is one.empty:

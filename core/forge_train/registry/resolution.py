@@ -78,21 +78,24 @@ class Resolution:
                     self.mistakes.append(f"{where}: {asked_for.object} and {other} are both {asked_for.name!r}.")
                 self.asked.append(asked_for.name if is_name(spec) else asked_for.object)
         self.asked = list(dict.fromkeys(self.asked))
+        explicit = self._load(founds.values(), default=False)
         effective = {plugin_name(spec) for spec, _ in asked} | set(wanted.values())
         named = {canonical(v.value) for v in self.tree.below(("defaults",)).values() if isinstance(v.value, str)}
+        named |= {canonical(spec.default) for spec in self.specs.values() if spec.default}
         self.sometimes = named - set(wanted.values()) - (set() if removed else set(on_demand.values()))
         for name, said in unwanted:
             if canonical(name) not in effective | self.sometimes and self.training:
                 hint = nearest(canonical(name), effective)
                 self.mistakes.append(f"{said}: {name!r} would not be enabled anyway.{hint}")
         self.removed = removed & (effective | self.sometimes)
-        explicit = self._load(founds.values(), default=False)
-        brought = self._defaults(wanted, explicit)
-        required = {slot for plugin in [*explicit, *brought] for slot in plugin.cls.requires} & on_demand.keys()
-        brought += self._defaults({slot: on_demand[slot] for slot in required}, [*explicit, *brought])
+        enabled = [*explicit, *self._defaults(wanted, explicit)]
+        demanded: dict[str, str] = {}
+        while more := self._demanded(enabled, on_demand).items() - demanded.items():
+            demanded |= more
+            enabled += self._defaults(dict(sorted(more)), enabled)
         self.sometimes -= set(self.defaults.values())
-        self.idle = _idle(explicit, on_demand.keys() - required)
-        enabled = sorted([*explicit, *brought], key=lambda plugin: plugin.name)
+        self.idle = _idle(explicit, on_demand.keys() - demanded.keys())
+        enabled.sort(key=lambda plugin: plugin.name)
         for plugin in enabled:
             check_hooks(plugin, self.specs, self.mistakes)
         self._check_defaults(enabled)
@@ -165,12 +168,20 @@ class Resolution:
                 wanted[slot] = canonical(value.value)
         return wanted, on_demand
 
+    def _demanded(self, enabled: Iterable[EnabledPlugin], on_demand: Mapping[str, str]) -> dict[str, str]:
+        """Slot → default, of the slots that must be filled: those of `[defaults.required]`, and those whose spec names
+        a default while the configuration's `[defaults]` names none."""
+        slots = self.specs.required.union(*(plugin.cls.requires for plugin in enabled))
+        said = {key[-1] for key in self.tree.below(("defaults",))}
+        given = {slot: spec.default for slot in slots - said if (spec := self.specs.find(slot)) and spec.default}
+        return {slot: canonical(name) for slot, name in {**given, **on_demand}.items() if slot in slots}
+
     def _load(self, founds: Iterable[PluginRef], *, default: bool) -> list[EnabledPlugin]:
         loaded = []
         for found in founds:
             named = found.name in map(plugin_name, self.request.plugins)
             try:
-                enabled = EnabledPlugin(found, load(found), default, named)
+                enabled = EnabledPlugin(found, load(found), default, named, self.specs)
             except ConfigError as error:
                 way_out = "" if named or not self.training else f" Leave it out with `--without {found.name}`."
                 self.mistakes.append(f"{error}{way_out}")
@@ -193,7 +204,7 @@ class Resolution:
             if name in self.removed or name in self.displaced or (slot in filled and name not in names):
                 continue
             if name not in names:
-                found = self._find(name, Origin("preset", f"defaults.{slot}"))
+                found = self._find(name, Origin("preset", self._default_of(slot)))
                 if found is None:
                     continue
                 founds[name] = found
@@ -205,8 +216,14 @@ class Resolution:
         for slot, name in self.defaults.items():
             if slot not in provided.get(name, {slot}):
                 found = self.tree.below(("defaults",))
-                at = next(value.origin for key, value in found.items() if key[-1] == slot)
-                self.mistakes.append(f"{at}: defaults.{slot}: plugin {name!r} does not fill the slot {slot!r}.")
+                at = "".join(f"{value.origin}: " for key, value in found.items() if key[-1] == slot)
+                text = f"plugin {name!r} does not fill the slot {slot!r}."
+                self.mistakes.append(f"{at}{self._default_of(slot)}: {text}")
+
+    def _default_of(self, slot: str) -> str:
+        """`defaults.optimizer`, or the spec that names the slot's default, for messages."""
+        said = any(key[-1] == slot for key in self.tree.below(("defaults",)))
+        return f"defaults.{slot}" if said else f"default of the hook {slot!r}{self.specs[slot].declared}"
 
     def _check_relations(self, enabled: list[EnabledPlugin]) -> None:
         provided = {plugin.name: {plugin.name, *plugin.provides} for plugin in enabled}

@@ -73,7 +73,7 @@ def resolve(
     made = [(plugin, instance(plugin, sections[plugin.name])) for plugin in enabled]
     hooks = Hooks(made, resolution.defaults, resolution.specs)
     hooks.opened = opened
-    hooks.check_slots()
+    hooks.check_slots(resolution.specs.required)
     config = Config(
         **core,
         sections=sections,

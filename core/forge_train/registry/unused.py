@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from ..base.errors import ConfigError
 from ..config.layers import Origin
@@ -29,8 +29,9 @@ def note_unused(hooks: Hooks, config: Config, stage: Stage) -> None:
         ConfigError: for one that was asked for to build layers, and for options of a default that it never used.
     """
     specs = hooks.specs
-    stages = ("composition", "step") if stage == "step" else (stage,)
-    due = {name for name, spec in specs.items() if spec.asked in stages}
+    stages = get_args(Stage)
+    past = stages[: stages.index(stage) + 1]
+    due = {name for name, spec in specs.items() if spec.asked in past}
     mistakes: list[str] = []
     for one in hooks.enabled.values():
         does = {hook for hook in implemented(one.cls) & specs.keys() if specs[hook].kind != "questions"}

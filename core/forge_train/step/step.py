@@ -78,7 +78,7 @@ class Stepper(Forward):
         self._watcher = watcher
         model.watch(watcher.on_micro_batch)
         self.loss_scale: LossScale | None = job.hooks.loss_scale()
-        note_unused(job.hooks, job.config, "step")
+        note_unused(job.hooks, job.config, "assembly")
         _check_parameters(job, model, optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.tokenizer = tokenizer_digest(job)

@@ -63,11 +63,12 @@ def tell_learned(
         once = -(-train.total_steps // epochs)
         log.warning(
             "This run goes through its %s %s %.1f times, which is often enough to learn them by heart; "
-            "one epoch is about %s steps (train.steps).",
+            "one epoch is about %s steps%s.",
             f"{len(pieces.document) // group:,}",
             unit,
             epochs,
             f"{int(once):,}",
+            "" if train.epochs else " (train.steps)",
         )
 
 

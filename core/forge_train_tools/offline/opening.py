@@ -139,15 +139,18 @@ def find(path: Path, *, world: int = 1, wanted: Wanted | None = None, plugins: t
         asked_for = wanted or Wanted()
         request = Request(model_from=str(path), plugins=(*asked_for.plugins, *plugins), set=asked_for.set)
         opened = wanted is None
-        return Source(path, resolve(starting_from(request), world=world, data=not opened, opened=opened), None)
+        request = starting_from(request)
+        return Source(path, resolve(request, world=world, data=not opened, opened=opened, measured=False), None)
     path = checkpoint.resolve(path)
     if plugins:
         raise ConfigError(f"--plugins: {path} uses the plugins that it was trained with; leave the option out.")
     saved = checkpoint.read_state(path)
-    return Source(path, setup_of(path, saved, world=world, wanted=wanted), saved)
+    return Source(path, setup_of(path, saved, world=world, wanted=wanted, measured=False), saved)
 
 
-def setup_of(path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wanted | None = None) -> Setup:
+def setup_of(
+    path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wanted | None = None, measured: bool = True
+) -> Setup:
     """The configuration and the plugins that a checkpoint was saved with, without plugins that change no number.
 
     Args:
@@ -156,6 +159,7 @@ def setup_of(path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wa
         world: number of processes; several of them share the data, by the default data-parallel plugin.
         wanted: what to add for an evaluation, which needs data and everything else; without it, the model is only
             inspected.
+        measured: whether the data is opened to count the steps of `train.epochs`, which an evaluation does not need.
 
     Raises:
         ConfigError: naming what is no longer installed or has changed.
@@ -181,7 +185,8 @@ def setup_of(path: Path, saved: Mapping[str, Any], *, world: int = 1, wanted: Wa
         foreign=str(run_folder(path)),
     )
     try:
-        setup = resolve(request, world=world, training=wanted is not None, opened=wanted is None)
+        training = wanted is not None
+        setup = resolve(request, world=world, training=training, opened=not training, measured=measured)
     except ConfigError as error:
         why = "can't be opened with the plugins that are installed now"
         if error.where.key.startswith("parallel."):
