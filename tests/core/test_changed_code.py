@@ -12,8 +12,7 @@ import pytest
 
 import toys
 from forge_train.base.names import locate
-from forge_train.plugin.fingerprint import fingerprint
-from forge_train.plugin.reference import PluginRef
+from forge_train.plugin.reference import PluginRef, fingerprint
 from tiny_models import reseal
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 14)]

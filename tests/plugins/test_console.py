@@ -19,6 +19,7 @@ from forge_train_plugins.observers._console.board import KEPT, Board, changed
 from forge_train_plugins.observers._console.lines import Lines
 from forge_train_plugins.observers._console.live import PAUSE, LiveView, render
 from forge_train_plugins.observers.console import Console
+from forge_train_tools.testing import run_forge
 
 STEPS = 100
 
@@ -91,6 +92,14 @@ def test_no_line_is_wider_than_the_terminal(shown: Board, width: int) -> None:
     lines = drawn(shown, width)
     assert max(map(len, lines)) <= max(width, 8)
     assert len({len(line) for line in lines if line.startswith(("│", "╭", "╰"))}) <= 1
+
+
+def test_the_parts_of_the_model_come_first(tmp_path: Path) -> None:
+    done = run_forge([], steps=1, folder=tmp_path)
+    assert [line.split()[0] for line in Board.of(done.job, done.model).plugins] == [
+        *("decoder", "gqa", "swiglu", "sdpa", "lm_head"),
+        *("text", "tokenizer", "next_token", "sequential", "adamw", "cosine", "cross_entropy"),
+    ]
 
 
 def test_names_with_brackets_are_no_markup() -> None:

@@ -1,15 +1,17 @@
-"""Calls plugins by the specs of hooks, and uses their answers as each hook's kind says."""
+"""Calls plugins by the specs of hooks, and uses their answers as each hook's kind says.
+
+It also checks that the providers of several slots fit together: task and loss fit the head, the loss fits the task.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..base.errors import ConfigError, PluginError
 from ..contract.attention import KernelCapabilities
 from .blame import note_plugin
 from .calls import Calls, EnabledPlugin, at_home, without
-from .fit import check_fit, gives
 from .guards import Guarded, nesting
 from .plugin import Plugin
 from .reference import Whose
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from ..run.run import Run
     from .job import Job
 
+Specs = Mapping[str, HookSpec[..., Any]]
 _T = TypeVar("_T")
 
 
@@ -30,7 +33,7 @@ class Caller:
         self,
         plugins: Sequence[tuple[EnabledPlugin, Plugin]],
         defaults: Mapping[str, str],
-        specs: Mapping[str, HookSpec[..., Any]],
+        specs: Specs,
     ) -> None:
         self.specs = specs
         self.plugins = {enabled.name: plugin for enabled, plugin in plugins}
@@ -201,6 +204,52 @@ class Caller:
             names, way_out = self._several(given)
             raise ConfigError(f"Plugins {names} both answer {hook}; {way_out}.")
         return given[0][1] if given else None
+
+
+def gives(plugin: EnabledPlugin, slot: str, specs: Specs) -> str:
+    """Return what a slot's provider gives to others; empty if the slot defines nothing."""
+    return plugin.cls.gives.get(slot, specs[slot].gives if slot in specs else "")
+
+
+def takes(plugin: EnabledPlugin, slots: Collection[str], specs: Specs) -> dict[str, tuple[str, ...]]:
+    """Slot → what a plugin, as the provider of some slots, can take from that slot's provider."""
+    implied = {slot: kinds for own in slots if own in specs for slot, kinds in specs[own].takes.items()}
+    return {**implied, **plugin.cls.takes}
+
+
+def check_fit(plugins: Sequence[EnabledPlugin], asked: Collection[str], specs: Specs) -> None:
+    """Check that task, head, loss and any other provider and consumer fit together; for arguments see `misfits`.
+
+    Raises:
+        ConfigError: names those that do not fit.
+    """
+    if lines := list(misfits(plugins, asked, specs)):
+        raise ConfigError("\n".join(lines))
+
+
+def misfits(plugins: Sequence[EnabledPlugin], asked: Collection[str], specs: Specs) -> Iterator[str]:
+    """A sentence for each plugin that is given what it can't take.
+
+    Args:
+        plugins: the enabled ones.
+        asked: slots that somebody has asked for. A default in an optional slot may never be asked for.
+        specs: the hooks that the run knows.
+    """
+    required = {slot for plugin in plugins for slot in plugin.cls.requires} | set(asked)
+    for plugin in plugins:
+        optional = {slot for slot in plugin.provides if slot in specs and specs[slot].optional}
+        slots = plugin.provides - (optional - required if plugin.default else set())
+        if plugin.default and not slots:
+            continue
+        for slot, kinds in takes(plugin, slots, specs).items():
+            for giver in plugins:
+                given = gives(giver, slot, specs)
+                if slot in giver.provides and giver is not plugin and kinds and given not in kinds:
+                    wanted = " or ".join(map(repr, kinds))
+                    yield (
+                        f"Plugin {plugin.ref.label} takes {wanted} from the slot {slot!r}, but plugin "
+                        f"{giver.ref.label} gives {given!r}. Enable another plugin for one of them."
+                    )
 
 
 def _unfilled(spec: HookSpec[..., Any]) -> str:

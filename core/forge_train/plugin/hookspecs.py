@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 # -- the model ------------------------------------------------------------------------------------
 
 
-@hookspec("slot", required=True)
+@hookspec("slot", required=True, asked="composition")
 def build_model(job: Job) -> nn.Module:
     """The model; called with the meta device as default, so that nothing is allocated.
 

@@ -1,9 +1,11 @@
-"""A plugin that could be enabled. Nothing of it has been imported."""
+"""A plugin that could be enabled, and the fingerprint of its code. Nothing of it has been imported."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from ..contract.attention import KernelCapabilities
 
 _NO_SUMMARY = "–"
+_INSTALLED = ("site-packages", "dist-packages")
 _SUMMARY = re.compile(r"\A\s*\n\s+r?(?:\"\"\"|''')(.+?)(?:\"\"\"|'''|\n)")
 _HEAD = re.compile(r"^class (\w+)\(([^)]*)\):", re.MULTILINE)
 _END = re.compile(r"^\S", re.MULTILINE)
@@ -108,9 +111,7 @@ class PluginRef:
         return _body(file, split(self.object)[1]) if file and file.is_file() else ""
 
     def hash(self) -> str:
-        """sha256 of the plugin's code: see `forge_train.plugin.fingerprint`."""
-        from .fingerprint import fingerprint
-
+        """sha256 of the plugin's code; see `fingerprint`."""
         return fingerprint(self.module, self.file)
 
 
@@ -134,3 +135,69 @@ def _body(file: Path, class_name: str) -> str:
             end = _END.search(text, head.end())
             return text[head.end() : end.start() if end else len(text)]
     return ""
+
+
+@cache
+def fingerprint(module: str, file: Path | None = None) -> str:
+    """sha256 of the Python files that a plugin is made of, read without importing any of them; empty where there are
+    none. It stays what it was when this process first asked: what runs is what was imported then.
+
+    Args:
+        module: the plugin's module.
+        file: where it lies, if it can't be found by its name.
+    """
+    import hashlib  # a listing does without
+
+    digest = hashlib.sha256()
+    files = _files(module, file or locate(module))
+    for name in sorted(files):
+        content = files[name].read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest() if files else ""
+
+
+def _files(module: str, home: Path | None) -> dict[str, Path]:
+    """Module → file, of a module and of all that it imports, directly or not. What counts is in its package, or lies
+    beside a module that is in none."""
+    if home is None:
+        return {}
+    top, *below = module.split(".")
+    root = home.parents[len(below) + (home.name == "__init__.py")]
+    lone = home.parent == root and root.name not in _INSTALLED
+    found: dict[str, Path] = {}
+    waiting = [module if below or home.name == "__init__.py" else home.stem]
+    while waiting:
+        name = waiting.pop()
+        if not name or name in found or not (lone or name.partition(".")[0] == top):
+            continue
+        path = root.joinpath(*name.split("."))
+        file = next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()), None)
+        if file is not None:
+            found[name] = file
+            waiting += _imports(file, name)
+    return found
+
+
+def _imports(file: Path, module: str) -> Iterator[str]:
+    """Dotted names that a file may import, wherever in it the statement stands."""
+    import ast  # a listing does without
+    from importlib.util import resolve_name
+
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            try:
+                base = (
+                    resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+                )
+            except ImportError:
+                continue
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)

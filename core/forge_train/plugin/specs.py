@@ -6,13 +6,10 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, get_args, overload
+from typing import Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, get_args, overload
 
 from ..base.errors import PluginError
 from ..base.places import place
-
-if TYPE_CHECKING:
-    from .job import Job
 
 Kind = Literal["slot", "chain", "phases", "steps", "spans", "event", "questions"]
 Stage = Literal["composition", "assembly", "start", "run"]
@@ -105,8 +102,7 @@ class HookSpec(Generic[P, R]):
                 f"use job.hooks.{self.name}(…)."
             )
         bound.apply_defaults()
-        job: Job = bound.arguments["job"]
-        result: R = job.hooks.call(self, bound.arguments)
+        result: R = bound.arguments["job"].hooks.call(self, bound.arguments)
         return result
 
 

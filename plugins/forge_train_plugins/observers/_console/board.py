@@ -131,12 +131,11 @@ def _device(job: Job) -> str:
 
 
 def _filled(job: Job) -> Iterator[str]:
-    """`decoder dim=128 layers=3` for every plugin that fills a slot or chain, in the order of hooks."""
-    names = []
-    for hook, spec in job.hooks.specs.items():
-        if spec.kind in ("slot", "chain"):
-            names += job.hooks.acting(hook)
-    for name in dict.fromkeys(names):
+    """`decoder dim=128 layers=3` for every plugin that fills a slot or chain: the model's parts first, then the others,
+    both in the order of hooks."""
+    specs = [spec for spec in job.hooks.specs.values() if spec.kind in ("slot", "chain")]
+    specs.sort(key=lambda spec: spec.asked != "composition")
+    for name in dict.fromkeys(name for spec in specs for name in job.hooks.acting(spec.name)):
         yield " ".join([name, *changed(job.config.sections[name])])
 
 
