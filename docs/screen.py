@@ -57,7 +57,7 @@ class Camera(Plugin):
             self._board.saved = event.step
 
     @hookimpl
-    def on_finish(self, finished: Finished) -> None:
+    def on_end(self, finished: Finished) -> None:
         self._board.finished, self._board.step = finished, finished.step
         self._picture = draw(self._board)
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from .base import disk
-from .base.errors import ConfigError, ForgeError, describe
+from .base.errors import ConfigError, DivergedError, ForgeError, describe
 from .base.failure import Failure
 from .base.files import remove_remains, write_json
 from .base.lock import Lock
@@ -23,7 +23,7 @@ from .checkpoint.start import Start, changed_values, claim, unclaim
 from .compose.compose import Composition
 from .config import Config
 from .config.layers import DEFAULT
-from .contract.events import Finished
+from .contract.events import Finished, Outcome
 from .loop.assembly import assemble, joined, prepare_process
 from .loop.out_of_memory import Memory
 from .loop.resume import check_allowed, compare
@@ -180,7 +180,9 @@ def _record_failure(job: Job, training: Training | None, error: BaseException) -
     step, loss = (training.progress.step, training.loss) if training else (0, None)
     failure, code = Failure.of(error, job.dist.rank), getattr(error, "code", 1)
     refused = isinstance(error, ConfigError) and training is None  # and nothing of it is left in the folder
-    records: list[Callable[[], object]] = [lambda: job.hooks.on_error(error)]
+    outcome: Outcome = "diverged" if isinstance(error, DivergedError) else "failed"
+    finished = Finished(outcome, step, loss, code, job.run.dir, describe(error), error=error)
+    records: list[Callable[[], object]] = [lambda: job.hooks.on_end(finished)]
     if job.dist.main and not refused:
         records.insert(0, lambda: job.run.fail(failure, code, step, loss))
     full = isinstance(error, disk.DiskError)

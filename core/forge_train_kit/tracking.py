@@ -128,14 +128,10 @@ class Tracker(Plugin):
             self._send("rewind", event.step)
 
     @hookimpl
-    def on_finish(self, finished: Finished) -> None:
+    def on_end(self, finished: Finished) -> None:
         for title, text in finished.closing:
             self._send("text", title, text, finished.step)
-        self._end(finished.outcome)
-
-    @hookimpl
-    def on_error(self, error: BaseException) -> None:
-        self._end("failed")
+        self._end("failed" if finished.error else finished.outcome)
 
     def _send(self, method: str, *arguments: Any) -> None:
         if self._sender is not None:

@@ -15,7 +15,7 @@ import torch
 
 import toys
 from forge_cli import environment, start
-from forge_train import ConfigError, DivergedError, ForgeError, Plugin, PluginError, Update, hookimpl
+from forge_train import ConfigError, DivergedError, Finished, ForgeError, Plugin, PluginError, Update, hookimpl
 from forge_train.checkpoint.checkpoint import check, found
 from forge_train_tools.testing import TinyRun
 
@@ -384,7 +384,7 @@ def test_weights_that_diverged_are_never_saved_however_seldom_is_looked(tmp_path
 
 @pytest.mark.unit
 def test_a_plugin_that_fails_ends_the_run_and_is_told_of(tmp_path: Path) -> None:
-    told: list[BaseException] = []
+    told: list[Finished] = []
 
     class Bad(Plugin):
         @hookimpl
@@ -393,16 +393,14 @@ def test_a_plugin_that_fails_ends_the_run_and_is_told_of(tmp_path: Path) -> None
 
     class Listens(Plugin):
         @hookimpl
-        def on_error(self, error: BaseException) -> None:
-            told.append(error)
-
-        @hookimpl
-        def on_finish(self, finished: Any) -> None:
-            raise AssertionError
+        def on_end(self, finished: Finished) -> None:
+            told.append(finished)
 
     with pytest.raises(LookupError, match="not here") as caught:
         toys.run(tmp_path, Bad, Listens, name="a")
-    assert told == [caught.value]
+    (finished,) = told
+    assert finished.error is caught.value
+    assert (finished.outcome, finished.code, finished.reason) == ("failed", 1, "LookupError: not here")
     assert caught.value.__notes__ == ["in plugin 'bad' (under-test 0), hook on_step"]
     assert json.loads((tmp_path / "a" / "outcome.json").read_text(encoding="utf-8"))["outcome"] == "failed"
 
@@ -417,7 +415,7 @@ def test_what_fails_while_a_failure_is_recorded_does_not_hide_it(
             raise LookupError("the first")
 
         @hookimpl
-        def on_error(self, error: BaseException) -> None:
+        def on_end(self, finished: Finished) -> None:
             raise KeyError("the second")
 
     with pytest.raises(LookupError, match="the first"):

@@ -122,7 +122,7 @@ def test_the_decorator_in_every_place_that_python_allows() -> None:
         @classmethod
         def on_log(cls, record: Any) -> None: ...
 
-        on_finish = hookimpl(lambda self: None)
+        on_end = hookimpl(lambda self: None)
 
     assert not told(Fine)
 

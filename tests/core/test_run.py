@@ -119,7 +119,7 @@ def test_a_run_folder_holds_all_that_is_needed_to_repeat_it(tmp_path: Path) -> N
         """Writes an artifact."""
 
         @hookimpl
-        def on_finish(self, finished: Any) -> None:
+        def on_end(self, finished: Any) -> None:
             self.job.run.artifact("deep/picture.txt").write_text("x", encoding="utf-8")
 
         @hookimpl

@@ -23,12 +23,12 @@ import pytest
 import torch
 
 import forge_train_kit.data.loader
-from forge_train import Batch, ConfigError, ForgeError
+from forge_train import Batch, ConfigError, Finished, ForgeError
 from forge_train_kit.data.child import Payload, _place, _read
 from forge_train_kit.data.documents import Documents
 from forge_train_kit.data.loader import StreamLoader
 from forge_train_kit.data.mixed import Mixture, Part
-from forge_train_kit.data.plugin import Prefetch
+from forge_train_kit.data.plugin import DataPlugin, Prefetch
 from forge_train_kit.data.proportions import Recipe
 from forge_train_kit.data.rows import SplitRows
 from forge_train_kit.data.shard import Shard
@@ -363,3 +363,14 @@ def test_places_of_packed_and_mixed_rows() -> None:
     place = np.array([1, 3])
     assert mixture.where(place) == "code: b, document 0, token 0"
     assert mixture.after(place).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError()])
+def test_ranks_agree_on_what_was_skipped_unless_one_has_failed(error: Exception | None) -> None:
+    """The others may be gone, and a collective would wait for them."""
+    asked: list[object] = []
+    plugin = DataPlugin(SimpleNamespace(prefetch=Prefetch(on_error="skip")))
+    gather = lambda value: [asked.append(value), [value]][1]  # noqa: E731
+    plugin._job = SimpleNamespace(dist=SimpleNamespace(data_rank=0, main=True, gather_objects=gather))  # type: ignore[assignment]
+    plugin.on_end(Finished("failed" if error else "done", 1, None, 1, Path(), error=error))
+    assert asked == ([] if error else [(0, 0)])

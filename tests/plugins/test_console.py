@@ -218,7 +218,7 @@ def test_plain_lines(plugin: Console, tmp_path: Path, capsys: pytest.CaptureFixt
     plugin.on_evaluate(evaluation(10))
     plugin.on_checkpoint(CheckpointEvent("saving", 10, tmp_path / "step-00000010"))
     plugin.on_checkpoint(CheckpointEvent("saved", 10, tmp_path / "step-00000010"))
-    plugin.on_finish(Finished("done", 100, 2.0, 0, tmp_path))
+    plugin.on_end(Finished("done", 100, 2.0, 0, tmp_path))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step 10/100 · loss 4.136 · grad norm 1.25 · lr 3.00e-04 · 12.3k tokens/s · 0.75 GiB · 0:45 left"
     assert lines[1] == "step 10/100 · held out: loss 2.25, bits per byte 3.142, trigram bits per byte 2.7"
@@ -241,7 +241,7 @@ def test_a_reader_that_leaves_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_resumed_runs_say_so(plugin: Console, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plugin.on_checkpoint(CheckpointEvent("loaded", 40, tmp_path / "step-00000040"))
-    plugin.on_finish(Finished("done", 100, 2.0, 0, tmp_path))
+    plugin.on_end(Finished("done", 100, 2.0, 0, tmp_path))
     out = capsys.readouterr().out
     assert f"step 40/100 · resumed from {tmp_path / 'step-00000040'}" in out
     assert "60 more steps" in out
@@ -252,7 +252,7 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     silent.on_start(SimpleNamespace(dist=SimpleNamespace(main=False)), None)  # type: ignore[arg-type]  # stand-ins
     silent.on_log(record(1))
     silent.on_evaluate(evaluation(1))
-    silent.on_error(RuntimeError())
+    silent.on_end(Finished("failed", 1, None, 1, Path(), error=RuntimeError()))
     assert capsys.readouterr().out == ""
 
 
@@ -265,5 +265,5 @@ def test_a_terminal_gets_the_view_unless_told_otherwise(monkeypatch: pytest.Monk
         made = Console(Console.Config(live=live))
         made.on_start(job, None)  # type: ignore[arg-type]
         kinds.append(type(made._face).__name__)
-        made.on_error(RuntimeError())
+        made.on_end(Finished("failed", 1, None, 1, Path(), error=RuntimeError()))
     assert kinds == ["LiveView", "Lines"]

@@ -42,7 +42,7 @@ class Spread(Plugin):
         self.losses.update(step.loss)
 
     @hookimpl
-    def on_finish(self, finished: Any) -> None:
+    def on_end(self, finished: Any) -> None:
         finished.say("A word", "The end.")
 
 
@@ -167,7 +167,7 @@ class Draws(Plugin):
         self.write("plots/first.txt")
 
     @hookimpl
-    def on_finish(self, finished: Any) -> None:
+    def on_end(self, finished: Any) -> None:
         self.write("last.txt")
 
     def write(self, name: str) -> None:

@@ -138,7 +138,7 @@ Outcome = Literal["done", "interrupted", "diverged", "failed"]
 
 @dataclass(slots=True)
 class Finished:
-    """End of a run: outcome, last step and exit code (`on_finish`)."""
+    """End of a run: outcome, last step and exit code (`on_end`)."""
 
     outcome: Outcome
     step: int
@@ -149,6 +149,8 @@ class Finished:
     generates: bool = False
     """True if the model can generate text: it has a tokenizer, and none of its modules looks ahead."""
     closing: list[tuple[str, str]] = field(default_factory=list)
+    error: BaseException | None = None
+    """The reason why the run failed or diverged (`DivergedError`); None if it is done or interrupted."""
 
     def say(self, title: str, text: str) -> None:
         """Have the command line show a block of text when the run is over (a sample, a summary)."""

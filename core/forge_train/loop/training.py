@@ -239,7 +239,7 @@ class Training:
         self._event("run_finished", outcome=outcome, loss=self.loss, reason=reason, error=None)
         if outcome == "done":
             note_uncalled(self.job.hooks, "run")
-        self.job.hooks.on_finish(finished)
+        self.job.hooks.on_end(finished)
         if self.job.dist.main:
             last = {"step": finished.step, "loss": finished.loss, "code": code, "error": None}
             self.job.run.end({"outcome": outcome, **last})

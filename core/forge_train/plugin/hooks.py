@@ -141,8 +141,5 @@ class Hooks(Caller):
     def on_checkpoint(self, event: CheckpointEvent, only: str | None = None) -> None:
         self._calls.tell("on_checkpoint", "event", event, only)
 
-    def on_finish(self, finished: Finished) -> None:
-        self._calls.tell("on_finish", "finished", finished)
-
-    def on_error(self, error: BaseException) -> None:
-        self._calls.tell("on_error", "error", error)
+    def on_end(self, finished: Finished) -> None:
+        self._calls.tell("on_end", "finished", finished)

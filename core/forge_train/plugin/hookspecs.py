@@ -205,13 +205,11 @@ def on_checkpoint(event: CheckpointEvent) -> None:
 
 
 @hookspec("event", observes=True)
-def on_finish(finished: Finished) -> None:
-    """The run ended in good order: done, or interrupted after a whole checkpoint."""
+def on_end(finished: Finished) -> None:
+    """The run ended: done, interrupted after a whole checkpoint, diverged or failed.
 
-
-@hookspec("event", observes=True)
-def on_error(error: BaseException) -> None:
-    """The run failed, or diverged (`DivergedError`); `error` is raised again afterwards."""
+    After an error, `finished.error` is raised again; other ranks may be gone, so make no collective then.
+    """
 
 
 SPECS = specs_of(sys.modules[__name__])

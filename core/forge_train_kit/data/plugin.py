@@ -83,9 +83,9 @@ class DataPlugin(Plugin):
         return {"skipped": self._metric} if self.config.prefetch.on_error == "skip" else None
 
     @hookimpl
-    def on_finish(self, finished: Finished) -> None:
+    def on_end(self, finished: Finished) -> None:
         """Tell how many samples were left out, over all ranks, since this process was started."""
-        if self._job is None or self.config.prefetch.on_error != "skip":
+        if finished.error or self._job is None or self.config.prefetch.on_error != "skip":
             return
         dist = self._job.dist
         skips = sum(dict(dist.gather_objects((dist.data_rank, self._skips))).values())

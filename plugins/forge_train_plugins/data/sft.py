@@ -175,11 +175,11 @@ class SFT(DataPlugin):
                 write_beside(folder, template, job.hooks.tokenizer(), chosen=bool(choice or options))
 
     @hookimpl
-    def on_finish(self, finished: Finished) -> None:
+    def on_end(self, finished: Finished) -> None:
         """Store a message to try the model with, if `forge generate --chat` finds the run's template."""
         from forge_train.checkpoint import model_files
 
-        super().on_finish(finished)
+        super().on_end(finished)
         job = self._job
         if finished.outcome != "done" or job is None or not job.dist.main:
             return

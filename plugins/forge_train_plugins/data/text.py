@@ -131,10 +131,10 @@ class Text(DataPlugin):
             evaluation.add("trigram_bits_per_byte", self._trigram)
 
     @hookimpl
-    def on_finish(self, finished: Finished) -> None:
+    def on_end(self, finished: Finished) -> None:
         from ._text.prompt import opening
 
-        super().on_finish(finished)
+        super().on_end(finished)
         job = self._job
         if finished.outcome == "done" and self._held_out is not None and job is not None and job.dist.main:
             prompt = opening(self._held_out, job.hooks.tokenizer())

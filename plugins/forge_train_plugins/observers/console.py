@@ -71,13 +71,11 @@ class Console(Plugin):
             self._face.save(event.path)
 
     @hookimpl
-    def on_finish(self, finished: Finished) -> None:
-        if self._board and self._face:
-            self._board.finished, self._board.step = finished, finished.step
-            self._face.close()
-
-    @hookimpl
-    def on_error(self, error: BaseException) -> None:
-        if self._board and self._face:
+    def on_end(self, finished: Finished) -> None:
+        if not (self._board and self._face):
+            return
+        if finished.error:
             self._board.failed = True
-            self._face.close()
+        else:
+            self._board.finished, self._board.step = finished, finished.step
+        self._face.close()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
-from forge_train import Ge, Gt, Job, Model, Plugin, Problem, Volatile, hookimpl, section
+from forge_train import Finished, Ge, Gt, Job, Model, Plugin, Problem, Volatile, hookimpl, section
 from forge_train.contract.protocols import Span, SpanName
 
 if TYPE_CHECKING:
@@ -66,6 +66,6 @@ class Profile(Plugin):
         return lambda: self._window.span(span) if self._window else nullcontext()
 
     @hookimpl
-    def on_finish(self, finished: Any) -> None:
-        if self._window:
+    def on_end(self, finished: Finished) -> None:
+        if self._window and finished.error is None:
             self._window.check()

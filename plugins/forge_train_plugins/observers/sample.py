@@ -47,7 +47,7 @@ class Sample(Plugin):
         self._job, self._model = job, model
 
     @hookimpl
-    def on_finish(self, finished: Finished) -> None:
+    def on_end(self, finished: Finished) -> None:
         if finished.outcome != "done" or self._job is None or self._model is None:
             return
         from forge_train_tools.offline.generate import Completion, Sampling

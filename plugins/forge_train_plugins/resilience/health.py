@@ -68,14 +68,7 @@ class Health(Plugin):
             self._check(self._job, step.step)
 
     @hookimpl
-    def on_finish(self) -> None:
-        self._stop()
-
-    @hookimpl
-    def on_error(self) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
+    def on_end(self) -> None:
         if self._share:
             self._share.stop()
 

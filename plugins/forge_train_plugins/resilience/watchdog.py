@@ -85,11 +85,6 @@ class Watchdog(Plugin):
             self._heart.mark("between steps", step.step)
 
     @hookimpl
-    def on_finish(self) -> None:
-        if self._heart:
-            self._heart.stop()
-
-    @hookimpl
-    def on_error(self) -> None:
+    def on_end(self) -> None:
         if self._heart:
             self._heart.stop()
