@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,11 @@ def test_every_direct_dependency_is_pinned_to_a_tested_version() -> None:
         r"^([\w-]+)==[\w.]+$", (ROOT / "constraints/tested.txt").read_text(encoding="utf-8"), re.MULTILINE
     )
     assert {re.split(r"[^\w-]", name)[0] for name in wanted} <= set(pins)
+
+
+def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
+    """pytest's own list of folders to leave out has `dist`."""
+    folders = {part for file in (ROOT / "tests").rglob("test_*.py") for part in file.relative_to(ROOT).parts[:-1]}
+    left_out = pytestconfig.getini("norecursedirs")
+    assert "dist" in folders
+    assert not [name for name in folders if any(fnmatch(name, pattern) for pattern in left_out)]

@@ -33,9 +33,13 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], Mapping[str, Any],
     "pp2 × tp2 × ep2 × dp2": (8, ("pp", "tp", "ep"), ("moe",), EXPERTS, {"pp.schedule": "interleaved_1f1b"}),
     "pp2 × cp2 × ep2 × dp2": (8, ("pp", "cp", "ep"), ("moe",), {**EXPERTS, **RICH}, {"pp.schedule": "dualpipe_v"}),
 }  # fmt: skip
+EXTENDED = ("pp2 × cp2 × tp2", "pp2 × cp2 × ep2 × dp2")
+"""CI has the second in float8, and with it cp beside pp; test_context.py has cp beside tp."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.extended] if one in EXTENDED else []) for one in CASES]
+)
 def test_every_axis_agrees_with_one_process(verify: Verifier, composition_file: Path, name: str) -> None:
     world, axes, model, settings, layout = CASES[name]
     common = {**BASE, **settings}

@@ -44,10 +44,14 @@ MORE: dict[str, tuple[Context, dict[str, Any], tuple[str, ...]]] = {
     "copies": (Context(2, "gather", frozenset(), 2), {"parallel.dp_replicate": 2}, ()),
     "ddp": (Context(2, "ring", frozenset({"packed"})), {}, ("ddp",)),
 }  # fmt: skip
+EXTENDED = ("compiled and recomputed",)
+"""test_compositions.py compiles and recomputes with tp."""
 
 
 @pytest.mark.accept("axes", 1)
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.extended] if one in EXTENDED else []) for one in MORE]
+)
 def test_agrees_beside_others(verify: Verifier, composition_file: Path, name: str) -> None:
     context, settings, plugins = MORE[name]
     request = context.request(composition_file, plugins, **settings)

@@ -63,6 +63,16 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "ep2×tp2×dp2": (8, ("tp",), {**p(ep=2, tp=2), "train.micro_batch": 1}),
 }
 """Those of one number of ranks together: they share a process group."""
+EXTENDED = (
+    "ep2, recompute, traced",
+    "tp2, selective recompute, traced",
+    "ep2×dp2",
+    "ep2×tp2, without sequence parallelism",
+    "ep2×etp2",
+    "ep2×dp2, zero1, recompute",
+    "ep2×tp2×dp2",
+)
+"""CI has pairs of these, here, in variants below, or in test_compositions.py."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts without tokens": (
         "ep4, recompute, accumulation",
@@ -82,7 +92,9 @@ def judge(verify: Verifier, file: Path, name: str, more: dict[str, Any]) -> Any:
 
 
 @pytest.mark.accept("moe", 2)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.extended] if one in EXTENDED else []) for one in LAYOUTS]
+)
 def test_a_layout_equals_one_process(verify: Verifier, composition_file: Path, name: str) -> None:
     verdict = judge(verify, composition_file, name, {})
     assert verdict.agree, verdict

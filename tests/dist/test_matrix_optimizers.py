@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import compositions
+from crossed import crossed
 from forge_train_tools.testing import Pool, Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("parts", 1), pytest.mark.timeout(400)]
@@ -19,6 +20,7 @@ DENSE = {"decoder.dim": 20, "decoder.heads": 2, "decoder.kv_heads": 2, "decoder.
 EXPERTS = {"decoder.dim": 16, "moe.experts": 4, "moe.hidden": 12, "moe.balance": 0}
 FP32 = {"muon.dtype": "fp32", "muon.lr": 0.01, "muon.adamw.lr": 0.01}
 NORMUON = {"normuon.lr": 0.01}
+SETTINGS: dict[str, Mapping[str, Any]] = {"muon": FP32, "normuon": NORMUON}
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], Mapping[str, Any]]] = {
     "fsdp2 uneven": (3, ("fsdp2",), DENSE),
     "hsdp": (4, ("fsdp2",), {**DENSE, "parallel.dp_replicate": 2}),
@@ -74,18 +76,16 @@ def ends_alone(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return ends
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("optimizer", "settings"), [("muon", FP32), ("normuon", NORMUON)])
+@pytest.mark.parametrize(("optimizer", "layout"), crossed(SETTINGS, LAYOUTS))
 def test_ends_where_one_process_does(
     ranks: Pool,
     tmp_path: Path,
     ends_alone: Callable[..., dict[str, Any]],
     layout: str,
     optimizer: str,
-    settings: Mapping[str, Any],
 ) -> None:
     world, plugins, config = LAYOUTS[layout]
-    plugins, config = (optimizer, *plugins), {**config, **settings}
+    plugins, config = (optimizer, *plugins), {**config, **SETTINGS[optimizer]}
     train(ranks, tmp_path, world, plugins, config)
     one, many = ends_alone(*alone(plugins, config)), saved(tmp_path)
     distance, name = farthest(many, one)

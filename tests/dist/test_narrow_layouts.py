@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import compositions
+from crossed import crossed
 from forge_train import ConfigError
 from forge_train_tools.testing import Pool, RunForge, Verifier
 from test_matrix_optimizers import LAYOUTS, alone, resumed, same_bits, saved, train
@@ -35,8 +36,7 @@ def distance(here: Mapping[str, Any], there: Mapping[str, Any]) -> float:
     return (apart / sum(float((names[n] - there["begun"][n]).square().sum()) for n in names)) ** 0.5  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("layout", ["fsdp2 uneven", "hsdp", "tp × dp", "ep × dp"])
-@pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.parametrize(("kind", "layout"), crossed(NARROW, ["fsdp2 uneven", "hsdp", "tp × dp", "ep × dp"]))
 def test_it_is_as_near_to_fp32_as_on_one_process(
     ranks: Pool, tmp_path: Path, ends: Callable[..., dict[str, Any]], layout: str, kind: str
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import compositions
+from crossed import crossed
 from forge_train_tools.testing import Pool, Verifier
 from test_matrix_optimizers import LAYOUTS, alone, farthest, resumed, same_bits, saved, train
 
@@ -31,8 +32,7 @@ def differing(here: dict[str, Any], there: dict[str, Any], lr: float) -> float:
     return sum(int(((a - b).abs() > 0.1 * lr).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "layout"), crossed(OPTIMIZERS, LAYOUTS))
 def test_ends_where_one_process_does(
     ranks: Pool, tmp_path: Path, ends: Callable[..., dict[str, Any]], layout: str, optimizer: str
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from compositions import Composition
+from crossed import crossed
 from forge_train_tools.testing import Pool, PoolError, Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
@@ -157,13 +158,16 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], Settings]] = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("before", "after"), [("tp2", "one"), ("one", "tp4"), ("tp2", "tp4"), ("tp2 × dp2", "tp2"), ("tp4", "tp2 × dp2")]
+    ("layouts", "tied"),
+    crossed(
+        [("one", "tp4"), ("tp2", "one"), ("tp2", "tp4"), ("tp2 × dp2", "tp2"), ("tp4", "tp2 × dp2")], [True, False]
+    ),
 )
 def test_goes_on_on_another_layout(
-    runs: Runs, ranks: Pool, tmp_path: Path, before: str, after: str, tied: bool
+    runs: Runs, ranks: Pool, tmp_path: Path, layouts: tuple[str, str], tied: bool
 ) -> None:
+    before, after = layouts
     model = {"decoder.kv_heads": 4, "decoder.tied": tied}
     whole = runs.one(model)
     for layout, more in ((before, {"stop_at": 2}), (after, {})):
