@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import click
 
-from forge_train.base.errors import ConfigError
 from forge_train.checkpoint.remote import is_remote, plain
-from forge_train.checkpoint.run import address_of, is_checkpoint, is_run
-from forge_train.mesh.world import World
-
-LONGEST = 3600.0
-"""Seconds that the other processes wait for the first one to fetch a checkpoint."""
-
-
-def fetch(resume: str, folder: Path) -> str:
-    """The target of `--resume`. If it is an address, the first process fetches it and the others wait."""
-    if not (address := address_of(resume)):
-        return plain(resume)
-    from forge_train.checkpoint.fetching import fetched, target_of
-
-    if World.here().rank == 0:
-        return fetched(address, folder)
-    target = target_of(address, folder)
-    deadline = time.monotonic() + LONGEST
-    while not (is_run(target) or is_checkpoint(target)):
-        if time.monotonic() > deadline:
-            raise ConfigError(f"{target}: the first process has not fetched it from {resume} in {LONGEST:g} s.")
-        time.sleep(0.5)
-    return str(target)
+from forge_train.checkpoint.run import address_of
 
 
 class _Place(click.Path):

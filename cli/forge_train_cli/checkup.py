@@ -20,9 +20,9 @@ from forge_train.base.errors import ConfigError, describe
 from forge_train.base.present import gib
 from forge_train.config.layers import Request
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
+from forge_train_tools.requests import PRESET
 
 from .lazy import GROUP
-from .options import PRESET
 
 SLOW = 1.5
 """A process is slow if it takes this many times the median of all processes for the same product."""

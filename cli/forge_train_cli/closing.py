@@ -29,25 +29,26 @@ MESSAGE = "message.txt"
 """The artifact in which a data plugin stores a user's message, if the run's model learned to answer in a chat."""
 
 
-def next_commands(finished: Finished, setup: Setup) -> list[tuple[str, str]]:
-    """Return each suggested command with its purpose; called in the process that trained the run.
+def next_commands(finished: Finished, setup: Setup, nproc: int = 1) -> list[tuple[str, str]]:
+    """Return each suggested command with its purpose.
 
     Args:
         finished: the end of the run.
-        setup: its configuration and plugins, bound to its job.
+        setup: its configuration and plugins.
+        nproc: number of processes that this one started to train it.
     """
-    run, world = shlex.quote(str(finished.run)), World.here()
+    run, alone = shlex.quote(str(finished.run)), World.here().launcher == "none"
     rows = [("its numbers", f"forge runs show {run}")]
     job = _opened(finished.run)
     if job is not None and (prompt := _prompt(finished, job)) is not None:
         rows.insert(0, ("write with it", f"forge generate {run}{prompt}"))
-    if job is not None and world.launcher in ("none", "forge"):
-        rows.append(("train further", resume_command(finished.run, world.size, _longer(setup))))
+    if job is not None and alone:
+        rows.append(("train further", resume_command(finished.run, nproc, _longer(setup))))
     if job is not None and _exports(job):
         rows.append(("Hugging Face", f"forge checkpoint export {run} {shlex.quote(_unused(finished.run.name))}"))
-    if world.launcher == "forge" and world.size > 1:
+    if alone and nproc > 1:
         config = shlex.quote(str(finished.run / "config.toml"))
-        rows.append(("is it right?", f"forge verify {config} --nproc {world.size}"))
+        rows.append(("is it right?", f"forge verify {config} --nproc {nproc}"))
     return rows
 
 

@@ -17,7 +17,6 @@ from .options import json_option, plugins_option
 
 if TYPE_CHECKING:
     from forge_train_tools.offline.generate import Completion
-    from forge_train_tools.offline.opening import Opened
 
 ENDED = {
     "tokens": "the requested number of tokens",
@@ -65,14 +64,13 @@ def generate(path: Path, prompt: str, chat: bool, plugins: tuple[str, ...], as_j
     forge generate runs/first --prompt "import " --temperature 0 --drafts 1
     forge generate runs/tuned --chat --prompt "Who are you?"
     """
-    from forge_train_tools.offline.generate import Completion, Sampling
-    from forge_train_tools.offline.opening import open_model
+    from forge_train_tools import open_model
+    from forge_train_tools.offline.generate import Sampling
 
     sampling = Sampling(**choices)
     prompt = _stdin() if prompt == "-" else prompt
     opened = open_model(path, plugins=plugins)
-    given = _as_chat(opened, prompt) if chat else prompt
-    completion = Completion(opened.job, opened.model, given, sampling, whole=chat)
+    completion = opened.complete(prompt, sampling, chat=chat)
     started = time.perf_counter()
     if not as_json:
         _show("" if chat else prompt, completion)
@@ -92,17 +90,6 @@ def generate(path: Path, prompt: str, chat: bool, plugins: tuple[str, ...], as_j
         if sampling.drafts:
             result["drafts"] = {"proposed": completion.drafts.proposed, "accepted": completion.drafts.accepted}
         click.echo(dumps(result))
-
-
-def _as_chat(opened: Opened, message: str) -> str:
-    from forge_train.checkpoint import model_files
-    from forge_train_kit.data.chats import open_template
-
-    files = model_files.of(opened.job.config, opened.job.hooks, opened.path)
-    if not (name := model_files.vocabulary_of(files)):
-        raise ConfigError("--chat: this model came without a tokenizer's folder, so it has no chat template.")
-    template = open_template("", files[name].parent)
-    return template.render([{"role": "user", "content": message}], generation_prompt=True)[0]
 
 
 def _stdin() -> str:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from forge_train_tools.requests import PRESET, RUN_DIR
+
 from . import screen
 from .lazy import LazyGroup
-from .options import PRESET, RUN_DIR, hugging_face, named, run_dir_option, run_options
+from .options import hugging_face, named, run_dir_option, run_options
 
 if TYPE_CHECKING:
     from forge_train.config.layers import Request

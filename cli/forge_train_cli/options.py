@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from forge_train.base.errors import ConfigError
+from forge_train_tools.requests import PRESET, RUN_DIR
 
 if TYPE_CHECKING:
     from forge_train.config.layers import Request
 
-PRESET, RUN_DIR = "quickstart", "runs"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -93,26 +93,10 @@ def run_options(default: str = PRESET) -> Callable[[_F], _F]:
 
 
 def hugging_face(request: Request, run_dir: str) -> Request:
-    """The request to run. If its configuration is a folder in Hugging Face layout, it is first imported as a
-    checkpoint; with `--from`, the folder's model is added to the request."""
-    if request.model_from:
-        from forge_train_tools.offline.hf_request import starting_from
+    """The request to run, in which a Hugging Face folder is imported."""
+    from forge_train_tools import requests
 
-        return starting_from(request)
-    path = Path(request.config)
-    from forge_train.checkpoint.not_a_model import advice
-
-    if not (path.is_dir() or (path.is_file() and advice(path))):
-        return request
-    from forge_train.checkpoint.hf_folder import Folder, is_hugging_face
-    from forge_train.config.presets import presets
-    from forge_train_tools.offline.imported import imported
-
-    if not is_hugging_face(path):
-        if request.config and request.config not in presets() and not (path / "config.toml").is_file():
-            Folder.open(path)  # says what the path is instead
-        return request
-    return imported(request, Path(run_dir), lambda text: click.echo(text, err=True))
+    return requests.hugging_face(request, Path(run_dir), lambda text: click.echo(text, err=True))
 
 
 OF_CHATS = ("rename", "roles", "each_turn", "split_special_tokens")

@@ -13,10 +13,10 @@ import click
 
 from forge_train import __version__
 from forge_train_kit.present import duration, phase_name, quantity
+from forge_train_tools.run_folder import RunFolder, differences, open_run
 
 from . import screen
 from .curves import Curve, chart, colour
-from .history import History, differences
 from .options import run_dir_option
 
 CHARTS = (
@@ -56,14 +56,14 @@ def report(names: tuple[str, ...], output: str, run_dir: str) -> None:
     \b
     forge runs report runs/* -o report.html
     """
-    from .runs import open_run, whole
+    from .runs import whole
 
     histories = whole([open_run(name, Path(run_dir)) for name in dict.fromkeys(names)], least=1)
     screen.write(Path(output), page(histories))
     click.echo(f"{output}: {len(histories)} run{'s' if len(histories) > 1 else ''}")
 
 
-def page(histories: Sequence[History]) -> str:
+def page(histories: Sequence[RunFolder]) -> str:
     """The HTML of a report."""
     title = histories[0].name if len(histories) == 1 else f"{len(histories)} runs"
     hover = "".join(f"body:has(.t{run}:hover) .curve:not(.r{run}){{opacity:.12}}" for run in range(len(histories)))
@@ -86,7 +86,7 @@ def page(histories: Sequence[History]) -> str:
     return f"{head}{''.join(sections)}</body></html>\n"
 
 
-def _outcomes(histories: Sequence[History]) -> str:
+def _outcomes(histories: Sequence[RunFolder]) -> str:
     heads = ("run", "outcome", "step", "loss", "held-out loss", "tokens/s", "time")
     rows = []
     for run, history in enumerate(histories):
@@ -104,7 +104,7 @@ def _outcomes(histories: Sequence[History]) -> str:
     return _table(heads, rows)
 
 
-def _charts(histories: Sequence[History]) -> Iterable[str]:
+def _charts(histories: Sequence[RunFolder]) -> Iterable[str]:
     for key, title, logarithmic in CHARTS:
         curves = [_curve(run, history, history.metrics, key) for run, history in enumerate(histories)]
         yield chart(title, curves, logarithmic=logarithmic)
@@ -113,12 +113,12 @@ def _charts(histories: Sequence[History]) -> Iterable[str]:
             yield chart("Held-out loss", held_out)
 
 
-def _curve(run: int, history: History, lines: Iterable[dict[str, Any]], key: str) -> Curve:
+def _curve(run: int, history: RunFolder, lines: Iterable[dict[str, Any]], key: str) -> Curve:
     points = [(float(line["step"]), float(line[key])) for line in lines if line.get(key) is not None]
     return Curve(run, history.name, points)
 
 
-def _differences(histories: Sequence[History]) -> str:
+def _differences(histories: Sequence[RunFolder]) -> str:
     found = differences([history.config for history in histories])
     if not found:
         return "<h2>Where their configurations differ</h2><p>Nowhere.</p>"
@@ -130,7 +130,7 @@ def _differences(histories: Sequence[History]) -> str:
     return f"<h2>Where their configurations differ</h2>{_table(heads, rows)}"
 
 
-def _run(run: int, history: History, *, opened: bool) -> str:
+def _run(run: int, history: RunFolder, *, opened: bool) -> str:
     known, git = history.environment, history.environment.get("git") or {}
     machine = [*known.get("devices", ()), f"{known.get('cpus', '?')} CPUs", str(known.get("platform", "?"))]
     facts = {
@@ -153,7 +153,7 @@ def _run(run: int, history: History, *, opened: bool) -> str:
     )
 
 
-def _profiles(history: History) -> str:
+def _profiles(history: RunFolder) -> str:
     """Tables from profiled ranks."""
     files = sorted((history.path / "artifacts" / "profile").glob("*.txt"))
     tables = "".join(f"<pre>{escape(file.read_text(encoding='utf-8', errors='replace'))}</pre>" for file in files)
@@ -164,7 +164,7 @@ def _phase(entry: dict[str, Any]) -> tuple[str, str, str, str]:
     return phase_name(entry["phase"], entry["slot"]), entry["plugin"], f"{len(entry['matched']):,}", entry["note"]
 
 
-def _mark(run: int, history: History) -> str:
+def _mark(run: int, history: RunFolder) -> str:
     return f'<i style="background:{colour(run)}"></i>{escape(history.name)}'
 
 
@@ -173,7 +173,7 @@ def _table(heads: Iterable[str], rows: Iterable[str]) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def _seconds(history: History) -> float:
+def _seconds(history: RunFolder) -> float:
     """Time spent in steps, without evaluations and checkpoints."""
     steps = [0, *(line["step"] for line in history.metrics)]
     spent = [

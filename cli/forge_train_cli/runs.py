@@ -10,13 +10,13 @@ from typing import Any
 
 import click
 
-from forge_train.base.errors import ConfigError, nearest
+from forge_train.base.errors import ConfigError
 from forge_train.base.present import gib
 from forge_train.base.strict_json import dumps
 from forge_train_kit.present import quantity, sparkline
+from forge_train_tools.run_folder import RunFolder, differences, open_run, runs_in
 
 from . import screen
-from .history import History, differences, runs_in
 from .lazy import LazyGroup
 from .options import json_option, run_dir_option
 
@@ -66,7 +66,7 @@ def list_runs(run_dir: str, as_json: bool) -> None:
     screen.table(headers[:shown], [row[:shown] for row in rows], right=(2,), indent=0)
 
 
-def _readable(history: History) -> bool:
+def _readable(history: RunFolder) -> bool:
     """Return True if a run can be listed; warn about a damaged run, which does not hide the others."""
     try:
         history.summary()
@@ -76,13 +76,13 @@ def _readable(history: History) -> bool:
     return True
 
 
-def whole(histories: Sequence[History], *, least: int) -> list[History]:
+def whole(histories: Sequence[RunFolder], *, least: int) -> list[RunFolder]:
     """The runs of which every file can be read; warns about the others.
 
     Raises:
         ConfigError: naming a damaged file, if fewer than `least` runs are left.
     """
-    left: list[History] = []
+    left: list[RunFolder] = []
     problems: list[ConfigError] = []
     for history in histories:
         try:
@@ -180,27 +180,7 @@ def compare(names: tuple[str, ...], run_dir: str, as_json: bool) -> None:
     screen.table(headers, rows)
 
 
-def open_run(name: str | None, folder: Path) -> History:
-    """A run by its path or name, or the newest one.
-
-    Raises:
-        ConfigError: if there is none.
-    """
-    from forge_train.checkpoint.run import is_run
-
-    if name is None:
-        found = runs_in(folder)
-        if not found:
-            raise ConfigError(f"No runs in {folder}. Start one with: forge train")
-        return found[0]
-    for path in (Path(name), folder / name):
-        if is_run(path):
-            return History(path)
-    hint = nearest(Path(name).name, [history.name for history in runs_in(folder)])
-    raise ConfigError(f"{name}: there is no such run, here or in {folder}.{hint}")
-
-
-def _results(histories: list[History]) -> dict[str, list[Any]]:
+def _results(histories: list[RunFolder]) -> dict[str, list[Any]]:
     """The end of every run: all metrics that any of them has, then evaluations."""
     tables = [
         {
@@ -214,7 +194,7 @@ def _results(histories: list[History]) -> dict[str, list[Any]]:
     return {key: [entry.get(key) for entry in tables] for key in keys}
 
 
-def _environment(history: History) -> list[tuple[str, str]]:
+def _environment(history: RunFolder) -> list[tuple[str, str]]:
     known = history.environment
     git = known.get("git") or {}
     return [
@@ -239,11 +219,11 @@ def _state(artifact: Mapping[str, Any]) -> object:
     return Text(wrong, style="yellow") if wrong else whole
 
 
-def _and_why(history: History) -> str:
+def _and_why(history: RunFolder) -> str:
     return f" ({history.reason})" if history.reason else ""
 
 
-def _held_out(history: History) -> str:
+def _held_out(history: RunFolder) -> str:
     words = next((key for key in history.evaluation if key.endswith(".bits_per_byte")), "loss")
     value = history.evaluation.get(words)
     unit = " bits/byte" if words.endswith(".bits_per_byte") else ""

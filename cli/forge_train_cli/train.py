@@ -16,24 +16,23 @@ from forge_train.base.disk import DiskError
 from forge_train.base.errors import INTERRUPTED, ConfigError, DivergedError, ForgeError
 from forge_train.base.failure import Failure
 from forge_train.base.strict_json import dumps
-from forge_train.checkpoint.run import is_checkpoint, is_run
 from forge_train.config.layers import Request
 from forge_train.contract.events import Finished
 from forge_train.registry.discovery import plugin_name
 from forge_train.run.run import Run
+from forge_train_tools.launching.devices import how_many
 from forge_train_tools.launching.ending import told
+from forge_train_tools.messages import show_end, show_progress
+from forge_train_tools.requests import fetch, with_configuration
 
-from .addresses import fetch
 from .closing import activation, next_commands, resume_command
-from .devices import how_many
 from .exporting import check_exportable, export_trained
-from .failures import complain, report, show_progress
-from .options import AUTO, PRESET, hugging_face, named, processes_option, run_dir_option, run_options
+from .failures import complain, report
+from .options import AUTO, hugging_face, named, processes_option, run_dir_option, run_options
 
 if TYPE_CHECKING:
     from forge_train.registry.setup import Setup
-
-    from .launching import Launched
+    from forge_train_tools.launching.training import Launched
 
 
 @click.command(short_help="Train a model.")
@@ -97,7 +96,7 @@ def train(
 
         _check_launch(nproc, max_restarts, min_nproc)
         resume = fetch(resume, Path(run_dir))
-        request = hugging_face(_with_configuration(request, resume), run_dir)
+        request = hugging_face(with_configuration(request, resume), run_dir)
         count = nproc if isinstance(nproc, int) else how_many(request)
         try:
             setup = resolve(request, world=count if count > 1 else world_size())
@@ -112,7 +111,7 @@ def train(
         else:
             show_progress()
         if count > 1 or max_restarts:
-            from .launching import train_several
+            from forge_train_tools.launching.training import train_several
 
             launched = train_several(
                 request,
@@ -125,7 +124,7 @@ def train(
                 min_nproc=min_nproc,
                 quiet=quiet or as_json,
             )
-            code = _told(launched, count, quiet=quiet, as_json=as_json)
+            code = _told(launched, setup, count, quiet=quiet, as_json=as_json)
             if export:
                 export_trained(launched.run, quiet=quiet or as_json)
             return code
@@ -160,16 +159,6 @@ def _with_name(request: Request, name: str | None) -> Request:
     return dataclasses.replace(request, set=(*request.set, named(name)))
 
 
-def _with_configuration(request: Request, resume: str) -> Request:
-    """If none is named: the configuration in the run or checkpoint that `--resume` names, or else the preset."""
-    if request.config or request.model_from:
-        return request
-    path = Path(resume)
-    if is_run(path) or is_checkpoint(path):
-        return dataclasses.replace(request, config=str(path / "config.toml"), foreign=resume)
-    return dataclasses.replace(request, config=PRESET)
-
-
 def _notable(request: Request) -> tuple[str, ...]:
     return tuple(sorted(plugin_name(spec) for spec in request.plugins))
 
@@ -182,7 +171,7 @@ def _first_process() -> bool:
     return _rank() == "0"
 
 
-def _told(launched: Launched, nproc: int, *, quiet: bool, as_json: bool) -> int:
+def _told(launched: Launched, setup: Setup, nproc: int, *, quiet: bool, as_json: bool) -> int:
     """Report how a run of several processes ended; returns the exit code."""
     ended, run = launched.ended, launched.run
     if ended.signal:
@@ -198,13 +187,11 @@ def _told(launched: Launched, nproc: int, *, quiet: bool, as_json: bool) -> int:
         else:
             _hint(run, ended.code, nproc)
         return ended.code
-    result = ended.result
+    finished = launched.finished
     if as_json:
-        _print_result(run, result["step"], result["loss"], result["outcome"])
+        _print_result(run, finished.step, finished.loss, finished.outcome)
     elif not quiet:
-        commands = [(label, command) for label, command in result.pop("next")]
-        closing = [(title, text) for title, text in result.pop("closing")]
-        _close(Finished(**{**result, "code": ended.code}, run=run, closing=closing), commands, nproc)
+        _close(finished, next_commands(finished, setup, nproc), nproc)
     return ended.code
 
 
@@ -239,10 +226,7 @@ def _print_result(
 
 def _close(finished: Finished, commands: Sequence[tuple[str, str]], nproc: int = 1) -> None:
     """Show the plugins' final messages, and what to type next."""
-    if finished.reason and finished.outcome == "done":
-        click.echo(f"{finished.run}: {finished.reason}")
-    for title, text in finished.closing:
-        click.echo(f"\n{click.style(title, bold=True)}\n{text}")
+    show_end(finished)
     if finished.outcome == "interrupted":
         click.echo(f"\nStopped ({finished.reason}) at step {finished.step}, which is saved. Go on with:")
         _first_activate()

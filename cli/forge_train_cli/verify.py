@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import TYPE_CHECKING
 
 import click
 
-from forge_train.base.errors import ConfigError, ForgeError
+from forge_train.base.errors import ForgeError
 from forge_train.base.strict_json import dumps
-from forge_train.config import LENGTHS
-from forge_train.config.layers import Request, lay
+from forge_train.config.layers import Request
 from forge_train_kit.present import sparkline
 
 from . import screen
@@ -44,22 +42,11 @@ def verify(request: Request, nproc: int | None, steps: int, against: str | None,
     forge verify --nproc 4 -p tp -s parallel.tp=2
     forge verify --against precision=bf16        another precision instead of another layout
     """
-    from forge_train_tools.launching.launch import check_alone
-    from forge_train_tools.verification import verify as compare
-    from forge_train_tools.verification import verify_against
+    from forge_train_tools.verification import check_sides, verify_request
 
-    check_alone("forge verify")
-    if against is not None and nproc is not None:
-        raise ConfigError("--against compares two settings on one process; leave --nproc out.")
-    if against is None and (nproc or 2) == 1:
-        raise ConfigError("--nproc 1 would compare one process with itself; expected at least 2.")
+    check_sides(nproc, against)
     try:
-        if not {("train", key) for key in LENGTHS} & lay(request).tree.values.keys():
-            request = dataclasses.replace(request, set=(*request.set, f"train.steps={steps}"))
-        if against is not None:
-            verdict = verify_against(request, against, steps=steps)
-        else:
-            verdict = compare(request, nproc or 2, steps=steps)
+        verdict = verify_request(request, nproc, steps=steps, against=against)
     except ForgeError as error:
         if as_json:
             click.echo(dumps({"agree": False, "checks": [], "error": str(error)}))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from forge_command import Forge
-from forge_train_cli import devices, launching
-from forge_train_cli.launching import Launched
+from forge_train_tools.launching import devices, training
 from forge_train_tools.launching.launch import Ended, WorkerResult
+from forge_train_tools.launching.training import Launched
 
 pytestmark = pytest.mark.accept("house", 4)
 
@@ -22,10 +22,10 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
     def start(*arguments: Any, nproc: int, **more: Any) -> Launched:
         counts.append(nproc)
-        result = {"step": 1, "loss": 1.0, "outcome": "done", "reason": "", "closing": [], "next": []}
+        result = {"step": 1, "loss": 1.0, "outcome": "done", "reason": "", "closing": []}
         return Launched(tmp_path, Ended([WorkerResult(0, 0, result=result)]))
 
-    monkeypatch.setattr(launching, "train_several", start)
+    monkeypatch.setattr(training, "train_several", start)
     return counts
 
 

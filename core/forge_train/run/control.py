@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -123,13 +124,18 @@ class Control:
 
 @contextmanager
 def signals(control: Control) -> Iterator[None]:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop; a second one ends it at once (128 + its number)."""
+    """SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop; a second one ends it at once (128 + its number).
+
+    In an interactive session a second Ctrl-C raises KeyboardInterrupt instead: it ends the run, not the session.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers: a run inside somebody's test or notebook thread
         return
     seen: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if seen and number == signal.SIGINT and hasattr(sys, "ps1"):
+            raise KeyboardInterrupt
         if seen:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

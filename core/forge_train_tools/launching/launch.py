@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from forge_train.base.errors import INTERRUPTED, ConfigError, ForgeError
+from forge_train.base.errors import INTERRUPTED, ConfigError, DivergedError, ForgeError
 from forge_train.base.failure import Failure
 from forge_train.base.files import write_json
 from forge_train.base.present import few
@@ -161,7 +161,8 @@ class Ended:
         if self.signal:
             raise KeyboardInterrupt
         if complaint := self.complaint():
-            raise (ConfigError if self.code == ConfigError.code else ForgeError)(complaint)
+            kinds = {kind.code: kind for kind in (ConfigError, DivergedError)}
+            raise kinds.get(self.code, ForgeError)(complaint)
 
     def complaint(self) -> str:
         """Failure of the rank that began it, and the others in a line; empty if nothing failed."""

@@ -22,6 +22,7 @@ from forge_train.registry.discovery import discover, find, is_name, load, plugin
 from forge_train.registry.setup import Setup, resolve
 from forge_train.run import records
 
+from ..process import unchanged
 from . import tiny
 from .environment import installed
 
@@ -135,7 +136,7 @@ def run_forge(
         prepared(plugins, config, steps=steps, without=without, sets=sets, preset=preset, name=name, folder=folder) as (
             setup
         ),
-        _unchanged_process(),
+        unchanged(),
     ):
         seen = Seen(stop_at)
         finished = train(setup, run_dir=folder, resume=resume, watcher=seen)
@@ -221,18 +222,3 @@ def _temporary() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="forge-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
-
-
-@contextmanager
-def _unchanged_process() -> Iterator[None]:
-    """Leave the process's random numbers and switches as they were found."""
-    import torch
-
-    from forge_train.checkpoint.state import random_state, set_random_state
-
-    before, deterministic = random_state(), torch.are_deterministic_algorithms_enabled()
-    try:
-        yield
-    finally:
-        set_random_state(before)
-        torch.use_deterministic_algorithms(deterministic)

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_train.base.errors import ConfigError
-from forge_train.config import Request
+from forge_train.config import LENGTHS, Request
+from forge_train.config.layers import lay
 from forge_train.config.sections import CORE_SECTIONS
 from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import Setup, resolve
 
-from ..launching.launch import WorkerCommand, launch
+from ..launching.launch import WorkerCommand, check_alone, launch
 from .verdict import Check, Offender, Verdict
 
 if TYPE_CHECKING:
@@ -52,6 +53,34 @@ class Reference:
         narrow = recording.narrow or _rounds(alone)
         exact = _recorded(_alone(request, EXACT), steps, rounding=False) if narrow else None
         return cls(request, steps, recording, exact)
+
+
+def check_sides(nproc: int | None, against: str | None) -> None:
+    """Check that there are two sides to compare, and that this process may start others.
+
+    Raises:
+        ConfigError: if not.
+    """
+    check_alone("forge verify")
+    if against is not None and nproc is not None:
+        raise ConfigError("--against compares two settings on one process; leave --nproc out.")
+    if nproc is not None and nproc < 2:
+        raise ConfigError(f"--nproc {nproc} would compare one process with itself; expected at least 2.")
+
+
+def verify_request(request: Request, nproc: int | None, *, steps: int = 5, against: str | None = None) -> Verdict:
+    """Compare a layout of `nproc` processes, by default 2, with one process; or two settings, if `against` names one.
+
+    A configuration without a length is as long as the comparison.
+
+    Raises:
+        ForgeError: as `verify` and `verify_against` do.
+    """
+    if not {("train", key) for key in LENGTHS} & lay(request).tree.values.keys():
+        request = dataclasses.replace(request, set=(*request.set, f"train.steps={steps}"))
+    if against is not None:
+        return verify_against(request, against, steps=steps)
+    return verify(request, nproc or 2, steps=steps)
 
 
 def launched(nproc: int, arguments: dict[str, Any], layout: Layout | None = None) -> None:
@@ -178,4 +207,15 @@ def _full_key(key: str) -> str:
     return owners[0]
 
 
-__all__ = ["Check", "Offender", "Reference", "Start", "Verdict", "launched", "verify", "verify_against"]
+__all__ = [
+    "Check",
+    "Offender",
+    "Reference",
+    "Start",
+    "Verdict",
+    "check_sides",
+    "launched",
+    "verify",
+    "verify_against",
+    "verify_request",
+]

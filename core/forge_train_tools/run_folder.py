@@ -1,4 +1,4 @@
-"""A past run, read from its folder."""
+"""A run, read from its folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from forge_train.base.errors import ConfigError
+from forge_train.base.errors import ConfigError, nearest
 from forge_train.checkpoint.run import is_run
 from forge_train.run.artifacts import FOLDER, recorded
 from forge_train.run.records import read
@@ -18,19 +18,30 @@ from forge_train.run.run_files import load
 _NOTHING: dict[str, Any] = {}
 
 
-class History:
-    """A run's folder. Files are read when needed; an error names the damaged file."""
+class RunFolder:
+    """A run, read from its folder: while it trains, or after its end.
+
+    Files are read when they are needed, and once.
+
+    Raises:
+        ConfigError: when it reads a damaged file; names it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = path.resolve().name
 
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r}: {self.outcome}, step {self.step})"
+
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
+        """A row for each logged step: `step`, `loss`, `grad_norm`, `lr`, `tokens_per_second`, …"""
         return self._records("metrics.jsonl")
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
+        """A row for each event: `run_started`, `checkpoint_saved`, `evaluation`, …"""
         return self._records("events.jsonl")
 
     @cached_property
@@ -61,7 +72,7 @@ class History:
 
     @property
     def outcome(self) -> str:
-        """`unfinished` is a run that is still training, or was killed."""
+        """`done`, `interrupted`, `diverged` or `failed`; `unfinished` for a run that still trains, or was killed."""
         return str(self._end.get("outcome", "unfinished"))
 
     @property
@@ -71,7 +82,13 @@ class History:
 
     @property
     def step(self) -> int:
+        """Last step."""
         return int(self._end.get("step", self.last.get("step", 0)))
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of the last step; None if none was logged."""
+        return self._end.get("loss", self.last.get("loss"))
 
     @property
     def last(self) -> dict[str, Any]:
@@ -80,6 +97,7 @@ class History:
 
     @property
     def losses(self) -> list[float]:
+        """Loss of each logged step."""
         return [float(line["loss"]) for line in self.metrics]
 
     @cached_property
@@ -160,7 +178,30 @@ class History:
         return load(self.path / name)
 
 
-def runs_in(folder: Path) -> list[History]:
+def open_run(name: str | Path | None = None, run_dir: str | Path = "runs") -> RunFolder:
+    """Open a run to read its metrics, events, configuration and outcome.
+
+    Args:
+        name: a path, or a name in the folder of runs; by default the newest run.
+        run_dir: the folder of runs.
+
+    Raises:
+        ConfigError: if there is no such run.
+    """
+    folder = Path(run_dir)
+    if name is None:
+        found = runs_in(folder)
+        if not found:
+            raise ConfigError(f"No runs in {folder}. Start one with: forge train")
+        return found[0]
+    for path in (Path(name), folder / name):
+        if is_run(path):
+            return RunFolder(path)
+    hint = nearest(Path(name).name, [run.name for run in runs_in(folder)])
+    raise ConfigError(f"{name}: there is no such run, here or in {folder}.{hint}")
+
+
+def runs_in(folder: Path) -> list[RunFolder]:
     """The runs of a folder, the most recently written first.
 
     Raises:
@@ -168,8 +209,8 @@ def runs_in(folder: Path) -> list[History]:
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder of runs.")
-    found = [History(path) for path in folder.glob("*") if is_run(path)]
-    return sorted(found, key=lambda history: (-history.changed, history.name))
+    found = [RunFolder(path) for path in folder.glob("*") if is_run(path)]
+    return sorted(found, key=lambda run: (-run.changed, run.name))
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -1,4 +1,4 @@
-"""`forge train --nproc N`: this process starts the others, waits, and reports for them."""
+"""A run on several local processes: this one starts the others, and waits for them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
-
 from forge_train.base import disk
 from forge_train.base.errors import ConfigError
 from forge_train.checkpoint.run import is_kept, is_run
 from forge_train.checkpoint.start import Start, claim, unclaim
 from forge_train.config.layers import Request
+from forge_train.contract.events import Finished
 from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import Setup, resolve
 from forge_train.run import records
 from forge_train.run.run import Run
-from forge_train_tools.launching.launch import Ended, Restart, WorkerCommand, WorkerResult, launch
 
-from .closing import next_commands
-from .failures import show_progress, show_warnings
+from ..messages import show_progress, show_warnings
+from .launch import Ended, Restart, WorkerCommand, WorkerResult, launch
 
 log = logging.getLogger("forge_train")
 
@@ -41,6 +39,12 @@ class Launched:
     run: Path
     ended: Ended
 
+    @property
+    def finished(self) -> Finished:
+        """The run's end, as rank 0 reported it."""
+        result = {**self.ended.result, "code": self.ended.code}
+        return Finished(**{**result, "run": self.run, "closing": [(title, text) for title, text in result["closing"]]})
+
 
 def train_several(
     request: Request,
@@ -50,9 +54,9 @@ def train_several(
     resume: str,
     notable: Sequence[str],
     nproc: int,
-    max_restarts: int,
-    min_nproc: int | None,
     quiet: bool,
+    max_restarts: int = 0,
+    min_nproc: int | None = None,
 ) -> Launched:
     """Train on N local processes, with only rank 0 on the screen; after failures also on fewer, but at least
     `min_nproc`.
@@ -77,7 +81,7 @@ def train_several(
         _record(Run(start.dir, lock.file), restart.first, last_step(), began, restart)
         began = time.time()
         _restore_screen()
-        _warn(restart.why)
+        log.warning(restart.why)
 
     try:
         ended = launch(task, nproc, max_restarts=max_restarts, last_step=last_step, on_restart=on_restart)
@@ -111,12 +115,13 @@ def smaller_layouts(request: Request, nproc: int, least: int) -> dict[int, Layou
         except ConfigError as error:
             why = why or str(error)
     if not found:
-        _warn(f"--min-nproc {least}: every restart takes all {nproc} processes, because the run can't use fewer: {why}")
+        log.warning(
+            "--min-nproc %s: every restart takes all %s processes, because the run can't use fewer: %s",
+            least,
+            nproc,
+            why,
+        )
     return found
-
-
-def _warn(text: str) -> None:
-    click.echo(f"{click.style('Warning:', fg='yellow')} {text}", err=True)
 
 
 def _record(run: Run, first: WorkerResult, step: int, since: float, restart: Restart | None = None) -> None:
@@ -152,7 +157,6 @@ def worker(request: dict[str, Any], start: dict[str, Any], quiet: bool) -> Mappi
         "reason": finished.reason,
         "generates": finished.generates,
         "closing": finished.closing,
-        "next": next_commands(finished, setup) if World.here().rank == 0 else [],
     }
 
 

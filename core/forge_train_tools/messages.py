@@ -1,0 +1,113 @@
+"""Forge's messages on the screen: warnings, the progress of slow work, and the end of a run."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from forge_train.contract.events import Finished
+
+LOG, PROGRESS = "forge_train", "forge_train.progress"
+RED, YELLOW, BOLD, DIM = 31, 33, 1, 2
+
+
+def styled(text: str, code: int, stream: TextIO) -> str:
+    """The text with an ANSI style, if the stream is a terminal."""
+    return f"\x1b[{code}m{text}\x1b[0m" if stream.isatty() else text
+
+
+def _say(text: str, stream: TextIO, end: str = "\n") -> None:
+    stream.write(f"{text}{end}")
+    stream.flush()
+
+
+class _Screen(logging.Handler):
+    """Writes warnings to the current stderr, which a live view replaces by its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        colour = YELLOW if record.levelno < logging.ERROR else RED
+        text = f"{styled(f'{record.levelname.capitalize()}:', colour, sys.stderr)} {record.getMessage()}"
+        if record.exc_info and record.exc_info[1]:
+            text += "\n" + "".join(traceback.format_exception(record.exc_info[1])).rstrip()
+        _say(text, sys.stderr)
+
+
+class _Caller(logging.Handler):
+    """Hands records to the logging that the caller has configured, at the level that it has chosen."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.root.isEnabledFor(record.levelno):
+            logging.root.callHandlers(record)
+
+
+class _Progress(logging.Handler):
+    """Progress: on a terminal one line that is overwritten, elsewhere only the final message."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        passing = getattr(record, "passing", False)
+        if not sys.stdout.isatty():
+            if not passing:
+                _say(record.getMessage(), sys.stdout)
+            return
+        width = shutil.get_terminal_size().columns - 1
+        text = styled(record.getMessage()[:width].ljust(width), DIM, sys.stdout)
+        _say(f"\r{text}\r", sys.stdout, end="" if passing else "\n")
+
+
+def show_progress() -> None:
+    """Show the progress of slow work before the first step on the screen."""
+    log = logging.getLogger(PROGRESS)
+    log.propagate = False  # a run's log gets only its end
+    if not log.handlers:
+        log.addHandler(_Progress(logging.INFO))
+
+
+def show_warnings() -> None:
+    """Show forge's warnings on the screen; lesser messages go only into a run's log."""
+    log = logging.getLogger(LOG)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    if not any(isinstance(handler, _Screen) for handler in log.handlers):
+        screen = _Screen(logging.WARNING)
+        screen.addFilter(lambda record: getattr(record, "screen", True))
+        log.addHandler(screen)
+
+
+@contextmanager
+def shown(*, progress: bool) -> Iterator[None]:
+    """Show messages as the command line does for as long as the block lasts; then logging is as it was before.
+
+    Where the caller has configured logging, warnings go there.
+
+    Args:
+        progress: whether to show the progress of slow work, too.
+    """
+    logs = [logging.getLogger(name) for name in (LOG, PROGRESS)]
+    before = [(log, log.level, log.propagate, list(log.handlers)) for log in logs]
+    if logging.root.handlers and logs[0].propagate:
+        logs[0].addHandler(_Caller())
+        logs[0].propagate = False
+        logs[0].setLevel(logs[0].level or logging.INFO)
+    else:
+        show_warnings()
+    if progress:
+        show_progress()
+    try:
+        yield
+    finally:
+        for log, level, propagate, handlers in before:
+            log.setLevel(level)
+            log.propagate, log.handlers[:] = propagate, handlers
+
+
+def show_end(finished: Finished) -> None:
+    """Show what is to be said of a run that ended: that it had finished before, and the plugins' final messages."""
+    if finished.reason and finished.outcome == "done":
+        _say(f"{finished.run}: {finished.reason}", sys.stdout)
+    for title, text in finished.closing:
+        _say(f"\n{styled(title, BOLD, sys.stdout)}\n{text}", sys.stdout)

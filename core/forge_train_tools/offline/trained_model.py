@@ -1,0 +1,126 @@
+"""A trained model, opened to write text with it or to look at its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from forge_train.base.errors import ConfigError
+from forge_train.checkpoint import model_files
+from forge_train.contract.protocols import Tokenizer
+
+from .generate import Completion, Sampling
+from .logits import logits_of
+from .opening import Opened
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `Sampling`, as keywords."""
+
+    tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop: str | Sequence[str]
+    drafts: int
+
+
+class TrainedModel:
+    """The model of a run, a checkpoint or a Hugging Face folder, with its weights."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+
+    def __repr__(self) -> str:
+        return f"TrainedModel({str(self.path)!r}, step {self.step})"
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint, or the folder in Hugging Face layout."""
+        return self._opened.path
+
+    @property
+    def step(self) -> int:
+        """Step of the checkpoint; 0 for a Hugging Face folder."""
+        return self._opened.step
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, in evaluation mode."""
+        return self._opened.model.parts[0]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Encodes and decodes text.
+
+        Raises:
+            ConfigError: if the model has none.
+        """
+        if not self._opened.job.hooks.provider("tokenizer"):
+            raise ConfigError(f"{self.path}: this model has no tokenizer.")
+        return self._opened.job.hooks.tokenizer()
+
+    def generate(self, prompt: str = "", *, chat: bool = False, **options: Unpack[SamplingOptions]) -> str:
+        """Continue a text; returns what was added to it.
+
+        Args:
+            prompt: the text; empty for the beginning of a document.
+            chat: whether the prompt is a user's message, to be put into the model's chat template.
+            options: `tokens` (200), `temperature` (0.8), `top_k`, `top_p`, `seed`, `stop` and `drafts`, as in
+                `forge generate`.
+
+        Raises:
+            ConfigError: for an option out of range, or a model that can't generate text.
+        """
+        return "".join(self.stream(prompt, chat=chat, **options))
+
+    def stream(self, prompt: str = "", *, chat: bool = False, **options: Unpack[SamplingOptions]) -> Iterator[str]:
+        """Yield the pieces of what `generate` returns, as they arrive."""
+        stop = options.pop("stop", ())
+        ends = (stop,) if isinstance(stop, str) else tuple(stop)
+        values: dict[str, Any] = {**options, "stop": ends}
+        return iter(self.complete(prompt, Sampling(**values), chat=chat))
+
+    def complete(self, prompt: str, sampling: Sampling, *, chat: bool = False) -> Completion:
+        """The completion behind `stream`, which also knows why and after how many tokens it ended."""
+        opened = self._opened
+        given = self._as_chat(prompt) if chat else prompt
+        return Completion(opened.job, opened.model, given, sampling, whole=chat)
+
+    def logits(self, text: str | Sequence[int]) -> Tensor:
+        """The logits after each token of a text: `[tokens, vocabulary]`, fp32 on the CPU.
+
+        Args:
+            text: a text, which the tokenizer encodes without adding tokens; or token ids.
+
+        Raises:
+            ConfigError: for no token, or a token id that the tokenizer does not have.
+            ForgeError: if the logits are NaN.
+        """
+        ids = list(self.tokenizer.encode(text) if isinstance(text, str) else text)
+        if not ids:
+            raise ConfigError("logits: expected at least one token, found none.")
+        job = self._opened.job
+        known = self.tokenizer.vocabulary
+        if strange := [one for one in ids if not 0 <= one < known]:
+            raise ConfigError(f"logits: there is no token {strange[0]}; the tokenizer's ids go from 0 to {known - 1}.")
+        if (given := job.hooks.gives("head")) != "token_logits":
+            raise ConfigError(f"logits: the head of this model gives {given!r}, not token logits.")
+        with torch.no_grad():
+            hidden = self.module(torch.tensor([ids], device=job.device))
+            return logits_of(job.hooks.task(), self.module, hidden, len(ids))
+
+    def _as_chat(self, message: str) -> str:
+        from forge_train_kit.data.chats import open_template
+
+        opened = self._opened
+        files = model_files.of(opened.job.config, opened.job.hooks, opened.path)
+        if not (name := model_files.vocabulary_of(files)):
+            raise ConfigError("chat: this model came without a tokenizer's folder, so it has no chat template.")
+        template = open_template("", files[name].parent)
+        return template.render([{"role": "user", "content": message}], generation_prompt=True)[0]

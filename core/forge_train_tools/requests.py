@@ -1,0 +1,110 @@
+"""Requests from what a user names: a configuration, a run to resume, a Hugging Face folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_train.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forge_train.config.layers import Request
+
+PRESET, RUN_DIR = "quickstart", "runs"
+LONGEST = 3600.0
+"""Seconds that the other processes wait for the first one to fetch a checkpoint."""
+
+
+def assignments(values: Mapping[str, Any]) -> Iterator[str]:
+    """Python values as `--set` takes them: `key=value`.
+
+    Args:
+        values: dotted key → value, or section → its keys and values.
+
+    Raises:
+        ConfigError: for a value that a configuration can't have.
+    """
+    for key, value in values.items():
+        if isinstance(value, Mapping) and "." not in key:
+            yield from assignments({f"{key}.{name}": inner for name, inner in value.items()})
+            continue
+        text = str(value) if isinstance(value, (str, Path)) else _toml(key, value)
+        if text != text.strip(" "):
+            raise ConfigError(f"set: {key}: a text can't begin or end with a space here; write it in a TOML file.")
+        yield f"{key}={text}"
+
+
+def _toml(key: str, value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (str, Path)):
+        return json.dumps(str(value), ensure_ascii=False)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_toml(key, one) for one in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_toml(key, str(name))} = {_toml(key, one)}' for name, one in value.items())}}}"
+    what = "leave the key out to keep its default" if value is None else "expected a number, text, list or table"
+    raise ConfigError(f"set: {key}: {value!r} is not a value of a configuration; {what}.")
+
+
+def with_configuration(request: Request, resume: str) -> Request:
+    """If none is named: the configuration in the run or checkpoint to resume, or else the preset."""
+    from forge_train.checkpoint.run import is_checkpoint, is_run
+
+    if request.config or request.model_from:
+        return request
+    path = Path(resume)
+    if is_run(path) or is_checkpoint(path):
+        return dataclasses.replace(request, config=str(path / "config.toml"), foreign=resume)
+    return dataclasses.replace(request, config=PRESET)
+
+
+def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) -> Request:
+    """The request to run. If its configuration is a folder in Hugging Face layout, it is first imported as a
+    checkpoint; if it starts from such a folder, the folder's model is added to it."""
+    if request.model_from:
+        from .offline.hf_request import starting_from
+
+        return starting_from(request)
+    path = Path(request.config)
+    from forge_train.checkpoint.not_a_model import advice
+
+    if not (path.is_dir() or (path.is_file() and advice(path))):
+        return request
+    from forge_train.checkpoint.hf_folder import Folder, is_hugging_face
+    from forge_train.config.presets import presets
+
+    from .offline.imported import imported
+
+    if not is_hugging_face(path):
+        if request.config and request.config not in presets() and not (path / "config.toml").is_file():
+            Folder.open(path)  # says what the path is instead
+        return request
+    return imported(request, run_dir, say)
+
+
+def fetch(resume: str, folder: Path) -> str:
+    """The run or checkpoint to resume. If it is an address, the first process fetches it and the others wait."""
+    from forge_train.checkpoint.remote import plain
+    from forge_train.checkpoint.run import address_of, is_checkpoint, is_run
+    from forge_train.mesh.world import World
+
+    if not (address := address_of(resume)):
+        return plain(resume)
+    from forge_train.checkpoint.fetching import fetched, target_of
+
+    if World.here().rank == 0:
+        return fetched(address, folder)
+    target = target_of(address, folder)
+    deadline = time.monotonic() + LONGEST
+    while not (is_run(target) or is_checkpoint(target)):
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{target}: the first process has not fetched it from {resume} in {LONGEST:g} s.")
+        time.sleep(0.5)
+    return str(target)
