@@ -32,6 +32,7 @@ BESIDE = (
     "forge_train_kit.pipeline",
     "forge_train_kit.tracking",
     "forge_train.state_map",
+    "forge_train_tools",
 )
 
 

@@ -8,9 +8,10 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from forge_train.contract.events import Finished
+if TYPE_CHECKING:
+    from forge_train.contract.events import Finished
 
 LOG, PROGRESS = "forge_train", "forge_train.progress"
 RED, YELLOW, BOLD, DIM = 31, 33, 1, 2

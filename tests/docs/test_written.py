@@ -135,16 +135,27 @@ def test_the_slurm_script_is_the_one_that_the_command_writes(tmp_path: Path, mon
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_use_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "how-to" / "python.md").read_text(encoding="utf-8")
-    code = page.partition("```python\n")[2].partition("```")[0]
+    """Every program of the page, one after the other, on a model that is small by FORGE_SET."""
+    page = PAGES["docs/how-to/python.md"]
+    programs = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(programs) == 6
+    assert {match[1] for match in re.finditer(r"^(?:from|import) ([\w.]+)", "".join(programs), re.MULTILINE)} == {
+        "forge_train",
+        "forge_train_tools",
+    }
     (tmp_path / "text.txt").write_text("A line of text, and another one.\n" * 4000, encoding="utf-8")
-    values = ("train.steps=2", "train.evaluate_batches=1", "text.path=text.txt", "decoder.dim=16", "decoder.layers=1")
-    small = ", ".join(f'"{value}"' for value in (*values, "decoder.heads=2", "sample.tokens=4"))
-    assert code.count('"train.steps=20",') == 1
+    small = ("train.evaluate_batches=1", "text.path=text.txt", "decoder.dim=16", "decoder.layers=1", "decoder.heads=2")
+    monkeypatch.setenv("FORGE_SET", ";".join((*small, "sample.tokens=4")))
     monkeypatch.chdir(tmp_path)
-    exec(compile(code.replace('"train.steps=20",', f"{small},"), "python.md", "exec"), {})
-    assert capsys.readouterr().out.startswith("done 2 ")
+    names: dict[str, object] = {}
+    for program in programs:
+        exec(compile(program, "python.md", "exec", dont_inherit=True), names)
+    said = capsys.readouterr().out
+    assert re.search(r"^done 20 [\d.]+ runs/first$", said, re.MULTILINE)
+    assert re.search(r"^torch.Size\(\[4, \d+\]\)$", said, re.MULTILINE)
+    assert "did you mean 'steps'" in said.lower()
 
 
 @pytest.mark.parametrize(("shell", "words", "found"), [("bash", "forge pl", "plugins"), ("zsh", "forge tra", "train")])
