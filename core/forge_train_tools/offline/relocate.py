@@ -115,7 +115,7 @@ def _copy(path: Path, new: Path) -> None:
     part = new.with_name(f".{new.name}.partial")
     shutil.rmtree(part, ignore_errors=True)
     try:
-        shutil.copytree(path, part)
+        shutil.copytree(path, part, symlinks=True)  # a link is moved, as by a rename, and not followed
         for one in sorted(part.rglob("*")):
             seal.sync(one)
         seal.sync(part)
