@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,38 @@ def regular_size(file: Path, *, links: bool = False) -> int:
     """
     found = file.stat() if links else file.lstat()
     if stat.S_ISLNK(found.st_mode):
-        raise OSError(errno.ELOOP, "it is a link, and links are not followed: put the file itself there")
+        raise OSError(errno.ELOOP, "it is a link, and links are not followed: put the file itself there", str(file))
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is no regular file", str(file))
     return found.st_size
+
+
+def check_regular(path: Path) -> None:
+    """Raises OSError, which names the file, for a link or a special file: this path, or one below it."""
+    for file in _files(path):
+        regular_size(file)
+
+
+def copy_regular(source: Path, target: Path) -> None:
+    """Copy a file, or a folder with all that is in it.
+
+    Raises:
+        OSError: for a link or a special file, see `regular_size`.
+    """
+    for file in _files(source):
+        regular_size(file)
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy, follow_symlinks=False)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """A path, or all paths below it, if it is a folder; links are not followed."""
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        yield path
+        return
+    for one in sorted(path.iterdir()):
+        yield from _files(one)
 
 
 def load_json(file: Path, *, most: int, links: bool = False, unique: bool = False) -> Any:

@@ -5,7 +5,7 @@ All of it is untrusted: its size and its shape are checked before anything is bu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from ..store import tensors
 from ..store.index import read_index
 from ..store.manifest import EDITABLE, FORMAT, LARGEST, STATE, other_format, way_out
 from ..store.placement import place
-from ..store.tree import join, named, without
+from ..store.tree import TENSOR, TUPLE, has_odd_tuple, join, named, naming_problem, without
 
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("progress", "config", "odd", "models", "plugins", "providers", "optimizer"), dict),
+    **dict.fromkeys(("progress", "config", "odd", "models", "plugins", "providers", "optimizer", "imported"), dict),
     **dict.fromkeys(("enabled", "left_out"), list),
     **dict.fromkeys(("base", "evaluation"), (dict, type(None))),
 }
@@ -62,7 +62,7 @@ def read_state(path: Path) -> dict[str, Any]:
         raise unusable(path, problem)
     if found != FORMAT:
         raise ConfigError(f"{path}: checkpoint format {str(found)[:20]!r}; this forge reads {FORMAT}.")
-    if problem := _odd(state):
+    if problem := state_problem(state):
         raise ConfigError(f"{path}: {STATE} is not as forge writes it: {problem}.")
     return state
 
@@ -71,32 +71,40 @@ def _count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _odd(state: Mapping[str, Any]) -> str:
+def state_problem(state: Mapping[str, Any]) -> str:
+    """Describe what a `state.json` holds that no checkpoint does, in a phrase; empty if there is nothing."""
+    return next(_problems(state), "")
+
+
+def _problems(state: Mapping[str, Any]) -> Iterator[str]:
     for name, kind in _KINDS.items():
         if name in state and not isinstance(state[name], kind):
-            return f"{name!r} is a {type(state[name]).__name__}"
+            yield f"{name!r} is a {type(state[name]).__name__}"
+    if "step" in state and not _count(state["step"]):
+        yield f"'step' is {str(state['step'])[:40]!r}, which is no count"
     if not all(map(_count, state.get("progress", {}).values())):
-        return "'progress' holds something else than counts"
+        yield "'progress' holds something else than counts"
     if not all(
         isinstance(pair, list) and len(pair) == 2 and all(map(_count, pair)) for pair in state.get("left_out", ())
     ):
-        return "'left_out' holds something else than pairs of counts"
+        yield "'left_out' holds something else than pairs of counts"
     for entry in state.get("enabled", ()):
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "version")):
-            return "'enabled' holds something else than plugins"
+            yield "'enabled' holds something else than plugins"
     if any(
         not isinstance(names, list) or not all(isinstance(n, str) for n in names)
         for names in state.get("odd", {}).values()
     ):
-        return "'odd' holds something else than names"
+        yield "'odd' holds something else than names"
     factors = state.get("evaluation") or {}
     if len(factors) > _FACTORS or not all(isinstance(by, (int, float)) for by in factors.values()):
-        return f"'evaluation' holds something else than at most {_FACTORS} factors"
+        yield f"'evaluation' holds something else than at most {_FACTORS} factors"
     if (base := state.get("base")) and (
         base.keys() != {"path", "digest"} or not all(isinstance(one, str) for one in base.values())
     ):
-        return "'base' is no checkpoint"
-    return ""
+        yield "'base' is no checkpoint, which has a path and a digest"
+    if has_odd_tuple(state) or state.keys() & {TENSOR, TUPLE}:
+        yield f"{TENSOR!r} or {TUPLE!r} is where none can be"
 
 
 def shapes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -136,8 +144,6 @@ def load(
 
 def _named(path: Path, state: Any) -> set[str]:
     """The names of tensors in a state, each of which the index must have."""
-    names: list[Any] = list(named(state))
-    known = shapes(path)
-    if odd := next((name for name in names if not isinstance(name, str) or name not in known), None):
-        raise ConfigError(f"{path}: {STATE} names the tensor {str(odd)[:100]!r}, which is not in it.")
-    return set(names)
+    if problem := naming_problem(state, shapes(path)):
+        raise ConfigError(f"{path}: {STATE} {problem}.")
+    return {name for name, _ in named(state)}

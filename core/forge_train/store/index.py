@@ -121,11 +121,7 @@ def _entry(name: str, given: Any) -> Entry:
     if given["dtype"] not in _DTYPES:
         raise ValueError(f"{str(given['dtype'])[:40]!r} is no dtype")
     shape = tuple(map(_count, given["shape"]))
-    if len(shape) > _DIMENSIONS:
-        raise ValueError(f"{name[:100]!r} has {len(shape)} dimensions")
-    dtype = _DTYPES[given["dtype"]]
-    if size_of([max(size, 1) for size in shape], dtype) >= 2**63:  # beyond torch's strides, even if it has no values
-        raise ValueError(f"{name[:100]!r} has the shape {str([*shape])[:80]}, which is too large for any tensor")
+    check_tensor(name, shape, dtype := _DTYPES[given["dtype"]])
     shards = tuple(_placed(name, len(shape), text, *place) for text, place in given["shards"].items())
     if problem := tiling_problem(shape, [shard.box for shard in shards]):
         raise ConfigError(f"declares {problem}: {name[:100]!r}")
@@ -146,15 +142,38 @@ def _count(value: object) -> int:
     return value
 
 
-def _check_files(folder: Path, entries: Mapping[str, Entry]) -> None:
-    """Check that no two shards share a byte, and that the files have all of them: memory may then be allocated."""
+def check_tensor(name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raises ValueError for a tensor that torch can't make, even where it would have no values."""
+    if len(shape) > _DIMENSIONS:
+        raise ValueError(f"{name[:100]!r} has {len(shape)} dimensions")
+    if size_of([max(size, 1) for size in shape], dtype) >= 2**63:
+        raise ValueError(f"{name[:100]!r} has the shape {str([*shape])[:80]}, which is too large for any tensor")
+    if (kind := str(dtype).removeprefix("torch.")).startswith(("qint", "quint")):
+        raise ValueError(f"{name[:100]!r} is quantized ({kind}), which is not read")
+
+
+def _check_files(folder: Path, index: Index) -> None:
     taken: dict[str, list[tuple[int, int, str]]] = {}
-    for name, entry in entries.items():
+    for name, entry in index.items():
         for box, file, start in entry.shards:
             taken.setdefault(file, []).append((start, start + size_of(sizes(box), entry.dtype), name))
+    check_places(folder, taken, SHARDS)
+
+
+def check_places(folder: Path, taken: Mapping[str, list[tuple[int, int, str]]], suffix: str) -> None:
+    """Check that no two shards share a byte, and that the files have all of them: memory may then be allocated.
+
+    Args:
+        folder: of the files.
+        taken: file → first byte, last byte (exclusive) and tensor of each shard in it.
+        suffix: of all files.
+
+    Raises:
+        ConfigError: with what is wrong, as a phrase after "it".
+    """
     for file, places in taken.items():
         shown = repr(file[:100])
-        if Path(file).name != file or not file.endswith(SHARDS):
+        if Path(file).name != file or not file.endswith(suffix) or "\0" in file:
             raise ConfigError(f"names {shown}, which is no file of tensors in the checkpoint's folder")
         try:
             has = regular_size(folder / file)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -85,14 +85,38 @@ def without(tree: Any, names: Set[str]) -> Any:
     return tree
 
 
-def named(tree: Any) -> Iterator[str]:
-    """Names of the tensors in a tree that `split` gave."""
+def named(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors in a tree that `split` gave: the name that is right at each place, and the one that is there."""
     if isinstance(tree, dict):
         if tree.keys() == {TENSOR}:
-            yield tree[TENSOR]
+            yield name, tree[TENSOR]
         else:
-            for value in tree.values():
-                yield from named(value)
+            for key, value in tree.items():
+                yield from named(value, name if key == TUPLE else f"{name}.{key}" if name else key)
     elif isinstance(tree, list):
-        for value in tree:
-            yield from named(value)
+        for index, value in enumerate(tree):
+            yield from named(value, f"{name}.{index}")
+
+
+def naming_problem(tree: Any, known: Container[str]) -> str:
+    """A phrase, if a tree that `split` gave does not name each of its tensors by its place; empty if it does.
+
+    Args:
+        tree: the tree.
+        known: the tensors that there are.
+    """
+    for place, found in named(tree):
+        if not isinstance(found, str) or found not in known:
+            return f"names the tensor {str(found)[:100]!r}, which is not in it"
+        if found != place:
+            return f"names the tensor {found[:100]!r} at the place of {place[:100]!r}"
+    return ""
+
+
+def has_odd_tuple(tree: Any) -> bool:
+    """Return True if something in a tree is marked as a tuple, and is none."""
+    if isinstance(tree, dict):
+        if tree.keys() == {TUPLE} and not isinstance(tree[TUPLE], list):
+            return True
+        return any(map(has_odd_tuple, tree.values()))
+    return isinstance(tree, list) and any(map(has_odd_tuple, tree))

@@ -1,14 +1,18 @@
 """Checkpoints of torch.distributed.checkpoint (DCP): written from Forge's, and turned into Forge's.
 
 torch reads and writes its pickles here, in a process that was asked for it, and nowhere else in Forge: tensors with
-`weights_only`, their index by an unpickler that knows only the classes of one.
+`weights_only`. Their index is read without calling anything that it names.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +22,17 @@ from torch import Tensor
 from forge_train.base.errors import ConfigError, describe
 from forge_train.base.new_folder import check_new, claimed
 from forge_train.base.present import few
-from forge_train.base.untrusted import load_json, regular_size
+from forge_train.base.untrusted import check_regular, copy_regular, load_json, regular_size
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.model_files import FOLDER
-from forge_train.checkpoint.seal import ALONE
+from forge_train.checkpoint.reading import state_problem
+from forge_train.checkpoint.seal import ALONE, weights_digest
 from forge_train.state_map.views import whole
 from forge_train.store import digest
 from forge_train.store.manifest import (
     DCP_INDEX,
     EDITABLE,
+    FORMAT,
     LARGEST,
     MANIFEST,
     NEWER,
@@ -36,9 +42,9 @@ from forge_train.store.manifest import (
     way_out,
 )
 from forge_train.store.tensors import read_range
-from forge_train.store.tree import MODEL, join, named
+from forge_train.store.tree import MODEL, join, naming_problem
 
-from .dcp_folder import Folder, alone
+from .dcp_folder import Folder
 from .hf_files import Exchanged, appearing
 
 if TYPE_CHECKING:
@@ -81,13 +87,13 @@ def export_dcp(path: Path, target: Path) -> Exchanged:
             return StorageMeta()  # without the path: the folder may be moved
 
     described = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
-    with appearing(target) as part, alone():
+    with appearing(target) as part, _alone():
         # torch's writer (2.13) keeps every tensor of a file until the file is written: each gets a file of its own.
         writer = Writer(part, single_file_per_rank=False, per_thread_copy_ahead=0)
         save(described, storage_writer=writer, planner=Planner(), no_dist=True)
         for name in (STATE, *BESIDE):
-            if (one := path / name).exists():
-                shutil.copytree(one, part / name) if one.is_dir() else shutil.copyfile(one, part / name)
+            if (path / name).exists():
+                copy_regular(path / name, part / name)
     files = tuple(sorted(file.name for file in target.iterdir()))
     return Exchanged(target, _parameters(shapes), files)
 
@@ -107,6 +113,7 @@ def import_dcp(source: Path, target: Path) -> Exchanged:
         ForgeError: if the disk reports an error.
     """
     check_new(target)
+    _check_regular(source)
     folder, notes = Folder(source), tuple[str, ...]()
     editable = _compare_hashes(source)
     tensors = folder.tensors
@@ -118,7 +125,7 @@ def import_dcp(source: Path, target: Path) -> Exchanged:
         weights = {name: tensors[f"{MODEL}{name}"] for name in names}
         made = {"from": str(source.absolute())}
         state = {"model": weights, "progress": {"step": 0, "tokens": 0}, "config": {}, "enabled": [], "imported": made}
-        if left := sorted(folder.index.state_dict_metadata.keys() - set(names.values())):
+        if left := sorted({*folder.index.tensors, *folder.index.others} - set(names.values())):
             notes = (f"{few(left, 8)}: left out.",)
         notes = (*notes, f"Start from its weights with train.init_from={target}; train.init_map renames them.")
     step = state.pop("step", 0)
@@ -132,6 +139,31 @@ def import_dcp(source: Path, target: Path) -> Exchanged:
             shutil.rmtree(place.with_name(f".{place.name}.partial"), ignore_errors=True)
     shapes = {name: (tuple(one.shape), one.dtype) for name, one in tensors.items()}
     return Exchanged(target, _parameters(shapes), tuple(sorted(folder.files)), notes)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Without torch's warning that one process is alone; and the error itself instead of torch's
+    `CheckpointException`, which is no `Exception`."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            failed = [failure for failure, _ in error.failures.values()]
+            raise next((one for one in failed if isinstance(one, OSError)), failed[0]) from error
+
+
+def _check_regular(source: Path) -> None:
+    """Refuse links and special files where files are read or copied: they may lead anywhere, or never end."""
+    for name in (DCP_INDEX, STATE, MANIFEST, *BESIDE):
+        if os.path.lexists(source / name):
+            try:
+                check_regular(source / name)
+            except OSError as error:
+                raise ConfigError(f"{error.filename}: can't be read: {error.strerror}.") from error
 
 
 def _parameters(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
@@ -149,10 +181,14 @@ def _state_of(source: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         raise ConfigError(f"{source / STATE}: can't be read: {describe(error).rstrip('.')}.") from error
     if not isinstance(saved, dict):
         raise ConfigError(f"{source / STATE}: is no table.")
-    if lacking := next((name for name in map(str, named(saved)) if name not in tensors), None):
-        raise ConfigError(f"{source / STATE}: names the tensor {lacking[:100]!r}, which is not in {DCP_INDEX}.")
-    if (problem := other_format(saved.pop("format", None))).startswith(NEWER):
+    if (problem := other_format(number := saved.pop("format", FORMAT))).startswith(NEWER):
         raise ConfigError(f"{source}: {problem}. {way_out(problem, source)}")
+    if type(number) is not int or number < 1:
+        raise ConfigError(f"{source / STATE}: is not as forge writes it: 'format' is {str(number)[:40]!r}.")
+    if problem := state_problem(saved):
+        raise ConfigError(f"{source / STATE}: is not as forge writes it: {problem}.")
+    if problem := naming_problem(saved, tensors):
+        raise ConfigError(f"{source / STATE}: {problem}.")
     if base := saved.get("base"):
         saved["base"] = {**base, "digest": _digest_of_base(source, base)}
     if (source / MANIFEST).is_file():
@@ -167,7 +203,13 @@ def _hashes(source: Path) -> tuple[dict[str, tuple[int, str]], str, tuple[str, .
         if not digest.known(algorithm := table.get("hash", digest.FIRST)):
             raise ValueError(f"it names the hash {str(algorithm)[:40]!r}; this forge knows {digest.names()}")
         files = {name: (one["bytes"], one[algorithm]) for name, one in table["files"].items()}
-        return files, algorithm, tuple(table.get("editable", ()))
+        editable = table.get("editable", [])
+        if any(name != EDITABLE for name in editable):
+            raise ValueError(f"'editable' holds something else than {EDITABLE}")
+        for name in files:
+            if not name.isprintable() or Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"it names {name[:100]!r}, which is not in this folder")
+        return files, algorithm, tuple(editable)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{source / MANIFEST}: can't be read: {describe(error).rstrip('.')}.") from error
 
@@ -177,12 +219,16 @@ def _compare_hashes(source: Path) -> tuple[str, ...]:
     if not (source / MANIFEST).is_file():
         return ()
     files, algorithm, editable = _hashes(source)
+    if lacking := next((name for name in editable if not (source / name).is_file()), None):
+        raise ConfigError(f"{source}: not a whole checkpoint: {lacking} is missing.")
     for name, (size, expected) in files.items():
         if name == EDITABLE:
             continue
         try:
-            inside = not Path(name).is_absolute() and ".." not in Path(name).parts
-            if not inside or regular_size(source / name) != size:
+            for parent in Path(name).parents:
+                if parent != Path() and (source / parent).is_symlink():
+                    raise OSError(errno.ELOOP, "it is in a folder that is a link, and links are not followed")
+            if regular_size(source / name) != size:
                 raise ConfigError(f"{source}: not a whole checkpoint: {name[:100]!r} is not as it was saved.")
             with (source / name).open("rb") as data:
                 found = digest.of_file(data, algorithm)
@@ -202,8 +248,6 @@ def old_digest(source: Path) -> str:
 
 def _digest_of_base(source: Path, base: Mapping[str, str]) -> str:
     """The hash of the checkpoint beneath a partial one, once it was imported to the place of the old one."""
-    from forge_train.checkpoint.seal import weights_digest
-
     try:
         beneath = checkpoint.resolve(Path(base["path"]))
         now, imported = weights_digest(beneath), checkpoint.read_state(beneath).get("imported", {})

@@ -1,68 +1,30 @@
-"""A folder of torch.distributed.checkpoint (DCP), read by torch: the index by an unpickler that knows only the classes
-of one, and tensors with `weights_only`."""
+"""A folder of torch.distributed.checkpoint (DCP), read chunk by chunk; torch reads each with `weights_only`."""
 
 from __future__ import annotations
 
-import pickle
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import io
+import os
+import zipfile
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from forge_train.base.errors import ConfigError, describe
-from forge_train.base.untrusted import regular_size
-from forge_train.store.manifest import DCP_INDEX, SHARDS
+from forge_train.state_map.views import sizes, whole
+from forge_train.store.manifest import SHARDS
+from forge_train.store.tensor_files import described, stored_as
 from forge_train.store.tree import MODEL
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import Metadata
+from .dcp_index import Chunk, Index, Stored, read_index
 
 _OPTIMIZER = "optimizer."
 
 
-class _Unpickler(pickle.Unpickler):
-    """Gives the classes of an index, and nothing else. torch's unpickler for `weights_only` (2.13) can't read the
-    protocol of an index."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # how Python 3.11 writes a member of an enumeration
-            return _member
-        if module in _KNOWN and name in _KNOWN[module]:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which an index does not need and which could run code")
-
-
-def _member(owner: object, name: str) -> object:
-    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
-
-    return _MEM_FORMAT_ENCODING[name]
-
-
-_DCP = "torch.distributed.checkpoint"
-_KNOWN: Mapping[str, frozenset[str]] = {
-    f"{_DCP}.metadata": frozenset(
-        {
-            *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "StorageMeta"),
-            *("ChunkStorageMetadata", "MetadataIndex", "_MEM_FORMAT_ENCODING"),
-        }
-    ),
-    f"{_DCP}.filesystem": frozenset({"_StorageInfo"}),
-    "torch": frozenset({"Size"}),
-    "torch.serialization": frozenset({"_get_layout"}),
-    **dict.fromkeys(("pathlib", "pathlib._local"), frozenset({"PosixPath", "WindowsPath"})),
-}
-
-
 class Folder:
-    """A DCP folder, read by torch."""
+    """A DCP folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +36,7 @@ class Folder:
         Raises:
             ConfigError: if there are none.
         """
-        names = [name for name in self.tensors if not name.startswith(_OPTIMIZER)]
+        names = [name for name in self.index.tensors if not name.startswith(_OPTIMIZER)]
         if not names:
             raise ConfigError(f"{self.path}: holds no tensors outside an optimizer.")
         start = MODEL if all(name.startswith(MODEL) for name in names) else ""
@@ -82,93 +44,105 @@ class Folder:
         return self._weights
 
     @cached_property
-    def index(self) -> Metadata:
-        """Raises ConfigError if it is anything but an index of tensors and plain values."""
-        from torch.distributed.checkpoint.metadata import Metadata
-
-        file, most = self.path / DCP_INDEX, 1 << 30
-        try:
-            if (size := regular_size(file)) > most:
-                raise ValueError(f"it has {size:,} bytes, and at most {most:,} are read")
-            with file.open("rb") as data:
-                found = _Unpickler(data).load()
-        except Exception as error:  # whatever a damaged pickle comes to
-            text = describe(error).partition("\n")[0][:200].rstrip(".")
-            raise ConfigError(f"{file}: not an index of torch.distributed.checkpoint: {text}.") from error
-        if not isinstance(found, Metadata):
-            raise ConfigError(f"{file}: not an index of torch.distributed.checkpoint.")
-        return found
+    def index(self) -> Index:
+        """Raises ConfigError; see `read_index`."""
+        return read_index(self.path)
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """Name → tensor, on the meta device."""
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+        return {
+            name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in self.index.tensors.items()
+        }
 
-        entries = self.index.state_dict_metadata.items()
-        found = {name: one for name, one in entries if isinstance(one, TensorStorageMetadata)}
-        try:
-            return {
-                name: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for name, one in found.items()
-            }
-        except (TypeError, RuntimeError, AttributeError) as error:
-            raise ConfigError(f"{self.path / DCP_INDEX}: {describe(error)}.") from error
-
-    @cached_property
+    @property
     def files(self) -> set[str]:
-        return {str(one.relative_path) for one in (self.index.storage_data or {}).values()}
-
-    @cached_property
-    def _reader(self) -> FileSystemReader:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-        index = self.index
-        if odd := next((name for name in sorted(self.files) if Path(name).name != name), None):
-            raise ConfigError(f"{self.path / DCP_INDEX}: names {odd[:100]!r}, which is not in this folder.")
-
-        class Reader(FileSystemReader):
-            def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
-                return index
-
-        return Reader(self.path)
+        return {chunk.file for stored in self.index.tensors.values() for chunk in stored.chunks}
 
     def read(self, name: str) -> Tensor:
-        """A tensor by its name in the checkpoint."""
-        from torch.distributed.checkpoint import load
-        from torch.distributed.checkpoint.metadata import MetadataIndex
+        """A tensor by its name in the checkpoint.
 
+        Raises:
+            ConfigError: if a file holds anything but what the index says.
+            OSError: if a file can't be read.
+        """
         if self._weights is not None:
             name = self._weights[name.removeprefix(MODEL)]
-        reader, described = self._reader, self.tensors[name]
-        first = MetadataIndex(name, torch.Size([0] * described.dim()))
-        place = (self.index.storage_data or {}).get(first)
-        try:
-            if place and place.relative_path.endswith(SHARDS):  # a full tensor in an older checkpoint of Forge
-                from safetensors import safe_open
+        stored = self.index.tensors[name]
+        if [chunk.box for chunk in stored.chunks] == [whole(stored.shape)]:
+            return self._chunk(name, stored, stored.chunks[0])
+        full = torch.empty(stored.shape, dtype=stored.dtype)
+        for chunk in stored.chunks:
+            full[tuple(slice(low, high) for low, high in chunk.box)] = self._chunk(name, stored, chunk)
+        return full
 
-                with safe_open(self.path / place.relative_path, framework="pt") as file:
-                    full: Tensor = file.get_tensor(name.removeprefix(MODEL))
-                    return full
-            tensor = torch.empty(described.shape, dtype=described.dtype)
-            with alone():
-                load({name: tensor}, storage_reader=reader, no_dist=True)
-            return tensor
-        except OSError:
+    def _chunk(self, name: str, stored: Stored, chunk: Chunk) -> Tensor:
+        file = self.path / chunk.file
+        try:
+            if chunk.file.endswith(SHARDS):
+                values = _full_tensor(file, name, stored, chunk)
+            else:
+                with file.open("rb", buffering=0) as data, io.BufferedReader(_Part(data, chunk)) as part:
+                    values = _saved(part, chunk.length)
+        except (OSError, ConfigError):
             raise
         except Exception as error:
-            text = describe(error).partition("\n")[0][:200].rstrip(".")
-            raise ConfigError(f"{self.path}: {name!r} can't be read by torch with weights_only: {text}.") from error
+            text = (str(error) if type(error) is ValueError else describe(error)).partition("\n")[0][:200].rstrip(".")
+            raise ConfigError(f"{file}: {name!r} can't be read by torch with weights_only: {text}.") from error
+        expected = (sizes(chunk.box), stored.dtype)
+        if (found := (tuple(values.shape), values.dtype)) != expected:
+            words = " and ".join(
+                f"{[*shape]} of {dtype}{by}" for (shape, dtype), by in ((found, ""), (expected, " by"))
+            )
+            raise ConfigError(f"{file}: {name!r} can't be read: it is {words} the index.")
+        return values
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Without torch's warning that one process is alone; and the error itself instead of torch's
-    `CheckpointException`, which is no `Exception`."""
-    from torch.distributed.checkpoint.api import CheckpointException
+class _Part(io.RawIOBase):
+    """The bytes of a chunk, as a file."""
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:
-            failed = [failure for failure, _ in error.failures.values()]
-            raise next((one for one in failed if isinstance(one, OSError)), failed[0]) from error
+    def __init__(self, data: io.FileIO, chunk: Chunk) -> None:
+        self._data, self._start, self._length, self._at = data, chunk.start, chunk.length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        view = memoryview(into).cast("B")[: max(self._length - self._at, 0)]
+        self._data.seek(self._start + self._at)
+        got = self._data.readinto(view) or 0
+        self._at += got
+        return got
+
+
+def _saved(data: IO[bytes], length: int) -> Tensor:
+    """A tensor that torch saved."""
+    with zipfile.ZipFile(data) as archive:  # of compressed values, a few bytes may fill the memory
+        held = archive.infolist()
+    if any(one.compress_type != zipfile.ZIP_STORED for one in held) or sum(one.file_size for one in held) > length:
+        raise ValueError("its values are compressed, as torch never writes them")
+    data.seek(0)
+    found = torch.load(data, map_location="cpu", weights_only=True)
+    if type(found) is not Tensor or found.layout != torch.strided or found.is_quantized or found.device.type != "cpu":
+        raise ValueError("it is no plain tensor")
+    return found
+
+
+def _full_tensor(file: Path, name: str, stored: Stored, chunk: Chunk) -> Tensor:
+    """A full tensor in an older checkpoint of Forge."""
+    key = name.removeprefix(MODEL)
+    expected = (*stored_as(stored.shape, stored.dtype), chunk.start)
+    if chunk.box != whole(stored.shape) or described(file).get(key) != expected:
+        raise ConfigError(f"{file}: {key[:100]!r} can't be read: its shape, dtype or place is not that of the index.")
+    with file.open("rb") as data:
+        data.seek(chunk.start)
+        values = torch.frombuffer(bytearray(data.read(chunk.length)), dtype=torch.uint8)
+    return values.view(stored.dtype).reshape(stored.shape)

@@ -38,7 +38,7 @@ _KNOWN: Mapping[str, frozenset[str]] = {
     "builtins": frozenset({"getattr"}),  # how Python 3.11 writes a member of an enumeration
     **dict.fromkeys(("pathlib", "pathlib._local"), frozenset({"PosixPath", "WindowsPath"})),
 }
-"""What an index names besides dtypes: module → names."""
+"""Classes and functions that an index names, besides dtypes: module → names."""
 
 
 class Chunk(NamedTuple):
@@ -162,7 +162,7 @@ _PLAIN = (
     *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "EMPTY_DICT", "EMPTY_LIST", "APPEND", "APPENDS"),
     *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
 )
-"""What else an index is made of."""
+"""Other operations that write an index."""
 for _name in _PLAIN:
     _code = getattr(pickle, _name)[0]
     _Unpickler.dispatch[_code] = pickle._Unpickler.dispatch[_code]
