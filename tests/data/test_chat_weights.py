@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import chat_model
-from forge_train import MASKED, Batch, ConfigError, Plugin, hookimpl
-from forge_train_kit import hookspecs
+from forge_train import MASKED, Batch, ConfigError
 from forge_train_kit.data.chats import Template, conversation, open_template, preference, render, tokenise
 from forge_train_kit.data.store import ShardWriter, open_shard
 from forge_train_kit.data.tokenizers.byte import ByteTokenizer
@@ -134,27 +133,6 @@ def chats(folder: Path, weight: object = 0.5) -> dict[str, Any]:
     }
 
 
-class Other(Plugin):
-    """A task that knows nothing of weights."""
-
-    api = (1, 0)
-    requires = ("loss",)
-
-    @hookimpl
-    def task(self, job: Any) -> Any:
-        return NextTokenTask(hookspecs.loss(job))
-
-
-class Unweighted(Plugin):
-    """A loss that can't weigh labels."""
-
-    api = (1, 0)
-
-    @hookimpl
-    def loss(self, job: Any) -> Any:
-        return ChunkedCrossEntropy().__call__
-
-
 @pytest.mark.parametrize("packing", ["best_fit", "pad", "buckets"])
 def test_a_run_learns_with_weights(tmp_path: Path, packing: str) -> None:
     more = {"sft.packing": packing, **({"train.micro_batch": 1} if packing == "buckets" else {})}
@@ -164,14 +142,6 @@ def test_a_run_learns_with_weights(tmp_path: Path, packing: str) -> None:
     )
     assert half != whole != none
     assert min(whole, none) < half < max(whole, none)
-
-
-def test_who_can_t_weigh_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="plugin 'other', which provides the task, does not weigh labels"):
-        run_forge(["sft", Other], chats(tmp_path), steps=1, folder=tmp_path)
-    with pytest.raises(ConfigError, match="The loss plugin can't weigh labels"):
-        run_forge(["sft", Unweighted], chats(tmp_path), steps=1, folder=tmp_path)
-    assert run_forge(["sft", Other], chats(tmp_path, 0), steps=1, folder=tmp_path).losses
 
 
 def test_pairs_have_no_weights_between() -> None:

@@ -14,8 +14,8 @@ from forge_train_tools.testing import Pool
 pytestmark = [pytest.mark.dist, pytest.mark.accept("dist", 2)]
 
 
-def record(number: int) -> dict[str, Any]:
-    weights = (0.1 * (1 + number % 5), 0.5, 2.5)
+def record(number: int, *, weighted: bool = True) -> dict[str, Any]:
+    weights = (0.1 * (1 + number % 5), 0.5, 2.5) if weighted else (1, 1, 1)
     turns = [
         ({"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "x" * at, "weight": weight})
         for at, weight in enumerate(weights, start=1 + number % 3)
@@ -37,9 +37,11 @@ def record(number: int) -> dict[str, Any]:
 def test_every_layout_weighs_alike(
     ranks: Pool, tmp_path: Path, world: int, plugins: tuple[str, ...], layout: dict[str, Any]
 ) -> None:
-    file = tmp_path / "chats.jsonl"
-    file.write_text("".join(json.dumps(record(number)) + "\n" for number in range(17)), encoding="utf-8")
-    config = {
+    file, unweighted = tmp_path / "chats.jsonl", tmp_path / "unweighted.jsonl"
+    for path in (file, unweighted):
+        records = [record(number, weighted=path == file) for number in range(17)]
+        path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+    config: dict[str, Any] = {
         "sft": {"path": str(file), "cache": str(tmp_path / "cache"), "template": "plain", "held_out": 0.0},
         "train.sequence": 128,
         "decoder.max_sequence": 128,
@@ -47,6 +49,10 @@ def test_every_layout_weighs_alike(
     }
     arguments = {"folder": str(tmp_path)}
     ((*one,),) = ranks.run(weight_cases.trained, 1, plugins=(), config=config, **arguments)
+    ignored = {**config, "sft": {**config["sft"], "path": str(unweighted)}}
+    ((*plain,),) = ranks.run(weight_cases.trained, 1, plugins=(), config=ignored, **arguments)
+    for step, other in zip(one, plain, strict=True):
+        assert all(abs(a / b - 1) > 1e-4 for a, b in zip(step, other, strict=True)), "the weights show"
     several = ranks.run(weight_cases.trained, world, plugins=plugins, config={**config, **layout}, **arguments)
     for found in several:
         for step, expected in zip(found, one, strict=True):

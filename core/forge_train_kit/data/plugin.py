@@ -114,24 +114,27 @@ def check_buckets(packing: str, config: RunConfig) -> Iterator[Problem]:
 
 
 def check_weights(documents: Documents, job: Job, key: str) -> None:
-    """Refuse weights of messages that the run's task would ignore.
+    """Refuse weights of messages that the run's task or its loss would ignore.
 
     Args:
         documents: which the run learns.
         job: of the run.
-        key: the plugin's section, for messages.
+        key: that names the documents, for messages.
 
     Raises:
-        ConfigError: naming the task.
+        ConfigError: naming the key, and the plugin that can't weigh labels.
     """
     if not documents.weighted:
         return
-    name = job.hooks.provider("task")
-    if name and not job.hooks.enabled[name].cls.weighs_labels:
-        raise ConfigError(
-            f"{key}.path: messages have weights other than 0 and 1, and plugin {name!r}, which provides the task, does "
-            "not weigh labels (weighs_labels)."
-        )
+    from forge_train_kit import hookspecs
+
+    found = f"{key}: messages have weights other than 0 and 1, and plugin"
+    task, loss = job.hooks.provider("task"), job.hooks.provider("loss")
+    if task and not job.hooks.enabled[task].cls.weighs_labels:
+        raise ConfigError(f"{found} {task!r}, which provides the task, does not weigh labels (weighs_labels).")
+    # A guarded function has `weighted` through __getattr__, which isinstance does not ask since Python 3.12.
+    if loss and getattr(hookspecs.loss(job), "weighted", None) is None:
+        raise ConfigError(f"{found} {loss!r}, which provides the loss, can't weigh labels (WeightedLosses).")
 
 
 def check_prefetch(prefetch: Prefetch, key: str) -> Iterator[Problem]:

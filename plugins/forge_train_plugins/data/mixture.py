@@ -267,7 +267,7 @@ class Mixture(DataPlugin):
         from forge_train_kit.data.tokens import rows_of
 
         documents = self._open(job)[name][split]
-        check_weights(documents, job, "mixture")
+        check_weights(documents, job, f"mixture.sources: {name!r}")
         return rows_of(
             documents,
             job.config.train.sequence,

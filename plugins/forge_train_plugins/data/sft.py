@@ -106,7 +106,7 @@ class SFT(DataPlugin):
         from forge_train_kit.data.tokens import laid_out
 
         documents, sequence = self._open(job)[split], job.config.train.sequence
-        check_weights(documents, job, "sft")
+        check_weights(documents, job, "sft.path")
         packing = self.config.packing
         pieces = fitted(documents, sequence, long=self.config.long, packing=packing, key="sft")
         if split == "train":

@@ -91,7 +91,7 @@ class Tokens(DataPlugin):
         from forge_train_kit.data.tokens import rows_of
 
         found = self._open(job)
-        check_weights(found[split], job, "tokens")
+        check_weights(found[split], job, "tokens.path")
         rows = rows_of(
             found[split],
             job.config.train.sequence,
