@@ -58,7 +58,7 @@ def plugin_page(found: PluginRef, plugin: type[Plugin]) -> str:
 def hooks() -> str:
     rows = ["| hook | kind | declared by | what it is |", "|---|---|---|---|"]
     for name, spec in HOOKS.items():
-        kind = f"{spec.kind}, may stay empty" if spec.optional else spec.kind
+        kind = f"{spec.kind}, may stay empty" if spec.optional and spec.kind == "slot" else spec.kind
         rows.append(f"| [`{name}`]({name}.md) | {kind} | `{spec.function.__module__}` | {first_line(spec.function)} |")
     return "\n".join(rows)
 

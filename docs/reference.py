@@ -31,7 +31,9 @@ BESIDE = (
     "forge_train_kit.metrics",
     "forge_train_kit.pipeline",
     "forge_train_kit.tracking",
-    "forge_train.state_map",
+    "forge_train_kit.state_map",
+    "forge_train_kit.hf",
+    "forge_train_kit.weights",
     "forge_train_tools",
 )
 

@@ -107,8 +107,10 @@ def _longer(setup: Setup) -> str:
 
 def _exports(job: Job) -> bool:
     """Return True if the run's model can be written in Hugging Face layout."""
+    from forge_train_kit.hf.start import exported
+
     try:
-        return job.hooks.export_hf() is not None
+        return exported(job) is not None
     except ConfigError:  # the plugin says that this model has no such layout
         return False
     except Exception as error:  # the run is done and saved, so a suggestion must not fail it

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from .contract.events import Update as Update
     from .contract.extra import ExtraModel as ExtraModel
     from .contract.init import Init as Init
+    from .contract.init import InitialWeights as InitialWeights
     from .contract.metric import Bins as Bins
     from .contract.metric import Metric as Metric
     from .contract.model import Model as Model
     from .contract.protocols import Evaluator as Evaluator
     from .contract.protocols import Executor as Executor
-    from .contract.protocols import HFModel as HFModel
     from .contract.protocols import Loader as Loader
     from .contract.protocols import LossScale as LossScale
     from .contract.protocols import RolloutLoader as RolloutLoader
@@ -80,9 +80,8 @@ _HOME = {
     "contract.metric": "Bins Metric",
     "contract.model": "Model",
     "plugin.plugin": "Plugin hookimpl",
-    "contract.init": "Init",
-    "contract.protocols": "Evaluator Executor HFModel"
-    " Loader LossScale RolloutLoader Schedule Span SpanName Task Tokenizer",
+    "contract.init": "Init InitialWeights",
+    "contract.protocols": "Evaluator Executor Loader LossScale RolloutLoader Schedule Span SpanName Task Tokenizer",
     "plugin.specs": "HookSpec hookspec",
     "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
     "base.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",

@@ -1,1 +1,1 @@
-"""Libraries for plugin authors: layers, optimizers, metrics, data, pipelines, trackers. The kernel never imports it."""
+"""Libraries for plugin authors: layers, optimizers, metrics, data, weights and more. The kernel never imports it."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from forge_train.plugin.job import Job
 from forge_train.plugin.specs import hookspec
 
 from .heads import Classes, Head, HeadSpec, Tail, Trunk
+from .hf.model import HFModel
 from .layers import Attention, AttentionKernel, FeedForward, Layer
 from .losses import LossFunction
 
@@ -56,3 +58,13 @@ def classes(job: Job) -> Classes:
 def loss(job: Job) -> LossFunction:
     """The loss of hidden states against labels."""
     raise AssertionError
+
+
+@hookspec("questions", asked=None)
+def import_hf(config: Mapping[str, Any]) -> HFModel | None:
+    """Return the layout of a model with this `config.json`, or None if it is not one of this plugin's."""
+
+
+@hookspec("questions", asked=None)
+def export_hf(job: Job) -> HFModel | None:
+    """Return the layout of this job's model in Hugging Face format, or None."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from forge_train.base.present import BINARY, rounded
+from forge_train.base.present import BINARY, few, rounded
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -100,3 +100,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def indented(lines: Iterable[str]) -> str:
+    """An indented list, cut short."""
+    return "\n  " + few(lines, 8, "\n  ")

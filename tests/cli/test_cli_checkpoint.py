@@ -17,8 +17,8 @@ from forge_cli import Ended
 from forge_command import Forge
 from forge_train.base.lock import take
 from forge_train.checkpoint import checkpoint
-from forge_train.checkpoint.hf_folder import Folder
 from forge_train.checkpoint.seal import ALONE, check
+from forge_train_kit.hf.folder import Folder
 from forge_train_tools.offline import differences
 from full_disk import full_for
 

@@ -12,6 +12,7 @@ from forge_command import Forge
 from forge_train.config.layers import Request
 from forge_train.registry.setup import resolve
 from forge_train_cli.presets import Preset, everything
+from forge_train_kit.hf.start import exported
 from forge_train_tools.offline.opening import lone_job
 
 pytestmark = pytest.mark.accept("families", "presets")
@@ -39,7 +40,7 @@ def test_has_the_published_number_of_parameters(preset: Preset, tmp_path: Path) 
         assert further == layer + 2 * 7168**2 + 3 * 7168, (
             "a layer, a projection and three norms (arXiv:2412.19437, §2.2)"
         )
-    layout = job.hooks.export_hf()
+    layout = exported(job)
     assert layout is not None
     config = dict(layout.config)
     made = transformers.AutoConfig.for_model(**config)

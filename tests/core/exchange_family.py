@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_train import HFModel, Init, Plugin, hookimpl, section
-from forge_train.state_map import Rename, Split, Stack, StateMap, Transpose
+from forge_train import Init, Plugin, hookimpl, section
+from forge_train_kit.hf import HFModel
 from forge_train_kit.model import Embedding, Linear, RMSNorm
+from forge_train_kit.state_map import Rename, Split, Stack, StateMap, Transpose
 
 VOCABULARY, DIM, HIDDEN, EXPERTS, KV_HEADS, HEAD_DIM = 23, 8, 12, 5, 2, 2
 

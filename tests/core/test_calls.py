@@ -27,7 +27,7 @@ from forge_train import (
     Batch,
     BatchPhase,
     ConfigError,
-    HFModel,
+    InitialWeights,
     LogRecord,
     Phase,
     Plugin,
@@ -44,7 +44,6 @@ from forge_train.plugin.hooks import Hooks
 from forge_train.plugin.hookspecs import SPECS
 from forge_train.plugin.reference import PluginRef
 from forge_train.registry.declared import Specs
-from forge_train.state_map import Rename
 from forge_train_kit import hookspecs
 from forge_train_kit.layers import Layer
 
@@ -417,7 +416,7 @@ def test_a_slot_is_asked_of_its_one_provider() -> None:
 def test_optional_slots_may_stay_empty() -> None:
     assert hooks().loss_scale() is None
     assert hooks().provider("tokenizer") is None
-    assert all(spec.kind == "slot" for spec in SPECS.values() if spec.optional)
+    assert {name for name, spec in SPECS.items() if spec.optional and spec.kind != "slot"} == {"initial_weights"}
     with pytest.raises(ConfigError, match="fills the slot 'tokenizer'"):
         hooks().tokenizer()
 
@@ -543,13 +542,28 @@ def test_spans_nest_in_the_order_of_names() -> None:
 
 def test_questions_collect_or_have_one_answer() -> None:
     def plugin(name: str, answer: Any) -> Plugin:
-        return make(type(name, (Plugin,), {"export_hf": hookimpl(lambda self, job: answer)}))
+        return make(type(name, (Plugin,), {"evaluation_weights": hookimpl(lambda self, job: answer)}))
 
-    model = HFModel(Rename({}))
-    assert hooks(plugin("A", None), plugin("B", model)).export_hf() is model
-    assert hooks(plugin("A", None)).export_hf() is None
-    with pytest.raises(ConfigError, match="Plugins 'a' and 'b' both answer export_hf"):
-        hooks(plugin("A", model), plugin("B", model)).export_hf()
+    weights = {"model.{name}": 1.0}
+    assert hooks(plugin("A", None), plugin("B", weights)).evaluation_weights() is weights
+    assert hooks(plugin("A", None)).evaluation_weights() == {}
+    with pytest.raises(ConfigError, match="Plugins 'a' and 'b' both answer evaluation_weights"):
+        hooks(plugin("A", weights), plugin("B", weights)).evaluation_weights()
+
+
+def test_a_thing_that_no_plugin_need_claim(tmp_path: Path) -> None:
+    def plugin(name: str, suffix: str) -> Plugin:
+        def answer(self: Any, path: Path) -> InitialWeights | None:
+            return InitialWeights((name,)) if path.suffix == suffix else None
+
+        return make(type(name, (Plugin,), {"initial_weights": hookimpl(answer)}))
+
+    made = hooks(plugin("A", ".a"), plugin("B", ".b"), plugin("C", ".b"))
+    model: Any = None
+    assert made.initial_weights(tmp_path / "x.a", model) == InitialWeights(("A",))
+    assert made.initial_weights(tmp_path / "x.c", model) is None
+    with pytest.raises(ConfigError, match=r"Plugins 'b' and 'c' both build initial_weights for path .*x\.b"):
+        made.initial_weights(tmp_path / "x.b", model)
 
 
 # -- hooks of every kind are found whatever else a plugin is ---------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 import chat_model
 from forge_train import ConfigError
 from forge_train.base.disk import DiskError
-from forge_train.checkpoint.hf_folder import Folder
+from forge_train_kit.hf.folder import Folder
 from forge_train_tools.offline.convert import convert_folder
 from forge_train_tools.planning.ledger import Ledger
 from full_disk import full_for
@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.unit, pytest.mark.accept("families", "convert")]
 
 TOKENS = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(1))
 MAPS = """
-from forge_train import HFModel
-from forge_train.state_map import Concat, Rename, Transpose
+from forge_train_kit.hf import HFModel
+from forge_train_kit.state_map import Concat, Rename, Transpose
 
 QKV = tuple(f"model.layers.{{i}}.self_attn.{one}_proj.weight" for one in "qkv")
 REST = Rename({"{x*}": "{x*}"})

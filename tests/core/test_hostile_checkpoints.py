@@ -19,12 +19,12 @@ import torch
 
 from forge_train import ConfigError, PluginError
 from forge_train.checkpoint import checkpoint
-from forge_train.checkpoint.hf_folder import Folder
 from forge_train.checkpoint.seal import ALONE, check
 from forge_train.store import index
 from forge_train.store.shards import tiling_problem
 from forge_train.store.tensors import check_shards, read_range
 from forge_train_kit.data.manifest import read_manifest
+from forge_train_kit.hf.folder import Folder
 from forge_train_tools.offline.examine import examine
 from tiny_models import reseal
 

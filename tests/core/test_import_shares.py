@@ -15,9 +15,9 @@ from torch import Tensor
 
 import chat_model
 from forge_train import ConfigError
-from forge_train.checkpoint.hf_folder import Folder
 from forge_train.checkpoint.seal import check
 from forge_train.store import digest
+from forge_train_kit.hf.folder import Folder
 from forge_train_tools.offline.hf_import import _Asked, _Import, import_checkpoint
 
 pytestmark = pytest.mark.unit

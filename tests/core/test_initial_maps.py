@@ -19,7 +19,7 @@ from forge_train_tools.testing import run_forge
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("families", "maps")]
 MAPS = """
-from forge_train.state_map import Renumber, Repeat, Resize
+from forge_train_kit.state_map import Renumber, Repeat, Resize
 
 EXPERTS = Repeat("layers.{i}.feed_forward.{m}.weight", "layers.{i}.feed_forward.routed.experts.{m}", 4)
 DEEPER = Renumber("layers.{i}.{rest*}", (0, 0, 1, 1))

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from forge_train import ConfigError, HFModel
-from forge_train.checkpoint.hf_fit import plan
-from forge_train.checkpoint.hf_folder import Folder
-from forge_train.state_map import Rename
+from forge_train import ConfigError
+from forge_train_kit.hf import HFModel
+from forge_train_kit.hf.fit import plan
+from forge_train_kit.hf.folder import Folder
+from forge_train_kit.state_map import Rename
 
 pytestmark = pytest.mark.unit
 

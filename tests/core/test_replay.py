@@ -11,6 +11,7 @@ import pytest
 
 from forge_cli import forge
 from forge_train import ConfigError
+from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.replay import replay
 from forge_train_tools.testing import Pool, RunForge, run_forge
 
@@ -39,6 +40,13 @@ def test_it_repeats_what_was_recorded(run_forge: RunForge, every: int, step: int
     losses = [loss for row in found.sequences for loss in row.losses if loss is not None]
     assert sum(losses) / len(losses) == pytest.approx(found.loss, rel=1e-5)
     assert all(row.inputs[1:] == row.labels[:-1] for row in found.sequences)
+
+
+def test_a_step_of_a_run_from_published_weights(run_forge: RunForge, tmp_path: Path) -> None:
+    export_checkpoint(run_forge([], {"adamw.lr": 1e-2}, steps=2).run, tmp_path / "published")
+    run = run_forge([], {"train.init_from": str(tmp_path / "published"), "checkpoint.every": 0}, steps=2)
+    found = replay(run.run, 2)
+    assert (found.checkpoint, found.loss) == ("", run.losses[1])
 
 
 def test_a_step_of_two_ranks(ranks: Pool, tmp_path: Path) -> None:

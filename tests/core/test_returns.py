@@ -19,7 +19,6 @@ from forge_train import (
     Batch,
     BatchPhase,
     ConfigError,
-    HFModel,
     Phase,
     Plugin,
     PluginError,
@@ -33,6 +32,7 @@ from forge_train.plugin.returns import kind_of, results, returned
 from forge_train.registry.declared import Specs
 from forge_train_kit import losses
 from forge_train_kit.heads import Classes
+from forge_train_kit.hf import HFModel
 
 SPECS = Specs([])
 """Forge's own hooks."""
@@ -168,6 +168,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         (HFModel([]), "whose `map` is not a StateMap: found a list"),
     ],  # type: ignore[arg-type]
     "export_hf": [({"names": {}}, "found a dict")],
+    "initial_weights": [("weights.npz", "expected an InitialWeights or None, found 'weights.npz'")],
     "check_config": [
         ("too big", "expected a list of Problem or None, found 'too big'"),
         (["too big"], "found a list, and in it 'too big'"),
@@ -236,6 +237,7 @@ def blamed(folder: Path, plugin: type[Plugin], **more: Any) -> str:
 
 
 SETTINGS = {
+    "initial_weights": {"train.init_from": "weights.npz"},
     "on_evaluate": {"train.evaluate_every": 1},
     "evaluators": {"train.evaluate_every": 1},
     "on_checkpoint": {"checkpoint.every": 1},

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import exchange_family as family
 from forge_train import ConfigError
-from forge_train.checkpoint.hf_folder import Folder, fill
+from forge_train_kit.hf.folder import Folder
+from forge_train_kit.weights import fill
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.huggingface import export_checkpoint
 from forge_train_tools.offline.opening import open_model

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from forge_train import ConfigError, ForgeError
 from forge_train.checkpoint.seal import ALONE
-from forge_train.state_map.views import Box, whole
 from forge_train.store import tensors
 from forge_train.store.consolidated import Files
 from forge_train.store.index import Placed, entries_of, read_index, write_index
-from forge_train.store.shards import Shard
+from forge_train.store.shards import Box, Shard, whole
 from forge_train.store.tensor_files import file_of, write_shards
 
 pytestmark = pytest.mark.unit

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from forge_train.checkpoint.hf_folder import Folder
-from forge_train.checkpoint.ranges import Weights
+from forge_train_kit.hf.folder import Folder
+from forge_train_kit.hf.ranges import Weights
 from forge_train_tools.testing import run_forge
 from muon_cases import Begun
 

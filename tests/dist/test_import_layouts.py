@@ -87,7 +87,7 @@ def test_a_map_is_read_through_shard_by_shard(
 ) -> None:
     """Half of the layers, and 300 token ids."""
     maps = "Renumber('layers.{i}.{rest*}', (1,)) | Resize(('embedding.weight', 'head.weight'), 257, 300)"
-    (tmp_path / "maps.py").write_text(f"from forge_train.state_map import *\nMAP = {maps}\n")
+    (tmp_path / "maps.py").write_text(f"from forge_train_kit.state_map import *\nMAP = {maps}\n")
     where = str(hf if source == "hf" else Path(alone["run"]).parent / "start")
     config = {"decoder.tied": False, "decoder.layers": 1, "decoder.vocabulary": 300}
     config["train.init_map"] = f"{tmp_path}/maps.py:MAP"

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakes
-from forge_train import HFModel, Plugin
+from forge_train import Plugin
+from forge_train_kit.hf import HFModel
 from forge_train_plugins.attention.mla import MLA
 from forge_train_plugins.attention.sdpa import SDPA
 from forge_train_plugins.experts._alltoall.transport import Local

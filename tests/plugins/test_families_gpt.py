@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import fakes
-from forge_train import ConfigError, HFModel
-from forge_train.state_map import Rename, Split
+from forge_train import ConfigError
+from forge_train_kit.hf import HFModel
 from forge_train_kit.optim import decays, hidden_matrices
+from forge_train_kit.state_map import Rename, Split
 from forge_train_plugins.attention.eager import Eager
 from forge_train_plugins.attention.flex import Flex
 from forge_train_plugins.attention.sdpa import SDPA

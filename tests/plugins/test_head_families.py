@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_train import ConfigError, HFModel, Model
-from forge_train.checkpoint import hf_fit
-from forge_train.checkpoint.hf_folder import Folder, fill
+from forge_train import ConfigError, Model
 from forge_train.compose.compose import compose
 from forge_train.config import Request
 from forge_train.registry.setup import resolve
-from forge_train.state_map import Rename
+from forge_train_kit.hf import HFModel, fit
+from forge_train_kit.hf.folder import Folder
+from forge_train_kit.hf.start import described
+from forge_train_kit.state_map import Rename
+from forge_train_kit.weights import fill
 from forge_train_plugins.models._decoder import heads
 from forge_train_tools.offline.hf_import import import_checkpoint
 from forge_train_tools.offline.huggingface import export_checkpoint
@@ -85,14 +87,14 @@ def written(folder: Path, name: str, kind: str, **more: Any) -> Any:
 def read(folder: Path, plugins: tuple[str, ...]) -> tuple[Model, HFModel]:
     """Forge's model of a folder, built from what `import_hf` says of it, with its weights."""
     opened = Folder.open(folder)
-    layout = resolve(Request(plugins=plugins), training=False).hooks.import_hf(opened.config)
+    layout = described(opened, resolve(Request(plugins=plugins), training=False).hooks)
     assert layout is not None
     job = lone_job(resolve(Request(plugins=plugins, sections=layout.sections), training=False), folder)
     job.hooks.vacate("tokenizer")
     model = compose(job).model
     weights = model.state_dict()
     wanted = {name: (tuple(one.shape), one.dtype) for name, one in weights.items()}
-    fill(weights, hf_fit.plan(opened, layout, wanted), opened)
+    fill(weights, fit.plan(opened, layout, wanted), opened)
     model.train(False)
     return model, layout
 

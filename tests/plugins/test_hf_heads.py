@@ -11,11 +11,13 @@ import torch
 
 import hf_models
 from forge_train import ConfigError
-from forge_train.checkpoint import hf_fit
-from forge_train.checkpoint.hf_folder import Folder, fill
 from forge_train.compose.compose import compose
 from forge_train.config import Request
 from forge_train.registry.setup import resolve
+from forge_train_kit.hf import fit
+from forge_train_kit.hf.folder import Folder
+from forge_train_kit.hf.start import described
+from forge_train_kit.weights import fill
 from forge_train_plugins.models._hf.config import of
 from forge_train_plugins.models._hf.files import exported
 from forge_train_tools.offline.hf_import import import_checkpoint
@@ -50,14 +52,14 @@ def test_a_class_under_another_head_goes_in_and_out(tmp_path: Path, kind: str, h
     plugins = ("hf", head, DATA[head])
     opened = Folder.open(tmp_path / "theirs")
     request = Request(plugins=plugins, sections={"hf": {"type": kind, "set": hf_models.MODELS[kind]}})
-    layout = resolve(request, training=False).hooks.import_hf(opened.config)
+    layout = described(opened, resolve(request, training=False).hooks)
     assert layout is not None
     job = lone_job(resolve(Request(plugins=plugins, sections=layout.sections), training=False), tmp_path)
     job.hooks.vacate("tokenizer")
     model = compose(job).model
     weights = model.state_dict()
     wanted = {name: (tuple(one.shape), one.dtype) for name, one in weights.items()}
-    fill(weights, hf_fit.plan(opened, layout, wanted), opened)
+    fill(weights, fit.plan(opened, layout, wanted), opened)
     model.train(False)
     (part,) = model.parts
     ids = torch.randint(1, hf_models.VOCABULARY, (3, 12))

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hf_models
-from forge_train import ConfigError, HFModel
-from forge_train.checkpoint.hf_folder import Folder
-from forge_train.state_map import Box, Plan
+from forge_train import ConfigError
+from forge_train_kit.hf import HFModel
+from forge_train_kit.hf.folder import Folder
+from forge_train_kit.state_map import Box, Plan
 from forge_train_plugins.models._hf.files import imported
 from forge_train_plugins.models._hf.stored import from_files, held_by_files
 from forge_train_plugins.models._hf.weights import Stored

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forge_train import ConfigError
-from forge_train.state_map import (
+from forge_train_kit.state_map import (
     Box,
     Cast,
     Concat,
@@ -33,7 +33,7 @@ from forge_train.state_map import (
     Transpose,
     Unstack,
 )
-from forge_train.state_map.strided import EveryNth
+from forge_train_kit.state_map.strided import EveryNth
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("families", 4)]
 

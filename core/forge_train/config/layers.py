@@ -20,9 +20,10 @@ TOP_KEYS: dict[str, tuple[type, str]] = {
     "defaults": (dict, "a table of slots and plugins"),
 }
 """Top-level keys of a file, apart from sections."""
-CONDITIONAL = ("distributed", "narrow", "fp16", "required")
+CONDITIONAL = ("distributed", "narrow", "fp16", "initialised", "required")
 """Tables of `[defaults]` that count only in several processes, where `train.precision` is not fp32, where it is fp16,
-and where an enabled plugin requires the slot: nobody looks for these plugins where there is nothing for them to do."""
+where `train.init_from` is set, and where an enabled plugin requires the slot: nobody looks for these plugins where
+there is nothing for them to do."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Initial values of parameters. Importing this module imports no torch."""
+"""Initial values of parameters, and the weights that a run starts from. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -23,3 +23,18 @@ class Init:
     kind: Literal["normal", "uniform", "ones", "zeros", "given"]
     std: float = 0.02
     values: Callable[[int], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InitialWeights:
+    """The answer of `initial_weights`: the model is filled.
+
+    Args:
+        missing: weights of the model, of all pipeline stages, that keep their initial values.
+        unexpected: stored tensors that were left out.
+        source: the path that was read, if not the one in `train.init_from`, such as a run's newest checkpoint.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    source: str = ""

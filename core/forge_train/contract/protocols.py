@@ -5,13 +5,11 @@ Shapes are written `[batch, sequence, …]`. Importing this module imports no to
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from ..state_map import StateMap
 from .batch import Batch
 from .metric import Metric
 
@@ -167,30 +165,3 @@ class LossScale(Protocol):
 SpanName = Literal["step", "forward_backward", "optimizer", "evaluate", "save"]
 Span = Callable[[], AbstractContextManager[Any]]
 """`around`: makes a context manager for one pass through the span."""
-
-
-@dataclass(frozen=True, slots=True)
-class HFModel:
-    """A model's representation in Hugging Face layout (`import_hf`, `export_hf`).
-
-    Args:
-        map: from tensors in Hugging Face layout to Forge's parameters; a tied one is listed once. Export inverts it.
-        config: the `config.json`, for export.
-        sections: plugin name → its configuration, for import.
-        leftovers: patterns of extra tensors that files may hold and the model does not need.
-        exact: patterns of tensors that an export stores in their own dtype, whatever dtype is requested.
-        others: maps from other layouts that files of this model may have, for import.
-        left_out: patterns of the model's weights that the layout has no place for; an export leaves them out.
-    """
-
-    map: StateMap
-    config: Mapping[str, Any] = field(default_factory=dict)
-    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    leftovers: tuple[str, ...] = ()
-    others: tuple[StateMap, ...] = ()
-    left_out: tuple[str, ...] = ()
-    exact: tuple[str, ...] = ()
-
-    def is_leftover(self, name: str) -> bool:
-        """Return True if files may hold a tensor of this name that the model does not need."""
-        return any(re.fullmatch(one, name) for one in self.leftovers)

@@ -83,6 +83,12 @@ def load_weights(
     return fit
 
 
+def new_head_patterns(job: Job) -> tuple[str, ...]:
+    """Patterns of parameters that a language model's weights may lack, or have in addition to this model's."""
+    spec = job.hooks.specs.get("head")
+    return () if spec is None or job.hooks.gives("head") in ("", spec.gives) else ("head.*",)
+
+
 @during("load")
 def load_extra(job: Job, found: Path | None = None) -> None:
     """Give extra models the weights that they name; a trained one only where the run begins.

@@ -177,6 +177,8 @@ class Caller:
         if len(claimed) > 1:
             names, way_out = self._several(claimed)
             raise ConfigError(f"Plugins {names} both build {chain} for {thing} {which}; {way_out}.")
+        if not claimed and spec.optional:
+            return None
         if not claimed:
             raise ConfigError(
                 f"No enabled plugin builds {chain} for {thing} {which}{spec.declared}; see `forge plugins list`."
@@ -198,12 +200,17 @@ class Caller:
         names = [name for name, _ in answers]
         return " and ".join(map(repr, names)), without(self.enabled[name] for name in names)
 
-    def _only(self, hook: str, arguments: Mapping[str, Any]) -> Any:
-        given = self._given(hook, arguments, self.implementers(hook))
+    def only(self, spec: HookSpec[..., list[tuple[str, _T]]], arguments: Mapping[str, Any]) -> _T | None:
+        """The one answer to a question, or None if no plugin answers.
+
+        Raises:
+            ConfigError: if several plugins answer.
+        """
+        given = self.call(spec, arguments)
         if len(given) > 1:
             names, way_out = self._several(given)
-            raise ConfigError(f"Plugins {names} both answer {hook}; {way_out}.")
-        return given[0][1] if given else None
+            raise ConfigError(f"Plugins {names} both answer {spec.name}; {way_out}.")
+        return cast("_T", given[0][1]) if given else None
 
 
 def gives(plugin: EnabledPlugin, slot: str, specs: Specs) -> str:

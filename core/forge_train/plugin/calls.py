@@ -47,7 +47,7 @@ class EnabledPlugin:
     @property
     def neutral(self) -> bool:
         """True if it changes no number beyond rounding, so that a run can resume with or without it."""
-        return self.observer or self.cls.layout
+        return self.cls.layout or all(one is not None and (one.observes or one.starts_only) for one in self._specs)
 
     @property
     def provides(self) -> frozenset[str]:
@@ -57,7 +57,12 @@ class EnabledPlugin:
     @property
     def observer(self) -> bool:
         """True if it only observes the run."""
-        return all(name in self.specs and self.specs[name].observes for name in implemented(self.cls))
+        return all(one is not None and one.observes for one in self._specs)
+
+    @property
+    def _specs(self) -> list[HookSpec[..., Any] | None]:
+        """The specs of the hooks that it implements; None for an unknown one."""
+        return [self.specs.get(name) for name in implemented(self.cls)]
 
 
 _IMPLEMENTED: WeakKeyDictionary[type[Plugin], frozenset[str]] = WeakKeyDictionary()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from ..base.errors import PluginError, Problem
 from ..contract.attention import KernelCapabilities
 from ..contract.batch import Preparation, PrepareBatch, PrepareStep
 from ..contract.extra import ExtraModel
+from ..contract.init import InitialWeights
 from ..contract.metric import Metric
 from ..contract.protocols import (
     Evaluator,
     Executor,
-    HFModel,
     Loader,
     LossScale,
     Schedule,
@@ -94,6 +95,9 @@ class Hooks(Caller):
     def check_config(self, config: Config) -> list[Problem]:
         return [one for _, found in self._calls.collect("check_config", {"config": config}) for one in found or ()]
 
+    def initial_weights(self, path: Path, model: Model) -> InitialWeights | None:
+        return hookspecs.initial_weights(path, model, self.job)
+
     def extra_models(self) -> list[tuple[str, ExtraModel]]:
         return [(name, one) for name, found in hookspecs.extra_models(self.job) for one in found]
 
@@ -103,18 +107,12 @@ class Hooks(Caller):
         answers = dict(self._calls.collect("kernel_needs", {"config": config}))
         return [(f"plugin {name!r} asks for it", one) for name, one in answers.items() if one and name != idle]
 
-    def import_hf(self, config: Mapping[str, Any]) -> HFModel | None:
-        return cast("HFModel | None", self._only("import_hf", {"config": config}))
-
-    def export_hf(self) -> HFModel | None:
-        return cast("HFModel | None", self._only("export_hf", {"job": self.job}))
-
     def evaluators(self) -> list[tuple[str, Evaluator]]:
         """Every evaluator, with whose it is."""
         return [(self.whose("evaluators", name), one) for name, one in self._each("evaluators", Evaluator)]
 
     def evaluation_weights(self) -> Mapping[str, float]:
-        return cast("Mapping[str, float]", self._only("evaluation_weights", {"job": self.job}) or {})
+        return self.only(hookspecs.evaluation_weights, {"job": self.job}) or {}
 
     def metrics(self, model: Model) -> dict[str, Metric]:
         """Every plugin's metrics, as `plugin.name`."""

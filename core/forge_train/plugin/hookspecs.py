@@ -19,17 +19,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from ..base.errors import Problem
 from ..contract.attention import KernelCapabilities
 from ..contract.batch import Preparation
 from ..contract.extra import ExtraModel
+from ..contract.init import InitialWeights
 from ..contract.metric import Metric
 from ..contract.protocols import (
     Evaluator,
     Executor,
-    HFModel,
     Loader,
     LossScale,
     Schedule,
@@ -72,14 +73,12 @@ def extra_models(job: Job) -> Iterable[ExtraModel] | None:
     """Other models that the run needs, such as a teacher: composed as the first is, they are in `job.models`."""
 
 
-@hookspec("questions")
-def import_hf(config: Mapping[str, Any]) -> HFModel | None:
-    """Return the layout of a model with this `config.json`, or None if it is not one of this plugin's."""
+@hookspec("chain", optional=True, asked=None, starts_only=True)
+def initial_weights(path: Path, model: Model, job: Job) -> InitialWeights | None:
+    """Fill the model from `train.init_from`, or return None if this plugin does not read that format.
 
-
-@hookspec("questions")
-def export_hf(job: Job) -> HFModel | None:
-    """Return the layout of this job's model in Hugging Face format, or None."""
+    The kernel reads Forge's own checkpoints, unless `train.init_map` changes their weights.
+    """
 
 
 # -- the data -------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class HookSpec(Generic[P, R]):
     function: Callable[..., Any]
     kind: Kind
     optional: bool = False
-    """True if a slot may stay empty."""
+    """True if a slot may stay empty, or no plugin need claim a thing that a chain is asked about."""
     required: bool = False
     """True if a slot must be filled in every run that has a plugin of the distribution (or file) which declares it;
     checked before anything slow is imported. An empty slot that is neither optional nor required fails when called."""
@@ -44,6 +44,8 @@ class HookSpec(Generic[P, R]):
     observes: bool = False
     """True if implementing it changes no number. A plugin whose hooks all observe is an observer: it is called last,
     its failure is a warning, and runs resume with or without it."""
+    starts_only: bool = False
+    """True if it acts only where a run begins: a run resumes without a plugin that does nothing else but observe."""
     used_later: bool = False
     """True if a question's answers have code that is called later, so that its failures name the hook."""
     gives: str = ""
@@ -107,7 +109,7 @@ class HookSpec(Generic[P, R]):
 
 
 _KINDS: Mapping[str, tuple[Kind, ...]] = {
-    "optional": ("slot",),
+    "optional": ("slot", "chain"),
     "required": ("slot",),
     "default": ("slot", "chain"),
     "used_later": ("questions",),
@@ -133,6 +135,7 @@ class Options(TypedDict, total=False):
     default: str
     asked: Stage | None
     observes: bool
+    starts_only: bool
     used_later: bool
     gives: str
     takes: Mapping[str, tuple[str, ...]]

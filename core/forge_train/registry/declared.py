@@ -83,7 +83,8 @@ class SpecModule:
         specs = specs_of(module)
         for spec in specs.values():
             spec.owner = "" if self.distribution == DISTRIBUTION else self.label
-        if strange := [spec for spec in specs.values() if module is not hookspecs and "job" not in spec.arguments]:
+        foreign = self.distribution != DISTRIBUTION
+        if strange := [spec for spec in specs.values() if foreign and "job" not in spec.arguments]:
             raise ConfigError(f"Hook {strange[0].name!r}{strange[0].declared} must take `job`, by which it is called.")
         return specs
 

@@ -150,7 +150,9 @@ class Resolution:
         on_demand: dict[str, str] = {}
         precision = self.tree.values.get(("train", "precision"))
         narrow = precision.value if precision else "fp32"
-        conditions = dict(zip(CONDITIONAL, (self.world > 1, narrow != "fp32", narrow == "fp16", True), strict=True))
+        source = self.tree.values.get(("train", "init_from"))
+        met = (self.world > 1, narrow != "fp32", narrow == "fp16", bool(source and source.value), True)
+        conditions = dict(zip(CONDITIONAL, met, strict=True))
         for key, value in self.tree.below(("defaults",)).items():
             *several, slot = key
             if len(several) == 1 and several[0] in conditions and isinstance(value.value, str):

@@ -14,10 +14,9 @@ from typing import Literal
 from torch import Tensor
 
 from ..base.files import write_json
-from ..state_map.views import whole
 from .in_place import Place, exact_bytes, fill, pieces, size_of, write_at
 from .index import Placed
-from .shards import Shard
+from .shards import Shard, whole
 from .tensor_files import DTYPES, Shapes, header
 from .tree import MODEL
 

@@ -1,4 +1,4 @@
-"""The part of each tensor that a rank holds."""
+"""Ranges of tensors, and the part of each that a rank holds. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-from ..state_map.views import Box, sizes, whole
+Box = tuple[tuple[int, int], ...]
+"""A range of a tensor: first index and end index of each dimension."""
 
 _MOST_CUT = 6
 """Dimensions along which a tensor may be cut. A shard has 2 corners for each, all of which are compared."""
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The range that covers a whole tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def sizes(box: Box) -> tuple[int, ...]:
+    """The shape of a range."""
+    return tuple(stop - start for start, stop in box)
 
 
 class Shard(NamedTuple):

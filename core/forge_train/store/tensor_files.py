@@ -17,11 +17,10 @@ from torch import Tensor
 from ..base.errors import ConfigError
 from ..base.strict_json import dumps
 from ..base.untrusted import parse_json
-from ..state_map.views import Box
 from . import digest
 from .in_place import exact_bytes, size_of, write_at
 from .index import Placed, text_of
-from .shards import Shard
+from .shards import Box, Shard
 from .tree import MODEL
 
 DTYPES: Mapping[torch.dtype, str] = {

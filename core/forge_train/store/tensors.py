@@ -13,10 +13,9 @@ from torch import Tensor
 
 from ..base.errors import ConfigError, ForgeError
 from ..mesh.distributed import DistributedContext
-from ..state_map.views import Box, sizes
 from .in_place import Place, pieces
 from .index import Entry, Index, Placed, read_index
-from .shards import common, held, local, within
+from .shards import Box, common, held, local, sizes, within
 from .tensor_files import described, key_in, stored_as
 
 log = logging.getLogger("forge_train")

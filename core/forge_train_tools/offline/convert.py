@@ -11,17 +11,19 @@ import torch
 
 from forge_train.base.errors import ConfigError, describe, nearest
 from forge_train.base.files import write_json
-from forge_train.checkpoint import hf_fit, model_files
-from forge_train.checkpoint.hf_folder import CONFIG, PACKED, Folder, indented
+from forge_train.checkpoint import model_files
 from forge_train.compose.initialise import tied_groups
 from forge_train.config.layers import Request
-from forge_train.contract.protocols import HFModel
 from forge_train.registry.setup import resolve
-from forge_train.state_map import Plan, StateMap
-from forge_train.state_map.named import named
-from forge_train.state_map.views import Stored
 from forge_train.store.consolidated import SHARD_BYTES
 from forge_train.store.tensor_files import DTYPES
+from forge_train_kit.hf import HFModel, fit
+from forge_train_kit.hf.folder import CONFIG, PACKED, Folder
+from forge_train_kit.hf.start import exported
+from forge_train_kit.present import indented
+from forge_train_kit.state_map import Plan, StateMap
+from forge_train_kit.state_map.named import named
+from forge_train_kit.state_map.views import Stored
 
 from .hf_files import Exchanged, TensorFiles, appearing, common_dtype, described, in_order, put_beside, special_tokens
 from .hf_request import ANY, PRESET, bring
@@ -136,11 +138,11 @@ def _to_architecture(folder: Folder, architecture: str, request: Request) -> tup
     job = lone_job(setup, folder.path, "cpu")
     model = compose_meta(job, text=False)
     wanted = {name: (tuple(one.shape), one.dtype) for name, one in model.state_dict().items()}
-    inner = hf_fit.plan(folder, layout, wanted, tied=tied_groups(*model.parts))
+    inner = fit.plan(folder, layout, wanted, tied=tied_groups(*model.parts))
     try:
-        there = job.hooks.export_hf()
+        there = exported(job)
     except ConfigError as error:
         raise ConfigError(f"{folder.path}: {error}\nName another one with --architecture.") from error
     assert there is not None, "it has architectures"
-    plan = hf_fit.plan_export(folder.path, there, inner.targets)
+    plan = fit.plan_export(folder.path, there, inner.targets)
     return plan, described(there, special_tokens(model_files.files(folder.path), job))

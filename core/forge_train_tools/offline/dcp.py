@@ -27,7 +27,6 @@ from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.model_files import FOLDER
 from forge_train.checkpoint.reading import state_problem
 from forge_train.checkpoint.seal import ALONE, weights_digest
-from forge_train.state_map.views import whole
 from forge_train.store import digest
 from forge_train.store.manifest import (
     DCP_INDEX,
@@ -41,6 +40,7 @@ from forge_train.store.manifest import (
     other_format,
     way_out,
 )
+from forge_train.store.shards import whole
 from forge_train.store.tensors import read_range
 from forge_train.store.tree import MODEL, join, naming_problem
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from forge_train.base.errors import ConfigError, describe
-from forge_train.state_map.views import sizes, whole
 from forge_train.store.manifest import SHARDS
+from forge_train.store.shards import sizes, whole
 from forge_train.store.tensor_files import described, stored_as
 from forge_train.store.tree import MODEL
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forge_train.checkpoint import checkpoint
-from forge_train.state_map.views import whole
+from forge_train.store.shards import whole
 from forge_train.store.tensors import read_range
 from forge_train.store.tree import TENSOR
 

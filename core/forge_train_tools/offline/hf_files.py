@@ -17,15 +17,15 @@ from torch import Tensor
 from forge_train.base import disk
 from forge_train.base.errors import ConfigError, ForgeError
 from forge_train.base.new_folder import check_new, claimed
-from forge_train.checkpoint.hf_folder import CONFIG, SINGLE, table
 from forge_train.checkpoint.seal import sync
 from forge_train.config.toml import Key
-from forge_train.contract.protocols import HFModel
 from forge_train.plugin.job import Job
-from forge_train.state_map import Plan
 from forge_train.store.consolidated import cut, write_index
 from forge_train.store.in_place import Place, as_bytes, fill, size_of
 from forge_train.store.tensor_files import Shapes, header
+from forge_train_kit.hf import HFModel
+from forge_train_kit.hf.folder import CONFIG, SINGLE, table
+from forge_train_kit.state_map import Plan
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of a `config.json` that come from the tokenizer or from the imported model."""

@@ -19,25 +19,25 @@ from forge_train.base.errors import ConfigError
 from forge_train.base.files import write_json
 from forge_train.base.new_folder import check_new, claimed
 from forge_train.base.present import few
-from forge_train.checkpoint import checkpoint, hf_fit, model_files
-from forge_train.checkpoint.hf_folder import Folder
+from forge_train.checkpoint import checkpoint, model_files
 from forge_train.checkpoint.model_files import vocabulary_of
 from forge_train.checkpoint.run import plugin_list
 from forge_train.compose.initialise import initial, tied_groups
 from forge_train.config.layers import Request, preset
 from forge_train.contract.model import Model
-from forge_train.contract.protocols import HFModel
-from forge_train.loop.initial import new_head, noting
 from forge_train.loop.weights import Patterns
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
-from forge_train.state_map import Plan
-from forge_train.state_map.views import Stored
 from forge_train.store.consolidated import Files
 from forge_train.store.manifest import EDITABLE
 from forge_train.store.tree import MODEL
+from forge_train_kit.hf import HFModel, fit
+from forge_train_kit.hf.folder import Folder
+from forge_train_kit.hf.start import new_head, noting
+from forge_train_kit.state_map import Plan
+from forge_train_kit.state_map.views import Stored
 
 from ..launching.launch import WorkerCommand, launch
 from .hf_files import Exchanged, check_range, comments_in
@@ -156,7 +156,7 @@ class _Import:
         head, left_out, extra = new_head(job, layout), list[str](), list[str]()
         may_lack = Patterns("--allow-missing", asked.allow_missing, head)
         may_exceed = Patterns("--allow-extra", asked.allow_extra)
-        plan = hf_fit.plan(
+        plan = fit.plan(
             folder,
             layout,
             wanted,

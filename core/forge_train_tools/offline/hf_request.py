@@ -10,15 +10,15 @@ from typing import Any
 
 from forge_train.base.errors import ConfigError, nearest
 from forge_train.checkpoint import model_files
-from forge_train.checkpoint.hf_folder import CONFIG, Folder
 from forge_train.checkpoint.model_files import files, vocabulary_of
 from forge_train.config.layers import Request
-from forge_train.contract.protocols import HFModel
-from forge_train.loop.initial import described
 from forge_train.plugin.hooks import Hooks
 from forge_train.registry import kernels
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import resolve
+from forge_train_kit.hf import HFModel
+from forge_train_kit.hf.folder import CONFIG, Folder
+from forge_train_kit.hf.start import described
 
 log = logging.getLogger("forge_train")
 

@@ -16,15 +16,16 @@ from forge_train.base import disk
 from forge_train.base.errors import ConfigError
 from forge_train.base.files import write_json
 from forge_train.base.present import few
-from forge_train.checkpoint import checkpoint, hf_fit, model_files
-from forge_train.checkpoint.hf_folder import CONFIG
+from forge_train.checkpoint import checkpoint, model_files
 from forge_train.checkpoint.model_files import vocabulary_of
-from forge_train.checkpoint.ranges import Weights
-from forge_train.contract.protocols import HFModel
 from forge_train.loop.weights import compare_shapes, places
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job
 from forge_train.store.consolidated import SHARD_BYTES
+from forge_train_kit.hf import HFModel, fit
+from forge_train_kit.hf.folder import CONFIG
+from forge_train_kit.hf.ranges import Weights
+from forge_train_kit.hf.start import exported
 
 from ..launching.launch import WorkerCommand, launch
 from .hf_files import (
@@ -97,7 +98,7 @@ class _Export:
         beside = model_files.of(setup.config, setup.hooks, source)
         job = lone_job(setup, source, "cpu")
         model = compose_meta(job, text=False)
-        layout = job.hooks.export_hf()
+        layout = exported(job)
         if layout is None:
             raise ConfigError(f"{source}: none of its plugins can write its model in Hugging Face layout (export_hf).")
         where = places(source, job.dist, setup.config.train.init_from)
@@ -105,7 +106,7 @@ class _Export:
         left_out = [name for name in model.state_dict() if any(re.fullmatch(one, name) for one in layout.left_out)]
         weights = {name: one for name, one in model.state_dict().items() if name not in left_out}
         stored = Weights({name: where[name] for name in weights})
-        plan = hf_fit.plan_export(source, layout, stored.views)
+        plan = fit.plan_export(source, layout, stored.views)
         tensors = in_order(plan, dtype, layout.exact)
         special = special_tokens(beside, job)
         padding = _padding(special, layout, job)

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 from forge_train.base.errors import ConfigError, ForgeError, brief
 from forge_train.base.names import canonical
 from forge_train.checkpoint import checkpoint
-from forge_train.checkpoint.hf_folder import is_hugging_face
 from forge_train.checkpoint.run import is_run
 from forge_train.compose.compose import compose
 from forge_train.compose.initialise import allocate
@@ -27,6 +26,7 @@ from forge_train.plugin.job import Job
 from forge_train.registry.discovery import discover, load, plugin_name
 from forge_train.registry.setup import Setup, resolve
 from forge_train.run.run import Run
+from forge_train_kit.hf.folder import is_hugging_face
 
 from .hf_request import starting_from
 

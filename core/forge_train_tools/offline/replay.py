@@ -107,12 +107,16 @@ def replay(run: Path, step: int, *, settings: Sequence[str] = (), device: Device
 
 
 def _setup(run: Path, path: Path | None, settings: tuple[str, ...]) -> Setup:
-    """The run's configuration for one process, without plugins that only observe or define a layout."""
+    """The run's configuration for one process, without plugins that only observe or define a layout.
+
+    Without a checkpoint, the run starts again, from the same weights.
+    """
     wanted = Wanted(set=settings)
     if path is not None:
         return setup_of(path, checkpoint.read_state(path), wanted=wanted)
     whole = resolve(Request(config=str(run / "config.toml"), set=(*Layout().settings(), *settings)))
-    enabled = [{"name": name} for name in whole.hooks.enabled if name not in whole.config.neutral]
+    kept = {*whole.hooks.enabled} - whole.config.neutral | {*whole.hooks.implementers("initial_weights")}
+    enabled = [{"name": name} for name in sorted(kept)]
     return setup_of(run, {"enabled": enabled}, wanted=wanted)
 
 

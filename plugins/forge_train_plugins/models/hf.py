@@ -10,8 +10,9 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from forge_train import ConfigError, FilePath, HFModel, Plugin, Problem, hookimpl, section
+from forge_train import ConfigError, FilePath, Plugin, Problem, hookimpl, section
 from forge_train_kit import hookspecs
+from forge_train_kit.hf import HFModel
 
 if TYPE_CHECKING:
     from torch import nn

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +15,11 @@ from forge_train.config.layers import DEFAULT, Value
 from forge_train.config.toml import Key
 from forge_train.config.validate import validate
 from forge_train.contract.model import Model
-from forge_train.contract.protocols import HFModel
 from forge_train.contract.transform import Phase, Transform
 from forge_train.mesh.axes import CONFIGURED
 from forge_train.plugin.calls import implemented
-from forge_train.state_map import View
+from forge_train_kit.hf import HFModel
+from forge_train_kit.state_map import View
 
 from ..bench import TOKENS, Bench, Trials, close, hidden_states
 from ..conformance import DoubtError, SkippedError, require
@@ -151,6 +153,12 @@ def _names(model: Model) -> set[str]:
 COVERED = frozenset({*CONFIGURED, "precision"})
 
 
+def leaves_other_paths(bench: Bench) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        answer = bench.answer("initial_weights", path=Path(name) / "weights", model=bench.model())
+    require(answer is None, f"it must leave a path that is not there to others, and answered {answer!r}")
+
+
 def gives_transforms(bench: Bench) -> str:
     answer = bench.answer("parallelize")
     transforms = [answer] if isinstance(answer, Transform) else list(answer or ())
@@ -185,6 +193,7 @@ TRIALS: Trials = {
     ],
     "export_hf": [("names every parameter", exports)],
     "import_hf": [("reads what it exports", imports_its_export)],
+    "initial_weights": [("leaves other paths alone", leaves_other_paths)],
     "parallelize": [
         ("gives valid transforms", gives_transforms),
         ("composes alike every time", same_numbers_with_and_without),

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from forge_train import ConfigError, HFModel
-from forge_train.state_map import Rename, StateMap
+from forge_train import ConfigError
 from forge_train_kit.heads import Classes
+from forge_train_kit.hf import HFModel
+from forge_train_kit.state_map import Rename, StateMap
 
 from .families import FAMILIES
 

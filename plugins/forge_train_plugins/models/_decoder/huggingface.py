@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from forge_train import ConfigError, HFModel
+from forge_train import ConfigError
 from forge_train.base.present import few
+from forge_train_kit.hf import HFModel
 
 from . import rules
 from .families import FAMILIES
@@ -19,7 +20,7 @@ from .families.quantised import taken_out
 if TYPE_CHECKING:
     from torch import nn
 
-    from forge_train.state_map import StateMap
+    from forge_train_kit.state_map import StateMap
 
     from ..decoder import Decoder
 

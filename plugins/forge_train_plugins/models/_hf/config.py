@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 from forge_train import ConfigError, Tokenizer
 from forge_train.base.errors import describe, nearest
 from forge_train.base.present import few
-from forge_train.checkpoint.hf_folder import CONFIG, is_hugging_face, table
+from forge_train_kit.hf.folder import CONFIG, is_hugging_face, table
 
 VOCABULARY = "vocab_size"
 LABELS = ("id2label", "label2id", "num_labels", "problem_type")

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from forge_train import ConfigError, HFModel
+from forge_train import ConfigError
 from forge_train.base.present import few
 from forge_train_kit.heads import Classes
+from forge_train_kit.hf import HFModel
 
 from .config import HEADS, LABELS, SPECIAL, VOCABULARY, listed, model_class, of
 from .model import HEAD

@@ -11,7 +11,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from forge_train import ConfigError
-from forge_train.state_map import Concat, Rename, Split, Stack, StateMap, Together
+from forge_train_kit.state_map import Concat, Rename, Split, Stack, StateMap, Together
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from forge_train import ConfigError
-from forge_train.checkpoint.hf_folder import CONFIG, DTYPES, Folder, indented
-from forge_train.state_map import Plan, Rename, StateMap, Together
+from forge_train_kit.hf.folder import CONFIG, DTYPES, Folder
+from forge_train_kit.present import indented
+from forge_train_kit.state_map import Plan, Rename, StateMap, Together
 
 from .config import model_class
 from .stored import held_by_files

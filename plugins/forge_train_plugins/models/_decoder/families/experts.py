@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from forge_train.state_map import Rename, Split, Stack, StateMap, Together
+from forge_train_kit.state_map import Rename, Split, Stack, StateMap, Together
 
 from .family import ACTIVATIONS, Key, Part, Sections
 from .reader import Reader

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from forge_train.state_map import Rename
+from forge_train_kit.state_map import Rename
 
 from . import by_length
 from .positions import LLAMAS, Rotation, Windows, layer_types, repeating
 from .reader import NEUTRAL, REQUIRED, Reader
 
 if TYPE_CHECKING:
-    from forge_train.state_map import StateMap
+    from forge_train_kit.state_map import StateMap
 
     from ...decoder import Decoder
 

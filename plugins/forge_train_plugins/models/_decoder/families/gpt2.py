@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forge_train.state_map import Rename, Split, Transpose
+from forge_train_kit.state_map import Rename, Split, Transpose
 
 from .family import Family, Key
 
 if TYPE_CHECKING:
-    from forge_train.state_map import StateMap
+    from forge_train_kit.state_map import StateMap
 
     from ...decoder import Decoder
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forge_train.state_map import Rename, Split, Transpose
+from forge_train_kit.state_map import Rename, Split, Transpose
 
 from . import experts
 from .family import BLOCK, Family, Key
@@ -12,7 +12,7 @@ from .positions import Rotation, Windows
 from .reader import Reader
 
 if TYPE_CHECKING:
-    from forge_train.state_map import StateMap
+    from forge_train_kit.state_map import StateMap
 
     from ...decoder import Decoder
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forge_train.state_map import Split
+from forge_train_kit.state_map import Split
 
 from .family import BLOCK, Family, Key
 from .positions import Rotation, Windows
 
 if TYPE_CHECKING:
-    from forge_train.state_map import StateMap
+    from forge_train_kit.state_map import StateMap
 
     from ...decoder import Decoder
 

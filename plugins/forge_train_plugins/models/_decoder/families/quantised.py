@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from forge_train import ConfigError
-from forge_train.state_map import Dequantise, DequantiseMXFP4, StateMap, Together, Transpose
+from forge_train_kit.state_map import Dequantise, DequantiseMXFP4, StateMap, Together, Transpose
 
 from .reader import Reader
 

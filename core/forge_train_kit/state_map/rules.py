@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from ..base.errors import ConfigError
+from forge_train.base.errors import ConfigError
+
 from .maps import StateMap, Step
 from .names import Bindings, same_placeholders, template
 from .strided import EveryNth, TakingTurns

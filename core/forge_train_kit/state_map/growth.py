@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from ..base.errors import ConfigError
+from forge_train.base.errors import ConfigError
+from forge_train.store.shards import Box, sizes
+
 from .maps import StateMap, Step
 from .names import same_placeholders, template
-from .views import Box, View, sizes
+from .views import View
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..base.errors import ConfigError
+from forge_train.base.errors import ConfigError
+
 from .growth import MeanRow
 from .maps import StateMap, Step
 from .names import template

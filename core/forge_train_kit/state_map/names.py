@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from ..base.errors import ConfigError
+from forge_train.base.errors import ConfigError
 
 _PLACEHOLDER = re.compile(r"\{(\w+)(\*?)\}")
 

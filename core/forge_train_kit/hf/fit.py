@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 
-from ..base.errors import ConfigError, PluginError
-from ..base.present import few
-from ..contract.protocols import HFModel
+from forge_train.base.errors import ConfigError, PluginError
+from forge_train.base.present import few
+
+from ..present import indented
 from ..state_map import Plan, Step
 from ..state_map.views import View
-from .hf_folder import CONFIG, DTYPES, Folder, indented
+from .folder import CONFIG, DTYPES, Folder
+from .model import HFModel
 
 Shape = tuple[int, ...]
 Described = Mapping[str, tuple[Shape, torch.dtype]]

@@ -7,12 +7,14 @@ reads a tensor, or any range of it, from only the ranges that it needs. Importin
 
 from __future__ import annotations
 
+from forge_train.store.shards import Box
+
 from .growth import Renumber, Repeat
 from .maps import Chain, Group, Plan, StateMap, Step, Together
 from .quantised import Dequantise, DequantiseMXFP4
 from .rules import Concat, Drop, Rename, Split, Stack, Unstack
 from .values import Cast, Resize, Rotary, Transpose
-from .views import Box, Fetch, View
+from .views import Fetch, View
 
 __all__ = [
     "Box",

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from forge_train.checkpoint import checkpoint, evaluated
+from forge_train.store.tensors import read_range
+from forge_train.store.tree import MODEL
+
 from ..state_map import Box
 from ..state_map.views import Stored, View
-from ..store.tensors import read_range
-from ..store.tree import MODEL
-from . import checkpoint, evaluated
 
 
 class Weights:

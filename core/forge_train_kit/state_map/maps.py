@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..base.errors import ConfigError
-from ..base.present import few
-from .views import Box, Fetch, Shape, Stored, View, read, reads, whole, write
+from forge_train.base.errors import ConfigError
+from forge_train.base.present import few
+from forge_train.store.shards import Box, whole
+
+from .views import Fetch, Shape, Stored, View, read, reads, write
 
 if TYPE_CHECKING:
     import torch

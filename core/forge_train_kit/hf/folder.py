@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..base.errors import ConfigError, describe
-from ..base.present import few
-from ..base.untrusted import load_json, parse_json, regular_size
-from ..compose.initialise import local_window
-from ..state_map import Box, Plan
-from ..state_map.views import whole
-from ..store.consolidated import INDEX
-from .model_files import check_pointer, files
-from .not_a_model import advice
+from forge_train.base.errors import ConfigError, describe
+from forge_train.base.present import few
+from forge_train.base.untrusted import load_json, parse_json, regular_size
+from forge_train.checkpoint.model_files import check_pointer, files
+from forge_train.checkpoint.not_a_model import advice
+from forge_train.store.consolidated import INDEX
+from forge_train.store.shards import whole
+
+from ..present import indented
+from ..state_map import Box
 
 CONFIG, SINGLE = "config.json", "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -145,26 +146,6 @@ def is_hugging_face(path: Path) -> bool:
     return (path / CONFIG).is_file() and not any((path / name).exists() for name in ("config.toml", "manifest.json"))
 
 
-class Ranges(Protocol):
-    """Stored tensors that can be read in ranges."""
-
-    def read(self, name: str, box: Box) -> Tensor: ...
-
-
-def fill(weights: Mapping[str, Tensor], plan: Plan, source: Ranges) -> None:
-    """Read weights in place, whatever their placement: each rank reads the ranges that its own shards need.
-
-    Args:
-        weights: by name; each is filled with the plan's tensor of that name, in its own dtype.
-        plan: made from the stored tensors.
-        source: reads the stored tensors.
-    """
-    with torch.no_grad():
-        for name in (name for group in plan.groups for name in group.targets if name in weights):
-            part, window = local_window(weights[name])
-            plan.read_into(part, name, source.read, tuple(window))
-
-
 def table(file: Path) -> dict[str, Any]:
     """Read a JSON file.
 
@@ -231,8 +212,3 @@ def _indexed(path: Path) -> dict[str, Entry]:
     if wrong:
         raise ConfigError(f"{path / INDEX} does not match the files:" + indented(wrong))
     return found
-
-
-def indented(lines: Iterable[str]) -> str:
-    """An indented list, cut short."""
-    return "\n  " + few(lines, 8, "\n  ")

@@ -8,25 +8,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from forge_train.store.shards import Box, sizes
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
-Box = tuple[tuple[int, int], ...]
-"""A range of a tensor: first index and end index of each dimension."""
 Fetch = Callable[[str, Box], "Tensor"]
 """Reads a range of a stored tensor."""
-
-
-def whole(shape: Shape) -> Box:
-    """The range that covers a whole tensor."""
-    return tuple((0, size) for size in shape)
-
-
-def sizes(box: Box) -> Shape:
-    return tuple(stop - start for start, stop in box)
 
 
 def along(box: Box, dim: int, start: int, stop: int) -> Box:

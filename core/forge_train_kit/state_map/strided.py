@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .views import Box, View, along, sizes
+from forge_train.store.shards import Box, sizes
+
+from .views import View, along
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..base.errors import ConfigError, describe, nearest
-from ..base.names import import_module, is_file, split
+from forge_train.base.errors import ConfigError, describe, nearest
+from forge_train.base.names import import_module, is_file, split
 
 
 def named(spec: str, key: str) -> object:

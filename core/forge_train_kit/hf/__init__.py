@@ -1,0 +1,7 @@
+"""The exchange with Hugging Face: reads folders in its layout, starts runs from them, and plans exports."""
+
+from __future__ import annotations
+
+from .model import HFModel
+
+__all__ = ["HFModel"]

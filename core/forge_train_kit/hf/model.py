@@ -1,0 +1,37 @@
+"""How a model stands in Hugging Face layout. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..state_map import StateMap
+
+
+@dataclass(frozen=True, slots=True)
+class HFModel:
+    """A model's representation in Hugging Face layout (`import_hf`, `export_hf`).
+
+    Args:
+        map: from tensors in Hugging Face layout to Forge's parameters; a tied one is listed once. Export inverts it.
+        config: the `config.json`, for export.
+        sections: plugin name → its configuration, for import.
+        leftovers: patterns of extra tensors that files may hold and the model does not need.
+        exact: patterns of tensors that an export stores in their own dtype, whatever dtype is requested.
+        others: maps from other layouts that files of this model may have, for import.
+        left_out: patterns of the model's weights that the layout has no place for; an export leaves them out.
+    """
+
+    map: StateMap
+    config: Mapping[str, Any] = field(default_factory=dict)
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    leftovers: tuple[str, ...] = ()
+    others: tuple[StateMap, ...] = ()
+    left_out: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()
+
+    def is_leftover(self, name: str) -> bool:
+        """Return True if files may hold a tensor of this name that the model does not need."""
+        return any(re.fullmatch(one, name) for one in self.leftovers)
