@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 import compositions
+from crossed import marked
 from forge_train_tools import verification
 from forge_train_tools.testing import Verifier
 from forge_train_tools.verification.numbers import errors
@@ -37,9 +38,7 @@ EXTENDED = ("pp2 × cp2 × tp2", "pp2 × cp2 × ep2 × dp2")
 """CI has the second in float8, and with it cp beside pp; test_context.py has cp beside tp."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.extended] if one in EXTENDED else []) for one in CASES]
-)
+@pytest.mark.parametrize("name", marked(CASES, EXTENDED))
 def test_every_axis_agrees_with_one_process(verify: Verifier, composition_file: Path, name: str) -> None:
     world, axes, model, settings, layout = CASES[name]
     common = {**BASE, **settings}

@@ -11,6 +11,7 @@ import pytest
 import contexts
 from compositions import SEED
 from contexts import Context
+from crossed import marked
 from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist]
@@ -49,9 +50,7 @@ EXTENDED = ("compiled and recomputed",)
 
 
 @pytest.mark.accept("axes", 1)
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.extended] if one in EXTENDED else []) for one in MORE]
-)
+@pytest.mark.parametrize("name", marked(MORE, EXTENDED))
 def test_agrees_beside_others(verify: Verifier, composition_file: Path, name: str) -> None:
     context, settings, plugins = MORE[name]
     request = context.request(composition_file, plugins, **settings)

@@ -45,9 +45,9 @@ def test_agrees_with_one_process(
         "distill.weights": str(teacher),
         "distill.teacher": "{ decoder = { layers = 3, tied = false } }",
         "distill.temperature": "2.0",
-        "distill.chunk": "16",
+        "distill.chunk": "48",
     }
     request = composition.request(composition_file, ("distill",), **settings, **layout)
     reference = composition.reference(composition_file, ("distill",), **settings)
-    verdict = verify(request, composition.world, steps=3, reference=reference)
+    verdict = verify(request, composition.world, steps=2, reference=reference)
     assert verdict.agree, verdict

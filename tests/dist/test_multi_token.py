@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import compositions
+from crossed import marked
 from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist, pytest.mark.accept("families", 3)]
@@ -41,9 +42,11 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "cp2 ring": (2, ("cp", "fsdp2", "eager"), {**CP, "cp.method": "ring"}),
     "cp2, pp2": (4, ("cp", "pp"), CP | PP),
 }
+EXTENDED = ("tp2, whole logits", "pp2, fsdp2", "pp2, fsdp2, tied, two under way", "pp2, ep2 over tp2", "cp2, pp2")
+"""CI has pp2 beside tp2, and each of these axes alone."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", marked(LAYOUTS, EXTENDED))
 def test_agrees_with_one_process(layout: str, verify: Verifier, composition_file: Path) -> None:
     world, plugins, settings = LAYOUTS[layout]
     verdict = verify(compositions._request(composition_file, ("mtp", *plugins), MODEL | settings), world, steps=2)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import plan_cases
+from crossed import marked
 from forge_train_tools.planning import Plan, plan
 from forge_train_tools.testing import Pool
 from forge_train_tools.testing.runs import prepared
@@ -55,6 +56,8 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], Settings]] = {
     "zero1": ("tiny", 4, ("zero1",), {}),
     "zero1 bf16, lion": ("tiny", 4, ("zero1", "lion"), BF16),
 }
+EXTENDED = ("quickstart fsdp2, ac selective", "hsdp", "tp2 × dp2", "ddp bf16", "zero1")
+"""CI has the same layout in another precision, or another one with the same option."""
 
 
 @pytest.fixture
@@ -70,10 +73,9 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return make
 
 
-@pytest.mark.parametrize(("preset", "world", "plugins", "config"), CASES.values(), ids=CASES)
-def test_is_what_a_rank_holds_and_sends(
-    ranks: Pool, planned: Any, tmp_path: Path, preset: str, world: int, plugins: tuple[str, ...], config: Settings
-) -> None:
+@pytest.mark.parametrize("case", marked(CASES, EXTENDED))
+def test_is_what_a_rank_holds_and_sends(ranks: Pool, planned: Any, tmp_path: Path, case: str) -> None:
+    preset, world, plugins, config = CASES[case]
     base = TINY if preset == "tiny" else {**QUICK, "text.path": str(tmp_path / ".testing" / "text")}
     config = {**base, **config}
     made: Plan = planned(preset, world, plugins, config)
