@@ -21,7 +21,9 @@ SCHEDULES = (
 SPLIT = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
 """Schedules with two halves of a backward pass."""
 MODEL: Mapping[str, Any] = {"decoder.layers": 6, "train.global_batch": 16, "train.micro_batch": 2}
-"""Eight stages; eight micro-batches on one data rank."""
+"""Eight micro-batches on one data rank."""
+LAYERS = {2: 3, 3: 6, 4: 6}
+"""Of a model, by ranks: with the embedding and the head, five parts and eight."""
 EXPERTS: Mapping[str, Any] = {
     "moe.experts": 8,
     "moe.hidden": 16,
@@ -40,6 +42,8 @@ DATA: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
     "hsdp": (("fsdp2",), {"parallel.dp_replicate": 2}),
 }
 EXTRAS = ("tied", "packed", "ac", "tp", "ep", "experts")
+SPREAD = ("tp", "ep", "experts")
+"""Extras inside a block, to which a schedule shows itself only by whole or split backward passes."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,12 @@ class Piped:
 
     @property
     def _model(self) -> dict[str, Any]:
-        model = {**MODEL, "text.isolate": "packed" in self.extras, "decoder.tied": "tied" in self.extras}
+        model = {
+            **MODEL,
+            "decoder.layers": LAYERS[self.ranks],
+            "text.isolate": "packed" in self.extras,
+            "decoder.tied": "tied" in self.extras,
+        }
         return model | (EXPERTS if "experts" in self.extras else {})
 
 
@@ -136,7 +145,8 @@ def product(ranks: Sequence[int] = (2, 3, 4), schedules: Sequence[str] = SCHEDUL
 
 def covering(seed: int = compositions.SEED) -> list[Piped]:
     """Few pipelines in which whole and split backward passes meet every way to share data and every number of ranks,
-    every schedule meets every extra, and every extra every other and every way, as far as four processes allow."""
+    every schedule meets every extra outside of blocks, and every extra every other, both passes and every plugin that
+    shares data, as far as four processes allow. Each is the one with the most pairs for its number of processes."""
     chance = random.Random(seed)
     able = [
         one
@@ -149,7 +159,7 @@ def covering(seed: int = compositions.SEED) -> list[Piped]:
     missing = set[Any]().union(*map(_pairs, able))
     found = []
     while missing:
-        found.append(max(able, key=lambda one: len(_pairs(one) & missing)))
+        found.append(max(able, key=lambda one: len(_pairs(one) & missing) / one.world))
         missing -= _pairs(found[-1])
     return sorted(found, key=lambda one: (one.world, SCHEDULES.index(one.schedule)))
 
@@ -159,7 +169,7 @@ def _pairs(one: Piped) -> set[Any]:
     return {
         (split, one.data),
         (split, one.ranks),
-        *((one.schedule, extra) for extra in extras),
-        *((one.data, extra) for extra in extras),
+        *((split if extra in SPREAD else one.schedule, extra) for extra in extras),
+        *((DATA[one.data][0], extra) for extra in extras),
         *itertools.combinations(extras, 2),
     }
