@@ -46,7 +46,7 @@ def test_agrees_with_one_process(layout: str, verify: Verifier, composition_file
             "train.micro_batch": 4,
         },
     )
-    verdict = verify(request, 2, steps=3, reference=reference)
+    verdict = verify(request, 2, steps=2, reference=reference)
     assert verdict.agree, verdict
 
 

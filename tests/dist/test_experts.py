@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from crossed import marked
 from forge_train import ConfigError
 from forge_train.config import Request
 from forge_train.registry.setup import resolve
@@ -17,7 +18,7 @@ from forge_train_tools.planning import plan
 from forge_train_tools.testing import Verifier
 
 pytestmark = [pytest.mark.dist]
-STEPS = 3
+STEPS = 2
 EXPERTS = {"moe.experts": 8, "moe.hidden": 16, "moe.bias_speed": 0.01, "moe.z_loss": 0.001, "moe.shared": 1}
 BATCH = {"train.global_batch": 8, "train.micro_batch": 2}
 
@@ -92,9 +93,7 @@ def judge(verify: Verifier, file: Path, name: str, more: dict[str, Any]) -> Any:
 
 
 @pytest.mark.accept("moe", 2)
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.extended] if one in EXTENDED else []) for one in LAYOUTS]
-)
+@pytest.mark.parametrize("name", marked(LAYOUTS, EXTENDED))
 def test_a_layout_equals_one_process(verify: Verifier, composition_file: Path, name: str) -> None:
     verdict = judge(verify, composition_file, name, {})
     assert verdict.agree, verdict

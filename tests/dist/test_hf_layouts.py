@@ -47,7 +47,7 @@ CASES = [
 @pytest.mark.accept("families", 2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layout_agrees(verify: Verifier, case: Foreign) -> None:
-    verdict = verify(case.request(), case.world, steps=3, reference=case.reference())
+    verdict = verify(case.request(), case.world, steps=2, reference=case.reference())
     assert verdict.agree, verdict
 
 
@@ -79,7 +79,7 @@ def test_masks_of_dropout_are_the_same_on_every_layout(verify: Verifier, layout:
         sections = hf_models.sections("gpt_neox", hf=model, **more)
         return Request(plugins=(*hf_models.PLUGINS, *plugins), without=hf_models.WITHOUT, sections=sections)
 
-    verdict = verify(request(plugins, more), 2, steps=3, reference=request((), {}))
+    verdict = verify(request(plugins, more), 2, steps=2, reference=request((), {}))
     assert verdict.agree, verdict
 
 
@@ -93,5 +93,5 @@ def test_adapters_of_an_outside_plugin_work_on_a_class(verify: Verifier, kind: s
         plugins = (*request.plugins, "adapter_cases:Adapters")
         return replace(request, plugins=plugins, sections={**request.sections, **sections})
 
-    verdict = verify(adapted(case.request()), case.world, steps=3, reference=adapted(case.reference()))
+    verdict = verify(adapted(case.request()), case.world, steps=2, reference=adapted(case.reference()))
     assert verdict.agree, verdict
