@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import re
 import typing
+from collections import defaultdict
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import forge_train_kit.metrics
-from forge_train import Plugin
+from forge_train import Fact, Plugin
 from forge_train.config.sections import CORE_SECTIONS
+from forge_train.plugin.facts import stated
 from forge_train.plugin.plugin import PROJECT
 from forge_train.plugin.reference import PluginRef
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
+from forge_train.registry.facts import GROUP
 from forge_train.registry.write import describe_type, field_docs
 from forge_train_kit.tracking import Tracker
 
@@ -60,6 +65,33 @@ def hooks() -> str:
     for name, spec in HOOKS.items():
         kind = f"{spec.kind}, may stay empty" if spec.optional and spec.kind == "slot" else spec.kind
         rows.append(f"| [`{name}`]({name}.md) | {kind} | `{spec.function.__module__}` | {first_line(spec.function)} |")
+    return "\n".join(rows)
+
+
+def facts() -> str:
+    """Every fact that Forge's tools declare, who reads it, and the built-in plugins that state it."""
+    readers: dict[str, list[str]] = defaultdict(list)
+    for package in ("core", "cli"):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            module = ".".join(file.relative_to(ROOT / package).with_suffix("").parts).removesuffix(".__init__")
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1] == "facts":
+                    for alias in node.names:
+                        readers[alias.name].append(f"`{module}`")
+    rows = ["| fact | type | meaning | read by | stated by |", "|---|---|---|---|---|"]
+    plugins = {found.name: stated(load(found)) for found in builtin()}
+    points = [one for one in entry_points(group=GROUP) if one.dist and one.dist.name == DISTRIBUTION]
+    homes = sorted({point.value for point in points})
+    for name, (constant, fact) in sorted(
+        (fact.name, (constant, fact))
+        for module in map(importlib.import_module, homes)
+        for constant, fact in vars(module).items()
+        if isinstance(fact, Fact)
+    ):
+        who = ", ".join(f"[`{one}`](plugins/{one}.md)" for one, facts in plugins.items() if facts.get(name))
+        read_by = ", ".join(readers[constant])
+        rows.append(f"| `{name}` | `{fact.described}` | {fact.meaning} | {read_by} | {who or '–'} |")
     return "\n".join(rows)
 
 

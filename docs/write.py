@@ -53,6 +53,7 @@ def _own_presets() -> list[Preset]:
 
 PARTS: dict[str, Callable[[], str]] = {
     "api": reference.api,
+    "facts": lists.facts,
     "hooks": lists.hooks,
     "laws": lists.laws,
     "metrics": lists.metrics,

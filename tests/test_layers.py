@@ -278,7 +278,7 @@ def named_in(source: str, names: set[str]) -> list[tuple[int, str]]:
 
 @pytest.mark.accept("house", 1)
 def test_kernel_and_tools_name_no_technique() -> None:
-    """What they must know of one, its plugin declares (`Plugin.rounds`, `saves`), or a file of data holds."""
+    """What they must know of one, its plugin states (the fact `verify.rounds`), or a file of data holds."""
     names = plugin_names() - AXES - WORDS
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {name}"

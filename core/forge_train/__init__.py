@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from .contract.transform import Specialisation as Specialisation
     from .contract.transform import Transform as Transform
     from .contract.transform import swap as swap
+    from .plugin.facts import Fact as Fact
     from .plugin.job import Job as Job
     from .plugin.plugin import Plugin as Plugin
     from .plugin.plugin import hookimpl as hookimpl
@@ -76,6 +77,7 @@ _HOME = {
     "contract.batch": "Axes Batch BatchPhase CurrentStep MASKED Preparation PrepareBatch PrepareStep",
     "contract.events": "CheckpointEvent Evaluation Finished LogRecord StepResult Update",
     "contract.extra": "ExtraModel",
+    "plugin.facts": "Fact",
     "plugin.job": "Job",
     "contract.metric": "Bins Metric",
     "contract.model": "Model",

@@ -23,6 +23,8 @@ from forge_train.config.layers import Request
 from forge_train.contract.events import CheckpointEvent, StepResult
 from forge_train.plugin.plugin import Plugin, hookimpl
 
+from .facts import DISPLAY
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -224,7 +226,7 @@ def measure(request: Request, *, turns: int = 8, probe: str = "") -> Measured:
     plugins = (*request.plugins, probe or f"{__name__}:Probe")
     setup = resolve(dataclasses.replace(request, plugins=plugins, set=(*request.set, *own, *FRESH)))
     for name, enabled in setup.hooks.enabled.items():
-        if enabled.cls.display:
+        if DISPLAY.of(enabled.cls):
             setup.hooks.mute(name)
     found = setup.hooks.plugins["probe"]
     assert isinstance(found, Probe)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_train import Init, Plugin, hookimpl, section
+from forge_train_kit.facts import ARCHITECTURES
 from forge_train_kit.hf import HFModel
 from forge_train_kit.model import Embedding, Linear, RMSNorm
 from forge_train_kit.state_map import Rename, Split, Stack, StateMap, Transpose
@@ -82,7 +83,7 @@ class OutsideFamily(Plugin):
     """Builds, reads and writes it."""
 
     api = (1, 0)
-    architectures = ("OutsideForCausalLM",)
+    facts = {"hf.architectures": ("OutsideForCausalLM",)}
 
     @section
     class Config:
@@ -94,11 +95,11 @@ class OutsideFamily(Plugin):
 
     @hookimpl
     def import_hf(self, config: Any) -> HFModel | None:
-        if config["architectures"] != [*self.architectures]:
+        if config["architectures"] != [*ARCHITECTURES.of(self)]:
             return None
         return HFModel(state_map(), sections={"outside_family": {"layers": config["n_layer"]}})
 
     @hookimpl
     def export_hf(self, job: Any) -> HFModel:
         layers = job.config.sections["outside_family"].layers
-        return HFModel(state_map(), {"architectures": [*self.architectures], "n_layer": layers})
+        return HFModel(state_map(), {"architectures": [*ARCHITECTURES.of(self)], "n_layer": layers})

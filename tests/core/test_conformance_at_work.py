@@ -63,7 +63,7 @@ def test_an_example_stands_for_what_the_caller_does_not_say(tmp_path: Path) -> N
         """Says how it can be tried."""
 
         api = (1, 0)
-        example = ("exemplary.rate=3", "train.clip_norm=0.5")
+        facts = {"check.example": ("exemplary.rate=3", "train.clip_norm=0.5")}
 
         @section
         class Config:

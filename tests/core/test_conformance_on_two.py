@@ -109,7 +109,7 @@ def test_an_example_names_the_plugins_to_be_tried_with(tmp_path: Path, ranks: Po
         """Needs another transform to be there."""
 
         api = (1, 0)
-        example = ("plugins=ac", "ac.every=2")
+        facts = {"check.example": ("plugins=ac", "ac.every=2")}
 
         @hookimpl
         def parallelize(self, job: Job) -> Transform:

@@ -26,6 +26,7 @@ from forge_train.registry.declared import SpecModule, Specs, spec_modules
 from forge_train.registry.discovery import DISTRIBUTION, discover, load
 from forge_train.registry.inspection import check_hooks
 from forge_train_tools.testing import TinyRun, check
+from packages import package
 
 SPECS = '''
 """The hooks that the judge calls."""
@@ -97,27 +98,12 @@ class Length(Plugin):
     """Scores a text by its length."""
 
     api = (1, 0)
-    example = ("plugins=judge",)
+    facts = {"check.example": ("plugins=judge",)}
 
     @hookimpl
     def score(self, scale, job):
         return lambda text: scale * len(text)
 '''
-
-
-def package(folder: Path, name: str, files: dict[str, str], points: dict[str, dict[str, str]]) -> None:
-    """A package as pip installs it: modules, and the metadata of a distribution of its name, version 1.0."""
-    home, metadata = folder / name, folder / f"{name}-1.0.dist-info"
-    for one in (home, metadata):
-        one.mkdir(parents=True)
-    for file, text in {"__init__.py": "", **files}.items():
-        (home / file).write_text(text, encoding="utf-8")
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
-    groups = [
-        f"[forge_train.{group}]\n" + "\n".join(f"{one} = {at}" for one, at in named.items())
-        for group, named in points.items()
-    ]
-    (metadata / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
 
 
 Install = Callable[..., None]

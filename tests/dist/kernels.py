@@ -62,7 +62,7 @@ class Plain(Plugin):
     """Causal attention over one whole sequence, and nothing beyond that."""
 
     api = (1, 0)
-    example = ("text.isolate=false",)
+    facts = {"check.example": ("text.isolate=false",)}
 
     @hookimpl
     def attention_kernel(self, job: Job) -> Any:

@@ -16,6 +16,7 @@ import torch
 from forge_cli import DECODER, TESTS, Ended, environment, forge, one_message
 from forge_train.compose.initialise import allocate
 from forge_train.loop.out_of_memory import Held, Memory, requested
+from forge_train.plugin.facts import SAVES
 from forge_train.registry.discovery import discover, find, load
 
 pytestmark = [pytest.mark.e2e, pytest.mark.accept("dist", 3)]
@@ -141,8 +142,8 @@ def test_of_several_ranks_the_first_is_told_once(folder: Path) -> None:
 
 
 def test_what_plugins_say_they_save_is_read_as_text_as_it_is() -> None:
-    said = {found.name: found.saves for found in discover()}
-    assert said == {found.name: load(found).saves for found in discover()}
+    said = {found.name: SAVES.read(found) for found in discover()}
+    assert said == {found.name: SAVES.of(load(found)) for found in discover()}
     assert {"ac", "fsdp2"} <= {name for name, saves in said.items() if saves}
 
 

@@ -10,6 +10,7 @@ import torch
 
 import fakes
 from forge_train import ConfigError
+from forge_train_kit.facts import ARCHITECTURES
 from forge_train_kit.model import RoPE, flops_per_token
 from forge_train_plugins.attention.eager import Eager
 from forge_train_plugins.attention.flex import Flex
@@ -174,7 +175,7 @@ def test_files_that_leave_keys_out_have_the_familys_defaults() -> None:
 
 
 def test_the_plugin_declares_the_families_that_it_reads() -> None:
-    assert set(Decoder.architectures) == set(FAMILIES)
+    assert set(ARCHITECTURES.of(Decoder)) == set(FAMILIES)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import fakes
 from forge_train import ConfigError
+from forge_train_kit.facts import ARCHITECTURES
 from forge_train_kit.model import RoPE
 from forge_train_plugins.attention.eager import Eager
 from forge_train_plugins.models._decoder.build import scaling
@@ -93,7 +94,7 @@ FAMILIES = [
 
 @pytest.mark.unit
 @pytest.mark.accept("trial", 3)
-@pytest.mark.parametrize("architecture", Decoder.architectures)
+@pytest.mark.parametrize("architecture", ARCHITECTURES.of(Decoder))
 def test_a_family_in_anothers_clothes_is_the_same_or_refused_by_key(architecture: str) -> None:
     """Configurations of many families that say they are another: transformers' model for that, or a key."""
     made = getattr(transformers, architecture).config_class

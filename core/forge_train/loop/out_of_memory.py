@@ -14,6 +14,7 @@ from ..base.failure import phase_of
 from ..base.present import gib
 from ..contract.model import Model
 from ..contract.tensors import held_bytes, state_of
+from ..plugin.facts import SAVES
 from ..plugin.job import Job
 from ..registry.discovery import discover
 from ..step.meter import memory_gib
@@ -129,20 +130,20 @@ class Memory:
             yield f"-s train.sequence={now // 2} (now {now}): a micro-batch is one sequence already"
         enabled = self._job.hooks.enabled
         for found in discover():
-            if "activations" in found.saves and found.name not in enabled:
+            if "activations" in SAVES.read(found) and found.name not in enabled:
                 yield f"--plugins {found.name}: {found.summary}"
 
     def _about_ranks(self, held: Held) -> Iterator[str]:
         """Spread over ranks what each of them holds."""
         world = self._job.dist.world
-        spreading = [name for name, one in self._job.hooks.enabled.items() if set(_KEPT) & set(one.cls.saves)]
+        spreading = [name for name, one in self._job.hooks.enabled.items() if set(_KEPT) & set(SAVES.of(one.cls))]
         # The ranks of one machine share its memory, unless they bring devices of their own.
         apart = " on other machines" if self._job.device.type == "cpu" else ""
         if spreading and world > 1:
             yield f"more ranks{apart} (now {world}): {' and '.join(spreading)} gives each of them a smaller share"
             return
-        best = max(discover(), key=lambda found: held.share(set(_KEPT) & set(found.saves)))
-        if set(_KEPT) & set(best.saves):
+        best = max(discover(), key=lambda found: held.share(set(_KEPT) & set(SAVES.read(found))))
+        if set(_KEPT) & set(SAVES.read(best)):
             more = f" with several ranks{apart}" if world == 1 else ""
             yield f"--plugins {best.name}{more}: {best.summary}"
 

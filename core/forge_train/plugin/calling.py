@@ -90,14 +90,18 @@ class Caller:
         """The same without those that turned out to have nothing to do."""
         return [name for name in self.implementers(hook) if name not in self.unused]
 
-    def mute(self, name: str) -> None:
-        """Leave an observer, or what only rounds, out of this process: it stays enabled, but is told nothing.
+    def mute(self, name: str, *, acting: bool = False) -> None:
+        """Leave a plugin out of this process: it stays enabled, but is told nothing.
+
+        Args:
+            name: of the plugin; one that is not enabled is ignored.
+            acting: allows a plugin that does more than observe the run.
 
         Raises:
-            ConfigError: if the plugin does more than that.
+            ConfigError: if the plugin does more than observe, and that is not allowed.
         """
         if enabled := self.enabled.get(name):
-            if not enabled.observer and not enabled.cls.rounds:
+            if not enabled.observer and not acting:
                 raise ConfigError(f"Plugin {enabled.ref.label} does more than watch the run; it can't be left out.")
             self._calls.mute(enabled)
 

@@ -11,6 +11,7 @@ import pluggy
 from ..base.errors import PluginError
 from ..config.schema import section
 from ..contract.attention import KernelCapabilities
+from .facts import FactValue
 
 if TYPE_CHECKING:
     from .job import Job
@@ -75,31 +76,11 @@ class Plugin:
     """Importable module → the command that installs it."""
     devices: ClassVar[tuple[str, ...]] = ()
     """Types of device that it runs on, as `("cuda",)`; empty for all. A run on another one is refused."""
-    saves: ClassVar[tuple[str, ...]] = ()
-    """Parts of a rank's memory that it makes smaller: `activations`; or those that it spreads over ranks, of
-    `parameters`, `gradients` and `optimizer`. Where memory runs out, an installed plugin is recommended by it; so that
-    nothing is imported for that, it is read as text: write the tuple out."""
-    architectures: ClassVar[tuple[str, ...]] = ()
-    """Architectures of a `config.json` that its `import_hf` reads; `*` if it can't list them. Read as text, as `saves`
-    is."""
-    rounds: ClassVar[float] = 0.0
-    """The largest relative error of a value that it rounds below `train.precision`; 0 if it rounds none. `forge verify`
-    allows for it, and has `--against train.precision=…` compare with a run without the plugin."""
-    per_unit: ClassVar[bool] = False
-    """True if each further identical unit of the model adds the same amount to what the plugin has a step store, send
-    and compute: `forge plan` then rehearses a few of many such units. Applies to plugins that build units or see all of
-    them (`build_model`, `attention`, `feed_forward`, `task`, `executor`, `optimizer`, `parallelize`). False for
-    gradients sent in buckets of a fixed size, or a layer that changes behaviour from some index on."""
-    weighs_labels: ClassVar[bool] = False
-    """True if the task that it provides multiplies the loss of each label by the target `label_weights`, as
-    `forge_train_kit.losses.batch_weight` and `batch_loss` do."""
-    display: ClassVar[bool] = False
-    """True if it only displays the progress of a run; `forge bench` leaves it out."""
     after_observers: ClassVar[bool] = False
     """True if it is called after all other observers, as trackers are, and so sees what they record."""
-    example: ClassVar[tuple[str, ...]] = ()
-    """Assignments, as of `--set`, with which `plugins check` tries it where its defaults do not train: a required key,
-    or `train.precision=fp16`; and `plugins=a,b` for others that it is tried with."""
+    facts: ClassVar[Mapping[str, FactValue]] = {}
+    """Facts that tools read: `{"plan.per_unit": True}`. A subclass inherits those of its bases. `docs/facts.md` lists
+    the ones of Forge's own tools."""
 
     @section
     class Config:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..base.names import file_module, is_file, locate, split
 
 if TYPE_CHECKING:
+    import ast
+
     from ..contract.attention import KernelCapabilities
 
 _NO_SUMMARY = "–"
@@ -19,9 +21,6 @@ _INSTALLED = ("site-packages", "dist-packages")
 _SUMMARY = re.compile(r"\A\s*\n\s+r?(?:\"\"\"|''')(.+?)(?:\"\"\"|'''|\n)")
 _HEAD = re.compile(r"^class (\w+)\(([^)]*)\):", re.MULTILINE)
 _END = re.compile(r"^\S", re.MULTILINE)
-_CAPABILITIES = re.compile(
-    r"^    kernel_capabilities\b[^=\n]*= KernelCapabilities\(([^\n]*\)$|\n.*?^    \)$)", re.MULTILINE | re.DOTALL
-)
 
 
 @dataclass(frozen=True)
@@ -58,35 +57,33 @@ class PluginRef:
         return match.group(1).strip() if match else _NO_SUMMARY
 
     @property
-    def saves(self) -> tuple[str, ...]:
-        """The class's `Plugin.saves`, read as text; empty where it says nothing."""
-        return self._written("saves")
+    def facts(self) -> dict[str, Any]:
+        """The entries of the class's `Plugin.facts` that are literals, read from its source."""
+        from .source import literals  # a listing does without
 
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """The class's `Plugin.architectures`, read as text."""
-        return self._written("architectures")
+        return dict(literals(self._assigned("facts")))
 
     @property
     def kernel_capabilities(self) -> KernelCapabilities | None:
-        """The class's `Plugin.kernel_capabilities`, read as text; None where it says nothing that can be read."""
-        match = _CAPABILITIES.search(self._text)
-        if match is None:
+        """The class's `Plugin.kernel_capabilities`, read from its source; None where it says nothing that can be
+        read."""
+        call = self._assigned("kernel_capabilities")
+        if call is None:
             return None
         import ast  # a listing does without
 
         from ..contract.attention import KernelCapabilities
 
         try:
-            call = ast.parse(f"f({match.group(1)}", mode="eval").body
             given = {one.arg: ast.literal_eval(one.value) for one in getattr(call, "keywords", ())}
             return KernelCapabilities(**given)
-        except (SyntaxError, ValueError, TypeError):
+        except (ValueError, TypeError):
             return None
 
-    def _written(self, name: str) -> tuple[str, ...]:
-        match = re.search(rf"^    {name}\b[^=\n]*= \(([^)]*)\)", self._text, re.MULTILINE)
-        return tuple(re.findall(r"[\w*]+", match.group(1))) if match else ()
+    def _assigned(self, attribute: str) -> ast.expr | None:
+        from .source import assigned  # a listing does without
+
+        return assigned(self.file, split(self.object)[1], attribute)
 
     @property
     def hooks(self) -> tuple[str, ...]:

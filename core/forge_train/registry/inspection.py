@@ -60,7 +60,7 @@ def misfits(enabled: EnabledPlugin, specs: Specs) -> list[str]:
 def malformed(enabled: EnabledPlugin, specs: Specs) -> list[str]:
     """Return a message for each attribute of the class that is not in the form that core reads."""
     cls, found = enabled.cls, []
-    for name in ("requires", "conflicts", "provides", "devices", "saves", "architectures", "example"):
+    for name in ("requires", "conflicts", "provides", "devices"):
         value: Any = getattr(cls, name)
         if not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
             found.append(f'`{name}` must be a tuple of strings, like ("a",), found {value!r}.')

@@ -16,6 +16,7 @@ from ..plugin.calls import EnabledPlugin
 from ..plugin.reference import PluginRef
 from .declared import Specs
 from .discovery import RESERVED, discover, dotted, in_file, instead, is_name, load, plugin_name
+from .facts import Facts
 from .inspection import check_hooks
 
 
@@ -96,8 +97,10 @@ class Resolution:
         self.sometimes -= set(self.defaults.values())
         self.idle = _idle(explicit, on_demand.keys() - demanded.keys())
         enabled.sort(key=lambda plugin: plugin.name)
+        facts = Facts()
         for plugin in enabled:
             check_hooks(plugin, self.specs, self.mistakes)
+            self.mistakes += facts.problems(plugin)
         self._check_defaults(enabled)
         if not self.mistakes:  # what is missing for them would only be told twice
             self._check_relations(enabled)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_train import ConfigError, Ge, Gt, Plugin, Problem, hookimpl, section
 
+from ..facts import WEIGHS_LABELS
+
 if TYPE_CHECKING:
     from forge_train import Finished, Job, Loader, Metric, Model
     from forge_train.config import Config as RunConfig
@@ -130,8 +132,10 @@ def check_weights(documents: Documents, job: Job, key: str) -> None:
 
     found = f"{key}: messages have weights other than 0 and 1, and plugin"
     task, loss = job.hooks.provider("task"), job.hooks.provider("loss")
-    if task and not job.hooks.enabled[task].cls.weighs_labels:
-        raise ConfigError(f"{found} {task!r}, which provides the task, does not weigh labels (weighs_labels).")
+    if task and not WEIGHS_LABELS.of(job.hooks.plugins[task]):
+        raise ConfigError(
+            f"{found} {task!r}, which provides the task, does not weigh labels (fact task.weighs_labels)."
+        )
     # A guarded function has `weighted` through __getattr__, which isinstance does not ask since Python 3.12.
     if loss and getattr(hookspecs.loss(job), "weighted", None) is None:
         raise ConfigError(f"{found} {loss!r}, which provides the loss, can't weigh labels (WeightedLosses).")

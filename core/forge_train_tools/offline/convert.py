@@ -17,6 +17,7 @@ from forge_train.config.layers import Request
 from forge_train.registry.setup import resolve
 from forge_train.store.consolidated import SHARD_BYTES
 from forge_train.store.tensor_files import DTYPES
+from forge_train_kit.facts import ARCHITECTURES
 from forge_train_kit.hf import HFModel, fit
 from forge_train_kit.hf.folder import CONFIG, PACKED, Folder
 from forge_train_kit.hf.start import exported
@@ -129,7 +130,7 @@ def _to_architecture(folder: Folder, architecture: str, request: Request) -> tup
     request, layout = bring(folder, request)
     hooks = resolve(request, training=False).hooks
     provider = hooks.provider("build_model")
-    known = [one for one in hooks.plugins[provider].architectures if one != ANY] if provider else []
+    known = [one for one in ARCHITECTURES.of(hooks.plugins[provider]) if one != ANY] if provider else []
     if provider is None or architecture not in known or not hasattr(hooks.plugins[provider].config, "architecture"):
         hint = nearest(architecture, known) or f" Known: {', '.join(known) or 'none'}."
         raise ConfigError(f"--architecture: no enabled plugin writes {architecture!r}.{hint}")

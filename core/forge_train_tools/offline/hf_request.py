@@ -16,6 +16,7 @@ from forge_train.plugin.hooks import Hooks
 from forge_train.registry import kernels
 from forge_train.registry.discovery import discover
 from forge_train.registry.setup import resolve
+from forge_train_kit.facts import ARCHITECTURES
 from forge_train_kit.hf import HFModel
 from forge_train_kit.hf.folder import CONFIG, Folder
 from forge_train_kit.hf.start import described
@@ -83,8 +84,8 @@ def _unknown(config: Mapping[str, Any], hooks: Hooks) -> str:
     """The error for an architecture that no enabled plugin reads: the known ones, and which other plugins know it."""
     named = config.get("architectures") or [config.get("model_type")]
     asked = ", ".join(hooks.implementers("import_hf")) or "none"
-    known = sorted({name for one in hooks.enabled.values() for name in one.cls.architectures} - {ANY})
-    installed = {one.name: one.architectures for one in discover() if one.name not in hooks.enabled}
+    known = sorted({name for one in hooks.enabled.values() for name in ARCHITECTURES.of(one.cls)} - {ANY})
+    installed = {one.name: ARCHITECTURES.read(one) for one in discover() if one.name not in hooks.enabled}
     others = [name for name, architectures in installed.items() if set(architectures) & set(named)]
     what = f"no enabled plugin knows the architecture {named!r}"
     if not config.get("architectures"):

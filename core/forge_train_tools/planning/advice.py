@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from forge_train.base.present import few, gib
 from forge_train.mesh.axes import AXES
+from forge_train.plugin.facts import SAVES
 from forge_train.registry.discovery import discover
 
 if TYPE_CHECKING:
@@ -44,5 +45,5 @@ def warnings(
 
 def _savers(part: str, how: str) -> str:
     """The installed plugins that make a part of a rank's memory smaller."""
-    names = sorted(found.name for found in discover() if part in found.saves)
+    names = sorted(found.name for found in discover() if part in SAVES.read(found))
     return f" Plugins that {how}: {', '.join(names)}." if names else ""

@@ -25,6 +25,7 @@ from forge_train.contract.tensors import local
 from forge_train.contract.transform import HOOK_TABLES
 from forge_train.plugin.job import Job
 
+from ..facts import PER_UNIT
 from .growth import grown, rule
 from .record import Recorded
 from .rehearsal import rehearse
@@ -123,7 +124,7 @@ def _per_unit(job: Job, composition: Composition) -> bool:
     """Return True if every plugin that builds units or sees all of them declares that it acts unit by unit."""
     seeing = {name for hook in ASKED for name in job.hooks.acting(hook)}
     seeing |= {entry["plugin"] for entry in composition.report}
-    return all(job.hooks.enabled[name].cls.per_unit for name in seeing)
+    return all(PER_UNIT.of(job.hooks.enabled[name].cls) for name in seeing)
 
 
 def pattern(forms: Sequence[object]) -> Pattern | None:

@@ -21,6 +21,7 @@ from forge_train.plugin.plugin import API, Plugin
 from forge_train.plugin.reference import PluginRef
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import load
+from forge_train.registry.facts import Facts
 from forge_train.registry.inspection import halved, malformed, misfits, undecorated, unknown
 
 from .conformance import BrokenError, DoubtError, SkippedError, Trial, require
@@ -74,6 +75,7 @@ def trials(enabled: EnabledPlugin) -> Iterator[tuple[str, Trial]]:
     yield "no hook is left undecorated", lambda: _undecorated(enabled, specs)
     yield "arguments fit the hooks", lambda: _none(misfits(enabled, specs))
     yield "metadata has the right form", lambda: _none(malformed(enabled, specs))
+    yield "facts are declared", lambda: _none([*Facts().problems(enabled)])
     yield "state is saved and loaded", lambda: _state(enabled)
     yield "the section is strict", lambda: _section(cls)
 

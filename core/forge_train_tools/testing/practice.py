@@ -25,6 +25,7 @@ from forge_train.registry.setup import Setup, resolve
 from forge_train.registry.write import to_toml
 from forge_train.store.tree import join, split
 
+from ..facts import EXAMPLE
 from .agreement import agree
 from .bench import Bench, Trial, Trials, same
 from .conformance import Check, SkippedError, attempt, require
@@ -47,7 +48,7 @@ def practise(
     enabled: EnabledPlugin, spec: str, config: Settings | None, sets: tuple[str, ...], folder: Path, verify: Verify
 ) -> Iterator[Check]:
     """Every check of a plugin at work."""
-    example = enabled.cls.example
+    example = EXAMPLE.of(enabled.cls)
     beside = [one.removeprefix(WITH) for one in example if one.startswith(WITH)]
     plugins = [spec, *_required(enabled), *(name for names in beside for name in names.split(","))]
     device = device_for(enabled)

@@ -17,6 +17,7 @@ from forge_train.config.sections import CORE_SECTIONS
 from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import Setup, resolve
 
+from ..facts import ROUNDS
 from ..launching.launch import WorkerCommand, check_alone, launch
 from .verdict import Check, Offender, Verdict
 
@@ -180,7 +181,7 @@ def _alone(request: Request, *more: str) -> Setup:
 
 def _rounds(setup: Setup) -> float:
     """Return the coarsest rounding of any plugin below the run's precision; 0 if none rounds."""
-    return max((enabled.cls.rounds for enabled in setup.hooks.enabled.values()), default=0.0)
+    return max((ROUNDS.of(enabled.cls) for enabled in setup.hooks.enabled.values()), default=0.0)
 
 
 def _recorded(alone: Setup, steps: int, *, rounding: bool = True) -> Recording:

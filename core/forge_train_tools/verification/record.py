@@ -17,6 +17,7 @@ from forge_train.mesh.world import World
 from forge_train.registry.setup import Setup, resolve
 from forge_train.run.run import Run
 
+from ..facts import ROUNDS
 from .recording import Recording
 from .routing import tie_of
 from .watched import Watched
@@ -42,8 +43,8 @@ def watching(kind: type[W], setup: Setup, folder: Path, *, rounding: bool = True
         rounding: whether plugins that round below the run's precision do so.
     """
     for enabled in setup.hooks.enabled.values():
-        if enabled.cls.rounds and not rounding:
-            setup.hooks.mute(enabled.name)
+        if ROUNDS.of(enabled.cls) and not rounding:
+            setup.hooks.mute(enabled.name, acting=True)
     with prepared(setup, Run(folder / "run")) as job:
         yield kind(job)
 

@@ -26,7 +26,7 @@ def tie_of(precision: PrecisionName) -> float:
 
 
 TIES = tuple(sorted(map(tie_of, get_args(PrecisionName))))
-"""Of every precision. A plugin that rounds below them brings its own (`Plugin.rounds`)."""
+"""Of every precision. A plugin that rounds below them brings its own (the fact `verify.rounds`)."""
 
 
 @dataclass

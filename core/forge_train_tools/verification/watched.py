@@ -31,6 +31,7 @@ from forge_train.step.step import Progress, Stepper, Watcher
 from forge_train.store.tree import split
 from forge_train_kit.model.choices import heard_by
 
+from ..facts import DISPLAY, ROUNDS
 from .fingerprints import WatchedLoader, fingerprint, hash_of
 from .peak import to_peak
 from .recording import Fingerprint, Record, SideEffect, gradients_file
@@ -63,7 +64,7 @@ class Watched(Watcher):
         load_extra(job)
         load_initial(self.model, job)
         to_peak(self.stepper.schedule, self.optimizer, job.steps)
-        ties = (*TIES, *(enabled.cls.rounds for enabled in job.hooks.enabled.values() if enabled.cls.rounds))
+        ties = (*TIES, *filter(None, (ROUNDS.of(enabled.cls) for enabled in job.hooks.enabled.values())))
         self._counter = Counter(self.model.named_modules(), self.rows, job.config.train.micro_batch, ties)
         self._around_step, self._around_evaluate = job.hooks.span("step"), job.hooks.span("evaluate")
         self.seen.start = {name: hash_of(full_tensor(tensor)) for name, tensor in self.model.state_dict().items()}
@@ -256,7 +257,7 @@ def _begin(hooks: Hooks, stepper: Stepper) -> None:
     with _silently():
         hooks.on_start(stepper.model, stepper.optimizer)
     for name, enabled in hooks.enabled.items():
-        if enabled.observer and enabled.cls.display:
+        if enabled.observer and DISPLAY.of(enabled.cls):
             hooks.mute(name)
 
 

@@ -31,7 +31,7 @@ class DeltaNet(Plugin):
     """
 
     api = (1, 0)
-    per_unit = True
+    facts = {"plan.per_unit": True}
 
     @section
     class Config:

@@ -16,7 +16,7 @@ class GQA(Plugin):
     """Attention whose query heads share keys and values in groups (Ainslie et al. 2023, arXiv:2305.13245)."""
 
     api = (1, 0)
-    per_unit = True
+    facts = {"plan.per_unit": True}
     requires = ("attention_kernel",)
 
     @hookimpl

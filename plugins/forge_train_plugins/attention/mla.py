@@ -26,7 +26,7 @@ class MLA(Plugin):
     """
 
     api = (1, 0)
-    per_unit = True
+    facts = {"plan.per_unit": True}
     requires = ("attention_kernel",)
 
     @section

@@ -90,7 +90,7 @@ class Mixture(DataPlugin):
 
     api = (1, 0)
     requires = ("tokenizer",)
-    example = ()
+    facts = {"check.example": ()}
 
     @section
     class Config:

@@ -19,7 +19,7 @@ class MoE(Plugin):
     """Mixture of experts: each token takes the few feed-forward blocks its router chooses (arXiv:2101.03961)."""
 
     api = (1, 0)
-    per_unit = True
+    facts = {"plan.per_unit": True}
     requires = ("token_dispatch",)
 
     @section

@@ -15,7 +15,7 @@ class SwiGLU(Plugin):
     """Dense feed-forward block, gated by default (Shazeer 2020, arXiv:2002.05202)."""
 
     api = (1, 0)
-    per_unit = True
+    facts = {"plan.per_unit": True}
 
     @section
     class Config:

@@ -24,8 +24,7 @@ class ActivationCheckpointing(Plugin):
     api = (1, 0)
     layout = True
     provides = ("ac",)
-    saves = ("activations",)
-    per_unit = True
+    facts = {"memory.saves": ("activations",), "plan.per_unit": True}
 
     @section
     class Config:

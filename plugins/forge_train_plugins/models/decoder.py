@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from forge_train import ConfigError, Ge, Gt, KernelCapabilities, Le, Lt, Plugin, Problem, hookimpl, section
 from forge_train_kit import hookspecs
+from forge_train_kit.facts import ARCHITECTURES
 from forge_train_kit.hf import HFModel
 
 if TYPE_CHECKING:
@@ -55,27 +56,29 @@ class Decoder(Plugin):
     """Decoder-only transformer with rotary positions, as in Llama, Qwen, Gemma, OLMo and similar families."""
 
     api = (1, 0)
-    per_unit = True
-    architectures = (
-        "LlamaForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen2ForCausalLM",
-        "MistralForCausalLM",
-        "Olmo2ForCausalLM",
-        "Olmo3ForCausalLM",
-        "SmolLM3ForCausalLM",
-        "GraniteForCausalLM",
-        "Gemma2ForCausalLM",
-        "Gemma3ForCausalLM",
-        "Phi3ForCausalLM",
-        "GPT2LMHeadModel",
-        "GptOssForCausalLM",
-        "MixtralForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "OlmoeForCausalLM",
-        "DeepseekV2ForCausalLM",
-        "DeepseekV3ForCausalLM",
-    )
+    facts = {
+        "plan.per_unit": True,
+        "hf.architectures": (
+            "LlamaForCausalLM",
+            "Qwen3ForCausalLM",
+            "Qwen2ForCausalLM",
+            "MistralForCausalLM",
+            "Olmo2ForCausalLM",
+            "Olmo3ForCausalLM",
+            "SmolLM3ForCausalLM",
+            "GraniteForCausalLM",
+            "Gemma2ForCausalLM",
+            "Gemma3ForCausalLM",
+            "Phi3ForCausalLM",
+            "GPT2LMHeadModel",
+            "GptOssForCausalLM",
+            "MixtralForCausalLM",
+            "Qwen3MoeForCausalLM",
+            "OlmoeForCausalLM",
+            "DeepseekV2ForCausalLM",
+            "DeepseekV3ForCausalLM",
+        ),
+    }
 
     @section
     class Config:
@@ -188,7 +191,7 @@ class Decoder(Plugin):
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
         from ._decoder.rules import check
 
-        known = self.architectures
+        known = ARCHITECTURES.of(self)
         if self.config.architecture not in ("", *known):
             yield Problem("decoder.architecture", f"found {self.config.architecture!r}; known: {', '.join(known)}.")
         yield from check(self.config, config)

@@ -32,8 +32,7 @@ class HF(Plugin):
     """
 
     api = (1, 0)
-    per_unit = True
-    architectures = ("*",)
+    facts = {"plan.per_unit": True, "hf.architectures": ("*",)}
     needs: ClassVar[Mapping[str, str]] = {"transformers": "pip install 'forge-train[hf]'"}
 
     @section

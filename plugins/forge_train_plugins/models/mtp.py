@@ -43,7 +43,7 @@ class MultiTokenPrediction(Plugin):
 
     api = (1, 0)
     requires = ("loss",)
-    per_unit = True
+    facts = {"plan.per_unit": True}
 
     @section
     class Config:

@@ -17,7 +17,7 @@ class Console(Plugin):
     """Shows the run: one live view on a terminal, plain lines elsewhere; `--quiet` leaves it out."""
 
     api = (1, 0)
-    display = True
+    facts = {"bench.display": True}
 
     @section
     class Config:

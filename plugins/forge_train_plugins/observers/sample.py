@@ -17,7 +17,7 @@ class Sample(Plugin):
     """Writes a text with the trained model when a run is done, shows it and keeps it in `artifacts/sample.txt`."""
 
     api = (1, 0)
-    display = True
+    facts = {"bench.display": True}
     requires = ("tokenizer",)
 
     @section

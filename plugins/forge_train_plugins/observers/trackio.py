@@ -25,7 +25,7 @@ class Trackio(Tracker):
     api = (1, 0)
     needs: ClassVar[Mapping[str, str]] = {"trackio": "pip install 'forge-train[trackio]'"}
 
-    example = ("trackio.project=forge-check",)
+    facts = {"check.example": ("trackio.project=forge-check",)}
 
     @section
     class Config:

@@ -23,7 +23,7 @@ class WandB(Tracker):
 
     api = (1, 0)
     needs: ClassVar[Mapping[str, str]] = {"wandb": "pip install 'forge-train[wandb]'"}
-    example = ("wandb.mode=offline",)
+    facts = {"check.example": ("wandb.mode=offline",)}
 
     @section
     class Config:

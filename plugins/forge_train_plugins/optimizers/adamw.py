@@ -19,7 +19,7 @@ class AdamW(Plugin):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2017, arXiv:1711.05101), fused on every device."""
 
     api = (1, 0)
-    per_unit = True
+    facts = {"plan.per_unit": True}
 
     @section
     class Config:

@@ -19,7 +19,7 @@ class Lion(Plugin):
     """Sign-momentum optimizer with half of Adam's state (Chen et al. 2023, arXiv:2302.06675)."""
 
     api = (1, 0)
-    per_unit = True
+    facts = {"plan.per_unit": True}
 
     @section
     class Config:

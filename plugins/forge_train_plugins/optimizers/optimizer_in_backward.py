@@ -23,7 +23,7 @@ class OptimizerInBackward(Plugin):
     """
 
     api = (1, 0)
-    example = ("train.clip_norm=0", "train.micro_batch=0")
+    facts = {"check.example": ("train.clip_norm=0", "train.micro_batch=0")}
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

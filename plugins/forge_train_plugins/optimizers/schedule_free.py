@@ -23,7 +23,7 @@ class ScheduleFree(Plugin):
     """
 
     api = (1, 0)
-    per_unit = True
+    facts = {"plan.per_unit": True}
 
     @section
     class Config:

@@ -46,7 +46,7 @@ class TorchOptimizer(Plugin):
     """
 
     api = (1, 0)
-    example = ("torch_optimizer.name=torch.optim:NAdam", "torch_optimizer.options.momentum_decay=0.01")
+    facts = {"check.example": ("torch_optimizer.name=torch.optim:NAdam", "torch_optimizer.options.momentum_decay=0.01")}
 
     @section
     class Config:

@@ -39,8 +39,7 @@ class ContextParallel(Plugin):
     api = (1, 0)
     layout = True
     provides = ("cp",)
-    per_unit = True
-    saves = ("activations",)
+    facts = {"plan.per_unit": True, "memory.saves": ("activations",)}
 
     @section
     class Config:

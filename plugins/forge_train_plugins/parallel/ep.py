@@ -19,8 +19,7 @@ class ExpertParallel(Plugin):
     layout = True
     provides = ("ep",)
     requires = ("token_dispatch",)
-    per_unit = True
-    example = ("plugins=moe",)
+    facts = {"plan.per_unit": True, "check.example": ("plugins=moe",)}
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform | None:

@@ -24,8 +24,7 @@ class FSDP2(Plugin):
     api = (1, 0)
     provides = ("data_parallel",)
     layout = True
-    saves = ("parameters", "gradients", "optimizer")
-    per_unit = True
+    facts = {"memory.saves": ("parameters", "gradients", "optimizer"), "plan.per_unit": True}
 
     @section
     class Config:
@@ -76,8 +75,7 @@ class Zero1(Plugin):
     api = (1, 0)
     provides = ("data_parallel",)
     layout = True
-    saves = ("optimizer",)
-    per_unit = True
+    facts = {"memory.saves": ("optimizer",), "plan.per_unit": True}
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform | None:

@@ -30,7 +30,7 @@ class PipelineParallel(Plugin):
     api = (1, 0)
     layout = True
     provides = ("pp",)
-    per_unit = True
+    facts = {"plan.per_unit": True}
 
     @section
     class Config:

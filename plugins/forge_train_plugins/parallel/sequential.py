@@ -15,7 +15,7 @@ class Sequential(Plugin):
 
     api = (1, 0)
     layout = True
-    per_unit = True
+    facts = {"plan.per_unit": True}
 
     @hookimpl
     def executor(self, model: Model, task: Task, job: Job) -> Executor:

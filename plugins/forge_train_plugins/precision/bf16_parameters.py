@@ -20,10 +20,8 @@ class BF16Parameters(Plugin):
     """
 
     api = (1, 0)
-    example = ("train.precision=bf16",)
+    facts = {"check.example": ("train.precision=bf16",), "verify.rounds": 2.0**-8, "plan.per_unit": True}
     provides = ("parameter_dtype",)
-    rounds = 2.0**-8
-    per_unit = True
 
     @hookimpl
     def parallelize(self, job: Job) -> Transform:

@@ -23,7 +23,7 @@ class LossScaler(Plugin):
     """
 
     api = (1, 0)
-    example = ("train.precision=fp16",)
+    facts = {"check.example": ("train.precision=fp16",)}
 
     @section
     class Config:

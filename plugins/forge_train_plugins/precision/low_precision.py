@@ -29,7 +29,7 @@ class LowPrecisionPlugin(Plugin):
 
     api = (1, 0)
     provides = ("fp8",)
-    rounds = 2**-4  # half of the epsilon of e4m3
+    facts = {"verify.rounds": 2**-4}  # half of the epsilon of e4m3
     name: str
     experimental: str = ""
 

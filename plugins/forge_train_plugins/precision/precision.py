@@ -41,7 +41,7 @@ class Precision(Plugin):
 
     api = (1, 0)
     provides = ("precision",)
-    per_unit = True
+    facts = {"plan.per_unit": True}
 
     @section
     class Config:

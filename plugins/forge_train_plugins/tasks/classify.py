@@ -20,7 +20,7 @@ class _Classifier(Plugin):
 
     api = (1, 0)
     requires = ("loss",)
-    per_unit = True
+    facts = {"plan.per_unit": True}
     name: ClassVar[str]
     of: ClassVar[Literal["text", "token"]]
 

@@ -22,7 +22,7 @@ class Embed(Plugin):
     """
 
     api = (1, 0)
-    per_unit = True
+    facts = {"plan.per_unit": True}
     gives: ClassVar[Mapping[str, str]] = {"head": "embeddings", "task": "embeddings"}
     takes: ClassVar[Mapping[str, tuple[str, ...]]] = {"head": ("embeddings",), "build_data": ("pairs",)}
 

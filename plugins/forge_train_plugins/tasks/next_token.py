@@ -20,8 +20,7 @@ class NextToken(Plugin):
 
     api = (1, 0)
     requires = ("loss",)
-    per_unit = True
-    weighs_labels = True
+    facts = {"plan.per_unit": True, "task.weighs_labels": True}
 
     @hookimpl
     def task(self, job: Job) -> Task:

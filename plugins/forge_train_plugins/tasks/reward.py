@@ -22,7 +22,7 @@ class Reward(Plugin):
     """
 
     api = (1, 0)
-    per_unit = True
+    facts = {"plan.per_unit": True}
     gives: ClassVar[Mapping[str, str]] = {"head": "rewards", "task": "rewards"}
     takes: ClassVar[Mapping[str, tuple[str, ...]]] = {"head": ("rewards",), "build_data": ("pairs",)}
 

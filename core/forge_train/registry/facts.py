@@ -1,0 +1,99 @@
+"""Facts that installed tools declare, and the check of what a plugin states."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from ..base.errors import ConfigError, describe, nearest
+from ..base.names import import_module, locate, split
+from ..base.places import place
+from ..plugin.calls import EnabledPlugin
+from ..plugin.facts import Fact, facts_in, stated
+from ..plugin.source import class_node, key_place
+from .discovery import DISTRIBUTION, identity
+
+GROUP = "forge_train.facts"
+
+
+class Facts:
+    """The facts that plugins may state. A tool's module is imported when a plugin states one of its facts."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[str, Fact[Any]]] = {}
+
+    def all(self) -> dict[str, Fact[Any]]:
+        """Every declared fact, by name."""
+        return {name: fact for tool in sorted(self._tools) for name, fact in self.of_tool(tool).items()}
+
+    def of_tool(self, tool: str) -> Mapping[str, Fact[Any]]:
+        """The facts whose names start with `tool.`.
+
+        Raises:
+            ConfigError: if two distributions declare the tool's facts, or their module can't be imported.
+        """
+        if tool not in self._found:
+            modules = self._tools.get(tool, {})
+            if len(modules) > 1:
+                owners = " and ".join(f"{label} ({module})" for module, label in sorted(modules.items()))
+                raise ConfigError(f"Facts of the tool {tool!r} are declared by {owners}: uninstall one.")
+            found = [_load(module, label) for module, label in modules.items()]
+            self._found[tool] = {
+                name: fact for facts in found for name, fact in facts.items() if name.startswith(f"{tool}.")
+            }
+        return self._found[tool]
+
+    def problems(self, enabled: EnabledPlugin) -> Iterator[str]:
+        """Yield a sentence for each fact of a plugin that nobody declares, or that has another type."""
+        for cls in enabled.cls.__mro__:
+            facts: Any = vars(cls).get("facts", {})
+            if not isinstance(facts, Mapping) or not all(isinstance(name, str) for name in facts):
+                at = f"({place(cls)})"
+                yield f'Plugin {enabled.ref.label}: `facts` {at} must map names, like {{"plan.per_unit": True}}.'
+                return
+        for name, value in stated(enabled.cls).items():
+            home = next(base for base in enabled.cls.__mro__ if name in vars(base).get("facts", {}))
+            try:
+                problem = self._problem(enabled, name, value)
+            except ConfigError as error:
+                problem = f": {error}"
+            if problem:
+                yield f"Plugin {enabled.ref.label}: fact {name!r} ({key_place(home, name)}){problem}"
+
+    def _problem(self, enabled: EnabledPlugin, name: str, value: object) -> str:
+        own = facts_in(sys.modules.get(enabled.cls.__module__, object()))
+        tool = name.partition(".")[0]
+        fact = own.get(name) or self.of_tool(tool).get(name)
+        if fact is None:
+            if self._tools.get(tool) == {}:
+                return ""
+            return f" is declared by no installed tool.{nearest(name, [*own, *self.all()])}"
+        if not fact.fits(value):
+            return f" must be {fact.described}, found {value!r}."
+        ref = enabled.ref
+        written = ref.facts.get(name)
+        if fact.literal and written != value and class_node(ref.file, split(ref.object)[1], name):
+            return f" is read from the source: write its value out in class {enabled.cls.__qualname__}, as a literal."
+        return ""
+
+    @cached_property
+    def _tools(self) -> dict[str, dict[str, str]]:
+        """Tool → module of its facts → distribution. A tool of Forge whose code was left out has no module."""
+        found: dict[str, dict[str, str]] = defaultdict(dict)
+        for point in importlib.metadata.entry_points(group=GROUP):
+            name, version = identity(point.dist)
+            modules = found[point.name]
+            if name != DISTRIBUTION or locate(point.value):
+                modules[point.value] = f"{name} {version}".strip()
+        return found
+
+
+def _load(module: str, label: str) -> dict[str, Fact[Any]]:
+    try:
+        return facts_in(import_module(module))
+    except (Exception, SystemExit) as error:  # whatever a stranger's module does while it is imported
+        raise ConfigError(f"the facts of {label} failed to import ({module}): {describe(error)}.") from error

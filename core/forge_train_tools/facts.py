@@ -1,0 +1,32 @@
+"""Facts about plugins that Forge's tools read."""
+
+from __future__ import annotations
+
+from forge_train import Fact
+
+PER_UNIT = Fact(
+    "plan.per_unit",
+    bool,
+    "True if each further identical unit of the model adds the same amount to what the plugin has a step store, send "
+    "and compute: `forge plan` then rehearses a few of many such units. Applies to plugins that build units or see all "
+    "of them (`build_model`, `attention`, `feed_forward`, `task`, `executor`, `optimizer`, `parallelize`). False for "
+    "gradients sent in buckets of a fixed size, or a layer that changes behaviour from some index on.",
+)
+EXAMPLE = Fact(
+    "check.example",
+    tuple[str, ...],
+    "Assignments, as of `--set`, with which `forge plugins check` tries the plugin where its defaults do not train: a "
+    "required key, or `train.precision=fp16`; and `plugins=a,b` for others that it is tried with.",
+)
+ROUNDS = Fact(
+    "verify.rounds",
+    float,
+    "The largest relative error of a value that the plugin rounds below `train.precision`. `forge verify` allows for "
+    "it, and has `--against train.precision=…` compare with a run without the plugin.",
+)
+DISPLAY = Fact(
+    "bench.display",
+    bool,
+    "True if the plugin only displays the progress of a run. `forge bench` leaves it out, and `forge verify` does not "
+    "tell it of steps.",
+)
