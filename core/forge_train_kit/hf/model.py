@@ -1,4 +1,4 @@
-"""How a model stands in Hugging Face layout. Importing this module imports no torch."""
+"""A model in Hugging Face layout. Importing this module imports no torch."""
 
 from __future__ import annotations
 
