@@ -209,7 +209,44 @@ def test_the_command_line_page_has_every_command_and_option() -> None:
     assert [name for name in sorted(options) if name not in text] == []
 
 
-def test_the_links_of_the_readme_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([\w./-]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert len(links) > 5
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "AGENTS.md"])
+def test_the_links_of_a_page_at_the_top_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\(([\w./-]+)\)", (ROOT / name).read_text(encoding="utf-8"))
+    assert len(links) > 2
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_page_for_agents_is_short_and_names_what_is_there() -> None:
+    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 80
+    laws = re.findall(r"^\d+\. ", text, re.MULTILINE)
+    assert len(laws) == len(
+        re.findall(r"^\| \d+ \| [a-z]", page("guarantees.md").partition("## What proves")[0], re.MULTILINE)
+    )
+    rooms = re.search(r"`(base [a-z_ ]+)`", text)
+    assert rooms
+    folders = {path.name for path in (ROOT / "core" / "forge_train").iterdir() if (path / "__init__.py").is_file()}
+    assert set(rooms[1].split()) == folders
+    known = page("cli.md").partition("## Exit codes")[2].partition("## ")[0]
+    codes = re.compile(r"^\| (\d+|128 \+ n) \|", re.MULTILINE)
+    assert codes.findall(text) == codes.findall(known)
+
+
+def test_how_to_pages_are_in_four_groups() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("  - How to:\n")[2]
+    groups = re.findall(r"^      - (\w+):$", nav.partition("\n  - ")[0], re.MULTILINE)
+    assert groups == ["Data", "Train", "Scale", "Extend"]
+
+
+@pytest.mark.parametrize("name", ["add-an-axis.md", "add-a-phase.md"])
+def test_names_on_pages_for_those_who_change_the_kernel_are_in_the_code(name: str) -> None:
+    from forge_train.mesh.axes import Axis
+
+    text = page(f"how-to/{name}")
+    files = re.findall(r"`((?:core|tests|mesh|config|contract|compose|forge_train_tools)/[\w/]+\.py)`", text)
+    assert files
+    homes = (ROOT, ROOT / "core", ROOT / "core" / "forge_train")
+    assert [file for file in files if not any((home / file).is_file() for home in homes)] == []
+    if name == "add-an-axis.md":
+        fields = set(Axis.__dataclass_fields__)
+        assert fields <= set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) | {"name"}

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.accept("house", 4)
 
 OUTSIDE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/**/*.md"))}
-PAGES["README.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES |= {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")}
 
 
 def test_no_page_is_stale() -> None:
