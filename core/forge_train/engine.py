@@ -23,14 +23,15 @@ from .checkpoint.start import Start, changed_values, claim, unclaim
 from .compose.compose import Composition
 from .config import Config
 from .config.layers import DEFAULT
-from .contract.events import Finished, Outcome
+from .contract.events import FailedRun, Finished, Outcome
+from .contract.model import Model
 from .loop.assembly import assemble, joined, prepare_process
-from .loop.out_of_memory import Memory
 from .loop.resume import check_allowed, compare
 from .loop.saver import repair_finished
 from .loop.training import Training
 from .mesh.axes import CONFIGURED
 from .mesh.distributed import DistributedContext
+from .plugin import hookspecs
 from .plugin.job import Job
 from .registry.setup import Setup
 from .registry.write import to_toml
@@ -89,10 +90,12 @@ def train(
         fresh, known = found is None or not start.continues, is_run(run.dir)
         stack.enter_context(_opened(job, start))
         stack.callback(run.artifacts.settle)
-        training, memory = None, Memory(job)
+        training: Training | None = None
+        model: Model | None = None
 
         def allocate(composition: Composition, job: Job) -> None:
-            memory.holds(composition.model)
+            nonlocal model
+            model = composition.model
             composition.allocate(job)
             if dist.main:
                 _tell_idle(job, composition)
@@ -104,17 +107,15 @@ def train(
         try:
             training = Training(assemble(job, watcher, allocate))
             stack.callback(training.close)
-            memory.holds(training.model, training.stepper.optimizer)
             stack.enter_context(signals(job.control))
             training.start(found)
             return training.run()
         except BaseException as error:
             hooks.note_plugin(error)
-            if told := memory.explain(error, training.progress.step if training else 0, _log_file(job)):
-                log.error("Out of memory.", exc_info=error, extra={"screen": False})
-                _record_failure(job, training, told)
-                raise told from error
-            _record_failure(job, training, error)
+            explained = _explained(job, training, model, error)
+            _record_failure(job, training, explained or error)
+            if explained:
+                raise explained from error
             raise
 
 
@@ -173,6 +174,21 @@ def _describe_again(job: Job, *, fresh: bool) -> None:
         aside.name,
         "\n  ".join(["\nThe values are not the same:", *changes]) if changes else "",
     )
+
+
+def _explained(job: Job, training: Training | None, model: Model | None, error: BaseException) -> ForgeError | None:
+    """Return the error that a plugin shows in place of another; None if no plugin explains it."""
+    step, optimizer = (training.progress.step, training.stepper.optimizer) if training else (0, None)
+    try:
+        answers = hookspecs.explain_error(FailedRun(error, step, model, optimizer, _log_file(job)), job)
+    except Exception as another:  # the error that ended the run is what must be shown
+        log.warning("Nor could the error be explained: %s", describe(another))
+        return None
+    for _, explained in answers:
+        log.error("The run failed.", exc_info=error, extra={"screen": False})
+        explained.__cause__ = error  # which knows the phase and the plugin that it was raised in
+        return explained
+    return None
 
 
 def _record_failure(job: Job, training: Training | None, error: BaseException) -> None:

@@ -15,7 +15,18 @@ import torch
 
 import toys
 from forge_cli import environment, start
-from forge_train import ConfigError, DivergedError, Finished, ForgeError, Plugin, PluginError, Update, hookimpl
+from forge_train import (
+    ConfigError,
+    DivergedError,
+    FailedRun,
+    Finished,
+    ForgeError,
+    Plugin,
+    PluginError,
+    StepResult,
+    Update,
+    hookimpl,
+)
 from forge_train.checkpoint.checkpoint import check, found
 from forge_train_tools.testing import TinyRun
 
@@ -403,6 +414,63 @@ def test_a_plugin_that_fails_ends_the_run_and_is_told_of(tmp_path: Path) -> None
     assert (finished.outcome, finished.code, finished.reason) == ("failed", 1, "LookupError: not here")
     assert caught.value.__notes__ == ["in plugin 'bad' (under-test 0), hook on_step"]
     assert json.loads((tmp_path / "a" / "outcome.json").read_text(encoding="utf-8"))["outcome"] == "failed"
+
+
+class NoRouteError(ForgeError):
+    code = 4
+    type = "communication"
+
+
+def test_a_plugin_explains_an_error_in_its_own_words(tmp_path: Path) -> None:
+    seen: list[FailedRun] = []
+    told: list[BaseException | None] = []
+
+    class Bad(Plugin):
+        @hookimpl
+        def on_step(self, step: StepResult) -> None:
+            if step.step == 3:
+                raise OSError("errno 113")
+
+    class Explains(Plugin):
+        @hookimpl
+        def explain_error(self, failed: FailedRun) -> ForgeError | None:
+            seen.append(failed)
+            return NoRouteError("The license server can't be reached.") if isinstance(failed.error, OSError) else None
+
+        @hookimpl
+        def on_end(self, finished: Finished) -> None:
+            told.append(finished.error)
+
+    with pytest.raises(NoRouteError, match="license server") as caught:
+        toys.run(tmp_path, Bad, Explains, name="a")
+    assert told == [caught.value]
+    assert isinstance(caught.value.__cause__, OSError)
+    (failed,) = seen
+    assert (failed.step, failed.error) == (3, caught.value.__cause__)
+    assert failed.model is not None
+    assert failed.optimizer is not None
+    assert "errno 113" in failed.log.read_text(encoding="utf-8")
+    outcome = json.loads((tmp_path / "a" / "outcome.json").read_text(encoding="utf-8"))
+    assert (outcome["outcome"], outcome["code"], outcome["error"]["type"]) == ("failed", 4, "communication")
+    assert outcome["error"]["message"] == "The license server can't be reached."
+
+
+def test_a_plugin_that_fails_to_explain_an_error_hides_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Bad(Plugin):
+        @hookimpl
+        def on_step(self, step: StepResult) -> None:
+            raise LookupError("the first")
+
+    class Explains(Plugin):
+        @hookimpl
+        def explain_error(self, failed: FailedRun) -> ForgeError | None:
+            raise KeyError("the second")
+
+    with pytest.raises(LookupError, match="the first"):
+        toys.run(tmp_path, Bad, Explains)
+    assert "Nor could the error be explained: KeyError: 'the second'" in caplog.text
 
 
 @pytest.mark.unit

@@ -181,6 +181,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "on_evaluate": [(0.1, "expected None, found 0.1")],
     "on_checkpoint": [(True, "expected None, found True")],
     "on_end": [("bye", "expected None, found 'bye'")],
+    "explain_error": [("no room", "expected a ForgeError or None, found 'no room'")],
 }
 """Hook → values it must not return, with what is said of them."""
 
@@ -253,6 +254,7 @@ NOT_ASKED = {
     "example_batch",
     "import_hf",
     "export_hf",
+    "explain_error",
 }
 """Hooks that a toy run does not call."""
 

@@ -9,15 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from forge_cli import DECODER, TESTS, Ended, environment, forge, one_message
+from forge_train import FailedRun
 from forge_train.compose.initialise import allocate
-from forge_train.loop.out_of_memory import Held, Memory, requested
 from forge_train.plugin.facts import SAVES
 from forge_train.registry.discovery import discover, find, load
+from forge_train_plugins.resilience._out_of_memory import Held, Report, requested
 
 pytestmark = [pytest.mark.e2e, pytest.mark.accept("dist", 3)]
 
@@ -147,6 +149,10 @@ def test_what_plugins_say_they_save_is_read_as_text_as_it_is() -> None:
     assert {"ac", "fsdp2"} <= {name for name, saves in said.items() if saves}
 
 
+def report(job: Any = None, *, step: int = 0, model: Any = None) -> Report:
+    return Report(FailedRun(MemoryError(), step, model, None, Path("log")), job, 0)
+
+
 @pytest.mark.parametrize(
     ("world", "device", "enabled", "says"),
     [
@@ -161,18 +167,14 @@ def test_ranks_are_recommended_where_they_help(world: int, device: str, enabled:
     job = SimpleNamespace(
         dist=SimpleNamespace(world=world), device=torch.device(device), hooks=SimpleNamespace(enabled=plugins)
     )
-    memory = Memory.__new__(Memory)
-    memory._job = job  # type: ignore[assignment]
-    (line,) = memory._about_ranks(Held(parameters=4, gradients=4, optimizer=8, activations=1))
+    (line,) = report(job)._about_ranks(Held(parameters=4, gradients=4, optimizer=8, activations=1))
     assert line.startswith(says)
 
 
 @pytest.mark.accept("trial", 19)
 @pytest.mark.parametrize("stepped", [False, True])
 def test_gradients_count_once_there_was_a_step_though_they_are_gone(stepped: bool) -> None:
-    memory = Memory.__new__(Memory)
-    memory._model, memory._optimizer = torch.nn.Linear(10, 10), None  # type: ignore[assignment]
-    held = memory.peak(stepped=stepped)
+    held = report(step=int(stepped), model=torch.nn.Linear(10, 10)).peak()
     assert held.parameters == 4 * 110
     assert held.gradients == (4 * 110 if stepped else 0)
 

@@ -11,7 +11,10 @@ from ..base.errors import PluginError
 from .metric import Bins
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from .model import Model
 
 
 def plain(value: Any) -> int | float:
@@ -131,6 +134,20 @@ class Evaluation:
         """Put a metric under the plugin's own name; it goes into events.jsonl with the evaluation."""
         _check_metric(f"{self.owner}.{name}", value)
         self.metrics[f"{self.owner}.{name}"] = plain(value)
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRun:
+    """A run that an error ends, before the error is shown (`explain_error`)."""
+
+    error: BaseException
+    step: int
+    """Last completed step."""
+    model: Model | None
+    """None if the run failed before the model was composed."""
+    optimizer: torch.optim.Optimizer | None
+    log: Path
+    """This rank's log, which holds the traceback."""
 
 
 Outcome = Literal["done", "interrupted", "diverged", "failed"]

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..base.errors import Problem
+from ..base.errors import ForgeError, Problem
 from ..contract.attention import KernelCapabilities
 from ..contract.batch import Preparation
 from ..contract.extra import ExtraModel
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..config import Config
-    from ..contract.events import CheckpointEvent, Evaluation, Finished, LogRecord, StepResult, Update
+    from ..contract.events import CheckpointEvent, Evaluation, FailedRun, Finished, LogRecord, StepResult, Update
     from ..contract.model import Model
     from .job import Job
 
@@ -209,6 +209,11 @@ def on_end(finished: Finished) -> None:
 
     After an error, `finished.error` is raised again; other ranks may be gone, so make no collective then.
     """
+
+
+@hookspec("questions", observes=True)
+def explain_error(failed: FailedRun, job: Job) -> ForgeError | None:
+    """Return the error to show in place of the one that ended the run, or None; the first plugin's by name is used."""
 
 
 SPECS = specs_of(sys.modules[__name__])

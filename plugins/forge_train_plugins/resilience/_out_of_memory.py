@@ -1,4 +1,4 @@
-"""Out of memory, told so that it can be mended: what was asked for and where, what the run holds, what may help."""
+"""Builds the out-of-memory report: the requested size and where, memory by part, and settings that would help."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from pathlib import Path
 
 import torch
 
-from ..base.errors import ForgeError
-from ..base.failure import phase_of
-from ..base.present import gib
-from ..contract.model import Model
-from ..contract.tensors import held_bytes, state_of
-from ..plugin.facts import SAVES
-from ..plugin.job import Job
-from ..registry.discovery import discover
-from ..step.meter import memory_gib
+from forge_train import FailedRun, ForgeError, Job, Model
+from forge_train.base.failure import phase_of
+from forge_train.base.present import gib
+from forge_train.contract.tensors import held_bytes, state_of
+from forge_train.plugin.facts import SAVES
+from forge_train.registry.discovery import discover
+from forge_train.step.meter import memory_gib
 
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory|std::bad_alloc", re.IGNORECASE)
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(\w+)", re.IGNORECASE)
@@ -64,35 +62,25 @@ class Held:
         return sum(getattr(self, part, 0) for part in parts) / max(self.total, 1)
 
 
-class Memory:
-    """Memory held by a run, as far as it has been built."""
+class Report:
+    """The out-of-memory report of a failed run.
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._besides = resident(job.device)
-        """Bytes of the process that are no part of the run: the interpreter and its libraries."""
-        self._model: Model | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
+    Args:
+        failed: the run, and its error.
+        job: the run's.
+        besides: bytes of the process that are no part of the run, such as the interpreter and its libraries.
+    """
 
-    def holds(self, model: Model, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """From here on there is a model, and then an optimizer."""
-        self._model, self._optimizer = model, optimizer
-        if optimizer is not None:
-            held = (*model.parameters(), *state_of(optimizer))
-            self._besides = max(resident(self._job.device) - held_bytes(held), 0)
+    def __init__(self, failed: FailedRun, job: Job, besides: int) -> None:
+        self._failed, self._job, self._besides = failed, job, besides
 
-    def explain(self, error: BaseException, step: int, log: Path) -> OutOfMemoryError | None:
-        """Build the out-of-memory report; None for other errors.
-
-        Args:
-            error: the error that ended the run.
-            step: the last completed step.
-            log: the file that holds the traceback.
-        """
+    def error(self) -> OutOfMemoryError | None:
+        """Build the report; None for other errors."""
+        error, step = self._failed.error, self._failed.step
         asked = requested(error)
         if asked is None:
             return None
-        place, held = phase_of(error), self.peak(stepped=step > 0)
+        place, held = phase_of(error), self.peak()
         words = _WORDS.get(place, place)
         at = words if place in ("build", "start") else f"step {step + 1}, {words}"
         more = f"{gib(asked)} more were asked for ({asked:,} bytes)" if asked else "the requested size is unknown"
@@ -100,17 +88,17 @@ class Memory:
         lines += [f"  {part:<12} {gib(count):>10}" for part, count in asdict(held).items()]
         advice = list(self._advice(place, held))
         lines += ["What would help:", *(f"  {line}" for line in advice)] if advice else []
-        told = OutOfMemoryError("\n".join([*lines, f"The traceback is in {log}."]))
-        told.__cause__ = error  # which knows where it was raised
-        return told
+        return OutOfMemoryError("\n".join([*lines, f"The traceback is in {self._failed.log}."]))
 
-    def peak(self, *, stepped: bool) -> Held:
-        """By part; a run that has `stepped` held all gradients once, also if they are gone."""
-        parameters = list(self._model.parameters()) if self._model else []
+    def peak(self) -> Held:
+        """Memory by part; a run that has completed a step held all gradients once, even if they are gone."""
+        model, optimizer = self._failed.model, self._failed.optimizer
+        parameters = list(model.parameters()) if model else []
+        stepped = self._failed.step > 0
         gradients = [p for p in parameters if p.requires_grad] if stepped else [p.grad for p in parameters]
-        tensors = state_of(self._optimizer) if self._optimizer else []
+        tensors = state_of(optimizer) if optimizer else []
         known = Held(held_bytes(parameters), held_bytes(gradients), held_bytes(tensors), 0)
-        if self._optimizer is None:
+        if optimizer is None:
             return known
         most = resident(self._job.device, peak=True) - self._besides
         return replace(known, activations=max(most - known.total, 0))
@@ -156,6 +144,11 @@ def requested(error: BaseException) -> int | None:
         return requested(error.__cause__) if error.__cause__ else None
     found = _ASKED.search(str(error))
     return int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
+
+
+def resident_besides(device: torch.device, model: Model, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes in use now that are neither parameters nor states of the optimizer."""
+    return max(resident(device) - held_bytes((*model.parameters(), *state_of(optimizer))), 0)
 
 
 def resident(device: torch.device, *, peak: bool = False) -> int:

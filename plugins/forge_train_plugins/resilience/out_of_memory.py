@@ -1,0 +1,38 @@
+"""Explanation of errors for lack of memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from forge_train import FailedRun, ForgeError, Job, Model, Plugin, hookimpl
+
+if TYPE_CHECKING:
+    import torch
+
+
+class OutOfMemory(Plugin):
+    """Explains a lack of memory: the requested size, where it was needed, this rank's memory by part, and what would
+    help.
+
+    Parts are parameters, gradients, the states of the optimizer, and activations, which stand for everything else.
+    Advice names settings with the values to try, and installed plugins that make smaller what takes most of the memory
+    (the fact `saves`). Without the plugin, a run out of memory ends with torch's message.
+    """
+
+    api = (1, 0)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._besides = 0
+
+    @hookimpl
+    def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        from ._out_of_memory import resident_besides
+
+        self._besides = resident_besides(job.device, model, optimizer)
+
+    @hookimpl
+    def explain_error(self, failed: FailedRun, job: Job) -> ForgeError | None:
+        from ._out_of_memory import Report
+
+        return Report(failed, job, self._besides).error()
