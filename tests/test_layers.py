@@ -232,6 +232,7 @@ WORDS = {
     "eager",
     "hf",
     "linear",
+    "mfu",
     "mixture",
     "precision",
     "pretrained",

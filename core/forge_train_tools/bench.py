@@ -124,7 +124,7 @@ class Probe(Plugin):
 
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        from forge_train.step.meter import device_peak
+        from forge_train_kit.peaks import device_peak
 
         train = job.config.train
         self._job, self._model = job, model

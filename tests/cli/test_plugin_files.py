@@ -13,6 +13,7 @@ import pytest
 from forge_command import Forge
 from forge_train.base.names import split
 from forge_train.plugin.reference import fingerprint
+from forge_train_tools.testing.tiny import base_plugins
 
 pytestmark = pytest.mark.accept("house", 4)
 
@@ -62,7 +63,7 @@ def test_a_file_trains_and_resumes_from_another_folder(
     forge("train", "tiny.toml", "-p", "./mine/count.py", "-s", "count.every=2", "--name", "first", "-q")
     assert (folder / "steps.txt").read_text() == "step 2\nstep 4\nstep 6\n"
     run = folder / "runs" / "first"
-    assert tomllib.loads((run / "config.toml").read_text())["plugins"] == [str(plugin), "console", "tensorboard"]
+    assert tomllib.loads((run / "config.toml").read_text())["plugins"] == [str(plugin), *base_plugins()]
     (entry,) = [one for one in json.loads((run / "plugins.json").read_text()) if one["name"] == "count"]
     assert entry["object"] == str(plugin)
     assert entry["hash"]

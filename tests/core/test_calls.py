@@ -165,6 +165,26 @@ def test_a_metric_is_put_under_the_name_of_the_plugin_that_is_told() -> None:
     assert step.timings == {"two.slow"}
 
 
+def test_a_metric_named_like_its_plugin_is_logged_by_that_name_and_may_be_unknown(tmp_path: Path) -> None:
+    class Balance(Plugin):
+        @hookimpl
+        def on_step(self, step: StepResult) -> None:
+            step.add("balance", 0.5 if step.step == 1 else None)
+
+    run = toys.run(tmp_path, Balance, steps=2)
+    assert [line["balance"] for line in run.metrics] == [0.5, None]
+
+
+def test_a_plugin_does_not_replace_the_run_s_own_metrics() -> None:
+    class Loss(Plugin):
+        @hookimpl
+        def on_step(self, step: StepResult) -> None:
+            step.add("loss", 0.0)
+
+    with pytest.raises(PluginError, match="metric 'loss' is the run's own; give yours another name"):
+        hooks(make(Loss)).on_step(result())
+
+
 def test_a_metric_may_be_a_number_of_numpy_or_a_tensor(tmp_path: Path) -> None:
     class Odd(Plugin):
         @hookimpl

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from forge_train.step.meter import Meter
-from forge_train.step.peaks import PEAKS, peak_flops
+from forge_train_kit.peaks import PEAKS, peak_flops
+from forge_train_plugins.observers.mfu import MFU
 from forge_train_tools.planning import DEVICES
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("house", 4)]
 
 
-def share(monkeypatch: pytest.MonkeyPatch, name: str, *, configured: float = 0.0, precision: str = "bf16") -> Any:
+def share(monkeypatch: pytest.MonkeyPatch, name: str, *, configured: float = 0.0, precision: str = "bf16") -> float:
     """FLOPs of a token over the peak of 2 devices of this name."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     config = SimpleNamespace(
@@ -25,7 +25,9 @@ def share(monkeypatch: pytest.MonkeyPatch, name: str, *, configured: float = 0.0
     dist = SimpleNamespace(world=2, main=True, gather_stages=lambda value: [value])
     job: Any = SimpleNamespace(config=config, device=torch.device("cuda"), dist=dist)
     model: Any = SimpleNamespace(flops_per_token=lambda sequence: 1e6)
-    return Meter(job, model)._flops_share
+    plugin = MFU(None)
+    plugin.on_start(job, model)
+    return plugin.share
 
 
 def test_the_peak_of_a_known_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +52,7 @@ def test_an_unknown_device_has_no_mfu_and_one_hint(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert share(monkeypatch, "NVIDIA H100 80GB") is None
+        assert share(monkeypatch, "NVIDIA H100 80GB") == 0
     (hint,) = caplog.records
     assert "'NVIDIA H100 80GB'" in hint.getMessage()
     assert "log.peak_tflops" in hint.getMessage()

@@ -8,6 +8,9 @@ import importlib
 import math
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -147,9 +150,6 @@ def test_who_works_on_other_data_and_who_averages() -> None:
 
 
 def test_throughput_leaves_evaluations_and_checkpoints_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import time
-    from contextlib import contextmanager
-
     from forge_train import Plugin, hookimpl
 
     class SlowSpans(Plugin):
@@ -165,7 +165,7 @@ def test_throughput_leaves_evaluations_and_checkpoints_out(tmp_path: Path, monke
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     config = {"train.evaluate_every": 1, "checkpoint.every": 1, "log.every": 2}
-    run = toys.run(tmp_path, SlowSpans, steps=4, config=config)
+    run = toys.run(tmp_path, SlowSpans, "mfu", steps=4, config=config)
     for line in run.metrics:
         assert line["step_seconds"] == 0.25
         assert line["tokens_per_second"] == pytest.approx(24 / line["step_seconds"], rel=1e-6)
@@ -173,7 +173,7 @@ def test_throughput_leaves_evaluations_and_checkpoints_out(tmp_path: Path, monke
         assert line["memory_gib"] > 0.01
 
 
-def test_mfu_where_a_peak_is_configured(tmp_path: Path) -> None:
+def test_mfu_where_a_peak_is_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch import nn
 
     from forge_train import Plugin, hookimpl
@@ -182,11 +182,25 @@ def test_mfu_where_a_peak_is_configured(tmp_path: Path) -> None:
         def flops_per_token(self, sequence: int) -> int:
             return 1000 * sequence
 
-    class Counted(Plugin):
+    class SlowCount(Plugin):
         @hookimpl
         def build_model(self) -> nn.Module:
             return Counts(1)
 
-    run = toys.run(tmp_path, Counted, config={"log.peak_tflops": 1e-6}, without=["toy_model"], steps=2)
+        @hookimpl
+        def around(self, span: str) -> object:
+            return lambda: passing({"evaluate": 8.0, "save": 4.0, "forward_backward": 0.25}.get(span, 0.0))
+
+    @contextmanager
+    def passing(seconds: float) -> Iterator[None]:
+        now[0] += seconds
+        yield
+
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    config = {"log.peak_tflops": 1e-6, "log.every": 2, "train.evaluate_every": 1, "checkpoint.every": 1}
+    run = toys.run(tmp_path, SlowCount, "mfu", config=config, without=["toy_model"], steps=6)
+    assert len(run.metrics) == 3
     for line in run.metrics:
-        assert line["mfu"] == pytest.approx(line["tokens_per_second"] * 6000 / 1e6)
+        assert line["mfu"] == pytest.approx(line["tokens_per_second"] * 6000 / 1e6, rel=1e-6)
+        assert "mfu" in line["timing"]

@@ -110,7 +110,7 @@ def staged(
         **(config or {}),
     }
     run: TinyRun = toys.run_forge(
-        [*toys.TOYS, "pipeline_cases:Flops", "toys:Noise", "toys:Average", "pipeline_cases:Stages", *plugins],
+        [*toys.TOYS, "pipeline_cases:Flops", "toys:Noise", "toys:Average", "pipeline_cases:Stages", "mfu", *plugins],
         values, steps=steps, preset="", folder=Path(folder), **more,
     )  # fmt: skip
     weights = {name: cases.whole(parameter).detach() for name, parameter in run.model.named_parameters()}
@@ -123,7 +123,7 @@ def staged(
     return {
         "losses": run.losses,
         "norms": [line["grad_norm"] for line in run.metrics],
-        "mfu": [line["mfu"] / line["tokens_per_second"] for line in run.metrics],
+        "mfu": run.plugin("mfu").share,
         "evaluations": [event["loss"] for event in run.events if event["event"] == "evaluation"],
         "weights": {name: tensor.double().norm().item() for name, tensor in weights.items()},
         "digests": {name: cases.digest(tensor) for name, tensor in weights.items()},

@@ -37,11 +37,14 @@ def test_a_run_imports_the_plugins_it_enables_and_no_other(tmp_path: Path) -> No
     file = toys.write_config(tmp_path, "toys:ToyRest")
     aside = "gqa,lm_head,sdpa,swiglu,tensorboard,tokenizer"
     modules = imported("train", file, "--quiet", "--run-dir", tmp_path / "runs", "-p", "ema", "--without", aside)
-    enabled = {"forge_train_plugins.observers.console", "forge_train_contrib.ema"}
+    enabled = {"forge_train_contrib.ema"}
+    enabled |= {
+        f"forge_train_plugins.{name}" for name in ("observers.console", "observers.mfu", "resilience.out_of_memory")
+    }
     plugins = {found.module: found.name for found in discover()}
     assert {module for module in plugins if module in modules} == enabled
     parts = {name for module in modules for name in module.split(".")[1:] if name.startswith("_")}
-    assert parts <= {"_console"}
+    assert parts <= {"_console", "_out_of_memory"}
 
 
 def test_a_plugin_that_is_not_enabled_is_not_even_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

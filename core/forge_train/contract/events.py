@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..base.errors import PluginError
+from ..run.records import METRICS
 from .metric import Bins
 
 if TYPE_CHECKING:
@@ -30,6 +31,19 @@ def _check_metric(key: str, value: Any) -> None:
     shape = getattr(value, "shape", None)
     found = repr(value)[:40] if shape is None else f"shape {list(shape)}"
     raise PluginError(f"the metric {key!r} must be a number or a 0-dim tensor, found {found}.")
+
+
+def metric_key(plugin: str, name: str) -> str:
+    """Key of a plugin's metric: `plugin.name`, or the name alone if it is the plugin's own.
+
+    Raises:
+        PluginError: if a plugin is named like one of the run's own metrics, and would replace it.
+    """
+    if name != plugin:
+        return f"{plugin}.{name}"
+    if name in METRICS:
+        raise PluginError(f"the metric {name!r} is the run's own; give yours another name.")
+    return name
 
 
 @dataclass(slots=True)
@@ -84,13 +98,15 @@ class StepResult:
     owner: str = ""
     """The plugin that is being called; set by the hook facade."""
 
-    def add(self, name: str, value: Tensor | float, *, timing: bool = False) -> None:
-        """Put a metric under the plugin's own name (`ema.distance`).
+    def add(self, name: str, value: Tensor | float | None, *, timing: bool = False) -> None:
+        """Put a metric under the plugin's own name (`ema.distance`; `mfu` for the metric `mfu` of the plugin `mfu`).
 
-        A tensor is read on the host only when the step is logged. `timing` marks values that differ from run to run.
+        A tensor is read on the host only when the step is logged; None stands for an unknown value. `timing` marks
+        values that differ from run to run.
         """
-        key = f"{self.owner}.{name}"
-        _check_metric(key, value)
+        key = metric_key(self.owner, name)
+        if value is not None:
+            _check_metric(key, value)
         self.metrics[key] = value
         if timing:
             self.timings.add(key)
@@ -132,8 +148,9 @@ class Evaluation:
 
     def add(self, name: str, value: float) -> None:
         """Put a metric under the plugin's own name; it goes into events.jsonl with the evaluation."""
-        _check_metric(f"{self.owner}.{name}", value)
-        self.metrics[f"{self.owner}.{name}"] = plain(value)
+        key = metric_key(self.owner, name)
+        _check_metric(key, value)
+        self.metrics[key] = plain(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Training:
         self._around_save = job.hooks.span("save")
         self.occasions = Occasions(job)
         self.saver = Saver(job, self.occasions)
-        self._meter = Meter(job, self.model)
+        self._meter = Meter(job)
         self.loss: float | None = None
 
     def start(self, found: Path | None) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from ..base.errors import PluginError, Problem
 from ..contract.attention import KernelCapabilities
 from ..contract.batch import Preparation, PrepareBatch, PrepareStep
+from ..contract.events import metric_key
 from ..contract.extra import ExtraModel
 from ..contract.init import InitialWeights
 from ..contract.metric import Metric
@@ -117,7 +118,7 @@ class Hooks(Caller):
     def metrics(self, model: Model) -> dict[str, Metric]:
         """Every plugin's metrics, as `plugin.name`."""
         found = hookspecs.metrics(model, self.job)
-        return {f"{plugin}.{name}": one for plugin, metrics in found for name, one in metrics.items()}
+        return {metric_key(plugin, name): one for plugin, metrics in found for name, one in metrics.items()}
 
     # -- events; `only` is the one plugin to tell, for tools that tell them one by one ------------
 

@@ -27,14 +27,13 @@ METRICS: dict[str, type | tuple[type, ...]] = {
     "lr": float,
     "tokens_per_second": float,
     "step_seconds": float,
-    "mfu": (float, type(None)),
     "memory_gib": float,
     "data_wait": float,
 }
 """The keys of every line of metrics.jsonl. Plugins add keys under their own name; `timing`, where it stands, lists
 those of them that differ from run to run."""
 
-TIMINGS = frozenset({"tokens_per_second", "step_seconds", "mfu", "memory_gib", "data_wait"})
+TIMINGS = frozenset({"tokens_per_second", "step_seconds", "memory_gib", "data_wait"})
 """The keys of METRICS that differ from run to run."""
 _METRICS_LINE = {"step": int, "loss": float, "timing?": [str], **{f"{key}?": NUMBER for key in METRICS}}
 

@@ -11,12 +11,11 @@ if TYPE_CHECKING:
 
 
 class OutOfMemory(Plugin):
-    """Explains a lack of memory: the requested size, where it was needed, this rank's memory by part, and what would
-    help.
+    """Explains a lack of memory: the requested size, this rank's memory by part, and what would help.
 
     Parts are parameters, gradients, the states of the optimizer, and activations, which stand for everything else.
     Advice names settings with the values to try, and installed plugins that make smaller what takes most of the memory
-    (the fact `saves`). Without the plugin, a run out of memory ends with torch's message.
+    (their fact `memory.saves`). Without the plugin, a run out of memory ends with torch's message.
     """
 
     api = (1, 0)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+
+from forge_train import Job
+
+log = logging.getLogger("forge_train")
 
 
 @dataclass(frozen=True)
@@ -48,3 +53,18 @@ PEAKS = {
 def peak_flops(name: str, precision: str, *, tf32: bool = False) -> float:
     """FLOP/s of a device in a precision; 0 for one that is not known."""
     return PEAKS[name].flops(precision, tf32=tf32) if name in PEAKS else 0.0
+
+
+def device_peak(job: Job) -> float:
+    """FLOP/s of this device at its peak: as configured, else by its name; 0 where neither is known."""
+    if configured := job.config.log.peak_tflops:
+        return configured * 1e12
+    if job.device.type != "cuda":
+        return 0.0
+    import torch
+
+    name = torch.cuda.get_device_name(job.device)
+    peak = peak_flops(name, job.config.train.precision, tf32=torch.get_float32_matmul_precision() != "highest")
+    if not peak and job.dist.main:
+        log.warning("No mfu: the peak of %r is not known. Say it in TFLOP/s with -s log.peak_tflops=…", name)
+    return peak
