@@ -1,7 +1,6 @@
 """Measurements of this machine, on a real run: what forge's loop costs, how fast data and checkpoints are.
 
-The engine's loop and a hand-written one take turns on the same model, optimizer and shapes, a few steps each, so that
-whatever else the machine does meets both alike.
+The engine's loop and a hand-written one take turns of a few steps, so that other load on the machine meets both alike.
 """
 
 from __future__ import annotations
@@ -294,9 +293,7 @@ def cpu_seconds(command: Sequence[str], times: int = 5) -> float:
 
 def start_up(commands: Sequence[Sequence[str]], times: int = 5) -> list[float]:
     """CPU time of each command relative to `python -c pass`; all take turns."""
-    base = [sys.executable, "-c", "pass"]
-    for command in commands:
-        cpu_seconds(command, 1)  # this may compile
-    rounds = [[cpu_seconds(command, 1) for command in (base, *commands)] for _ in range(times)]
+    taking_turns = ([sys.executable, "-c", "pass"], *commands)
+    rounds = [[cpu_seconds(command, 1) for command in taking_turns] for _ in range(times + 1)][1:]  # the first compiles
     least = [min(column) for column in zip(*rounds, strict=True)]
     return [one / least[0] for one in least[1:]]

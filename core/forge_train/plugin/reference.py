@@ -59,7 +59,7 @@ class PluginRef:
     @property
     def facts(self) -> dict[str, Any]:
         """The entries of the class's `Plugin.facts` that are literals, read from its source."""
-        from .source import literals  # a listing does without
+        from ..base.places import literals  # a listing does without
 
         return dict(literals(self._assigned("facts")))
 
@@ -81,7 +81,7 @@ class PluginRef:
             return None
 
     def _assigned(self, attribute: str) -> ast.expr | None:
-        from .source import assigned  # a listing does without
+        from ..base.places import assigned  # a listing does without
 
         return assigned(self.file, split(self.object)[1], attribute)
 
