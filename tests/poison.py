@@ -25,7 +25,7 @@ from forge_train import (
     section,
 )
 from forge_train.contract.protocols import Span, SpanName
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 from forge_train_tools.testing import run_forge
 from forge_train_tools.testing.runs import TinyRun
 

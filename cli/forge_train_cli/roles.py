@@ -6,7 +6,7 @@ import tomllib
 
 from forge_train.base.names import canonical
 from forge_train.config import presets
-from forge_train.plugin.reference import PluginRef
+from forge_train.contract.reference import PluginRef
 
 ROOMS = {
     "models": "model",

@@ -41,10 +41,11 @@ if TYPE_CHECKING:
     from .contract.events import StepResult as StepResult
     from .contract.events import Update as Update
     from .contract.extra import ExtraModel as ExtraModel
-    from .contract.init import Init as Init
-    from .contract.init import InitialWeights as InitialWeights
+    from .contract.facts import Fact as Fact
     from .contract.metric import Bins as Bins
     from .contract.metric import Metric as Metric
+    from .contract.model import Init as Init
+    from .contract.model import InitialWeights as InitialWeights
     from .contract.model import Model as Model
     from .contract.protocols import Evaluator as Evaluator
     from .contract.protocols import Executor as Executor
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
     from .contract.transform import Specialisation as Specialisation
     from .contract.transform import Transform as Transform
     from .contract.transform import swap as swap
-    from .plugin.facts import Fact as Fact
     from .plugin.job import Job as Job
     from .plugin.plugin import Plugin as Plugin
     from .plugin.plugin import hookimpl as hookimpl
@@ -78,12 +78,11 @@ _HOME = {
     "contract.batch": "Axes Batch BatchPhase CurrentStep MASKED Preparation PrepareBatch PrepareStep",
     "contract.events": "CheckpointEvent Evaluation FailedRun Finished LogRecord StepResult Update",
     "contract.extra": "ExtraModel",
-    "plugin.facts": "Fact",
+    "contract.facts": "Fact",
     "plugin.job": "Job",
     "contract.metric": "Bins Metric",
-    "contract.model": "Model",
+    "contract.model": "Init InitialWeights Model",
     "plugin.plugin": "Plugin hookimpl",
-    "contract.init": "Init InitialWeights",
     "contract.protocols": "Evaluator Executor Loader LossScale RolloutLoader Schedule Span SpanName Task Tokenizer",
     "plugin.specs": "HookSpec hookspec",
     "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",

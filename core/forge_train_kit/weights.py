@@ -12,8 +12,7 @@ from torch import Tensor
 
 from forge_train.base.errors import ConfigError
 from forge_train.compose.initialise import local_window, tied_groups
-from forge_train.contract.init import InitialWeights
-from forge_train.contract.model import Model
+from forge_train.contract.model import InitialWeights, Model
 from forge_train.loop.weights import Patterns
 from forge_train.plugin.job import Job
 from forge_train.store.shards import Box

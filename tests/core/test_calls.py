@@ -38,11 +38,11 @@ from forge_train import (
     hookimpl,
 )
 from forge_train.contract.events import Evaluation, StepResult
+from forge_train.contract.reference import PluginRef
 from forge_train.plugin.blame import note_plugin
 from forge_train.plugin.calls import Calls, EnabledPlugin, implemented
 from forge_train.plugin.hooks import Hooks
 from forge_train.plugin.hookspecs import SPECS
-from forge_train.plugin.reference import PluginRef
 from forge_train.registry.declared import Specs
 from forge_train_kit import hookspecs
 from forge_train_kit.layers import Layer

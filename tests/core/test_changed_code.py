@@ -12,7 +12,7 @@ import pytest
 
 import toys
 from forge_train.base.names import locate
-from forge_train.plugin.reference import PluginRef, fingerprint
+from forge_train.contract.reference import PluginRef, fingerprint
 from tiny_models import reseal
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("trial", 14)]
@@ -135,7 +135,7 @@ def test_a_file_that_is_not_python_yet_is_counted_as_it_is(package: Path) -> Non
 
 def test_forge_s_own_plugins_count_what_computes() -> None:
     """A built-in plugin's thin file only names what lies beside it."""
-    from forge_train.plugin import reference as module
+    from forge_train.contract import reference as module
 
     name = "forge_train_plugins.optimizers.lion"
     assert "forge_train_plugins.optimizers._lion" in module._files(name, locate(name))

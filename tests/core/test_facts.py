@@ -11,7 +11,7 @@ import pytest
 
 import toys
 from forge_train import ConfigError, Fact
-from forge_train.plugin.facts import SAVES, stated
+from forge_train.contract.facts import SAVES, stated
 from forge_train.registry.discovery import find
 from forge_train.registry.facts import Facts
 from forge_train_kit.facts import ARCHITECTURES

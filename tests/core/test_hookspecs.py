@@ -17,9 +17,9 @@ import pytest
 
 import toys
 from forge_train import ConfigError, Plugin, PluginError, hookimpl, hookspec
+from forge_train.contract.reference import PluginRef
 from forge_train.plugin.calls import EnabledPlugin
 from forge_train.plugin.hooks import Hooks
-from forge_train.plugin.reference import PluginRef
 from forge_train.plugin.specs import HookSpec
 from forge_train.registry import declared
 from forge_train.registry.declared import SpecModule, Specs, spec_modules

@@ -16,7 +16,7 @@ from forge_train.base.errors import Problem
 from forge_train.base.names import canonical, snake
 from forge_train.config.layers import Request
 from forge_train.config.presets import presets
-from forge_train.plugin.reference import PluginRef
+from forge_train.contract.reference import PluginRef
 from forge_train.registry.discovery import discover, dotted, load
 from forge_train.registry.setup import Setup, resolve
 from forge_train_tools.testing import Installed

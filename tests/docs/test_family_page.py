@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_train.plugin.reference import fingerprint
+from forge_train.contract.reference import fingerprint
 from forge_train_cli.app import run as forge
 from test_examples import unpack
 

@@ -17,7 +17,7 @@ import torch
 from forge_cli import DECODER, TESTS, Ended, environment, forge, one_message
 from forge_train import FailedRun
 from forge_train.compose.initialise import allocate
-from forge_train.plugin.facts import SAVES
+from forge_train.contract.facts import SAVES
 from forge_train.registry.discovery import discover, find, load
 from forge_train_plugins.resilience._out_of_memory import Held, Report, requested
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_train.contract.tensors import on_host, remember_host
+from forge_train.mesh.tensors import on_host, remember_host
 from forge_train.registry.discovery import discover, load
 from pretended_cuda import build, cases
 

@@ -16,8 +16,7 @@ from ..base.failure import during
 from ..base.places import place
 from ..base.present import few
 from ..contract.extra import Extra, ExtraModel
-from ..contract.init import Init
-from ..contract.model import Model
+from ..contract.model import Init, Model
 from ..contract.transform import HOOK_TABLES, Applied, Phase, Transform
 from ..plugin.calls import EnabledPlugin, plugin_note, without
 from ..plugin.job import Job

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import PluginError
-from ..contract.init import Init
-from ..contract.model import Model
-from ..contract.tensors import held_bytes, local
+from ..contract.model import Init, Model
+from ..mesh.tensors import held_bytes, local
 from ..mesh.world import World, cores
 
 ROWS = 64

@@ -64,7 +64,7 @@ class Update:
 
     def scale(self, k: Tensor | float) -> None:
         """Multiply every gradient, and the norm, by `k`."""
-        from .tensors import present, scale
+        from ..mesh.tensors import present, scale
 
         scale(present(self.parameters), k)
         self.grad_norm = self.grad_norm * k

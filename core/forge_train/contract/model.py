@@ -1,9 +1,10 @@
-"""The composed model: one or more local parts, behind one set of global names."""
+"""The composed model, one or more local parts behind one set of global names; and how weights begin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..base.errors import ConfigError
 from .transform import Direction, MicroBatch
@@ -13,6 +14,36 @@ if TYPE_CHECKING:
 
     from .batch import Batch
     from .transform import Applied
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """Initial values of a parameter.
+
+    Args:
+        kind: `normal` (mean 0), `uniform` (mean 0), `ones`, `zeros`, or `given`.
+        std: standard deviation of the first two kinds.
+        values: for `given`: maps the run's seed to the full tensor on the CPU, the same on every rank.
+    """
+
+    kind: Literal["normal", "uniform", "ones", "zeros", "given"]
+    std: float = 0.02
+    values: Callable[[int], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InitialWeights:
+    """The answer of `initial_weights`: the model is filled.
+
+    Args:
+        missing: weights of the model, of all pipeline stages, that keep their initial values.
+        unexpected: stored tensors that were left out.
+        source: the path that was read, if not the one in `train.init_from`, such as a run's newest checkpoint.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    source: str = ""
 
 
 class Model:

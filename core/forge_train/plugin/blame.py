@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..base.errors import Where, locate
+from ..contract.reference import Whose
 from .calls import EnabledPlugin, at_home, implemented
-from .reference import Whose
 from .specs import HookSpec
 
 GIVING = ("slot", "chain", "phases", "steps", "spans")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..base.errors import ConfigError, PluginError
 from ..contract.attention import KernelCapabilities
+from ..contract.reference import Whose
 from .blame import note_plugin
 from .calls import Calls, EnabledPlugin, at_home, without
 from .guards import Guarded, nesting
 from .plugin import Plugin
-from .reference import Whose
 from .returns import protocol_of
 from .specs import HookSpec
 

@@ -18,9 +18,9 @@ import pluggy
 
 from ..base.errors import ForgeError, PluginError, describe, locate
 from ..base.places import place, shown
+from ..contract.reference import PluginRef, Whose
 from .hookspecs import SPECS
 from .plugin import MARK, PROJECT, Plugin
-from .reference import PluginRef, Whose
 from .returns import returned
 from .specs import HookSpec
 

@@ -12,9 +12,9 @@ from ..base.errors import PluginError, locate
 from ..base.places import place
 from ..contract.batch import Batch, BatchPhase, Preparation, PrepareStep
 from ..contract.protocols import Span
+from ..contract.reference import Whose
 from .blame import pass_through
 from .calls import Calls
-from .reference import Whose
 from .returns import CONTEXT, Kind, found, kind_of, results
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from ..contract.attention import KernelCapabilities
 from ..contract.batch import Preparation, PrepareBatch, PrepareStep
 from ..contract.events import metric_key
 from ..contract.extra import ExtraModel
-from ..contract.init import InitialWeights
 from ..contract.metric import Metric
+from ..contract.model import InitialWeights
 from ..contract.protocols import (
     Evaluator,
     Executor,

@@ -26,8 +26,8 @@ from ..base.errors import ForgeError, Problem
 from ..contract.attention import KernelCapabilities
 from ..contract.batch import Preparation
 from ..contract.extra import ExtraModel
-from ..contract.init import InitialWeights
 from ..contract.metric import Metric
+from ..contract.model import InitialWeights
 from ..contract.protocols import (
     Evaluator,
     Executor,

@@ -11,7 +11,7 @@ import pluggy
 from ..base.errors import PluginError
 from ..config.schema import section
 from ..contract.attention import KernelCapabilities
-from .facts import FactValue
+from ..contract.facts import FactValue
 
 if TYPE_CHECKING:
     from .job import Job

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError, ForgeError, describe, nearest
 from ..base.names import canonical, folder, import_module, is_file, snake, split
-from ..plugin.reference import PluginRef
+from ..contract.reference import PluginRef
 
 if TYPE_CHECKING:
     from ..plugin.plugin import Plugin

@@ -12,8 +12,8 @@ from typing import Any
 from ..base.errors import ConfigError, describe, nearest
 from ..base.names import import_module, locate, split
 from ..base.places import class_node, key_place, place
+from ..contract.facts import Fact, facts_in, stated
 from ..plugin.calls import EnabledPlugin
-from ..plugin.facts import Fact, facts_in, stated
 from .discovery import DISTRIBUTION, identity
 
 GROUP = "forge_train.facts"

@@ -12,8 +12,8 @@ from pathlib import Path
 from ..base.errors import ConfigError, nearest
 from ..base.names import canonical, is_file, split
 from ..config.layers import CONDITIONAL, Origin, Request, Tree
+from ..contract.reference import PluginRef
 from ..plugin.calls import EnabledPlugin
-from ..plugin.reference import PluginRef
 from .declared import Specs
 from .discovery import RESERVED, discover, dotted, in_file, instead, is_name, load, plugin_name
 from .facts import Facts

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..contract.tensors import full_tensor, local, scale
 from ..mesh.distributed import DistributedContext
+from ..mesh.tensors import full_tensor, local, scale
 
 
 def total_norm(

@@ -18,8 +18,8 @@ from ..contract.batch import Batch
 from ..contract.events import StepResult, Update
 from ..contract.model import Model
 from ..contract.protocols import Loader, LossScale, Schedule
-from ..contract.tensors import full_tensor, present, scale
 from ..contract.transform import MicroBatch
+from ..mesh.tensors import full_tensor, present, scale
 from ..plugin.job import Job
 from ..registry.unused import note_unused
 from ..store.placement import reduce_partial

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..contract.batch import Batch
-from ..contract.tensors import remember_host
+from ..mesh.tensors import remember_host
 
 
 class Transfer:

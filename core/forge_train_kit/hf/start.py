@@ -10,8 +10,7 @@ from typing import Any
 from forge_train.base.errors import ConfigError, ForgeError, describe
 from forge_train.checkpoint import checkpoint
 from forge_train.compose.initialise import tied_groups
-from forge_train.contract.init import InitialWeights
-from forge_train.contract.model import Model
+from forge_train.contract.model import InitialWeights, Model
 from forge_train.loop.weights import Patterns, new_head_patterns, places
 from forge_train.plugin.hooks import Hooks
 from forge_train.plugin.job import Job

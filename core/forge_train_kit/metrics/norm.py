@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forge_train.contract.metric import Metric
-from forge_train.contract.tensors import full_tensor, local
+from forge_train.mesh.tensors import full_tensor, local
 from forge_train.plugin.job import Job
 
 

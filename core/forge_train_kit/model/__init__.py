@@ -11,7 +11,7 @@ Techniques stay out of it. Importing it imports torch.
 
 from __future__ import annotations
 
-from forge_train.contract.tensors import full_tensor
+from forge_train.mesh.tensors import full_tensor
 
 from .attention_dropout import AttentionDropout, DroppedWeights
 from .basic import Embedding, LayerNorm, Linear, OffsetRMSNorm, RMSNorm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_train.contract.init import Init
+from forge_train.contract.model import Init
 
 
 class Linear(nn.Linear):

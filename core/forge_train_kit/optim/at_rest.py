@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forge_train.base.errors import ConfigError
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 from forge_train_kit.sections import StateDtype, StateDtypes
 
 from .matrices import Box, full_box, stacked

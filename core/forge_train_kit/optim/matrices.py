@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils._python_dispatch import _disable_current_modes
 
 from forge_train.base.errors import PluginError
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 
 if TYPE_CHECKING:
     from torch import Tensor

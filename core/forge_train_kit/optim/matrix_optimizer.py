@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 
 from .at_rest import MASTER, AtRest
 from .exchange import Message, Piece, Traffic, group_of

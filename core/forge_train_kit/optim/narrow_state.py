@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge_train.base.errors import PluginError
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 from forge_train_kit.sections import StateDtypes
 
 from .at_rest import MASTER, AtRest, at_rest

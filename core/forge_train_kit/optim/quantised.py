@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from forge_train.contract.tensors import full_tensor, local
+from forge_train.mesh.tensors import full_tensor, local
 
 from .stochastic import bits, fused, numbers, offsets, places, shards, spread
 

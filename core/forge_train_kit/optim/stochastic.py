@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._triton import has_triton
 
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 
 
 def rounded(values: Tensor, *key: object) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from forge_train.contract.tensors import full_tensor, local
+from forge_train.mesh.tensors import full_tensor, local
 
 from .exchange import Piece
 from .matrices import Box, Matrix, full_box, stacked

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from forge_train.base.errors import ForgeError
 from forge_train.contract.batch import MASKED, Batch
 from forge_train.contract.protocols import Task
-from forge_train.contract.tensors import full_tensor
+from forge_train.mesh.tensors import full_tensor
 from forge_train.plugin.job import Job
 
 

@@ -19,7 +19,6 @@ from forge_train.checkpoint.run import is_run
 from forge_train.checkpoint.seal import ALONE
 from forge_train.config.layers import Request
 from forge_train.contract.batch import MASKED, Batch
-from forge_train.contract.tensors import local
 from forge_train.loop.assembly import assemble, prepare_process
 from forge_train.loop.initial import load_initial
 from forge_train.loop.resume import restore
@@ -27,6 +26,7 @@ from forge_train.loop.weights import load_extra
 from forge_train.mesh.devices import choose_device
 from forge_train.mesh.distributed import DistributedContext
 from forge_train.mesh.layout import Device, Layout
+from forge_train.mesh.tensors import local
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup, resolve
 from forge_train.run import records

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from forge_train.base.present import few, gib
+from forge_train.contract.facts import SAVES
 from forge_train.mesh.axes import AXES
-from forge_train.plugin.facts import SAVES
 from forge_train.registry.discovery import discover
 
 if TYPE_CHECKING:

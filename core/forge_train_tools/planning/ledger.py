@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 
 from .watch import Watch
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from forge_train.compose.initialise import tied_groups
 from forge_train.contract.model import Model
-from forge_train.contract.tensors import held_bytes, local
+from forge_train.mesh.tensors import held_bytes, local
 
 from .communication import Names
 

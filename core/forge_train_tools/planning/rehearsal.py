@@ -23,9 +23,9 @@ from forge_train.compose.initialise import retie, tied_groups
 from forge_train.contract.batch import Batch
 from forge_train.contract.model import Model
 from forge_train.contract.protocols import Loader
-from forge_train.contract.tensors import held_bytes, local, state_of
 from forge_train.contract.transform import MicroBatch
 from forge_train.loop.assembly import equip
+from forge_train.mesh.tensors import held_bytes, local, state_of
 from forge_train.plugin.job import Job
 from forge_train.step.step import Watcher
 

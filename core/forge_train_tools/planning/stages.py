@@ -9,8 +9,8 @@ from typing import Any
 
 from forge_train.base.errors import ForgeError
 from forge_train.compose.compose import Composition, compose
-from forge_train.contract.tensors import held_bytes
 from forge_train.mesh.layout import Layout
+from forge_train.mesh.tensors import held_bytes
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from forge_train.base.errors import ForgeError, describe
+from forge_train.contract.reference import PluginRef
 from forge_train.plugin.calls import EnabledPlugin
 from forge_train.plugin.plugin import Plugin
-from forge_train.plugin.reference import PluginRef
 from forge_train.registry.discovery import find, load
 
 from .environment import installed

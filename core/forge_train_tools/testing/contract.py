@@ -16,9 +16,9 @@ from typing import Any
 
 from forge_train.base.errors import ConfigError
 from forge_train.base.names import split
+from forge_train.contract.reference import PluginRef
 from forge_train.plugin.calls import EnabledPlugin, implemented
 from forge_train.plugin.plugin import API, Plugin
-from forge_train.plugin.reference import PluginRef
 from forge_train.registry.declared import Specs
 from forge_train.registry.discovery import load
 from forge_train.registry.facts import Facts

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forge_train.contract.batch import Batch
 from forge_train.contract.protocols import Loader
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 
 from .recording import Fingerprint, Record
 

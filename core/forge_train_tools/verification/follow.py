@@ -18,9 +18,9 @@ from torch import Tensor
 
 from forge_train.base.errors import PluginError
 from forge_train.contract.events import Update
-from forge_train.contract.tensors import present
 from forge_train.loop.resume import restore
 from forge_train.loop.weights import compare_shapes, places
+from forge_train.mesh.tensors import present
 from forge_train.plugin.job import Job
 from forge_train.registry.setup import Setup
 from forge_train.step.gradients import total_norm

@@ -17,12 +17,12 @@ from forge_train.checkpoint.state import optimizer_state
 from forge_train.compose.initialise import local_window
 from forge_train.contract.events import CheckpointEvent, StepResult, Update
 from forge_train.contract.protocols import Loader
-from forge_train.contract.tensors import full_tensor
 from forge_train.contract.transform import MicroBatch
 from forge_train.loop.assembly import assemble
 from forge_train.loop.initial import load_initial
 from forge_train.loop.resume import capture, restore
 from forge_train.loop.weights import load_extra
+from forge_train.mesh.tensors import full_tensor
 from forge_train.plugin.hooks import Hooks
 from forge_train.plugin.job import Job
 from forge_train.step.aggregate import split as values_of

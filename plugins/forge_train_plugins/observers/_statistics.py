@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from forge_train import ConfigError, Job, Metric, Model
 from forge_train.base.errors import nearest
 from forge_train.contract.protocols import SpanName
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 from forge_train_kit.metrics import Norm
 from forge_train_kit.model import LargestLogit
 

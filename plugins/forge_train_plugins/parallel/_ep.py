@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from forge_train import Applied, ConfigError, MicroBatch, PluginError
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 
 if TYPE_CHECKING:
     from forge_train.mesh.distributed import DistributedContext

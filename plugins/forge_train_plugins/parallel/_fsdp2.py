@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from forge_train import Applied, ConfigError, Job
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 from forge_train_kit.model import dtype_borders
 
 from ._fsdp2_step import Chunks, ShardedStep

@@ -12,8 +12,8 @@ import torch
 from forge_train import FailedRun, ForgeError, Job, Model
 from forge_train.base.failure import phase_of
 from forge_train.base.present import gib
-from forge_train.contract.tensors import held_bytes, state_of
-from forge_train.plugin.facts import SAVES
+from forge_train.contract.facts import SAVES
+from forge_train.mesh.tensors import held_bytes, state_of
 from forge_train.registry.discovery import discover
 from forge_train.step.meter import memory_gib
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from forge_train import Init
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 from forge_train_kit.layers import Layer
 from forge_train_kit.model import Linear, RMSNorm, TensorStyle, flops_per_token
 

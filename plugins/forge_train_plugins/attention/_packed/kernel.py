@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from forge_train.contract.tensors import on_host
+from forge_train.mesh.tensors import on_host
 from forge_train_kit.model import PerBatch, TiledAttention, document_bounds, is_imagined
 
 from .functions import Bounds, PackedFunction

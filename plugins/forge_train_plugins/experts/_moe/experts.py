@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_train import Init
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 
 if TYPE_CHECKING:
     from ..moe import MoE

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from forge_train import ConfigError, Specialisation
 from forge_train.base.present import few
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 from forge_train_plugins.experts.hookspecs import token_dispatch
 
 if TYPE_CHECKING:

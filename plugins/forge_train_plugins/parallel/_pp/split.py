@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 
 
 def add_weight_gradients(weights: Sequence[nn.Parameter], groups: Sequence[dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from forge_train import PluginError, Specialisation
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 from forge_train_kit.model import TensorStyle
 
 from .collectives import Copy, GatherSequence, GatherWhole, Group, ScatterSequence, Sum, SumEverywhere, TakeShare

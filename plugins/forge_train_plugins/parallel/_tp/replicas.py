@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from forge_train import ConfigError, MicroBatch
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 
 from .plan import Entry
 

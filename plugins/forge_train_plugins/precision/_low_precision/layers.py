@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from forge_train import ConfigError, Specialisation
-from forge_train.contract.tensors import local
+from forge_train.mesh.tensors import local
 
 from .kernels import ALIGNMENT
 from .products import ALONE, GroupedProduct, LinearProduct, Parallel, Recipe

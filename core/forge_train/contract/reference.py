@@ -14,7 +14,7 @@ from ..base.names import file_module, is_file, locate, split
 if TYPE_CHECKING:
     import ast
 
-    from ..contract.attention import KernelCapabilities
+    from .attention import KernelCapabilities
 
 _NO_SUMMARY = "–"
 _INSTALLED = ("site-packages", "dist-packages")
@@ -72,7 +72,7 @@ class PluginRef:
             return None
         import ast  # a listing does without
 
-        from ..contract.attention import KernelCapabilities
+        from .attention import KernelCapabilities
 
         try:
             given = {one.arg: ast.literal_eval(one.value) for one in getattr(call, "keywords", ())}
