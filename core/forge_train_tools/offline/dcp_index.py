@@ -83,7 +83,7 @@ def read_index(folder: Path) -> Index:
         index = _index_of(found)
     except Exception as error:  # whatever a damaged pickle comes to
         text = (str(error) if type(error) is ValueError else describe(error)).partition("\n")[0][:300].rstrip(".")
-        raise ConfigError(f"{file}: not an index of {_DCP}: {text}.") from error
+        raise ConfigError(f"{file}: not an index of torch.distributed.checkpoint: {text}.") from error
     try:
         _check_files(folder, index)
     except ConfigError as error:
