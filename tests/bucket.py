@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 import fsspec
 from fsspec import AbstractFileSystem
 
-from forge_train.checkpoint import remote
+from forge_train_kit.stores import remote
 
 
 class Bucket(AbstractFileSystem):

@@ -229,6 +229,7 @@ WORDS = {
     "compile",
     "console",
     "constant",
+    "copies",
     "eager",
     "hf",
     "linear",

@@ -297,8 +297,9 @@ def _own(more: dict[str, Any]) -> list[type[Plugin]]:
 def run(
     folder: Path, *plugins: Wanted, steps: int = 4, config: Mapping[str, Any] | None = None, **more: Any
 ) -> TinyRun:
-    """A toy run in this process; `more` as for `run_forge`."""
-    wanted = [*_own(more), *plugins]
+    """A toy run in this process; `more` as for `run_forge`. Checkpoints elsewhere are the plugin `copies`'."""
+    elsewhere = {"checkpoint.folder", "checkpoint.mirror"} & (config or {}).keys()
+    wanted = [*_own(more), *plugins, *(["copies"] if elsewhere else [])]
     return run_forge(wanted, {**SMALL, **(config or {})}, steps=steps, preset="", folder=folder, **more)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from forge_train.checkpoint.remote import is_remote, plain
+from forge_train.base.files import is_remote, plain
 from forge_train.checkpoint.run import address_of
 
 
@@ -25,7 +25,7 @@ class _Fetched(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str) or not is_remote(value) or ctx is None:
             return Path(plain(str(value)))
-        from forge_train.checkpoint.fetching import locate
+        from forge_train_kit.stores.fetching import locate
 
         place = locate(value)
         stored = place.one()

@@ -80,7 +80,7 @@ def _rows_here(run: Path) -> list[dict[str, Any]]:
 
 
 def _rows_there(address: str) -> list[dict[str, Any]]:
-    from forge_train.checkpoint.fetching import locate
+    from forge_train_kit.stores.fetching import locate
 
     place = locate(address)
     checked = [(stored, place.store.check(stored)) for stored in place.all()]
@@ -187,7 +187,7 @@ def _examined_here(path: Path) -> list[tuple[str, Examined]]:
 
 
 def _examined_there(address: str) -> list[tuple[str, Examined]]:
-    from forge_train.checkpoint.fetching import locate
+    from forge_train_kit.stores.fetching import locate
     from forge_train_tools.offline.examine import Examined, examine
 
     place, examined = locate(address), []

@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from .contract.model import Init as Init
     from .contract.model import InitialWeights as InitialWeights
     from .contract.model import Model as Model
+    from .contract.protocols import CheckpointCopies as CheckpointCopies
+    from .contract.protocols import CopiedCheckpoint as CopiedCheckpoint
+    from .contract.protocols import CopyReport as CopyReport
     from .contract.protocols import Evaluator as Evaluator
     from .contract.protocols import Executor as Executor
     from .contract.protocols import Loader as Loader
@@ -83,7 +86,8 @@ _HOME = {
     "contract.metric": "Bins Metric",
     "contract.model": "Init InitialWeights Model",
     "plugin.plugin": "Plugin hookimpl",
-    "contract.protocols": "Evaluator Executor Loader LossScale RolloutLoader Schedule Span SpanName Task Tokenizer",
+    "contract.protocols": "CheckpointCopies CopiedCheckpoint CopyReport Evaluator Executor"
+    " Loader LossScale RolloutLoader Schedule Span SpanName Task Tokenizer",
     "plugin.specs": "HookSpec hookspec",
     "contract.transform": "Applied MicroBatch Phase Specialisation Transform swap",
     "base.errors": "CommunicationError ConfigError DivergedError ForgeError PluginError Problem",

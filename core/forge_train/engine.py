@@ -13,15 +13,12 @@ from pathlib import Path
 from .base import disk
 from .base.errors import ConfigError, DivergedError, ForgeError, describe
 from .base.failure import Failure
-from .base.files import remove_remains, write_json
+from .base.files import plain, remove_remains, write_json
 from .base.lock import Lock
 from .checkpoint import checkpoint
-from .checkpoint.copies import bring, stores
-from .checkpoint.fetching import fetched
 from .checkpoint.run import describe_run, is_kept, is_run, set_aside
 from .checkpoint.start import Start, changed_values, claim, unclaim
 from .compose.compose import Composition
-from .config import Config
 from .config.layers import DEFAULT
 from .contract.events import FailedRun, Finished, Outcome
 from .contract.model import Model
@@ -30,7 +27,6 @@ from .loop.resume import check_allowed, compare
 from .loop.saver import repair_finished
 from .loop.training import Training
 from .mesh.axes import CONFIGURED
-from .mesh.distributed import DistributedContext
 from .plugin import hookspecs
 from .plugin.job import Job
 from .registry.setup import Setup
@@ -59,7 +55,7 @@ def train(
     Args:
         setup: a checked configuration and its plugins.
         run_dir: where run folders are made.
-        resume: `auto`, `never`, or the path or address of a run or a checkpoint.
+        resume: `auto`, `never`, or the path of a run or a checkpoint.
         notable: plugins to name in a new run's id.
         start: where the run begins, if the process that started this one has claimed it.
         watcher: who looks at the run from inside.
@@ -71,14 +67,16 @@ def train(
     with ExitStack() as stack:
         dist = stack.enter_context(joined(setup))
         if start is None:
-            start = dist.on_main(lambda: _claimed(stack, claim(config, run_dir, fetched(resume, run_dir), notable)))
+            start = dist.on_main(
+                lambda: _claimed(stack, claim(config, run_dir, plain(resume), notable, hooks.checkpoint_copies))
+            )
             if dist.main and dist.place.max_restarts and start.new and not (config.run.name and resume == "auto"):
                 log.warning("A restart by torchrun begins a new run: only one with a --name goes on.")
         elif dist.place.attempt:
             start = start.again(saved=checkpoint.newest(start.dir / "checkpoints", dist) is not None)
         run = Run(start.dir, start.lock)
         job = Job.of(config, hooks, run, dist)
-        found = _found(config, run, start, dist)
+        found = _found(job, start)
         _check_shared(job, start, found)
         if found is not None:  # before anything is written: a refused run stays as it is
             compare(job, found)
@@ -210,8 +208,9 @@ def _record_failure(job: Job, training: Training | None, error: BaseException) -
             told("Nor could it be recorded how the run ended: %s", describe(another))
 
 
-def _found(config: Config, run: Run, start: Start, dist: DistributedContext) -> Path | None:
+def _found(job: Job, start: Start) -> Path | None:
     """The checkpoint that the run continues from, of which every file was verified; one elsewhere, if it is newer."""
+    config, run, dist = job.config, job.run, job.dist
     if start.checkpoint is not None:
         return checkpoint.resolve(start.checkpoint, dist)
     if start.continues:
@@ -220,7 +219,7 @@ def _found(config: Config, run: Run, start: Start, dist: DistributedContext) -> 
     if not (config.run.name or start.continues):  # nobody else has the name of such a run
         return None
     path, after = (saved.path, saved.step) if saved else (None, -1)
-    return dist.on_main(lambda: bring(stores(config, run.dir), run.checkpoints, after=after)) or path
+    return dist.on_main(lambda: job.hooks.checkpoint_copies(config, run.dir).bring(after=after)) or path
 
 
 def _finished_before(job: Job, start: Start) -> Finished | None:

@@ -14,7 +14,7 @@ import toys
 from bucket import bucket, keys
 from forge_cli import Ended, forge, one_message
 from forge_train.checkpoint.checkpoint import check, found
-from forge_train.checkpoint.store import Store
+from forge_train_kit.stores.store import Store
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", "stores")]
 

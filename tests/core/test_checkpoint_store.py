@@ -19,9 +19,9 @@ from forge_cli import environment
 from forge_train import ConfigError
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.checkpoint import load, save
-from forge_train.checkpoint.copies import Sender, Sent, bring
 from forge_train.checkpoint.seal import ALONE
-from forge_train.checkpoint.store import Store
+from forge_train_kit.stores.copies import Sender, Sent, bring
+from forge_train_kit.stores.store import Store
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", 2)]
 
@@ -84,13 +84,13 @@ def test_a_round_copies_what_is_lacking_and_removes_what_is_old(
     }[where]
     with bucket(tmp_path / "bucket"):
         sent = one_round(place, address)
-        assert ([saved.step for saved, _ in sent.copied], sent.steps, sent.problem) == ([2, 1], {1, 2}, "")
+        assert ([one.step for one in sent.copied], sent.steps, sent.problem) == ([2, 1], {1, 2}, "")
         assert one_round(place, address).copied == []
         (place.parent / "tokenizer").mkdir()
         (place.parent / "tokenizer" / "tokenizer.json").write_text("{}", encoding="utf-8")
         write(place, 3)
         sent = one_round(place, address)
-        assert ([saved.step for saved, _ in sent.copied], [gone.step for gone in sent.pruned]) == ([3], [1])
+        assert ([one.step for one in sent.copied], [gone.step for gone in sent.pruned]) == ([3], [1])
         assert steps(address) == [3, 2]
         back = bring([Store(address)], tmp_path / "other", after=2)
         assert back == tmp_path / "other" / "step-00000003"
@@ -154,9 +154,9 @@ DRIVER = '''
 import os, pathlib, shutil, signal, sys
 
 from bucket import bucket
-from forge_train.checkpoint import store
-from forge_train.checkpoint.copies import Sender
-from forge_train.checkpoint.store import Store
+from forge_train_kit.stores import store
+from forge_train_kit.stores.copies import Sender
+from forge_train_kit.stores.store import Store
 
 folder, address = pathlib.Path(sys.argv[1]), sys.argv[2]
 at = 0

@@ -19,14 +19,14 @@ import tiny_models
 from forge_cli import forge
 from forge_train import ConfigError, ForgeError
 from forge_train.checkpoint import checkpoint
-from forge_train.checkpoint.copies import Sender
 from forge_train.checkpoint.seal import ALONE
-from forge_train.checkpoint.store import Store
 from forge_train.checkpoint.writing import stage
 from forge_train.store import consolidated
 from forge_train.store.consolidated import INDEX, Files
 from forge_train.store.index import read_index
 from forge_train.store.shards import Shard
+from forge_train_kit.stores.copies import Sender
+from forge_train_kit.stores.store import Store
 from forge_train_tools.offline.differences import compare
 from forge_train_tools.offline.examine import examine
 from full_disk import full_for

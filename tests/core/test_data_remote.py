@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from forge_train import ConfigError
-from forge_train.checkpoint import remote
 from forge_train_kit.data.files import File, find
 from forge_train_kit.data.formats import lookup
+from forge_train_kit.stores import remote
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("data", 3)]
 

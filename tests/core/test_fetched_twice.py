@@ -14,10 +14,10 @@ import torch
 
 from forge_train import ConfigError
 from forge_train.checkpoint import checkpoint
-from forge_train.checkpoint.fetching import fetched
-from forge_train.checkpoint.remote_folder import RemoteFolder
 from forge_train.checkpoint.seal import ALONE, check
-from forge_train.checkpoint.store import Store
+from forge_train_kit.stores.fetching import fetched
+from forge_train_kit.stores.remote_folder import RemoteFolder
+from forge_train_kit.stores.store import Store
 from forge_train_tools.offline import relocate
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", 2)]

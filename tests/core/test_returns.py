@@ -18,6 +18,7 @@ from forge_train import (
     Applied,
     Batch,
     BatchPhase,
+    CheckpointCopies,
     ConfigError,
     Phase,
     Plugin,
@@ -181,6 +182,10 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "on_evaluate": [(0.1, "expected None, found 0.1")],
     "on_checkpoint": [(True, "expected None, found True")],
     "on_end": [("bye", "expected None, found 'bye'")],
+    "checkpoint_copies": [
+        ("s3://bucket", "expected a CheckpointCopies or None, found 's3://bucket'"),
+        (CheckpointCopies, "found the class CheckpointCopies itself; return an instance of it"),
+    ],
     "explain_error": [("no room", "expected a ForgeError or None, found 'no room'")],
 }
 """Hook → values it must not return, with what is said of them."""

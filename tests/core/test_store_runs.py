@@ -14,7 +14,7 @@ import toys
 from bucket import bucket, keys
 from forge_train import ConfigError, ForgeError, Plugin, hookimpl
 from forge_train.checkpoint.checkpoint import check, found
-from forge_train.checkpoint.store import Store
+from forge_train_kit.stores.store import Store
 from saving import ASYNC, stepping
 
 pytestmark = [pytest.mark.unit, pytest.mark.accept("checkpoints", "stores")]

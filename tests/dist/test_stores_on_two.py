@@ -9,8 +9,8 @@ import pytest
 
 import toys
 from forge_cli import forge_process
-from forge_train.checkpoint.store import Store
 from forge_train.run.records import read
+from forge_train_kit.stores.store import Store
 from saving import ASYNC
 
 pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.accept("checkpoints", "stores")]

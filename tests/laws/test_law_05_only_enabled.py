@@ -39,7 +39,8 @@ def test_a_run_imports_the_plugins_it_enables_and_no_other(tmp_path: Path) -> No
     modules = imported("train", file, "--quiet", "--run-dir", tmp_path / "runs", "-p", "ema", "--without", aside)
     enabled = {"forge_train_contrib.ema"}
     enabled |= {
-        f"forge_train_plugins.{name}" for name in ("observers.console", "observers.mfu", "resilience.out_of_memory")
+        f"forge_train_plugins.{name}"
+        for name in ("observers.console", "observers.mfu", "resilience.copies", "resilience.out_of_memory")
     }
     plugins = {found.module: found.name for found in discover()}
     assert {module for module in plugins if module in modules} == enabled

@@ -10,6 +10,15 @@ from pathlib import Path
 from .strict_json import dumps
 
 
+def is_remote(address: str) -> bool:
+    return "://" in address and not address.startswith("file://")
+
+
+def plain(place: str) -> str:
+    """A path as it is, also where it is written as `file:///x`."""
+    return place.removeprefix("file://")
+
+
 def write_json(file: Path, value: object) -> None:
     write_whole(file, dumps(value, indent=1) + "\n")
 

@@ -12,14 +12,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.files import remove_remains, write_json, write_whole
+from ..base.files import is_remote, plain, remove_remains, write_json, write_whole
 from ..config import Config
 from ..mesh.world import World
 from ..registry.write import to_toml
 from ..run.run import Run, writing
 from ..run.run_files import load
 from . import model_files
-from .remote import is_remote, plain
 
 if TYPE_CHECKING:
     from ..plugin.hooks import Hooks

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +19,11 @@ from ..base.lock import Lock, take
 from ..config import Config, differences
 from ..config.rules import LONGEST_NAME
 from ..config.toml import read
+from ..contract.protocols import CheckpointCopies
 from ..mesh.layout import Layout
 from ..run import records
 from ..run.run import writing
 from . import model_files
-from .copies import AwayError, stores
 from .not_a_model import advice
 from .run import is_checkpoint, is_run
 
@@ -60,7 +60,18 @@ def run_id(config: Config, notable: tuple[str, ...]) -> str:
     return f"{what}-{config.digest()[:8]}-{stamp}"
 
 
-def claim(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = ()) -> tuple[Start, Lock]:
+Copies = Callable[[Config, Path], CheckpointCopies]
+"""Configuration and folder of a run → its checkpoints elsewhere, as `Hooks.checkpoint_copies` gives them."""
+
+
+def no_copies(config: Config, run: Path) -> CheckpointCopies:
+    """For runs without checkpoints elsewhere."""
+    return CheckpointCopies()
+
+
+def claim(
+    config: Config, folder: Path, resume: str, notable: tuple[str, ...] = (), copies: Copies = no_copies
+) -> tuple[Start, Lock]:
     """Decide where a run begins, as `begin` does, and lock the folder until the lock is released.
 
     Raises:
@@ -68,7 +79,7 @@ def claim(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = 
     """
     while True:
         with writing(folder):  # whose names may be too long
-            start = begin(config, folder, resume, notable)
+            start = begin(config, folder, resume, notable, copies)
         with writing(start.dir):
             if start.new:
                 try:
@@ -92,7 +103,9 @@ def unclaim(start: Start, lock: Lock) -> None:
         start.dir.rmdir()
 
 
-def begin(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = ()) -> Start:
+def begin(
+    config: Config, folder: Path, resume: str, notable: tuple[str, ...] = (), copies: Copies = no_copies
+) -> Start:
     """Decide which folder a run is, and whether it continues something.
 
     Args:
@@ -100,6 +113,7 @@ def begin(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = 
         folder: where run folders are made.
         resume: `auto`, `never`, or the path of a run or a checkpoint.
         notable: plugins to name in a new run's id.
+        copies: gives the checkpoints that a run has elsewhere: a new run takes no name that some have.
 
     Raises:
         ConfigError: for a path that is neither.
@@ -118,12 +132,14 @@ def begin(config: Config, folder: Path, resume: str, notable: tuple[str, ...] = 
             raise ConfigError(
                 f"--resume {resume}: expected auto, never, or the path of a run or a checkpoint.{advice(path)}"
             )
-        return Start(_unused(folder / (config.run.name or run_id(config, notable)), config), checkpoint=path, new=True)
+        return Start(
+            _unused(folder / (config.run.name or run_id(config, notable)), config, copies), checkpoint=path, new=True
+        )
     if not config.run.name:
-        return Start(_unused(folder / run_id(config, notable), config), new=True)
+        return Start(_unused(folder / run_id(config, notable), config, copies), new=True)
     named = folder / config.run.name
     if resume == "never":
-        return Start(_unused(named, config), new=True)
+        return Start(_unused(named, config, copies), new=True)
     if named.exists() and not is_run(named) and not is_unfinished(named):
         raise ConfigError(f"{named}: exists and is not a run; choose another --name or --run-dir.")
     return Start(named, continues=is_run(named), new=not named.exists())
@@ -142,29 +158,12 @@ def _kept(run: Path) -> str:
     return f"the run has {', '.join(names)}" if names else "the run has none"
 
 
-def _unused(path: Path, config: Config) -> Path:
+def _unused(path: Path, config: Config, copies: Copies) -> Path:
     """A run's folder that is not there yet, with a name that no checkpoints elsewhere have."""
     number, candidate = 2, path
-    while candidate.exists() or _taken(config, candidate):
+    while candidate.exists() or copies(config, candidate).taken():
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
     return candidate
-
-
-def _taken(config: Config, run: Path) -> bool:
-    """Return True if checkpoints elsewhere use a run's name. A generated name is always unique.
-
-    Raises:
-        AwayError: if a store can't be read and the user chose the name.
-    """
-    for store in stores(config, run):
-        try:
-            if store.found():
-                return True
-        except ConfigError as error:
-            if config.run.name:
-                raise AwayError.of(store, error) from error
-            log.warning("%s: %s. The run begins without it.", store.key, str(error).rstrip("."))
-    return False
 
 
 def changed_layout(checkpoint: Path, saved: Mapping[str, Any], now: Layout) -> str:

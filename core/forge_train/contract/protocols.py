@@ -5,9 +5,11 @@ Shapes are written `[batch, sequence, …]`. Importing this module imports no to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from .batch import Batch
@@ -165,3 +167,92 @@ class LossScale(Protocol):
 SpanName = Literal["step", "forward_backward", "optimizer", "evaluate", "save"]
 Span = Callable[[], AbstractContextManager[Any]]
 """`around`: makes a context manager for one pass through the span."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedCheckpoint:
+    """A checkpoint at another place."""
+
+    step: int
+    name: str
+    """Of its folder."""
+    address: str
+    bytes: int
+    seconds: float = 0.0
+    """Time that copying it took."""
+
+
+@dataclass
+class CopyReport:
+    """Results of a round of copies to one place."""
+
+    copied: list[CopiedCheckpoint] = field(default_factory=list)
+    """Checkpoints that arrived."""
+    pruned: list[CopiedCheckpoint] = field(default_factory=list)
+    """Older ones that were removed there."""
+    problem: str = ""
+    """Why the round was given up; empty if it was not."""
+    keeps: bool = False
+    """True if the run's checkpoints are kept at this place rather than in its folder."""
+
+
+class CheckpointCopies:
+    """Checkpoints of a run at other places (`checkpoint_copies`); this base has no place.
+
+    Only the main process uses it. Nothing here may end the run: what fails is reported, or raised as a `ForgeError`
+    where a method says so.
+    """
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Places that checkpoints are copied to."""
+        return ()
+
+    @property
+    def busy(self) -> bool:
+        """True while a checkpoint is being copied."""
+        return False
+
+    @property
+    def sending(self) -> Set[int]:
+        """Steps of checkpoints that are being read, which must stay in the run's folder."""
+        return frozenset()
+
+    @property
+    def everywhere(self) -> Set[int]:
+        """Steps of checkpoints that all places have."""
+        return frozenset()
+
+    def taken(self) -> bool:
+        """Return True if a place has checkpoints under the run's name.
+
+        Raises:
+            ForgeError: if that can't be found out, and the user chose the name.
+        """
+        return False
+
+    def bring(self, *, after: int = -1, before: int = sys.maxsize) -> Path | None:
+        """Fetch the newest whole checkpoint between two steps, exclusive, into the run's folder; None without one.
+
+        Raises:
+            ForgeError: if a place can't be read, and `after` is -1: the run would start over.
+        """
+        return None
+
+    def best(self) -> Iterable[tuple[int, Any]]:
+        """Yield the step and the `best` entry of the state of each checkpoint elsewhere."""
+        return ()
+
+    def send(self, spared: Set[int] = frozenset()) -> None:
+        """Begin to copy checkpoints that the places lack; `spared` steps stay there whatever their age."""
+
+    def undo(self, step: int) -> None:
+        """Begin to remove the checkpoints of a step and of later ones: a roll-back left them behind."""
+
+    def look(self) -> Sequence[CopyReport]:
+        """Return the reports of a round that has ended, once, without waiting."""
+        return ()
+
+    def wait(self) -> Sequence[CopyReport]:
+        """Wait until everything was tried; return the reports."""
+        return ()

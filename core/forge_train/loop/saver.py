@@ -13,11 +13,11 @@ from ..base.errors import describe
 from ..base.failure import during
 from ..checkpoint import checkpoint, model_files, retreat
 from ..checkpoint.background import Background
-from ..checkpoint.copies import Sender, Sent, best_of, bring, stores
 from ..checkpoint.noted import note_roll_back, noted_roll_back
 from ..checkpoint.seal import ALONE
 from ..checkpoint.writing import Copies, commit, prune, repair, stage_in
 from ..contract.events import CheckpointEvent
+from ..contract.protocols import CheckpointCopies, CopyReport
 from ..mesh.distributed import DistributedContext
 from ..plugin.job import Job
 from .occasions import Occasions
@@ -62,26 +62,27 @@ class Saver:
         self._flight: _Flight | None = None
         self._began = 0.0
         self._spared: set[int] = set()
-        self._places = stores(job.config, job.run.dir) if job.dist.main else []
-        self._sender = Sender(job.run.checkpoints, self._places, self._config.keep, self._config.keep_every)
+        self._elsewhere = CheckpointCopies()
+        if job.dist.main:
+            self._elsewhere = job.hooks.checkpoint_copies(job.config, job.run.dir)
 
     def start(self, step: int) -> None:
         """The run begins after a step: what an earlier attempt could not copy elsewhere is tried again."""
         self.undo()
-        self._occasions.start(best_of(self._places) if self._config.folder and step else ())
+        self._occasions.start(self._elsewhere.best() if self._config.folder and step else ())
         if self._job.dist.main:
             for gone in _repaired(self._job, self._occasions, step):
                 self._tell_gone(gone)
-        if self._places:
+        if self._elsewhere.addresses:
             self._spared = self._occasions.spared(step)
-            self._sender.send(self._spared)
+            self._elsewhere.send(self._spared)
 
     def bring(self, before: int) -> None:
         """Have the newest checkpoint of a step before this one in the run's folder; all processes call this."""
         folder = self._job.run.checkpoints
         saved = retreat.newest_before(folder, before, self._job.dist)
         after = saved.step if saved else -1
-        self._job.dist.on_main(lambda: bring(self._places, folder, after=after, before=before))
+        self._job.dist.on_main(lambda: self._elsewhere.bring(after=after, before=before))
 
     def undo(self) -> None:
         """Finish the roll-back that the run's folder notes: remove what must not be resumed, here and elsewhere."""
@@ -90,8 +91,8 @@ class Saver:
             return
         for gone in retreat.finish(run):
             self._tell_pruned(gone)
-        if self._places:
-            self._sender.undo(noted.elsewhere)
+        if self._elsewhere.addresses:
+            self._elsewhere.undo(noted.elsewhere)
         else:
             note_roll_back(run, None)
 
@@ -142,7 +143,7 @@ class Saver:
         )
         self._plan = staged.shards.plan
         self._spared = self._occasions.spared(step) if job.dist.main else set()
-        spared, elsewhere = self._spared | self._sender.sending, self._sender.everywhere
+        spared, elsewhere = self._spared | self._elsewhere.sending, self._elsewhere.everywhere
 
         def write(by: DistributedContext) -> checkpoint.Saved:
             names = ("config.toml", "plugins.json", model_files.FOLDER)
@@ -175,8 +176,8 @@ class Saver:
         """
         if self._flight is not None and self._flight.task.ended():
             self.wait()
-        for sent in self._sender.look():
-            self._tell_sent(sent)
+        for report in self._elsewhere.look():
+            self._tell_copied(report)
 
     @during("save")
     def wait(self) -> None:
@@ -207,13 +208,13 @@ class Saver:
     def close(self) -> None:
         """Wait for what is being written and copied, and let go of what that needed."""
         self.settle()
-        if self._sender.busy:
-            log.info("Waiting until the checkpoints are copied to %s.", " and ".join(s.address for s in self._places))
+        if self._elsewhere.busy:
+            log.info("Waiting until the checkpoints are copied to %s.", " and ".join(self._elsewhere.addresses))
         try:
-            for sent in self._sender.wait():
-                self._tell_sent(sent)
-            if self._places and (saved := checkpoint.newest(self._job.run.checkpoints)):
-                for gone in self._remove_old(saved.step, ALONE, self._spared, self._sender.everywhere):
+            for report in self._elsewhere.wait():
+                self._tell_copied(report)
+            if self._elsewhere.addresses and (saved := checkpoint.newest(self._job.run.checkpoints)):
+                for gone in self._remove_old(saved.step, ALONE, self._spared, self._elsewhere.everywhere):
                     self._tell_gone(gone)
         except Exception as error:  # the run itself has ended as it did, and its checkpoints are whole
             log.warning("It could not be recorded which checkpoints were copied: %s", describe(error))
@@ -242,8 +243,8 @@ class Saver:
         if self._job.dist.main:
             self._event_saved(saved, seconds, blocked)
         self._job.hooks.on_checkpoint(CheckpointEvent("saved", saved.step, saved.path))
-        if self._places:
-            self._sender.send(self._spared)
+        if self._elsewhere.addresses:
+            self._elsewhere.send(self._spared)
 
     def _event_saved(self, saved: checkpoint.Saved, seconds: float, blocked: float) -> None:
         fields = {"path": saved.path.name, "seconds": seconds, "blocked": blocked, "bytes": saved.bytes}
@@ -253,19 +254,19 @@ class Saver:
         if not self._config.folder:  # where it is kept
             self._tell_pruned(gone)
 
-    def _tell_sent(self, sent: Sent) -> None:
+    def _tell_copied(self, report: CopyReport) -> None:
         """Report the results of copying checkpoints elsewhere."""
-        for saved, seconds in sent.copied:
-            path = sent.store.at(saved.path.name)
-            self._job.run.event("checkpoint_copied", saved.step, path=path, seconds=seconds, bytes=saved.bytes)
-        for gone in sent.pruned if self._config.folder and sent.store is self._places[0] else ():
+        for one in report.copied:
+            fields = {"path": one.address, "seconds": one.seconds, "bytes": one.bytes}
+            self._job.run.event("checkpoint_copied", one.step, **fields)
+        for gone in report.pruned if report.keeps else ():
             saved = checkpoint.Saved(self._job.run.checkpoints / gone.name, gone.step, gone.bytes)
-            self._tell_pruned(saved, sent.store.at(gone.name))
-        if sent.problem:
+            self._tell_pruned(saved, gone.address)
+        if report.problem:
             log.warning(
                 "Checkpoints were not copied: %s. Those that checkpoint.keep selects stay in %s until they are copied: "
                 "after the next save, or when the run is continued.",
-                sent.problem.rstrip("."),
+                report.problem.rstrip("."),
                 self._job.run.checkpoints,
             )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
-from ..base.errors import PluginError, Problem
+from ..base.errors import ConfigError, PluginError, Problem
 from ..contract.attention import KernelCapabilities
 from ..contract.batch import Preparation, PrepareBatch, PrepareStep
 from ..contract.events import metric_key
@@ -14,6 +14,7 @@ from ..contract.extra import ExtraModel
 from ..contract.metric import Metric
 from ..contract.model import InitialWeights
 from ..contract.protocols import (
+    CheckpointCopies,
     Evaluator,
     Executor,
     Loader,
@@ -30,6 +31,8 @@ from .calling import Caller
 from .guards import Guarded, Prepare, first_state, preparing
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
@@ -107,6 +110,22 @@ class Hooks(Caller):
         idle = self.provider("build_data") if self.opened else None
         answers = dict(self._calls.collect("kernel_needs", {"config": config}))
         return [(f"plugin {name!r} asks for it", one) for name, one in answers.items() if one and name != idle]
+
+    def checkpoint_copies(self, config: Config, run: Path) -> CheckpointCopies:
+        """Return the copies of the checkpoints of a run with this folder.
+
+        Raises:
+            ConfigError: if the configuration asks for copies that no plugin makes.
+        """
+        answers = self._calls.collect("checkpoint_copies", {"config": config, "run": run})
+        given = [one for one in answers if one[1] is not None]
+        if len(given) > 1:
+            names, way_out = self._several(given)
+            raise ConfigError(f"Plugins {names} both answer checkpoint_copies; {way_out}.")
+        for key in ("folder", "mirror") if not given else ():
+            if getattr(config.checkpoint, key):
+                raise ConfigError(f"checkpoint.{key}: no enabled plugin makes copies; add --plugins copies.")
+        return cast("CheckpointCopies", given[0][1]) if given else CheckpointCopies()
 
     def evaluators(self) -> list[tuple[str, Evaluator]]:
         """Every evaluator, with whose it is."""

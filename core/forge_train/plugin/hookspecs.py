@@ -29,6 +29,7 @@ from ..contract.extra import ExtraModel
 from ..contract.metric import Metric
 from ..contract.model import InitialWeights
 from ..contract.protocols import (
+    CheckpointCopies,
     Evaluator,
     Executor,
     Loader,
@@ -43,6 +44,8 @@ from ..contract.transform import Transform
 from .specs import hookspec, specs_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
@@ -211,7 +214,12 @@ def on_end(finished: Finished) -> None:
     """
 
 
-@hookspec("questions", observes=True)
+@hookspec("questions", asked=None)
+def checkpoint_copies(config: Config, run: Path) -> CheckpointCopies | None:
+    """Return the copies of a run's checkpoints at other places; None to keep none. `run` is the run's folder."""
+
+
+@hookspec("questions", asked=None, observes=True)
 def explain_error(failed: FailedRun, job: Job) -> ForgeError | None:
     """Return the error to show in place of the one that ended the run, or None; the first plugin's by name is used."""
 

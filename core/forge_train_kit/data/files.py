@@ -13,8 +13,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from forge_train import ConfigError
+from forge_train.base.files import is_remote
 from forge_train.base.present import few
-from forge_train.checkpoint.remote import filesystem, is_remote, patiently
+from forge_train_kit.stores.remote import filesystem, patiently
 
 from .file import PACKED, File
 from .formats import kinds

@@ -14,12 +14,12 @@ from forge_train.base.files import remove_remains
 from forge_train.base.lock import take
 from forge_train.checkpoint import checkpoint, seal
 from forge_train.checkpoint.checkpoint import Saved
-from forge_train.checkpoint.copies import best_of
-from forge_train.checkpoint.fetching import locate
 from forge_train.checkpoint.found import is_kept, name_latest
 from forge_train.config.layers import Request, lay
 from forge_train.run.run import Run
 from forge_train.store.manifest import EDITABLE
+from forge_train_kit.stores.copies import best_of
+from forge_train_kit.stores.fetching import locate
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,16 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from ..base.errors import ConfigError, ForgeError
-from ..base.files import put
-from ..base.new_folder import alone, check_new, claimed
-from ..base.present import gib
-from ..base.untrusted import parse_json
-from ..store.manifest import LARGEST, MANIFEST, NAME, Sealed, inspect, listed, way_out, wrong_size
-from .found import is_kept
+from forge_train.base.errors import ConfigError, ForgeError
+from forge_train.base.files import put
+from forge_train.base.new_folder import alone, check_new, claimed
+from forge_train.base.present import gib
+from forge_train.base.untrusted import parse_json
+from forge_train.checkpoint.found import is_kept
+from forge_train.checkpoint.seal import moved, sync, verify
+from forge_train.store.manifest import LARGEST, MANIFEST, NAME, Sealed, inspect, listed, way_out, wrong_size
+
 from .remote_folder import RemoteFolder
-from .seal import moved, sync, verify
 
 log = logging.getLogger("forge_train")
 

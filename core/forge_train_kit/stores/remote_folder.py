@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import ConfigError
+from forge_train.base.errors import ConfigError
+from forge_train.checkpoint.seal import sync
+
 from .remote import filesystem, patiently
-from .seal import sync
 
 _DEEPEST = 8
 """Folders inside each other that are looked into."""

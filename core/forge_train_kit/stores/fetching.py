@@ -7,17 +7,18 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..base.errors import ConfigError
-from ..base.lock import take
-from ..run.run import writing
-from ..store.manifest import MANIFEST, NAME
-from . import model_files
+from forge_train.base.errors import ConfigError
+from forge_train.base.files import plain
+from forge_train.base.lock import take
+from forge_train.checkpoint import model_files
+from forge_train.checkpoint.found import newest
+from forge_train.checkpoint.run import address_of, is_run
+from forge_train.checkpoint.start import is_unfinished
+from forge_train.run.run import writing
+from forge_train.store.manifest import MANIFEST, NAME
+
 from .copies import bring
-from .found import newest
-from .remote import plain
 from .remote_folder import RemoteFolder
-from .run import address_of, is_run
-from .start import is_unfinished
 from .store import Store, Stored
 
 

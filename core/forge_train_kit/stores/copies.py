@@ -14,14 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import ConfigError, ForgeError, describe
-from ..base.strict_json import loads
-from ..config import Config
-from ..store.manifest import STATE
-from .background import Background
-from .found import Saved, found, is_kept
-from .noted import note_roll_back, noted_roll_back
-from .seal import ALONE, check
+from forge_train.base.errors import ConfigError, ForgeError, describe
+from forge_train.base.strict_json import loads
+from forge_train.checkpoint.background import Background
+from forge_train.checkpoint.found import Saved, found, is_kept
+from forge_train.checkpoint.noted import note_roll_back, noted_roll_back
+from forge_train.checkpoint.seal import ALONE, check
+from forge_train.config import Config
+from forge_train.contract.protocols import CheckpointCopies, CopiedCheckpoint, CopyReport
+from forge_train.store.manifest import STATE
+
 from .store import Store, Stored
 
 log = logging.getLogger("forge_train")
@@ -108,30 +110,40 @@ def bring(places: Sequence[Store], folder: Path, *, after: int = -1, before: int
 
 
 @dataclass
-class Sent:
+class Sent(CopyReport):
     """Result of a round of copies to one store."""
 
-    store: Store
-    copied: list[tuple[Saved, float]] = field(default_factory=list)
-    """Each checkpoint that arrived, with the seconds that it took."""
-    pruned: list[Stored] = field(default_factory=list)
     steps: set[int] = field(default_factory=set)
     """Checkpoints in the run's folder that the store has too."""
-    problem: str = ""
-    """Why it was given up; empty if it was not."""
 
 
-class Sender:
+class Sender(CheckpointCopies):
     """Keeps the stores of a run like its folder, in a thread of the main process: one round at a time."""
 
-    def __init__(self, folder: Path, places: Sequence[Store], keep: int, keep_every: int) -> None:
+    def __init__(
+        self, folder: Path, places: Sequence[Store], keep: int, keep_every: int, *, named: bool = False
+    ) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+            folder: the run's `checkpoints/`.
+            places: its stores.
+            keep: `checkpoint.keep`.
+            keep_every: `checkpoint.keep_every`.
+            named: whether the user chose the run's name.
+        """
         self._folder, self._places, self._keep, self._keep_every = folder, places, keep, keep_every
+        self._named = named
         self._task: Background[list[Sent]] | None = None
         self._due = False
         self._spared: Set[int] = frozenset()
         self._undone_from: int | None = None
         self._sending: int | None = None
         self._there: dict[str, set[int]] = {}
+
+    @property
+    def addresses(self) -> list[str]:
+        return [store.address for store in self._places]
 
     @property
     def busy(self) -> bool:
@@ -149,6 +161,28 @@ class Sender:
         """Steps whose checkpoints all stores have."""
         known = [self._there.get(store.address, set()) for store in self._places]
         return set.intersection(*known) if known else set()
+
+    def taken(self) -> bool:
+        """Return True if a store has checkpoints under the run's name. A generated name is always unique.
+
+        Raises:
+            AwayError: if a store can't be read and the user chose the name.
+        """
+        for store in self._places:
+            try:
+                if store.found():
+                    return True
+            except ConfigError as error:
+                if self._named:
+                    raise AwayError.of(store, error) from error
+                log.warning("%s: %s. The run begins without it.", store.key, str(error).rstrip("."))
+        return False
+
+    def bring(self, *, after: int = -1, before: int = sys.maxsize) -> Path | None:
+        return bring(self._places, self._folder, after=after, before=before)
+
+    def best(self) -> Iterator[tuple[int, Any]]:
+        return best_of(self._places)
 
     def send(self, spared: Set[int] = frozenset()) -> None:
         """Begin to copy what the stores lack, or do so after the round that is under way.
@@ -184,7 +218,7 @@ class Sender:
         task, self._task = self._task, None
         results = task.result()
         if self._undone_from is None:
-            self._there = {sent.store.address: sent.steps for sent in results}
+            self._there = {store.address: sent.steps for store, sent in zip(self._places, results, strict=True)}
             if noted_roll_back(self._folder.parent):  # every store has lost what it removes
                 note_roll_back(self._folder.parent, None)
         if self._due:
@@ -192,7 +226,7 @@ class Sender:
         return results
 
     def _round(self, store: Store, spared: Set[int], undone: int | None) -> Sent:
-        sent = Sent(store)
+        sent = Sent(keeps=store.key == "checkpoint.folder")
         try:
             for stored in store.found() if undone is not None else ():
                 if undone is not None and stored.step >= undone:
@@ -200,7 +234,10 @@ class Sender:
             for number, saved in enumerate(found(self._folder)):
                 if number < self._keep or is_kept(saved.step, self._keep_every, spared):
                     self._send(store, saved, sent)
-            sent.pruned = list(store.prune(self._keep, self._keep_every, spared))
+            sent.pruned = [
+                CopiedCheckpoint(gone.step, gone.name, store.at(gone.name), gone.bytes)
+                for gone in store.prune(self._keep, self._keep_every, spared)
+            ]
         except Exception as error:  # nothing that happens to a copy ends a run
             if undone is not None:
                 self._undone_from = undone
@@ -216,7 +253,8 @@ class Sender:
                 return
             if not store.has(saved.path):
                 store.put(saved.path)
-                sent.copied.append((saved, time.perf_counter() - began))
+                name, seconds = saved.path.name, time.perf_counter() - began
+                sent.copied.append(CopiedCheckpoint(saved.step, name, store.at(name), saved.bytes, seconds))
             sent.steps.add(saved.step)
         except (ForgeError, OSError):
             if saved.path.exists():

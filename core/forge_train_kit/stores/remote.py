@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..base.errors import ConfigError, describe
+from forge_train.base.errors import ConfigError, describe
 
 _TRIES = 6
 """Failures in a row, without a byte in between, after which it is given up."""
@@ -16,15 +16,6 @@ _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryEr
 """Errors that another try does not mend."""
 
 T = TypeVar("T")
-
-
-def is_remote(address: str) -> bool:
-    return "://" in address and not address.startswith("file://")
-
-
-def plain(place: str) -> str:
-    """A path as it is, also where it is written as `file:///x`."""
-    return place.removeprefix("file://")
 
 
 def filesystem(address: str, label: str) -> tuple[Any, str]:

@@ -1,0 +1,1 @@
+"""Checkpoints elsewhere: at addresses that fsspec knows, or in other folders."""

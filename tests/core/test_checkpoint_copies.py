@@ -1,0 +1,91 @@
+"""Checkpoints elsewhere as any plugin may keep them: the hook `checkpoint_copies`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toys
+from forge_train import CheckpointCopies, ConfigError, CopiedCheckpoint, CopyReport, Plugin, hookimpl
+
+pytestmark = pytest.mark.unit
+
+
+class Attic(CheckpointCopies):
+    """Keeps every checkpoint of a run in a folder beside the runs."""
+
+    def __init__(self, run: Path) -> None:
+        self.here, self.there = run / "checkpoints", run.parent / "attic" / run.name
+        self._copied: list[CopiedCheckpoint] = []
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        return [str(self.there)]
+
+    @property
+    def everywhere(self) -> Set[int]:
+        return {int(path.name[5:]) for path in self.there.glob("step-*")}
+
+    def taken(self) -> bool:
+        return self.there.exists()
+
+    def bring(self, *, after: int = -1, before: int = 2**31) -> Path | None:
+        if not (steps := [step for step in self.everywhere if after < step < before]):
+            return None
+        name = f"step-{max(steps):08d}"
+        return Path(shutil.copytree(self.there / name, self.here / name))
+
+    def send(self, spared: Set[int] = frozenset()) -> None:
+        for path in sorted(self.here.glob("step-*")):
+            if int(path.name[5:]) not in self.everywhere:
+                shutil.copytree(path, self.there / path.name)
+                self._copied.append(
+                    CopiedCheckpoint(int(path.name[5:]), path.name, str(self.there / path.name), 1, 0.5)
+                )
+
+    def look(self) -> Sequence[CopyReport]:
+        copied, self._copied = self._copied, []
+        return [CopyReport(copied)] if copied else []
+
+    wait = look
+
+
+class KeepsAll(Plugin):
+    layout = True
+
+    @hookimpl
+    def checkpoint_copies(self, config: Any, run: Path) -> CheckpointCopies:
+        return Attic(run)
+
+
+CONFIG = {"checkpoint.every": 1, "checkpoint.keep": 1}
+
+
+def test_a_plugin_keeps_checkpoints_in_a_place_of_its_own_and_brings_them_back(tmp_path: Path) -> None:
+    run = toys.run(tmp_path, KeepsAll, name="a", steps=3, config=CONFIG)
+    copied = [(one["step"], one["path"]) for one in run.events if one["event"] == "checkpoint_copied"]
+    attic = tmp_path / "attic" / "a"
+    assert copied == [(step, str(attic / f"step-{step:08d}")) for step in (1, 2, 3)]
+    shutil.rmtree(tmp_path / "a")
+    again = toys.run(tmp_path, KeepsAll, name="a", steps=5, config=CONFIG)
+    assert [line["step"] for line in again.metrics] == [4, 5]
+    assert sorted(path.name[-1] for path in attic.iterdir()) == ["1", "2", "3", "4", "5"]
+
+
+def test_two_plugins_do_not_both_keep_copies(tmp_path: Path) -> None:
+    class Other(KeepsAll):
+        pass
+
+    with pytest.raises(ConfigError, match="Plugins 'keeps_all' and 'other' both answer checkpoint_copies"):
+        toys.run(tmp_path, KeepsAll, Other)
+
+
+@pytest.mark.parametrize("key", ["folder", "mirror"])
+def test_a_place_that_no_plugin_copies_to_is_an_error(tmp_path: Path, key: str) -> None:
+    config = {**toys.SMALL, f"checkpoint.{key}": str(tmp_path / "there")}
+    with pytest.raises(ConfigError, match=rf"checkpoint\.{key}: no enabled plugin makes copies; add --plugins copies"):
+        toys.run_forge(list(toys.TOYS), config, preset="", folder=tmp_path)
