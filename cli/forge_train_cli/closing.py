@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from forge_train.base.errors import ConfigError, ForgeError, describe
 from forge_train.base.failure import Failure
-from forge_train.checkpoint.run import is_checkpoint
+from forge_train.loop.run import is_checkpoint
 from forge_train.mesh.world import World
 
 if TYPE_CHECKING:

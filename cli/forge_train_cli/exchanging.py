@@ -160,7 +160,7 @@ def export(
         _say(export_dcp(path, out), as_json)
         return
     from forge_train.checkpoint import checkpoint
-    from forge_train.checkpoint.run import is_run
+    from forge_train.loop.run import is_run
     from forge_train.run.artifacts import Recorder
     from forge_train_tools.offline.huggingface import export_checkpoint
     from forge_train_tools.offline.opening import run_folder

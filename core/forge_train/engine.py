@@ -16,15 +16,15 @@ from .base.failure import Failure
 from .base.files import plain, remove_remains, write_json
 from .base.lock import Lock
 from .checkpoint import checkpoint
-from .checkpoint.run import describe_run, is_kept, is_run, set_aside
-from .checkpoint.start import Start, changed_values, claim, unclaim
 from .compose.compose import Composition
 from .config.layers import DEFAULT
 from .contract.events import FailedRun, Finished, Outcome
 from .contract.model import Model
 from .loop.assembly import assemble, joined, prepare_process
 from .loop.resume import check_allowed, compare
+from .loop.run import describe_run, is_kept, is_run, set_aside
 from .loop.saver import repair_finished
+from .loop.start import Start, changed_values, claim, unclaim
 from .loop.training import Training
 from .mesh.axes import CONFIGURED
 from .plugin import hookspecs

@@ -55,7 +55,7 @@ def _toml(key: str, value: object) -> str:
 
 def with_configuration(request: Request, resume: str) -> Request:
     """If none is named: the configuration in the run or checkpoint to resume, or else the preset."""
-    from forge_train.checkpoint.run import is_checkpoint, is_run
+    from forge_train.loop.run import is_checkpoint, is_run
 
     if request.config or request.model_from:
         return request
@@ -92,7 +92,7 @@ def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) ->
 def fetch(resume: str, folder: Path) -> str:
     """The run or checkpoint to resume. If it is an address, the first process fetches it and the others wait."""
     from forge_train.base.files import plain
-    from forge_train.checkpoint.run import address_of, is_checkpoint, is_run
+    from forge_train.loop.run import address_of, is_checkpoint, is_run
     from forge_train.mesh.world import World
 
     if not (address := address_of(resume)):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_train.base.errors import ConfigError, nearest
-from forge_train.checkpoint.run import is_run
+from forge_train.loop.run import is_run
 from forge_train.run.artifacts import FOLDER, recorded
 from forge_train.run.records import read
 from forge_train.run.run_files import load

@@ -15,7 +15,7 @@ import click
 import pytest
 
 from forge_command import Forge
-from forge_train.checkpoint.start import changed_layout
+from forge_train.loop.start import changed_layout
 from forge_train.mesh.layout import Layout
 from forge_train_cli.curves import Curve, drawing
 from forge_train_cli.screen import WIDEST

@@ -489,9 +489,7 @@ def test_what_fails_while_a_failure_is_recorded_does_not_hide_it(
     with pytest.raises(LookupError, match="the first"):
         toys.run(tmp_path, Bad)
     assert "KeyError: 'the second'" in caplog.text
-    monkeypatch.setattr(
-        "forge_train.checkpoint.run.Run.end", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left"))
-    )
+    monkeypatch.setattr("forge_train.loop.run.Run.end", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(LookupError, match="the first"):
         toys.run(tmp_path, Bad)
 

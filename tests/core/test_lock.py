@@ -215,7 +215,7 @@ def test_a_run_that_fails_lets_go(tmp_path: Path, fail: type[Exception]) -> None
 
 def test_two_runs_without_a_name_get_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both began in the same second, and both looked before either made its folder."""
-    from forge_train.checkpoint import start as starting
+    from forge_train.loop import start as starting
 
     monkeypatch.setattr("time.strftime", lambda *arguments: "now")
     first = toys.run(tmp_path).run

@@ -10,7 +10,6 @@ import torch
 from ..base.errors import ConfigError
 from ..base.failure import during
 from ..checkpoint import state
-from ..checkpoint.run import plugin_list
 from ..compose.compose import Composition, compose
 from ..contract.model import Model
 from ..mesh.distributed import DistributedContext
@@ -20,6 +19,7 @@ from ..plugin.job import Job
 from ..registry.setup import Setup
 from ..run.run import Run
 from ..step.step import Stepper, Watcher
+from .run import plugin_list
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from pathlib import Path
 from ..base.errors import ConfigError
 from ..base.failure import during
 from ..checkpoint import checkpoint
-from ..checkpoint.run import is_checkpoint, is_run
 from ..contract.model import Model
 from ..plugin.job import Job
+from .run import is_checkpoint, is_run
 from .weights import Base, load_weights, new_head_patterns
 
 log = logging.getLogger("forge_train")

@@ -15,8 +15,6 @@ from ..base.errors import ConfigError, nearest
 from ..base.failure import during
 from ..base.names import canonical
 from ..checkpoint import checkpoint, evaluated
-from ..checkpoint.run import plugin_list, saved_plugins
-from ..checkpoint.start import changed_layout
 from ..checkpoint.state import (
     all_random_states,
     by_group,
@@ -34,6 +32,8 @@ from ..registry.discovery import discover
 from ..step.step import Progress, Stepper, tokenizer_digest
 from ..store.placement import check_alike, describe_odd
 from ..store.tree import split
+from .run import plugin_list, saved_plugins
+from .start import changed_layout
 from .weights import Base, compare_shapes, kept, places, read
 
 log = logging.getLogger("forge_train")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..base.errors import describe
 from ..base.failure import during
-from ..checkpoint import checkpoint, model_files, retreat
+from ..checkpoint import checkpoint, retreat
 from ..checkpoint.background import Background
 from ..checkpoint.noted import note_roll_back, noted_roll_back
 from ..checkpoint.seal import ALONE
@@ -20,6 +20,7 @@ from ..contract.events import CheckpointEvent
 from ..contract.protocols import CheckpointCopies, CopyReport
 from ..mesh.distributed import DistributedContext
 from ..plugin.job import Job
+from . import model_files
 from .occasions import Occasions
 
 log = logging.getLogger("forge_train")

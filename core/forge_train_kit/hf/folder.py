@@ -15,8 +15,8 @@ from torch import Tensor
 from forge_train.base.errors import ConfigError, describe
 from forge_train.base.present import few
 from forge_train.base.untrusted import load_json, parse_json, regular_size
-from forge_train.checkpoint.model_files import check_pointer, files
 from forge_train.checkpoint.not_a_model import advice
+from forge_train.loop.model_files import check_pointer, files
 from forge_train.store.consolidated import INDEX
 from forge_train.store.shards import whole
 

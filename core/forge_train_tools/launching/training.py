@@ -13,10 +13,10 @@ from typing import Any
 
 from forge_train.base import disk
 from forge_train.base.errors import ConfigError
-from forge_train.checkpoint.run import is_kept, is_run
-from forge_train.checkpoint.start import Start, claim, unclaim
 from forge_train.config.layers import Request
 from forge_train.contract.events import Finished
+from forge_train.loop.run import is_kept, is_run
+from forge_train.loop.start import Start, claim, unclaim
 from forge_train.mesh.layout import Layout
 from forge_train.registry.setup import Setup, resolve
 from forge_train.run import records

@@ -11,9 +11,9 @@ import torch
 
 from forge_train.base.errors import ConfigError, describe, nearest
 from forge_train.base.files import write_json
-from forge_train.checkpoint import model_files
 from forge_train.compose.initialise import tied_groups
 from forge_train.config.layers import Request
+from forge_train.loop import model_files
 from forge_train.registry.setup import resolve
 from forge_train.store.consolidated import SHARD_BYTES
 from forge_train.store.tensor_files import DTYPES

@@ -24,9 +24,9 @@ from forge_train.base.new_folder import check_new, claimed
 from forge_train.base.present import few
 from forge_train.base.untrusted import check_regular, copy_regular, load_json, regular_size
 from forge_train.checkpoint import checkpoint
-from forge_train.checkpoint.model_files import FOLDER
 from forge_train.checkpoint.reading import state_problem
 from forge_train.checkpoint.seal import ALONE, weights_digest
+from forge_train.loop.model_files import FOLDER
 from forge_train.store import digest
 from forge_train.store.manifest import (
     DCP_INDEX,

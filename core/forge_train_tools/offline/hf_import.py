@@ -19,12 +19,12 @@ from forge_train.base.errors import ConfigError
 from forge_train.base.files import write_json
 from forge_train.base.new_folder import check_new, claimed
 from forge_train.base.present import few
-from forge_train.checkpoint import checkpoint, model_files
-from forge_train.checkpoint.model_files import vocabulary_of
-from forge_train.checkpoint.run import plugin_list
+from forge_train.checkpoint import checkpoint
 from forge_train.compose.initialise import initial, tied_groups
 from forge_train.config.layers import Request, preset
 from forge_train.contract.model import Model
+from forge_train.loop import model_files
+from forge_train.loop.run import plugin_list
 from forge_train.loop.weights import Patterns
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job
@@ -266,7 +266,7 @@ def _describe(scratch: Path, folder: Folder, target: Path, setup: Setup) -> list
     config = dataclasses.replace(setup.config, as_written={**setup.config.as_written, **here})
     beside = [scratch / EDITABLE, scratch / "plugins.json"]
     if found := model_files.files(folder.path):
-        if vocabulary_of(found):
+        if model_files.vocabulary_of(found):
             config = model_files.relative(config, setup.hooks, folder.path)
         model_files.copy(found, scratch / model_files.FOLDER)
         beside.append(scratch / model_files.FOLDER)
@@ -291,7 +291,7 @@ def _composed(job: Job) -> tuple[Model, str]:
 
 
 def _tokenizer_notes(folder: Folder, unfit: str) -> tuple[str, ...]:
-    if not (name := vocabulary_of(model_files.files(folder.path))):
+    if not (name := model_files.vocabulary_of(model_files.files(folder.path))):
         text = f"{folder.path} has no tokenizer: the configuration reads bytes, which few models were trained on."
         return (f"{text} Name its tokenizer before training on text.",)
     if not unfit:

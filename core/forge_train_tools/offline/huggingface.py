@@ -16,8 +16,9 @@ from forge_train.base import disk
 from forge_train.base.errors import ConfigError
 from forge_train.base.files import write_json
 from forge_train.base.present import few
-from forge_train.checkpoint import checkpoint, model_files
-from forge_train.checkpoint.model_files import vocabulary_of
+from forge_train.checkpoint import checkpoint
+from forge_train.loop import model_files
+from forge_train.loop.model_files import vocabulary_of
 from forge_train.loop.weights import compare_shapes, places
 from forge_train.mesh.world import World
 from forge_train.plugin.job import Job

@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 from forge_train.base.errors import ConfigError, ForgeError, brief
 from forge_train.base.names import canonical
 from forge_train.checkpoint import checkpoint
-from forge_train.checkpoint.run import is_run
 from forge_train.compose.compose import compose
 from forge_train.compose.initialise import allocate
 from forge_train.config import differences
 from forge_train.config.layers import Request, lay
 from forge_train.contract.model import Model
 from forge_train.loop.initial import load_initial
+from forge_train.loop.run import is_run
 from forge_train.loop.weights import load_weights
 from forge_train.mesh.devices import choose_device
 from forge_train.mesh.distributed import DistributedContext

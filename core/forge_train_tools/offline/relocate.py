@@ -15,7 +15,7 @@ from forge_train.base.lock import Lock, take
 from forge_train.base.new_folder import check_new, claimed
 from forge_train.checkpoint import checkpoint, seal
 from forge_train.checkpoint.found import name_latest
-from forge_train.checkpoint.run import is_checkpoint, is_run
+from forge_train.loop.run import is_checkpoint, is_run
 from forge_train.store import manifest
 from forge_train_kit.stores.fetching import locate
 from forge_train_kit.stores.remote_folder import RemoteFolder

@@ -15,13 +15,13 @@ from forge_train.base.errors import ConfigError
 from forge_train.checkpoint import checkpoint
 from forge_train.checkpoint.noted import left_out
 from forge_train.checkpoint.retreat import newest_before
-from forge_train.checkpoint.run import is_run
 from forge_train.checkpoint.seal import ALONE
 from forge_train.config.layers import Request
 from forge_train.contract.batch import MASKED, Batch
 from forge_train.loop.assembly import assemble, prepare_process
 from forge_train.loop.initial import load_initial
 from forge_train.loop.resume import restore
+from forge_train.loop.run import is_run
 from forge_train.loop.weights import load_extra
 from forge_train.mesh.devices import choose_device
 from forge_train.mesh.distributed import DistributedContext

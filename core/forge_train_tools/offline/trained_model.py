@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from forge_train.base.errors import ConfigError
-from forge_train.checkpoint import model_files
 from forge_train.contract.protocols import Tokenizer
+from forge_train.loop import model_files
 
 from .generate import Completion, Sampling
 from .logits import logits_of

@@ -182,7 +182,7 @@ class HFDatasets(DataPlugin):
     def _documents(self, job: Job, split: Side) -> Documents:
         from pathlib import Path
 
-        from forge_train.checkpoint import model_files
+        from forge_train.loop import model_files
         from forge_train_kit.data.manifest import open_prepared
         from forge_train_kit.data.prepare import Preparation, Told, cache_folder, prepare, settled
         from forge_train_kit.data.prepare.cached import stale

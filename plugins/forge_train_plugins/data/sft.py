@@ -159,7 +159,7 @@ class SFT(DataPlugin):
     @hookimpl
     def on_start(self, job: Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
         """Say how much is learned, and complete the tokenizer's files, which exports and `forge generate` read."""
-        from forge_train.checkpoint import model_files
+        from forge_train.loop import model_files
         from forge_train.run.run import writing
         from forge_train_kit.data.chats import open_template, write_beside
         from forge_train_kit.data.learned import tell_learned
@@ -177,7 +177,7 @@ class SFT(DataPlugin):
     @hookimpl
     def on_end(self, finished: Finished) -> None:
         """Store a message to try the model with, if `forge generate --chat` finds the run's template."""
-        from forge_train.checkpoint import model_files
+        from forge_train.loop import model_files
 
         super().on_end(finished)
         job = self._job

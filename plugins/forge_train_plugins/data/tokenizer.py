@@ -38,7 +38,7 @@ class Tokenizer(Plugin):
 
     @hookimpl
     def check_config(self, config: RunConfig) -> Iterator[Problem]:
-        from forge_train.checkpoint.model_files import files, vocabulary_of
+        from forge_train.loop.model_files import files, vocabulary_of
 
         path = Path(self.config.path)
         if self.config.path == "bytes" or path.is_file():

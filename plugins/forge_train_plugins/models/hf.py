@@ -57,7 +57,7 @@ class HF(Plugin):
     @classmethod
     def brings(cls, config: Any) -> Mapping[str, Any]:
         """The folder's tokenizer, and the hash of its `config.json`."""
-        from forge_train.checkpoint.model_files import files, vocabulary_of
+        from forge_train.loop.model_files import files, vocabulary_of
 
         file = _described_in(config)
         folder = Path(config.weights) if config.weights else file.parent if file else None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_train import ConfigError
-from forge_train.checkpoint import model_files
+from forge_train.loop import model_files
 
 from ..chats import open_template, turn_end
 from ..manifest import Prepared, open_prepared

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.lock import Lock, take
+from ..checkpoint.not_a_model import advice
 from ..config import Config, differences
 from ..config.rules import LONGEST_NAME
 from ..config.toml import read
@@ -24,7 +25,6 @@ from ..mesh.layout import Layout
 from ..run import records
 from ..run.run import writing
 from . import model_files
-from .not_a_model import advice
 from .run import is_checkpoint, is_run
 
 log = logging.getLogger("forge_train")
