@@ -12,8 +12,8 @@ from pathlib import Path
 
 import click
 
+from forge_train.base.names import presets as installed
 from forge_train.base.strict_json import dumps
-from forge_train.config.presets import presets as installed
 from forge_train.mesh.axes import of_domain
 from forge_train_kit.present import short
 

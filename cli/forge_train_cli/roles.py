@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tomllib
 
-from forge_train.base.names import canonical
-from forge_train.config import presets
+from forge_train.base.names import base_preset, canonical
 from forge_train.contract.reference import PluginRef
 
 ROOMS = {
@@ -77,7 +76,7 @@ def defaults() -> dict[str, list[str]]:
 
     A slot with a condition is prefixed with its table: `distributed.data_parallel`.
     """
-    base = presets.base()
+    base = base_preset()
     written = tomllib.loads(base.read_text(encoding="utf-8")) if base else {}
     found: dict[str, list[str]] = {canonical(name): ["plugins"] for name in written.get("plugins", ())}
     for slot, value in written.get("defaults", {}).items():

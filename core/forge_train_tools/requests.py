@@ -77,7 +77,7 @@ def hugging_face(request: Request, run_dir: Path, say: Callable[[str], None]) ->
 
     if not (path.is_dir() or (path.is_file() and advice(path))):
         return request
-    from forge_train.config.presets import presets
+    from forge_train.base.names import presets
     from forge_train_kit.hf.folder import Folder, is_hugging_face
 
     from .offline.imported import imported

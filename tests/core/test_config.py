@@ -10,9 +10,9 @@ import pytest
 
 import toys
 from forge_train import ConfigError, Ge, Gt, Lt, Plugin, PluginError, Volatile, section
+from forge_train.base.names import presets
 from forge_train.config import Config, differences
 from forge_train.config.layers import Origin, Request, Tree, Value, lay
-from forge_train.config.presets import presets
 from forge_train.config.toml import read
 from forge_train.config.validate import read_text, validate
 from forge_train.registry.setup import resolve

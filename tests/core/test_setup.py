@@ -13,9 +13,8 @@ import pytest
 import toys
 from forge_train import ConfigError, Plugin, PluginError, hookimpl, section
 from forge_train.base.errors import Problem
-from forge_train.base.names import canonical, snake
+from forge_train.base.names import canonical, presets, snake
 from forge_train.config.layers import Request
-from forge_train.config.presets import presets
 from forge_train.contract.reference import PluginRef
 from forge_train.registry.discovery import discover, dotted, load
 from forge_train.registry.setup import Setup, resolve

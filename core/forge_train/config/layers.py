@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..base.errors import ConfigError, brief, nearest
-from ..base.names import canonical
-from .presets import base, presets
+from ..base.names import base_preset, canonical, presets
 from .toml import Document, Key, read
 
 OriginKind = Literal["default", "plugin", "preset", "file", "FORGE_SET", "--set"]
@@ -201,7 +200,7 @@ def lay(request: Request) -> Layered:
         ConfigError: for a file that can't be read, a preset that does not exist, an assignment that is none.
     """
     tree = Tree()
-    if beneath := base():
+    if beneath := base_preset():
         bottom = read(beneath)
         aliases: dict[str, str] = bottom.data.get("aliases", {})
         tree.aliases = {tuple(key.split(".")): tuple(other.split(".")) for key, other in aliases.items()}

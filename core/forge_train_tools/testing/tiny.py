@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from forge_train.base.names import base_preset, presets
 from forge_train.config import layers
-from forge_train.config.presets import base, presets
 from forge_train.config.toml import read
 
 PRESET = "tiny"
@@ -51,7 +51,7 @@ def preset(folder: Path, filled: Iterable[str]) -> Iterator[None]:
 
 def base_plugins() -> tuple[str, ...]:
     """The plugins that every run has by default because they watch it."""
-    beneath = base()
+    beneath = base_preset()
     found: Mapping[str, Any] = read(beneath).data if beneath else {}
     return tuple(found.get("plugins", ()))
 
