@@ -33,7 +33,7 @@ def here(forge_plugins: Installed) -> Installed:
 
 
 def ask(*plugins: str, **more: Any) -> Setup:
-    without = ("console", "tensorboard", *more.pop("without", ()))
+    without = ("console", "copies", "mfu", "out_of_memory", "tensorboard", *more.pop("without", ()))
     sets = ("train.steps=2", *more.pop("set", ()))
     return resolve(Request(plugins=("toy_model", "toy_data", *plugins), without=without, set=sets, **more))
 

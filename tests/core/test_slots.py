@@ -21,7 +21,8 @@ SPECS = Specs([])
 """Forge's own hooks."""
 pytestmark = pytest.mark.accept("core", 2)
 
-SLOTS = [name for name, spec in SPECS.items() if spec.kind in ("slot", "chain")]
+SLOTS = [name for name, spec in SPECS.items() if spec.kind in ("slot", "chain") and not spec.starts_only]
+"""Without `initial_weights`, which only runs from other weights ask for: see test_initial_weights.py."""
 
 CASES: dict[str, tuple[type[outside.Outside], ...]] = {
     "build_model": (outside_layers.OutsideModel,),

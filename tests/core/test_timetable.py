@@ -49,7 +49,7 @@ def test_keeps_overlapped_pairs() -> None:
     ("text", "said"),
     [
         ("", "at least one action"),
-        ("0F0,0X0", "line 1, cell 2: '0X0' is no action"),
+        ("0F0,0X0", "line 1, cell 2: '0X0' is not an action"),
         ("0F0,0SEND_F0", "What is sent and gathered follows"),
         ("0F0,0B0\n0F1,0B1", "Part 0 is on rank 0 and on rank 1"),
         ("0F0,2F0", "has part 2, but nothing for part 1"),

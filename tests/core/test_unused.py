@@ -199,4 +199,4 @@ def test_layers_of_a_default_are_not_built_in_vain(run_forge: RunForge) -> None:
 
 
 def test_what_is_asked_for_by_a_stage() -> None:
-    assert all(spec.asked for spec in Specs([]).values() if spec.kind == "chain")
+    assert all(spec.asked or spec.starts_only for spec in Specs([]).values() if spec.kind == "chain")

@@ -33,15 +33,16 @@ def shown(file: str, line: int) -> str:
     return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"
 
 
-def assigned(file: Path | None, class_name: str, attribute: str) -> ast.expr | None:
+def assigned(file: Path | None, class_name: str, attribute: str, word: str = "") -> ast.expr | None:
     """Return the expression that a class assigns to an attribute; None if the file has no such assignment.
 
     Args:
         file: the module's source.
         class_name: of the class; empty for the first plugin class of the file.
         attribute: to look for in the class's own body.
+        word: a file without it is not parsed; the attribute if empty.
     """
-    found = class_node(file, class_name, attribute)
+    found = class_node(file, class_name, word or attribute)
     return _value(found, attribute) if found else None
 
 

@@ -37,7 +37,7 @@ class Fact(Generic[_T]):
 
     def read(self, ref: PluginRef) -> _T:
         """Return what the source of a plugin states, without importing it."""
-        value = ref.facts.get(self.name)
+        value = ref.fact(self.name)
         return typing.cast(_T, value) if self.fits(value) else self._empty
 
     def fits(self, value: Any) -> bool:

@@ -56,12 +56,11 @@ class PluginRef:
         match = _SUMMARY.search(self._text)
         return match.group(1).strip() if match else _NO_SUMMARY
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The entries of the class's `Plugin.facts` that are literals, read from its source."""
+    def fact(self, name: str) -> Any:
+        """A literal of the class's `Plugin.facts`, read from its source; None if it is not stated there."""
         from ..base.places import literals  # a listing does without
 
-        return dict(literals(self._assigned("facts")))
+        return dict(literals(self._assigned("facts", name))).get(name)
 
     @property
     def kernel_capabilities(self) -> KernelCapabilities | None:
@@ -80,10 +79,10 @@ class PluginRef:
         except (ValueError, TypeError):
             return None
 
-    def _assigned(self, attribute: str) -> ast.expr | None:
+    def _assigned(self, attribute: str, word: str = "") -> ast.expr | None:
         from ..base.places import assigned  # a listing does without
 
-        return assigned(self.file, split(self.object)[1], attribute)
+        return assigned(self.file, split(self.object)[1], attribute, word)
 
     @property
     def hooks(self) -> tuple[str, ...]:

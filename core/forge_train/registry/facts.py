@@ -74,7 +74,7 @@ class Facts:
         if not fact.fits(value):
             return f" must be {fact.described}, found {value!r}."
         ref = enabled.ref
-        written = ref.facts.get(name)
+        written = ref.fact(name)
         if fact.literal and written != value and class_node(ref.file, split(ref.object)[1], name):
             return f" is read from the source: write its value out in class {enabled.cls.__qualname__}, as a literal."
         return ""

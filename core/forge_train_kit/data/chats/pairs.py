@@ -62,7 +62,7 @@ def preference(record: Mapping[str, Any], where: str = "this record") -> Prefere
         if not prompt and isinstance(fields[name], str) and (turns := _transcript(fields[name])):
             answers.append(turns)
             continue
-        if isinstance(fields[name], str) and not prompt:
+        if isinstance(fields[name], str) and not prompt and record.get("prompt") != "":
             raise ConfigError(f"{where}: {name} is a string, and there is no prompt; give one, or lists of messages.")
         answer = said(fields[name], "assistant", f"{where}: {name}")
         repeats = prompt and answer[: len(prompt)] == prompt
