@@ -62,8 +62,7 @@ def test_folders_with_experts_are_imported_trained_and_exported(
     start = tmp_path / "start"
     assert forge(["checkpoint", "import", str(tmp_path / "hf"), str(start)]) == 0
     _, ours = logits(start, TOKENS)
-    theirs = reference(TOKENS).logits
-    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()  # some CPUs' products round more
+    assert (ours - reference(TOKENS).logits).abs().max() <= 1e-5
     trained_and_exported(start, ours)
 
 
